@@ -1,0 +1,98 @@
+"""What attention reads: the tensors of one layer's cache and the tables of one batch.
+
+Every token has its quantized row in the *history pool*. Two BF16 side buffers overlay it, both in the rotated
+basis: the *sink store* with the first ``sink`` tokens of a request and the *recent ring* with its last ``recent``
+ones. :func:`split_positions` says which of the three a position is read from; every kernel follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oscar_kernels.layout import RowLayout
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sizes, in tokens, of the 16-bit windows; 0 turns a window off.
+
+    ``ring`` is the number of ring rows a request owns: ``recent`` plus slack for tokens that may be rolled back.
+    """
+
+    sink: int
+    recent: int
+    ring: int
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.recent < 0 or self.ring < self.recent:
+            raise ValueError(f"need sink >= 0 and ring >= recent >= 0, got {self}")
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's cache.
+
+    Shapes: k_rows, v_rows uint8 [slots, row_bytes]; k_sink, v_sink [sink_blocks, sink, kv_heads, head_dim];
+    k_ring, v_ring [requests, ring, kv_heads, head_dim]. Sink and ring are bfloat16 or float16 and hold rotated
+    vectors. Slot ``page * page_size + i`` is token ``i`` of a page.
+    """
+
+    layout: RowLayout
+    windows: Windows
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+    k_sink: torch.Tensor
+    v_sink: torch.Tensor
+    k_ring: torch.Tensor
+    v_ring: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BatchTables:
+    """Where the tokens of each request of a batch are.
+
+    Shapes: page_table int32 [batch, max_pages], page numbers in order of position; kv_lens int32 [batch], tokens
+    cached for the request; ring_row, ring_start, sink_block int32 [batch]. ``ring_start`` is the first position
+    that the request's ring row holds: what lies before it belongs to an earlier owner of the row.
+    """
+
+    page_size: int
+    page_table: torch.Tensor
+    kv_lens: torch.Tensor
+    ring_row: torch.Tensor
+    ring_start: torch.Tensor
+    sink_block: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StoreSlots:
+    """Where each new token goes; -1 in ring or sink means "not there".
+
+    Shapes: row int64 [tokens], slot in the history pool; ring int64 [tokens], ``ring_row * ring + position % ring``;
+    sink int64 [tokens], ``sink_block * sink + position``. The caller keeps ring slots unique within one store.
+    """
+
+    row: torch.Tensor
+    ring: torch.Tensor
+    sink: torch.Tensor
+
+
+def split_positions(kv_len: int, ring_start: int, windows: Windows) -> tuple[int, int]:
+    """Borders between sink store, history pool and recent ring for a request of ``kv_len`` cached tokens.
+
+    Returns:
+        (sink_end, ring_begin): positions [0, sink_end) are read from the sink store, [sink_end, ring_begin) from
+        the history pool and [ring_begin, kv_len) from the ring.
+
+    >>> split_positions(1000, 0, Windows(sink=64, recent=256, ring=256))
+    (64, 744)
+    >>> split_positions(1000, 900, Windows(sink=64, recent=256, ring=256))
+    (64, 900)
+    >>> split_positions(40, 0, Windows(sink=64, recent=256, ring=256))
+    (40, 40)
+    """
+    sink_end = min(windows.sink, kv_len)
+    ring_begin = kv_len if windows.recent == 0 else max(kv_len - windows.recent, ring_start)
+    return sink_end, min(max(ring_begin, sink_end), kv_len)

@@ -1,0 +1,137 @@
+"""The INT2 codec in plain torch: the specification that every kernel is tested against.
+
+One head of one token, y of ``head_dim`` channels, already rotated (paper, section 3 and appendix A.5):
+
+1. clip: tau is the order statistic of |y| at ascending index min(floor(ratio * head_dim), head_dim - 1);
+   y is clamped to [-tau, tau]. A ratio of 1 does not clip.
+2. per group of ``group_size`` consecutive channels: scale = max(max - min, 1e-8) / 3 and zero = -min / scale,
+   each rounded to the stored dtype *before* it is used, so that quantizer and dequantizer agree;
+   code = floor(y / scale + zero + 0.5) clamped to 0..3.
+3. dequantized: scale * (code - zero).
+
+All arithmetic is float32 whatever the input dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from oscar_kernels.layout import RowLayout
+
+MIN_RANGE = 1e-8
+LEVELS = 4
+
+
+def clip_index(head_dim: int, ratio: float) -> int | None:
+    """Ascending index of the clip threshold among the ``head_dim`` sorted magnitudes; None where nothing clips.
+
+    >>> clip_index(128, 0.96), clip_index(128, 0.92), clip_index(128, 1.0)
+    (122, 117, None)
+    """
+    if ratio <= 0 or ratio >= 1:
+        return None
+    return min(math.floor(ratio * head_dim), head_dim - 1)
+
+
+def clip(y: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Clamp every head of every token to its own order statistic.
+
+    Args:
+        y: [..., head_dim], any float dtype.
+        ratio: clip ratio; values <= 0 or >= 1 do not clip.
+
+    Returns:
+        [..., head_dim] float32.
+    """
+    y = y.float()
+    index = clip_index(y.shape[-1], ratio)
+    if index is None:
+        return y
+    tau = y.abs().sort(dim=-1).values[..., index : index + 1]
+    return torch.maximum(torch.minimum(y, tau), -tau)
+
+
+def quantize(
+    y: torch.Tensor, group_size: int, scale_dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric 2-bit quantization per group of channels.
+
+    Args:
+        y: [..., head_dim], rotated and clipped.
+        group_size: channels per group; divides head_dim.
+        scale_dtype: dtype in which scale and zero point are kept.
+
+    Returns:
+        codes uint8 [..., head_dim] in 0..3, scale and zero point [..., groups] in ``scale_dtype``.
+    """
+    grouped = y.float().unflatten(-1, (-1, group_size))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scale = (high - low).clamp_min(MIN_RANGE) / (LEVELS - 1)
+    if scale_dtype == torch.float16:
+        # float16 ends at 65504: a scale this large keeps zero = -low / scale finite and the scale itself normal.
+        bound = torch.finfo(torch.float16)
+        largest = torch.maximum(low.abs(), high.abs())
+        scale = torch.maximum(scale, largest / 32768).clamp_min(bound.smallest_normal)
+    scale = scale.to(scale_dtype)
+    zero = (-low / scale.float()).to(scale_dtype)
+    codes = (grouped / scale.float()[..., None] + zero.float()[..., None] + 0.5).floor()
+    return codes.clamp(0, LEVELS - 1).to(torch.uint8).flatten(-2), scale, zero
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Inverse of :func:`quantize`.
+
+    Args:
+        codes: uint8 [..., head_dim].
+        scale, zero: [..., groups].
+
+    Returns:
+        float32 [..., head_dim].
+    """
+    grouped = codes.float().unflatten(-1, (scale.shape[-1], -1))
+    return (scale.float()[..., None] * (grouped - zero.float()[..., None])).flatten(-2)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Four codes to a byte, in planes: uint8 [..., head_dim] -> uint8 [..., head_dim/4]."""
+    planes = codes.unflatten(-1, (4, -1))
+    return planes[..., 0, :] | planes[..., 1, :] << 2 | planes[..., 2, :] << 4 | planes[..., 3, :] << 6
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of :func:`pack`: uint8 [..., head_dim/4] -> uint8 [..., head_dim]."""
+    return torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+
+
+def encode_rows(y: torch.Tensor, layout: RowLayout, clip_ratio: float) -> torch.Tensor:
+    """Clip, quantize and pack tokens into history rows.
+
+    Args:
+        y: [tokens, kv_heads, head_dim], rotated.
+        layout: row geometry.
+        clip_ratio: see :func:`clip`.
+
+    Returns:
+        uint8 [tokens, row_bytes].
+    """
+    codes, scale, zero = quantize(clip(y, clip_ratio), layout.group_size, layout.scale_dtype)
+    params = torch.stack([scale, zero], dim=-1).flatten(1).contiguous()
+    return torch.cat([pack(codes).flatten(1), params.view(torch.uint8)], dim=1)
+
+
+def decode_rows(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    """Inverse of :func:`encode_rows` up to quantization.
+
+    Args:
+        rows: uint8 [tokens, row_bytes].
+
+    Returns:
+        float32 [tokens, kv_heads, head_dim].
+    """
+    tokens = rows.shape[0]
+    packed = rows[:, : layout.params_offset].reshape(tokens, layout.kv_heads, layout.code_bytes)
+    params = rows[:, layout.params_offset :].contiguous().view(layout.scale_dtype)
+    params = params.view(tokens, layout.kv_heads, layout.groups, 2)
+    return dequantize(unpack(packed), params[..., 0], params[..., 1])

@@ -1,0 +1,91 @@
+"""The bytes of one cached token: what a row of the history pool looks like.
+
+A row holds one token's keys (or values) for all kv heads of one layer and is complete on its own:
+
+    [kv_heads x head_dim/4 code bytes][kv_heads x groups x (scale, zero)]
+
+so whatever moves, copies, offloads or transfers rows carries the scales with them. Codes of one head are
+stored in *planes*: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
+``j * head_dim/4 + b``. A kernel therefore unpacks a row with one shift and one mask per plane and never has
+to interleave. Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FORMAT_VERSION = 1
+"""Version of the row format. It changes whenever the meaning of a stored byte does."""
+
+CODES_PER_BYTE = 4
+SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Geometry of a row.
+
+    Args:
+        kv_heads: kv heads stored in a row (of this tensor-parallel rank).
+        head_dim: channels per head; a power of two from 64 to 256.
+        group_size: consecutive channels that share a scale and a zero point; a power of two from 32 to head_dim.
+        scale_dtype: dtype of scale and zero point: bfloat16, float16 or float32.
+
+    Raises:
+        ValueError: if a value is outside these bounds.
+    """
+
+    kv_heads: int
+    head_dim: int
+    group_size: int
+    scale_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1:
+            raise ValueError(f"kv_heads must be at least 1, got {self.kv_heads}")
+        if self.head_dim not in (64, 128, 256):
+            raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
+        power_of_two = self.group_size > 0 and self.group_size & (self.group_size - 1) == 0
+        if not power_of_two or not 32 <= self.group_size <= self.head_dim:
+            raise ValueError(
+                f"group_size must be a power of two from 32 to head_dim {self.head_dim}, got {self.group_size}"
+            )
+        if self.scale_dtype not in SCALE_DTYPES.values():
+            raise ValueError(f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}, got {self.scale_dtype}")
+
+    @property
+    def groups(self) -> int:
+        """Groups per head."""
+        return self.head_dim // self.group_size
+
+    @property
+    def code_bytes(self) -> int:
+        """Code bytes per head."""
+        return self.head_dim // CODES_PER_BYTE
+
+    @property
+    def param_bytes(self) -> int:
+        """Scale and zero-point bytes per head."""
+        return self.groups * 2 * self.scale_dtype.itemsize
+
+    @property
+    def head_bytes(self) -> int:
+        """All bytes of one head in a row."""
+        return self.code_bytes + self.param_bytes
+
+    @property
+    def params_offset(self) -> int:
+        """Byte at which the scales and zero points of a row begin."""
+        return self.kv_heads * self.code_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """All bytes of a row: one token's keys, or values, in one layer."""
+        return self.kv_heads * self.head_bytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits per key (or value) channel, scale and zero point included."""
+        return 8 * self.head_bytes / self.head_dim

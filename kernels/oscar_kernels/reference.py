@@ -1,0 +1,160 @@
+"""Store and attention in plain torch: correct everywhere, fast nowhere.
+
+This is what a machine without a GPU serves with and what the Triton kernels are tested against. Arithmetic is
+float32; keys and values come out of the cache exactly as :mod:`oscar_kernels.codec` defines them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, split_positions
+from oscar_kernels.codec import decode_rows, encode_rows
+
+QUERY_BLOCK = 512
+"""Queries per block of the extend reference: bounds the score matrix to block x keys per head."""
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    """x @ rotation in float32; ``x`` [..., head_dim], ``rotation`` [head_dim, head_dim] or None for identity."""
+    return x.float() if rotation is None else x.float() @ rotation.float()
+
+
+def store(
+    cache: LayerCache,
+    slots: StoreSlots,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_rotation: torch.Tensor | None,
+    v_rotation: torch.Tensor | None,
+    k_clip: float,
+    v_clip: float,
+) -> None:
+    """Rotate, clip, quantize and write new tokens to the history pool, the ring and the sink store.
+
+    Args:
+        cache: the layer's cache, written in place.
+        slots: destination of every token.
+        k, v: [tokens, kv_heads, head_dim]; keys after RoPE.
+        k_rotation, v_rotation: [head_dim, head_dim]; None where the vectors come rotated already.
+        k_clip, v_clip: clip ratios.
+    """
+    halves = (
+        (k, k_rotation, k_clip, cache.k_rows, cache.k_ring, cache.k_sink),
+        (v, v_rotation, v_clip, cache.v_rows, cache.v_ring, cache.v_sink),
+    )
+    for x, rotation, clip_ratio, rows, ring, sink in halves:
+        y = rotate(x, rotation)
+        rows[slots.row] = encode_rows(y, cache.layout, clip_ratio)
+        for window, index in ((ring, slots.ring), (sink, slots.sink)):
+            kept = index >= 0
+            if window.numel() and bool(kept.any()):
+                window.view(-1, *window.shape[2:])[index[kept]] = y[kept].to(window.dtype)
+
+
+def gather(
+    cache: LayerCache, tables: BatchTables, request: int, kv_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of positions [0, kv_len) of one request, in the rotated basis.
+
+    Returns:
+        two float32 tensors [kv_len, kv_heads, head_dim].
+    """
+    ring_start = int(tables.ring_start[request])
+    sink_end, ring_begin = split_positions(kv_len, ring_start, cache.windows)
+    positions = torch.arange(kv_len, device=cache.k_rows.device)
+    history = positions[sink_end:ring_begin]
+    pages = tables.page_table[request].long()[history // tables.page_size]
+    rows = pages * tables.page_size + history % tables.page_size
+    recent = positions[ring_begin:] % max(cache.windows.ring, 1)
+    block, ring_row = int(tables.sink_block[request]), int(tables.ring_row[request])
+    out = []
+    for row_buffer, ring, sink in (
+        (cache.k_rows, cache.k_ring, cache.k_sink),
+        (cache.v_rows, cache.v_ring, cache.v_sink),
+    ):
+        parts = [decode_rows(row_buffer[rows], cache.layout)]
+        if sink_end:
+            parts.insert(0, sink[block, :sink_end].float())
+        if ring_begin < kv_len:
+            parts.append(ring[ring_row, recent].float())
+        out.append(torch.cat(parts))
+    return out[0], out[1]
+
+
+def decode(
+    cache: LayerCache,
+    tables: BatchTables,
+    q: torch.Tensor,
+    k_rotation: torch.Tensor | None,
+    sm_scale: float,
+) -> torch.Tensor:
+    """Attention of one new token per request over everything cached, itself included.
+
+    Args:
+        cache: the layer's cache; the new tokens are stored in it already.
+        tables: the batch; ``kv_lens`` counts the new token.
+        q: [batch, q_heads, head_dim], not rotated.
+        k_rotation: [head_dim, head_dim] or None for identity.
+        sm_scale: factor on the logits.
+
+    Returns:
+        float32 [batch, q_heads, head_dim] in the basis of the cached values.
+    """
+    kv_heads, head_dim = cache.layout.kv_heads, cache.layout.head_dim
+    queries = rotate(q, k_rotation).view(q.shape[0], kv_heads, -1, head_dim) * sm_scale
+    out = torch.empty_like(queries)
+    for request, kv_len in enumerate(tables.kv_lens.tolist()):
+        k, v = gather(cache, tables, request, kv_len)
+        scores = torch.einsum("hgd,thd->hgt", queries[request], k)
+        out[request] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), v)
+    return out.view(q.shape[0], -1, head_dim)
+
+
+def extend(
+    cache: LayerCache,
+    tables: BatchTables,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extend_lens: list[int],
+    k_rotation: torch.Tensor | None,
+    sm_scale: float,
+) -> torch.Tensor:
+    """Causal attention of a chunk per request: exact within the chunk, over the cache before it.
+
+    Runs before the chunk is stored: the ring may hold positions that the chunk is about to overwrite.
+
+    Args:
+        cache: the layer's cache, without the chunk.
+        tables: the batch; ``kv_lens`` counts the cached tokens before the chunk.
+        q: [tokens, q_heads, head_dim] of all chunks one after the other, not rotated.
+        k, v: [tokens, kv_heads, head_dim]; ``k`` not rotated, ``v`` in the basis of the cached values.
+        extend_lens: tokens of each request's chunk; they sum to ``tokens``.
+        k_rotation: [head_dim, head_dim] or None for identity.
+        sm_scale: factor on the logits.
+
+    Returns:
+        float32 [tokens, q_heads, head_dim] in the basis of the cached values.
+    """
+    kv_heads, head_dim = cache.layout.kv_heads, cache.layout.head_dim
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    begin = 0
+    for request, (prefix_len, length) in enumerate(zip(tables.kv_lens.tolist(), extend_lens, strict=True)):
+        span = slice(begin, begin + length)
+        chunk_k, chunk_v = k[span].float(), v[span].float()
+        prefix_k, prefix_v = gather(cache, tables, request, prefix_len)
+        values = torch.cat([prefix_v, chunk_v])
+        for start in range(0, length, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, length)
+            block = q[begin + start : begin + stop]
+            heads = block.float().view(stop - start, kv_heads, -1, head_dim) * sm_scale
+            rotated = rotate(block, k_rotation).view_as(heads) * sm_scale
+            own = torch.einsum("qhgd,thd->hgqt", heads, chunk_k[:stop])
+            later = torch.arange(stop, device=q.device) > torch.arange(start, stop, device=q.device)[:, None]
+            own.masked_fill_(later, float("-inf"))
+            scores = torch.cat([torch.einsum("qhgd,thd->hgqt", rotated, prefix_k), own], dim=-1)
+            mixed = torch.einsum("hgqt,thd->qhgd", scores.softmax(-1), values[: prefix_len + stop])
+            out[begin + start : begin + stop] = mixed.reshape(stop - start, -1, head_dim)
+        begin += length
+    return out
