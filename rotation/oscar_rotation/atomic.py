@@ -1,0 +1,29 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, then rename it into place.
+
+    A reader never sees a partial file: an interrupted write leaves the old file, if any, and at worst a
+    ``.tmp`` file that no reader here looks at. Missing folders are made.
+
+    Args:
+        path: final path.
+        write: called with the temporary path.
+
+    Raises:
+        OSError: if the folder or file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,147 @@
+"""What a rotation file holds, in memory, and the checks that every rotation passes before it is used."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from oscar_rotation.errors import RotationFileError
+
+Side = Literal["k", "v"]
+
+ORTHOGONALITY_TOLERANCE = 1e-3
+"""Largest accepted entry of |R^T R - I|. float32 storage of an orthogonal matrix gives about 1e-6."""
+
+
+@dataclass(frozen=True)
+class RotationMetadata:
+    """Where rotations come from. An empty string means unknown: the public .pt schema has only ``objective``.
+
+    Attributes:
+        objective: covariance target, for instance "qqt", "sst", or the name of a data-free recipe.
+        side: "k", "v" or "" where not recorded.
+        composition: for instance "r_h_pbr".
+        eigen_order: "ascending" or "descending".
+        model_id: model that was calibrated.
+        model_hash: hash of its configuration.
+        version: version of the software that wrote the file.
+        calibration: facts about the data (tokens, requests, target, ...); JSON values.
+    """
+
+    objective: str = ""
+    side: str = ""
+    composition: str = ""
+    eigen_order: str = ""
+    model_id: str = ""
+    model_hash: str = ""
+    version: str = ""
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+    def to_strings(self) -> dict[str, str]:
+        """As the string-to-string map that file formats store; empty fields are left out."""
+        texts = {name: value for name, value in vars(self).items() if isinstance(value, str) and value}
+        if self.calibration:
+            texts["calibration"] = json.dumps(self.calibration, sort_keys=True)
+        return texts
+
+    @classmethod
+    def from_strings(cls, texts: dict[str, str]) -> RotationMetadata:
+        """Inverse of :meth:`to_strings`; unknown names are ignored.
+
+        Raises:
+            ValueError: if ``calibration`` is not a JSON object.
+        """
+        names = set(cls.__dataclass_fields__) - {"calibration"}
+        calibration = json.loads(texts.get("calibration", "{}"))
+        if not isinstance(calibration, dict):
+            raise ValueError("calibration is not a JSON object")
+        return cls(calibration=calibration, **{name: texts[name] for name in names if name in texts})
+
+
+@dataclass(frozen=True)
+class RotationSet:
+    """One rotation per layer, shared by the kv heads of the layer.
+
+    Attributes:
+        rotations: float32 [layers, head_dim, head_dim]; a row vector x becomes x @ rotations[layer].
+        eigenvalues: float32 [layers, head_dim] in the column order of U, or None (data-free recipes).
+        clip_ratios: one per layer, each in (0, 1], or None where the file does not say.
+        metadata: provenance.
+    """
+
+    rotations: torch.Tensor
+    eigenvalues: torch.Tensor | None = None
+    clip_ratios: tuple[float, ...] | None = None
+    metadata: RotationMetadata = field(default_factory=RotationMetadata)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.rotations.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.rotations.shape[-1]
+
+
+def orthogonality_errors(rotations: torch.Tensor) -> torch.Tensor:
+    """max |R^T R - I| of each matrix, computed in float64; [..., d, d] -> [...]."""
+    exact = rotations.double()
+    gram = exact.mT @ exact
+    return (gram - torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)).abs().amax((-2, -1))
+
+
+def check_rotation_set(loaded: RotationSet, source: str) -> None:
+    """Refuse rotations that no model could use.
+
+    Args:
+        loaded: what was read.
+        source: the file's path, for the message.
+
+    Raises:
+        RotationFileError: wrong shape or dtype, no layers, NaN or infinite entries, not orthogonal (beyond
+            :data:`ORTHOGONALITY_TOLERANCE`), or clip ratios that do not fit.
+    """
+    rotations = loaded.rotations
+    if rotations.ndim != 3 or rotations.shape[0] < 1 or rotations.shape[1] != rotations.shape[2]:
+        raise RotationFileError(
+            f"{source}: rotations have shape {list(rotations.shape)}, expected [layers, head_dim, head_dim]"
+        )
+    if rotations.dtype != torch.float32:
+        raise RotationFileError(f"{source}: rotations are {rotations.dtype}, expected torch.float32; save them so")
+    bad = (~rotations.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
+    if bad:
+        raise RotationFileError(f"{source}: the rotation of layer {bad[0]} holds NaN or infinite entries; fit it again")
+    errors = orthogonality_errors(rotations)
+    worst = int(errors.argmax())
+    if float(errors[worst]) > ORTHOGONALITY_TOLERANCE:
+        raise RotationFileError(
+            f"{source}: the rotation of layer {worst} is not orthogonal: "
+            f"max |R^T R - I| is {float(errors[worst]):.3g}, allowed is {ORTHOGONALITY_TOLERANCE:g}; fit it again"
+        )
+    _check_companions(loaded, source)
+
+
+def _check_companions(loaded: RotationSet, source: str) -> None:
+    layers, head_dim = loaded.num_layers, loaded.head_dim
+    eigenvalues = loaded.eigenvalues
+    if eigenvalues is not None:
+        if tuple(eigenvalues.shape) != (layers, head_dim) or eigenvalues.dtype != torch.float32:
+            raise RotationFileError(
+                f"{source}: eigenvalues are {eigenvalues.dtype} {list(eigenvalues.shape)}, "
+                f"expected torch.float32 [{layers}, {head_dim}]"
+            )
+        if not bool(eigenvalues.isfinite().all()):
+            raise RotationFileError(f"{source}: the eigenvalues hold NaN or infinite entries; fit the file again")
+    ratios = loaded.clip_ratios
+    if ratios is not None:
+        if len(ratios) != layers:
+            raise RotationFileError(f"{source}: {len(ratios)} clip ratios for {layers} layers")
+        wrong = [ratio for ratio in ratios if not (math.isfinite(ratio) and 0 < ratio <= 1)]
+        if wrong:
+            raise RotationFileError(f"{source}: clip ratio {wrong[0]} is outside (0, 1]")

@@ -1,0 +1,80 @@
+"""Rotation files as safetensors: all layers in one tensor, provenance in the header.
+
+Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` float32 [layers, d]. Header strings:
+``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata`` and ``clip_ratios``
+(a JSON list, one per layer).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from oscar_rotation.atomic import write_atomically
+from oscar_rotation.errors import RotationFileError
+from oscar_rotation.rotation_set import RotationMetadata, RotationSet
+
+FORMAT = "oscar-rotation"
+FORMAT_VERSION = "1"
+_TENSORS = {"rotations", "eigenvalues"}
+
+
+def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
+    """Write a safetensors rotation file atomically.
+
+    Args:
+        path: the .safetensors file.
+        rotation_set: what to write; float32 on any device.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    tensors = {"rotations": rotation_set.rotations.detach().cpu().contiguous()}
+    if rotation_set.eigenvalues is not None:
+        tensors["eigenvalues"] = rotation_set.eigenvalues.detach().cpu().contiguous()
+    header = {"format": FORMAT, "format_version": FORMAT_VERSION, **rotation_set.metadata.to_strings()}
+    if rotation_set.clip_ratios is not None:
+        header["clip_ratios"] = json.dumps(list(rotation_set.clip_ratios))
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=header))
+
+
+def read_safetensors(path: Path) -> RotationSet:
+    """Read a safetensors rotation file.
+
+    Args:
+        path: the .safetensors file.
+
+    Returns:
+        its content; the values are not checked yet (see ``check_rotation_set``).
+
+    Raises:
+        RotationFileError: unreadable, corrupt or truncated, or not of the form above.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise RotationFileError(
+            f"{path}: not a readable safetensors file, probably truncated ({error}); copy or fit it again"
+        ) from error
+    if header.get("format") != FORMAT:
+        raise RotationFileError(
+            f"{path}: not a rotation file, header 'format' is {header.get('format')!r}, expected {FORMAT!r}"
+        )
+    version = header.get("format_version")
+    if version != FORMAT_VERSION:
+        raise RotationFileError(
+            f"{path}: format_version is {version!r}, this release reads {FORMAT_VERSION!r}; update sglang-oscar"
+        )
+    if "rotations" not in tensors or set(tensors) - _TENSORS:
+        raise RotationFileError(f"{path}: holds tensors {sorted(tensors)}, expected 'rotations' and 'eigenvalues'")
+    try:
+        metadata = RotationMetadata.from_strings(header)
+        clip_ratios = tuple(float(x) for x in json.loads(header["clip_ratios"])) if "clip_ratios" in header else None
+    except (ValueError, TypeError) as error:
+        raise RotationFileError(f"{path}: the header cannot be read ({error})") from error
+    return RotationSet(tensors["rotations"], tensors.get("eigenvalues"), clip_ratios, metadata)
