@@ -1,0 +1,36 @@
+"""Names of the files of a dump.
+
+    <root>/layer_<id>/{q,k,v,seq_lens}/<chunk>.pt
+
+A tensor-parallel server writes shards instead of q, k and v files: ``<chunk>.tp<i>of<n>.pt``, shard i of n along
+the heads. q has one shard per rank. k and v have one per *distinct* slice of kv heads, min(tp_size, kv_heads) in
+all, so heads that several ranks replicate are stored once. Every name states n: a lost shard shows. seq_lens is
+the same on all ranks and is written once, unsharded, by rank 0.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+KINDS = ("q", "k", "v", "seq_lens")
+TENSOR_KINDS = ("q", "k", "v")
+WARMUP_CHUNK = 0
+"""The first chunk: a server's warm-up request of a few tokens, of no use to a fit."""
+
+LAYER_PATTERN = re.compile(r"layer_(\d+)")
+CHUNK_PATTERN = re.compile(r"(\d+)(?:\.tp(\d+)of(\d+))?\.pt")
+
+
+def layer_folder(root: Path, layer: int) -> Path:
+    """``<root>/layer_<id>``."""
+    return root / f"layer_{layer}"
+
+
+def chunk_name(chunk: int, shard: int = 0, shards: int = 1) -> str:
+    """File name of one chunk, or of one of its shards.
+
+    >>> chunk_name(3), chunk_name(3, 1, 4)
+    ('3.pt', '3.tp1of4.pt')
+    """
+    return f"{chunk}.pt" if shards == 1 else f"{chunk}.tp{shard}of{shards}.pt"

@@ -1,0 +1,82 @@
+"""``manifest.json`` at the root of a dump: what was dumped, from which model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from oscar_rotation.atomic import write_atomically
+from oscar_rotation.errors import DumpError
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_VERSION = 1
+
+
+class DumpManifest(BaseModel):
+    """Facts about a dump. Optional on reading: dumps in the public layout have none.
+
+    Attributes:
+        format_version: version of the layout.
+        model_id, model_hash: the model and a hash of its configuration; recorded in the fitted files.
+        num_layers: attention layers; layer ids are 0 .. num_layers - 1.
+        q_heads, kv_heads, head_dim: of the whole model, not of one tensor-parallel rank.
+        dtype: dtype of the activations, for instance "bfloat16".
+        tokens: tokens per layer, all chunks together.
+        tp_size: tensor-parallel ranks that wrote shards.
+        sm_scale: factor on the attention logits; None for 1/sqrt(head_dim).
+        complete: False while the dump is being written. A dump left so was interrupted.
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    format_version: int = MANIFEST_VERSION
+    model_id: str = ""
+    model_hash: str = ""
+    num_layers: int = Field(gt=0)
+    q_heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    dtype: str = "bfloat16"
+    tokens: int = Field(default=0, ge=0)
+    tp_size: int = Field(default=1, gt=0)
+    sm_scale: float | None = Field(default=None, gt=0)
+    complete: bool = True
+
+    def write(self, root: str | Path) -> None:
+        """Write ``<root>/manifest.json`` atomically.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        text = self.model_dump_json(indent=2) + "\n"
+
+        def fill(temporary: Path) -> None:
+            temporary.write_text(text, encoding="utf-8")
+
+        write_atomically(Path(root) / MANIFEST_NAME, fill)
+
+    @classmethod
+    def read(cls, root: str | Path) -> DumpManifest | None:
+        """Read ``<root>/manifest.json``; None where there is none.
+
+        Raises:
+            DumpError: if it is not valid, or of a version that this release does not read.
+        """
+        path = Path(root) / MANIFEST_NAME
+        if not path.exists():
+            return None
+        try:
+            manifest = cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"]) or "content"
+            raise DumpError(f"{path}: not a dump manifest: {place}: {first['msg']}") from error
+        except OSError as error:
+            raise DumpError(f"{path}: cannot be read ({error.strerror})") from error
+        if manifest.format_version != MANIFEST_VERSION:
+            raise DumpError(
+                f"{path}: format_version is {manifest.format_version}, this release reads {MANIFEST_VERSION}; "
+                "update sglang-oscar"
+            )
+        return manifest
