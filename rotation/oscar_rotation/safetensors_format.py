@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import RotationFileError
@@ -38,7 +38,12 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, **rotation_set.metadata.to_strings()}
     if rotation_set.clip_ratios is not None:
         header["clip_ratios"] = json.dumps(list(rotation_set.clip_ratios))
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=header))
+
+    def fill(temporary: Path) -> None:
+        # save_file would make the file private to its owner; bytes follow the umask like any other file.
+        temporary.write_bytes(save(tensors, metadata=header))
+
+    write_atomically(path, fill)
 
 
 def read_safetensors(path: Path) -> RotationSet:

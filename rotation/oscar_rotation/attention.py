@@ -1,0 +1,46 @@
+"""Exact causal attention of one kv head, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+CPU_ROWS = 512
+"""Score rows per block on a CPU: a block of a few thousand keys then stays in the cache."""
+
+GPU_SCORES = 1 << 26
+"""Scores per block on a GPU: 256 MB in float32, enough work per launch."""
+
+
+def attention_outputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int], sm_scale: float
+) -> Iterator[torch.Tensor]:
+    """Outputs S V of the query heads that share one kv head, softmax(q k^T * sm_scale) causal within each request.
+
+    Args:
+        q: [tokens, group, head_dim], float32 or float64.
+        k, v: [tokens, head_dim], same dtype and device.
+        seq_lens: request lengths; they sum to tokens. Tokens see only their own request.
+        sm_scale: factor on the logits.
+
+    Yields:
+        [rows, head_dim] blocks, in an order of rows that callers must not rely on; together tokens * group rows.
+        Memory is one block of scores, never tokens x tokens.
+    """
+    group, head_dim = q.shape[1], q.shape[2]
+    begin = 0
+    for length in seq_lens:
+        rows = CPU_ROWS if q.device.type == "cpu" else max(CPU_ROWS, GPU_SCORES // length)
+        step = max(1, rows // group)
+        keys, values = k[begin : begin + length], v[begin : begin + length]
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            size = stop - start
+            block = (q[begin + start : begin + stop] * sm_scale).transpose(0, 1).reshape(-1, head_dim)
+            scores = block @ keys[:stop].mT
+            later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+            # Only the last `size` keys can lie in the future of a query of this block.
+            scores.view(group, size, stop)[:, :, start:].masked_fill_(later, float("-inf"))
+            yield torch.softmax(scores, dim=-1) @ values[:stop]
+        begin += length

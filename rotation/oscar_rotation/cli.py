@@ -1,0 +1,152 @@
+"""The commands ``fit`` and ``inspect``; ``app`` can be mounted into another typer application.
+
+Exit codes: 0 done, 1 a file or dump cannot be used, 2 wrong usage. Errors are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from oscar_rotation.dump import DumpReader
+from oscar_rotation.eigenbasis import EIGEN_ORDERS
+from oscar_rotation.errors import DumpError, RotationFileError
+from oscar_rotation.files import SUFFIXES, rotation_file_name, save_rotation_file
+from oscar_rotation.fit import FitOptions, FitResult, choose_device, fit
+from oscar_rotation.inspect import describe, render
+from oscar_rotation.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
+
+app = typer.Typer(
+    help="Fit and inspect rotations for the 2-bit KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _choice(text: str, known: Iterable[str], *names: str) -> Any:
+    """An option that takes one of ``known``."""
+    choices = list(known)
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return typer.Option(*names, help=text, metavar="|".join(choices), callback=check)
+
+
+FORMATS = {"pt": (".pt",), "safetensors": (".safetensors",), "both": tuple(SUFFIXES)}
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn the errors that a user can cause into one line on stderr and exit code 1."""
+    try:
+        yield
+    except (RotationFileError, DumpError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or 'file'}: {error.strerror or error}")
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(1)
+
+
+def fit_with_progress(dump: Path, options: FitOptions, device: str, allow_incomplete: bool) -> FitResult:
+    """:func:`oscar_rotation.fit.fit` with a progress bar on stderr."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    reader = DumpReader(dump, allow_incomplete=allow_incomplete)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task(f"fitting {reader.num_layers} layers", total=None)
+        return fit(
+            reader,
+            options,
+            device=device,
+            progress=lambda done, total: bars.update(task, completed=done, total=total),
+        )
+
+
+def save_fit(result: FitResult, options: FitOptions, out: Path, suffixes: tuple[str, ...] = (".pt",)) -> list[Path]:
+    """Write both rotation files of a fit under their usual names and return their paths.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    paths = []
+    for side, target, rotations in (
+        ("k", options.key_target, result.key),
+        ("v", options.value_target, result.value),
+    ):
+        for suffix in suffixes:
+            path = out / rotation_file_name(side, target, options.composition, suffix)  # type: ignore[arg-type]
+            save_rotation_file(path, rotations)
+            paths.append(path)
+    return paths
+
+
+@app.command("fit")
+def fit_command(
+    dump: Annotated[Path, typer.Argument(help="Folder of a dump: layer_0, layer_1, ...")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the rotation files.")],
+    method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
+    key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
+    value_target: Annotated[str | None, _choice("Instead of the method's.", VALUE_TARGETS)] = None,
+    order: Annotated[str, _choice("Order of the eigenvectors.", EIGEN_ORDERS)] = "ascending",
+    include_warmup: Annotated[bool, typer.Option("--include-warmup", help="Fit on chunk 0 too.")] = False,
+    allow_incomplete: Annotated[
+        bool, typer.Option("--allow-incomplete", help="Use the whole chunks of an interrupted dump.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    file_format: Annotated[str, _choice("File format.", FORMATS, "--format")] = "pt",
+) -> None:
+    """Fit rotations to a dump and write one file for K and one for V."""
+    chosen: dict[str, Any] = {"key_target": key_target, "value_target": value_target}
+    overrides = {name: value for name, value in chosen.items() if value is not None}
+    options = FitOptions.of_method(method, order=order, include_warmup=include_warmup, **overrides)
+    try:
+        choose_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    with one_line_errors():
+        result = fit_with_progress(dump, options, device, allow_incomplete)
+        paths = save_fit(result, options, out, FORMATS[file_format])
+    for remark in result.remarks:
+        typer.echo(f"note: {remark}", err=True)
+    calibration = result.key.metadata.calibration
+    typer.echo(
+        f"fitted {result.key.num_layers} layers on {calibration['tokens']} tokens of {calibration['requests']} requests"
+    )
+    for path in paths:
+        typer.echo(f"wrote {path}")
+
+
+@app.command("inspect")
+def inspect_command(
+    file: Annotated[Path, typer.Argument(help="Rotation file, .pt or .safetensors.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is in a rotation file."""
+    with one_line_errors():
+        description = describe(file)
+    if as_json:
+        typer.echo(json.dumps(description, indent=2))
+    else:
+        Console().print(render(description))
