@@ -1,0 +1,85 @@
+"""Arithmetic that all kernels share: tensor-core products, rounding, and codes as numbers without conversion.
+
+Triton's interpreter, with which the kernels run on a machine without a GPU, truncates float32 to bfloat16 and
+multiplies bfloat16 as if it were an integer. :func:`narrow` and :func:`dot` give the same result in both worlds.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+CODE_UNIT_BITS = tl.constexpr(24)
+"""A code at bit 2j of an fp16 word is the subnormal number code * 4^j * 2^-24."""
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b with 16-bit factors and float32 sums."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 -> dtype, to nearest even."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # A NaN whose mantissa is all ones would wrap around.
+        rounded = tl.where(x != x, tl.full(x.shape, 0x7FC0, tl.uint32), rounded)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def unpack(packed):
+    """Four planes of fp16 subnormals from bytes of four codes.
+
+    Args:
+        packed: uint8 of any shape; the code of plane j at bits 2j..2j+1.
+
+    Returns:
+        four fp16 tensors of the same shape; plane j holds code * 4^j * 2^-24. Tensor cores multiply subnormals
+        exactly, so the codes are never shifted or converted: the caller takes 4^j out of the other factor, or out
+        of the result, and 2^-24 out of the scale.
+    """
+    if INTERPRET:
+        wide = packed.to(tl.uint16)
+        return (
+            (wide & 0x03).to(tl.float16, bitcast=True),
+            (wide & 0x0C).to(tl.float16, bitcast=True),
+            (wide & 0x30).to(tl.float16, bitcast=True),
+            (wide & 0xC0).to(tl.float16, bitcast=True),
+        )
+    else:
+        # Four bytes at a time: two byte permutes spread them over 16-bit halves, then one AND per two codes.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 lo, hi;
+            prmt.b32 lo, $8, 0, 0x4140;
+            prmt.b32 hi, $8, 0, 0x4342;
+            and.b32 $0, lo, 0x00030003;
+            and.b32 $1, hi, 0x00030003;
+            and.b32 $2, lo, 0x000C000C;
+            and.b32 $3, hi, 0x000C000C;
+            and.b32 $4, lo, 0x00300030;
+            and.b32 $5, hi, 0x00300030;
+            and.b32 $6, lo, 0x00C000C0;
+            and.b32 $7, hi, 0x00C000C0;
+            }
+            """,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )

@@ -1,0 +1,181 @@
+"""Random caches and batches for the kernel tests, and the float64 attention that they are judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from oscar_kernels import reference
+from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
+from oscar_kernels.codec import encode_rows
+from oscar_kernels.layout import RowLayout
+
+
+def random_rotation(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    """float32 orthogonal [head_dim, head_dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator).double())[0].float().to(device)
+
+
+def random_vectors(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
+    """Normal vectors with two outlier channels, as keys have them."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x[..., 3] += 4.0
+    x[..., shape[-1] // 2 + 1] *= 5.0
+    return x.to(dtype).to(device)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a test varies: geometry of heads, of rows, of windows and of pages."""
+
+    kv_heads: int = 2
+    gqa: int = 4
+    head_dim: int = 64
+    group: int = 64
+    scale_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+    windows: Windows = Windows(sink=16, recent=24, ring=32)
+    page_size: int = 16
+
+    @property
+    def layout(self) -> RowLayout:
+        return RowLayout(self.kv_heads, self.head_dim, self.group, self.scale_dtype)
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.gqa
+
+
+def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, fill: float = 0.0) -> LayerCache:
+    """A cache with room for so many pages and requests (+1 each for the dummies)."""
+    rows = (pages * shape.page_size, shape.layout.row_bytes)
+    side = (shape.kv_heads, shape.head_dim)
+    windows = shape.windows
+
+    def buffer(*size: int) -> torch.Tensor:
+        return torch.full((*size, *side), fill, dtype=shape.dtype, device=device)
+
+    return LayerCache(
+        shape.layout,
+        windows,
+        torch.zeros(rows, dtype=torch.uint8, device=device),
+        torch.zeros(rows, dtype=torch.uint8, device=device),
+        buffer(requests + 1, windows.sink),
+        buffer(requests + 1, windows.sink),
+        buffer(requests + 1, windows.ring),
+        buffer(requests + 1, windows.ring),
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A filled cache, its tables and the rotated keys and values before quantization."""
+
+    shape: Shape
+    cache: LayerCache
+    tables: BatchTables
+
+
+def filled_batch(
+    shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: list[int] | None = None, seed: int = 0
+) -> Batch:
+    """Requests of the given lengths on shuffled pages, rows, blocks; whatever must not be read is NaN.
+
+    Page 0, sink block 0 and ring row 0 are dummies. Window rows that no position owns and the scales of history
+    rows that a window covers are NaN too, so a kernel that reads a row too many cannot pass.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pages_of = [-(-length // shape.page_size) for length in kv_lens]
+    total, batch = 1 + sum(pages_of), len(kv_lens)
+    cache = empty_cache(shape, total, batch, torch.device("cpu"), fill=float("nan"))
+    for rows in (cache.k_rows, cache.v_rows):
+        rows.fill_(0xFF)  # NaN in every scale dtype
+    order = 1 + torch.randperm(total - 1, generator=generator)
+    page_table = torch.zeros(batch, max(pages_of, default=1) or 1, dtype=torch.int32)
+    ring_row = (1 + torch.randperm(batch, generator=generator)).int()
+    sink_block = (1 + torch.randperm(batch, generator=generator)).int()
+    ring_start = torch.tensor(ring_starts or [0] * batch, dtype=torch.int32)
+    used = 0
+    for request, length in enumerate(kv_lens):
+        own = order[used : used + pages_of[request]]
+        used += pages_of[request]
+        page_table[request, : len(own)] = own.int()
+        size = (length, shape.kv_heads, shape.head_dim)
+        begin, end = split_positions(length, int(ring_start[request]), shape.windows)
+        position = torch.arange(length)
+        slot = own[position // shape.page_size] * shape.page_size + position % shape.page_size
+        for offset, rows, sink, ring in (
+            (1, cache.k_rows, cache.k_sink, cache.k_ring),
+            (2, cache.v_rows, cache.v_sink, cache.v_ring),
+        ):
+            y = random_vectors(size, torch.float32, seed + 10 * request + offset, torch.device("cpu"))
+            rows[slot[begin:end]] = encode_rows(y[begin:end], shape.layout, 0.96)
+            sink[sink_block[request], :begin] = y[:begin].to(shape.dtype)
+            if end < length:
+                ring[ring_row[request], position[end:] % shape.windows.ring] = y[end:].to(shape.dtype)
+    tables = BatchTables(
+        shape.page_size, page_table, torch.tensor(kv_lens, dtype=torch.int32), ring_row, ring_start, sink_block
+    )
+    return Batch(shape, to_device(cache, device), to_device(tables, device))
+
+
+def to_device(tensors, device: torch.device):  # noqa: ANN001, ANN201 - either dataclass
+    moved = {name: value.to(device) for name, value in vars(tensors).items() if isinstance(value, torch.Tensor)}
+    return replace(tensors, **moved)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, dtype: torch.dtype, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Plain attention of one request with every tensor and every intermediate in ``dtype``.
+
+    q [queries, q_heads, d], k and v [keys, kv_heads, d], mask [queries, keys] true where hidden.
+    """
+    kv_heads, head_dim = k.shape[1:]
+    q, k, v = q.to(dtype).view(q.shape[0], kv_heads, -1, head_dim), k.to(dtype), v.to(dtype)
+    scores = torch.einsum("qhgd,thd->hgqt", q, k) * sm_scale
+    if mask is not None:
+        scores = scores.masked_fill(mask, float("-inf"))
+    return torch.einsum("hgqt,thd->qhgd", scores.softmax(-1).to(dtype), v).reshape(q.shape[0], -1, head_dim)
+
+
+def decode_exact(batch: Batch, q_rot: torch.Tensor, sm_scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Decode of every request from the codes as stored, in ``dtype``; zeros for an empty request."""
+    out = torch.zeros(q_rot.shape, dtype=dtype, device=q_rot.device)
+    for request, kv_len in enumerate(batch.tables.kv_lens.tolist()):
+        if kv_len:
+            k, v = reference.gather(batch.cache, batch.tables, request, kv_len)
+            out[request] = attend(q_rot[request : request + 1], k, v, sm_scale, dtype, None)[0]
+    return out
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.double().pow(2).mean().sqrt())
+
+
+def assert_as_good_as(out: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
+    """Error of a kernel at most twice that of the model's 16-bit arithmetic in plain torch, in rms and at worst."""
+    assert torch.isfinite(out).all()
+    error, bound = out.double() - exact.double(), plain.double() - exact.double()
+    floor = 1e-3 * rms(exact) + 1e-30
+    assert rms(error) <= 2 * rms(bound) + floor, (rms(error), rms(bound), rms(exact))
+    worst = float(error.abs().max()) if error.numel() else 0.0
+    plain_worst = float(bound.abs().max()) if bound.numel() else 0.0
+    assert worst <= 2 * plain_worst + 4 * floor, (worst, plain_worst)
+
+
+def random_slots(
+    tokens: int, windows: Windows, slots: int, requests: int, device: torch.device, seed: int = 0
+) -> StoreSlots:
+    """Unique slots in random order; about every third token has no place in the ring, or in the sink store."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def places(size: int) -> torch.Tensor:
+        index = torch.randperm(max(size, tokens), generator=generator)[:tokens]
+        index[torch.rand(tokens, generator=generator) < 0.3] = -1
+        return torch.where(index < size, index, -1).to(device)
+
+    row = torch.randperm(slots, generator=generator)[:tokens].to(device)
+    return StoreSlots(row, places((requests + 1) * windows.ring), places((requests + 1) * windows.sink))

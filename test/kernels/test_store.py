@@ -1,0 +1,181 @@
+"""The store kernel against the reference: windows, codes, scales and the rotated queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_vectors
+
+from oscar_kernels import reference
+from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.codec import clip_index, unpack
+from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
+
+# Float32 rounding of a sum of head_dim products, relative to the length of the vector.
+ROUNDING = 4e-6
+MANTISSA = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+SHAPES = [
+    Shape(),
+    Shape(head_dim=128, group=128, kv_heads=3, gqa=1),
+    Shape(head_dim=128, group=32, gqa=5, dtype=torch.float16, scale_dtype=torch.float16),
+    Shape(head_dim=256, group=32, kv_heads=1, scale_dtype=torch.float32),
+    Shape(head_dim=256, group=128, kv_heads=1, dtype=torch.float16),
+    Shape(windows=Windows(0, 0, 0)),
+    Shape(windows=Windows(16, 0, 0), scale_dtype=torch.float16),
+    Shape(windows=Windows(0, 24, 32)),
+]
+
+
+def split_rows(rows: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [tokens, heads, groups, group], scale and zero point [tokens, heads, groups], as float64."""
+    layout = shape.layout
+    codes = unpack(rows[:, : layout.params_offset].reshape(len(rows), shape.kv_heads, -1))
+    params = rows[:, layout.params_offset :].contiguous().view(layout.scale_dtype)
+    params = params.view(len(rows), shape.kv_heads, layout.groups, 2).double()
+    return codes.unflatten(-1, (layout.groups, -1)).double(), params[..., 0], params[..., 1]
+
+
+def assert_correctly_rounded(rows: torch.Tensor, y: torch.Tensor, shape: Shape, clip: float) -> None:
+    """Every stored number is the rounding of its float64 value, up to the float32 rounding of the rotation.
+
+    Each number is judged given the stored numbers before it (scale, then zero point, then codes), so a scale that
+    falls to the other side of a rounding boundary does not count against the codes that follow from it.
+    """
+    index = clip_index(shape.head_dim, clip)
+    slack = ROUNDING * y.norm(dim=-1, keepdim=True)
+    if index is not None:
+        tau = y.abs().sort(dim=-1).values[..., index : index + 1]
+        y = y.clamp(-tau, tau)
+    grouped = y.unflatten(-1, (-1, shape.group))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    codes, scale, zero = split_rows(rows, shape)
+    half_ulp = 2.0 ** -MANTISSA[shape.scale_dtype]
+    wanted = (high - low).clamp_min(1e-8) / 3
+    if shape.scale_dtype == torch.float16:
+        wanted = torch.maximum(wanted, torch.maximum(low.abs(), high.abs()) / 32768).clamp_min(2.0**-14)
+    assert ((scale - wanted).abs() <= half_ulp * wanted * 1.001 + slack).all()
+    # float16 zero points below 2^-14 are subnormal: an absolute rounding of 2^-25.
+    assert ((zero + low / scale).abs() <= half_ulp * (low / scale).abs() * 1.001 + 2.0**-25 + slack / scale).all()
+    level = (grouped / scale[..., None] + zero[..., None]).clamp(0, 3)
+    slack = (slack / scale)[..., None] + 1e-6 * (1 + zero.abs()[..., None])
+    assert ((codes - level).abs() <= 0.5 + slack).all()
+
+
+def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotate_v: bool, rotate_k: bool = True):  # noqa: ANN201
+    """Store the same vectors with the kernel and with the reference."""
+    pages, requests = -(-tokens // shape.page_size) + 2, max(2, tokens // 8)
+    slots = random_slots(tokens, shape.windows, pages * shape.page_size, requests, device)
+    heads = shape.q_heads + 2 * shape.kv_heads
+    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, device)
+    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    rk = random_rotation(shape.head_dim, 2, device) if rotate_k else None
+    rv = random_rotation(shape.head_dim, 3, device) if rotate_v else None
+    caches = [empty_cache(shape, pages, requests, device, fill=7.0) for _ in range(2)]
+    prepared = [prepare_rotation(r, shape.dtype) for r in (rk, rv)]
+    q_rot = store(caches[0], slots, k, v, *prepared, clip, clip, q=q)
+    reference.store(caches[1], slots, k, v, rk, rv, clip, clip)
+    return caches, slots, (q, k, v), (rk, rv), q_rot
+
+
+def exact(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    return x.double() if rotation is None else x.double() @ rotation.double()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("clip", [0.96, 0.7, 1.0])
+def test_store_matches_reference(shape: Shape, clip: float, device: torch.device) -> None:
+    tokens = 37
+    caches, slots, (q, k, v), (rk, rv), q_rot = run_both(shape, tokens, clip, device, rotate_v=clip != 1.0)
+    for x, rotation, name in ((k, rk, "k"), (v, rv, "v")):
+        rows, wanted = (getattr(cache, f"{name}_rows") for cache in caches)
+        assert_correctly_rounded(rows[slots.row], exact(x, rotation), shape, clip)
+        codes = slice(0, shape.layout.params_offset)
+        assert (rows[:, codes] != wanted[:, codes]).double().mean() < 2e-3
+        untouched = torch.ones(len(rows), dtype=torch.bool, device=device)
+        untouched[slots.row] = False
+        assert (rows[untouched] == 0).all()
+        for window in ("ring", "sink"):
+            got, want = (getattr(cache, f"{name}_{window}").float() for cache in caches)
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-4)
+            assert (got != want).double().mean() < 2e-3 if got.numel() else True
+    wide = exact(q, rk)
+    assert q_rot.dtype == q.dtype
+    torch.testing.assert_close(q_rot.double(), wide, rtol=2.0 ** -MANTISSA[q.dtype] * 1.01, atol=1e-4)
+    torch.testing.assert_close(rotate_queries(q, rk), q_rot, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.96, 0.92, 0.7, 0.01])
+def test_identity_is_bit_exact_with_duplicates(clip: float, device: torch.device) -> None:
+    """Without rotation nothing rounds before the codec; few distinct magnitudes make every rank a tie."""
+    shape = Shape(head_dim=128, group=32)
+    slots = StoreSlots(*(torch.arange(8, device=device),) * 3)
+    k = torch.randint(-3, 4, (8, shape.kv_heads, 128), generator=torch.Generator().manual_seed(0))
+    k = (k.to(shape.dtype) / 4).to(device)
+    k[0] = 0
+    v = random_vectors((8, shape.kv_heads, 128), shape.dtype, 5, device)
+    caches = [empty_cache(shape, 2, 2, device) for _ in range(2)]
+    assert store(caches[0], slots, k, v, None, None, clip, clip) is None
+    reference.store(caches[1], slots, k, v, None, None, clip, clip)
+    for name in ("k_ring", "v_ring", "k_sink", "v_sink"):
+        assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
+    for name, x in (("k_rows", k), ("v_rows", v)):
+        assert_correctly_rounded(getattr(caches[0], name)[:8], x.double(), shape, clip)
+        assert (getattr(caches[0], name) != getattr(caches[1], name)).double().mean() < 1e-3
+        _, scale, zero = split_rows(getattr(caches[0], name)[:8], shape)
+        _, want_scale, want_zero = split_rows(getattr(caches[1], name)[:8], shape)
+        assert torch.equal(scale, want_scale)
+        assert torch.equal(zero, want_zero)
+
+
+def test_nan_stays_in_its_token(device: torch.device) -> None:
+    """A padded row of garbage harms no other row of its tile."""
+    shape = Shape()
+    rotation = random_rotation(64, 1, device)
+    results = []
+    for poison in (False, True):
+        cache = empty_cache(shape, 3, 2, device)
+        k = random_vectors((20, shape.kv_heads, 64), shape.dtype, 1, device)
+        if poison:
+            k[4] = float("nan")
+        slots = StoreSlots(torch.arange(20, device=device), *(torch.full((20,), -1, device=device),) * 2)
+        q_rot = store(cache, slots, k, k, rotation, rotation, 0.96, 0.92, q=k)
+        results.append((cache, q_rot))
+    keep = torch.arange(20, device=device) != 4
+    assert torch.equal(results[0][0].k_rows[:20][keep], results[1][0].k_rows[:20][keep])
+    assert torch.equal(results[0][0].v_rows[:20][keep], results[1][0].v_rows[:20][keep])
+    assert torch.equal(results[0][1][keep], results[1][1][keep])
+
+
+def test_rejects_what_it_cannot_store(device: torch.device) -> None:
+    shape = Shape()
+    cache, slots = empty_cache(shape, 3, 2, device), random_slots(4, shape.windows, 48, 2, device)
+    k = random_vectors((4, shape.kv_heads, 64), torch.bfloat16, 1, device)
+    with pytest.raises(ValueError, match="bfloat16 or all float16"):
+        store(cache, slots, k, k.half(), None, None, 1.0, 1.0)
+    with pytest.raises(ValueError, match="contiguous channels"):
+        store(cache, slots, k.transpose(1, 2).contiguous().transpose(1, 2), k, None, None, 1.0, 1.0)
+    with pytest.raises(ValueError, match="bfloat16 or float16"):
+        prepare_rotation(torch.eye(64), torch.float32)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    shape = Shape()
+    cache, slots = empty_cache(shape, 3, 2, device), random_slots(0, shape.windows, 48, 2, device)
+    k = torch.empty(0, shape.kv_heads, 64, dtype=shape.dtype, device=device)
+    store(cache, slots, k, k, None, None, 0.96, 0.92, q=k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_store_at_size(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    shape = replace(SHAPES[1], kv_heads=8, gqa=4, dtype=dtype, windows=Windows(64, 256, 256), page_size=64)
+    caches, slots, (_, k, v), (rk, rv), _ = run_both(shape, tokens, 0.96, device, rotate_v=True)
+    assert_correctly_rounded(caches[0].k_rows[slots.row], exact(k, rk), shape, 0.96)
+    assert_correctly_rounded(caches[0].v_rows[slots.row], exact(v, rv), shape, 0.96)
+    assert (caches[0].k_rows != caches[1].k_rows).double().mean() < 1e-3
+
+
