@@ -1,0 +1,71 @@
+"""What stock SGLang lacks to run with pages on a machine without a GPU.
+
+The paged allocator and a few index helpers are Triton kernels, which need a GPU. SGLang picks torch versions of the
+helpers by the name of the attention backend; the allocator has none, so its two methods are done in torch here.
+Used with SGLANG_USE_CPU_ENGINE=1 and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:
+    """The oscar backend uses Triton on a GPU only."""
+    from sglang.srt.utils import is_cpu
+
+    return False if backend == "oscar" and is_cpu() else original(backend)
+
+
+def around_alloc_extend(
+    original: Callable[..., Any],
+    self: Any,
+    prefix_lens: torch.Tensor,
+    prefix_lens_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    last_loc: torch.Tensor,
+    extend_num_tokens: int,
+    num_new_pages: int | None = None,
+) -> Any:
+    """Slots for a chunk per request: the rest of its last page, then new pages."""
+    if torch.device(self.device).type != "cpu":
+        return original(
+            self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
+        )
+    page_size = self.page_size
+    if self.need_sort and extend_num_tokens // page_size + len(prefix_lens) + 1 > len(self.free_pages):
+        self.merge_and_sort_free()
+    parts, used = [], 0
+    for prefix, seq, last in zip(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), last_loc.tolist(), strict=True):
+        in_page = min(seq, -(-prefix // page_size) * page_size) - prefix
+        pages = -(-(seq - prefix - in_page) // page_size)
+        fresh = self.free_pages[used : used + pages]
+        if len(fresh) < pages:
+            return None
+        slots = (fresh[:, None] * page_size + torch.arange(page_size)).flatten()
+        parts += [last + 1 + torch.arange(in_page), slots[: seq - prefix - in_page]]
+        used += pages
+    self.free_pages = self.free_pages[used:]
+    return torch.cat(parts).to(torch.int64)
+
+
+def around_alloc_decode(
+    original: Callable[..., Any], self: Any, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+) -> Any:
+    """One slot per request: the next of its page, or the first of a new one."""
+    if torch.device(self.device).type != "cpu":
+        return original(self, seq_lens, seq_lens_cpu, last_loc)
+    if self.need_sort and len(seq_lens) > len(self.free_pages):
+        self.merge_and_sort_free()
+    opens_page = seq_lens_cpu % self.page_size == 1
+    count = int(opens_page.sum())
+    if count > len(self.free_pages):
+        return None
+    slots = last_loc.to(torch.int64) + 1
+    slots[opens_page] = self.free_pages[:count] * self.page_size
+    self.free_pages = self.free_pages[count:]
+    return slots

@@ -1,0 +1,67 @@
+"""Which implementation of store and attention a device gets: Triton on a GPU, plain torch on a CPU.
+
+The choice follows from the device alone; neither stands in for the other when something fails.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from oscar_kernels import reference
+
+from sglang_oscar.batch import Batch
+from sglang_oscar.runtime import LayerParams
+
+
+class Kernels(Protocol):
+    """Store and attention of one layer. ``v`` and results are in the basis of the cached values."""
+
+    def decode(
+        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """Store one token per request, then attend; q [batch, q_heads, head_dim], k and v [batch, kv_heads, ...]."""
+
+    def extend(
+        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """Attend from a chunk per request to the cache and to the chunk itself, then store the chunk."""
+
+
+class TorchKernels:
+    """The reference implementation, for machines without a GPU."""
+
+    def decode(
+        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """See :class:`Kernels`."""
+        self._store(layer, batch, k, v)
+        out = reference.decode(layer.cache, batch.tables, q, layer.k_rotation, sm_scale)
+        return reference.rotate(out, None if layer.v_rotation is None else layer.v_rotation.T)
+
+    def extend(
+        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """See :class:`Kernels`."""
+        assert batch.extend_lens is not None
+        rotated = reference.rotate(v, layer.v_rotation)
+        out = reference.extend(
+            layer.cache, batch.tables, q, k, rotated, batch.extend_lens, layer.k_rotation, sm_scale
+        )
+        self._store(layer, batch, k, v)
+        return reference.rotate(out, None if layer.v_rotation is None else layer.v_rotation.T)
+
+    @staticmethod
+    def _store(layer: LayerParams, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
+        reference.store(
+            layer.cache, batch.slots, k, v, layer.k_rotation, layer.v_rotation, layer.k_clip, layer.v_clip
+        )
+
+
+def for_device(device: torch.device) -> Kernels:
+    """Kernels for a device."""
+    if device.type == "cuda":
+        from sglang_oscar.triton_kernels import TritonKernels
+
+        return TritonKernels()
+    return TorchKernels()

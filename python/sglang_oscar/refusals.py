@@ -1,0 +1,101 @@
+"""What int2 mode cannot do, as a table: each row refuses at start-up with one line that says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oscar.errors import Int2Error
+
+Check = Callable[[Any], bool]
+
+ARGUMENTS: list[tuple[Check, str]] = [
+    (lambda a: a.speculative_algorithm is not None, "speculative decoding; drop --speculative-algorithm"),
+    (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
+    (lambda a: a.enable_dp_attention, "data-parallel attention; drop --enable-dp-attention"),
+    (lambda a: a.dcp_size > 1, "decode context parallelism; set --dcp-size 1"),
+    (lambda a: a.attn_cp_size > 1 or a.enable_prefill_cp, "context parallelism; set --attn-cp-size 1"),
+    (lambda a: a.disaggregation_mode != "null", "prefill/decode disaggregation; drop --disaggregation-mode"),
+    (lambda a: a.enable_streaming_session, "streaming sessions; drop --enable-streaming-session"),
+    (lambda a: a.enable_hierarchical_cache, "hierarchical caching; drop --enable-hierarchical-cache"),
+    (lambda a: a.enable_lmcache, "LMCache; drop --enable-lmcache"),
+    (lambda a: a.flexkv_config_file is not None, "FlexKV; drop --flexkv-config-file"),
+    (lambda a: a.enable_hisparse, "HiSparse; drop --enable-hisparse"),
+    (lambda a: a.enable_page_major_kv_layout, "page-major pools; drop --enable-page-major-kv-layout"),
+    (lambda a: a.enable_unified_memory, "unified memory pools; drop --enable-unified-memory"),
+    (lambda a: a.enable_pdmux, "PD multiplexing; drop --enable-pdmux"),
+    (lambda a: a.enable_two_batch_overlap, "two-batch overlap; drop --enable-two-batch-overlap"),
+    (lambda a: a.dllm_algorithm is not None, "diffusion language models; drop --dllm-algorithm"),
+    (lambda a: a.enable_memory_saver, "the memory saver; drop --enable-memory-saver"),
+    (lambda a: a.enable_torch_compile, "torch.compile; drop --enable-torch-compile"),
+    (lambda a: a.use_ray, "Ray (its workers load no plugins); drop --use-ray"),
+    (lambda a: bool(a.enable_lora or a.lora_paths), "LoRA adapters; drop --enable-lora and --lora-paths"),
+    (lambda a: a.weight_cache_mode not in (None, "off", "none", "disabled"), "the weight cache; drop --weight-cache-mode"),
+    (lambda a: a.enable_elastic_expert_backup or a.elastic_ep_backend is not None, "elastic experts; drop --elastic-ep-backend"),
+    (lambda a: a.kv_canary not in (None, False, "off", "none"), "the KV canary; drop --kv-canary"),
+    (lambda a: a.prefill_only_disable_kv_cache, "prefill-only mode; drop --prefill-only-disable-kv-cache"),
+    (lambda a: a.encoder_only, "encoder-only serving; drop --encoder-only"),
+]
+
+MODELS: list[tuple[Check, str]] = [
+    (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
+    (lambda m: m.is_hybrid_swa, "models with sliding-window attention layers"),
+    (lambda m: m.is_multimodal, "multimodal models"),
+    (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
+    (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
+    (lambda m: m.v_head_dim != m.head_dim, "models whose value head_dim differs from the key head_dim"),
+    (lambda m: m.head_dim not in (64, 128, 256), "a head_dim other than 64, 128 or 256"),
+]
+
+
+def check_arguments(server_args: Any) -> None:
+    """Refuse server arguments that int2 mode does not support.
+
+    Raises:
+        Int2Error: naming the feature and the flag to drop.
+    """
+    for refused, what in ARGUMENTS:
+        if refused(server_args):
+            raise Int2Error(f"--kv-cache-dtype int2 does not support {what}")
+
+
+def check_model(model_config: Any) -> None:
+    """Refuse model architectures that int2 mode does not support.
+
+    Raises:
+        Int2Error: naming the model and the feature.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_minimax_sparse
+
+    name = model_config.model_path
+    for refused, what in MODELS:
+        if refused(model_config):
+            raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
+    if mambaish_config(model_config) is not None or is_minimax_sparse(model_config.hf_config):
+        raise Int2Error(
+            f"--kv-cache-dtype int2 does not support hybrid linear or sparse attention: {name}; "
+            "use --kv-cache-dtype auto"
+        )
+
+
+def check_attention_layer(layer: Any) -> None:
+    """Refuse attention layers with features that the kernels lack.
+
+    Args:
+        layer: a RadixAttention module.
+
+    Raises:
+        Int2Error: naming the layer and the feature.
+    """
+    features = [
+        (layer.logit_cap != 0, "logit soft-capping"),
+        (layer.sliding_window_size not in (-1, None), "sliding-window attention"),
+        (layer.is_cross_attention, "cross attention"),
+        (layer.attn_type.name != "DECODER", "bidirectional attention"),
+        (layer.xai_temperature_len > 0, "attention temperature"),
+        (layer.use_irope, "interleaved RoPE (iRoPE) chunked attention"),
+    ]
+    for present, what in features:
+        if present:
+            raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")

@@ -1,0 +1,56 @@
+"""Per-row tables on the device: ring start and sink block of every request row.
+
+The scheduler decides them, but never writes device memory itself: under overlap scheduling it runs ahead of the
+GPU, and a finished request is decoded once more after its row may have gone to another. Changes queue up on the
+host and are uploaded by the next batch, in stream order before that batch's kernels and after those of the last.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class RowTables:
+    """Args:
+    rows: rows of SGLang's request pool, the dummy row 0 included.
+    device: where the tables live.
+    """
+
+    def __init__(self, rows: int, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.ring_start = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.sink_block = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._pending: dict[int, tuple[int, int]] = {}
+        self._block_of_row: dict[int, int] = {}
+
+    def assign(self, row: int, ring_start: int, sink_block: int) -> None:
+        """A request takes over ``row``; its ring holds positions from ``ring_start`` on."""
+        self._pending[row] = (ring_start, sink_block)
+        self._block_of_row[row] = sink_block
+
+    def unassign(self, row: int) -> int | None:
+        """The request leaves ``row``; returns its sink block, or None if it had none."""
+        return self._block_of_row.pop(row, None)
+
+    def block_of(self, row: int) -> int | None:
+        """Sink block of the request in ``row``, or None."""
+        return self._block_of_row.get(row)
+
+    def clear(self) -> None:
+        """Forget all assignments."""
+        self._pending.clear()
+        self._block_of_row.clear()
+
+    def upload(self) -> None:
+        """Send queued changes to the device on the current stream, without waiting for it."""
+        if not self._pending:
+            return
+        # A fresh pinned tensor each time: reusing one could overwrite it while an earlier copy is in flight.
+        rows, values = zip(*self._pending.items(), strict=True)
+        host = torch.tensor([rows, *zip(*values, strict=True)], dtype=torch.int64)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        changes = host.to(self.device, non_blocking=True)
+        self.ring_start[changes[0]] = changes[1].int()
+        self.sink_block[changes[0]] = changes[2].int()
+        self._pending.clear()

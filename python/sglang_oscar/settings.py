@@ -1,0 +1,93 @@
+"""Every knob of int2 mode that is an environment variable, typed and validated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import SCALE_DTYPES
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sglang_oscar.errors import Int2Error
+
+PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
+DEFAULT_K_CLIP = 0.96
+DEFAULT_V_CLIP = 0.92
+FloatName = Literal["bfloat16", "float16", "float32"]
+
+
+class Settings(BaseModel):
+    """Settings of int2 mode; field aliases are the environment variables.
+
+    ``k_clip_ratio`` and ``v_clip_ratio`` stay None where the variable is unset: then the ratios stored in the
+    rotation file apply, and after them the defaults 0.96 and 0.92 (paper, section 5.1).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
+
+    k_rotation: str | None = Field(None, alias="SGLANG_OSCAR_K_ROTATION_PATH", min_length=1)
+    v_rotation: str | None = Field(None, alias="SGLANG_OSCAR_V_ROTATION_PATH", min_length=1)
+    k_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_K_CLIP_RATIO", gt=0, le=1)
+    v_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_V_CLIP_RATIO", gt=0, le=1)
+    absorb_v_rotation: bool = Field(True, alias="SGLANG_OSCAR_ABSORB_V_ROTATION")
+    recompute_recent: bool = Field(True, alias="SGLANG_OSCAR_RECOMPUTE_RECENT")
+    windows_enabled: bool = Field(True, alias="SGLANG_ENABLE_MIXED_KV_WINDOWS")
+    sink_tokens: int = Field(64, alias="SGLANG_MIXED_KV_PREFIX_TOKENS", ge=0, le=4096)
+    recent_tokens: int = Field(256, alias="SGLANG_MIXED_KV_RECENT_TOKENS", ge=0, le=8192)
+    window_max_splits: int = Field(8, alias="SGLANG_MIXED_KV_HP_MAX_SPLITS", ge=1, le=64)
+    window_dtype: Literal["bfloat16", "float16"] = Field("bfloat16", alias="SGLANG_MIXED_KV_HP_DTYPE")
+    scale_dtype: FloatName = Field("bfloat16", alias="SGLANG_MIXED_KV_SCALE_DTYPE")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Read the settings.
+
+        Args:
+            env: environment; the process's own by default.
+
+        Raises:
+            Int2Error: a value is out of range or malformed, or a variable of ours has an unknown name.
+        """
+        env = os.environ if env is None else env
+        known = {field.alias for field in cls.model_fields.values()}
+        values = {name: value for name, value in env.items() if name.startswith(PREFIXES)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise Int2Error(f"{unknown[0]} is not a setting; known are {', '.join(sorted(filter(None, known)))}")
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            raise Int2Error(f"{name}={values.get(name, '')!r}: {first['msg'].lower()}") from None
+
+    @property
+    def windows(self) -> Windows:
+        """Window sizes in tokens; all 0 with SGLANG_ENABLE_MIXED_KV_WINDOWS=0."""
+        if not self.windows_enabled:
+            return Windows(sink=0, recent=0, ring=0)
+        return Windows(sink=self.sink_tokens, recent=self.recent_tokens, ring=self.recent_tokens)
+
+    @property
+    def scale_torch_dtype(self) -> torch.dtype:
+        """dtype of scale and zero point."""
+        return SCALE_DTYPES[self.scale_dtype]
+
+    @property
+    def window_torch_dtype(self) -> torch.dtype:
+        """dtype of sink store and recent ring."""
+        return SCALE_DTYPES[self.window_dtype]
+
+    def lines(self) -> list[str]:
+        """One ``VARIABLE=value`` per setting, for the start-up log."""
+        clips = {"k_clip_ratio": DEFAULT_K_CLIP, "v_clip_ratio": DEFAULT_V_CLIP}
+        shown = []
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value is None and name in clips:
+                value = f"(from the rotation file, else {clips[name]})"
+            shown.append(f"{field.alias}={int(value) if isinstance(value, bool) else value}")
+        return shown

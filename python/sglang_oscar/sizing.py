@@ -1,0 +1,174 @@
+"""Hooks into SGLang's memory sizing: dtype, bytes per token, budget, number of requests, and the pool itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_oscar import absorption, flags, gate, refusals, runtime
+from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.memory_plan import Geometry, MemoryPlan, make_plan
+from sglang_oscar.rotations import IDENTITY, Rotations, load_rotations
+from sglang_oscar.settings import Settings
+
+logger = logging.getLogger(__name__)
+_plan: MemoryPlan | None = None
+
+
+def is_int2(server_args: Any) -> bool:
+    """Whether these server arguments ask for int2 mode."""
+    return server_args.kv_cache_dtype == flags.DTYPE
+
+
+def geometry_of(configurator: Any) -> Geometry:
+    """Sizes of this rank from SGLang's KVCacheConfigurator."""
+    from sglang.srt.runtime_context import get_parallel
+
+    settings = Settings.from_env()
+    model, args = configurator.model_config, configurator.server_args
+    layout = gate.row_layout(args, settings, model, model.get_num_kv_heads(get_parallel().attn_tp_size))
+    layers = configurator.layer_info.num_effective_layers
+    return Geometry(layout, settings.windows, settings.window_torch_dtype, layers)
+
+
+def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Resolve ``int2`` to byte rows; first int2 step in a worker, so it also checks that all hooks are attached."""
+    if kwargs["server_args_kv_cache_dtype"] != flags.DTYPE:
+        return original(**kwargs)
+    from sglang_oscar import backend, plugin
+
+    if (reason := plugin.failure()) is not None:
+        fatal(f"int2 mode cannot attach to SGLang: {reason}")
+    backend.register()
+    return flags.DTYPE, torch.uint8
+
+
+def around_compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
+    """Bytes of one token in the history pool."""
+    return geometry_of(kvc).cell_bytes if is_int2(kvc.server_args) else original(self, kvc, num_layers)
+
+
+def after_profile_available_bytes(available: int, self: Any, pre_model_load_memory: int) -> int | None:
+    """Take the side buffers off the budget before the history pool is sized from it."""
+    if not is_int2(self.server_args):
+        return None
+    from sglang.srt.runtime_context import get_schedule
+
+    global _plan
+    schedule = get_schedule()
+    try:
+        _plan = make_plan(
+            geometry_of(self), available, schedule.max_running_requests, schedule.max_total_tokens, self.page_size
+        )
+    except Int2Error as error:
+        fatal(error)
+    return available - _plan.side_bytes
+
+
+def around_resolve_max_num_reqs(original: Callable[..., int], self: Any, token_capacity: int) -> int:
+    """Admit no more requests than there are windows for."""
+    limit = original(self, token_capacity)
+    return min(limit, _plan.max_running) if is_int2(self.server_args) and _plan else limit
+
+
+def after_post_capture_kv_sizing_planned(planned: bool, self: Any) -> bool | None:
+    """Size the pool before graph capture: the alternative reserves address space that byte rows cannot use."""
+    return False if is_int2(self) else None
+
+
+def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    """Build the INT2 pool, its side buffers and the runtime of this process."""
+    if not is_int2(self.server_args):
+        return original(self, **kwargs)
+    try:
+        return build_pool(self, kwargs["sizes"], kwargs["req_to_token_pool"])
+    except Int2Error as error:
+        fatal(error)
+
+
+def build_pool(configurator: Any, sizes: Any, req_to_token_pool: Any) -> Any:
+    """Allocate everything int2 mode needs and install the runtime.
+
+    Args:
+        configurator: SGLang's KVCacheConfigurator.
+        sizes: its resolved pool sizes.
+        req_to_token_pool: SGLang's request pool; its rows are the rows of the rings.
+
+    Raises:
+        Int2Error: the model or the rotations do not fit int2 mode.
+    """
+    from sglang_oscar.pool import Int2TokenToKVPool
+    from sglang_oscar.row_tables import RowTables
+    from sglang_oscar.side_buffers import SideBuffers
+    from sglang_oscar.sink_store import SinkStore
+
+    assert _plan is not None
+    settings, device, plan = Settings.from_env(), configurator.device, _plan
+    check_layers(configurator.model, plan.geometry.layers)
+    rotations = load_rotations(settings, plan.geometry.layers, plan.geometry.layout.head_dim)
+    pool = Int2TokenToKVPool(
+        sizes.max_total_num_tokens,
+        layout=plan.geometry.layout,
+        page_size=configurator.pool_page_size,
+        layer_num=plan.geometry.layers,
+        device=device,
+        enable_memory_saver=False,
+        start_layer=configurator.layer_info.start_layer,
+        end_layer=configurator.layer_info.end_layer,
+    )
+    rows = req_to_token_pool.req_to_token.shape[0]
+    buffers = SideBuffers(plan.geometry, rows, plan.sink_blocks, device)
+    runtime.install(
+        runtime.Runtime(
+            settings=settings,
+            plan=plan,
+            page_size=configurator.pool_page_size,
+            req_to_token_pool=req_to_token_pool,
+            rows=RowTables(rows, device),
+            sinks=SinkStore(plan.sink_blocks),
+            layers=layer_params(rotations, buffers.layer_caches(pool), device, configurator.model),
+        )
+    )
+    for line in plan.lines(sizes.max_total_num_tokens):
+        logger.info("int2 memory: %s", line)
+    return pool
+
+
+def check_layers(model: Any, layers: int) -> None:
+    """Refuse models whose attention layers do not map one to one to cache layers.
+
+    Raises:
+        Int2Error: an unsupported attention feature, or layers that share their cache.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    for layer in found:
+        refusals.check_attention_layer(layer)
+    if sorted(layer.layer_id for layer in found) != list(range(layers)):
+        raise Int2Error(
+            f"--kv-cache-dtype int2 needs one attention layer per cache layer; the model has {len(found)} for {layers}"
+        )
+
+
+def layer_params(rotations: Rotations, caches: list[Any], device: str, model: Any) -> list[Any]:
+    """Constants of every layer, on the device."""
+    k_rotations = None if rotations.key.rotation is None else rotations.key.rotation.to(device)
+    absorbed = absorption.absorbed_source(model)
+    online = rotations.value.rotation is not None and absorbed is None
+    v_rotations = rotations.value.rotation.to(device) if online and rotations.value.rotation is not None else None
+    if rotations.value.source != IDENTITY:
+        logger.info("int2 rotation of values: %s", "online, at every step" if online else "absorbed into the weights")
+    return [
+        runtime.LayerParams(
+            cache=cache,
+            k_rotation=None if k_rotations is None else k_rotations[index],
+            v_rotation=None if v_rotations is None else v_rotations[index],
+            k_clip=rotations.key.clip_ratios[index],
+            v_clip=rotations.value.clip_ratios[index],
+        )
+        for index, cache in enumerate(caches)
+    ]
