@@ -1,0 +1,113 @@
+"""Int2 mode with lossless rows equals stock BF16 SGLang: windows, pages, prefix hits, rotations, scheduling.
+
+Rows are exact and NaN wherever the BF16 windows must be read, so any token that comes from the wrong place shows.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.compare import LOGPROBS, assert_same
+from support.models import VOCABULARY, save
+from support.servers import HADAMARD, STRICT, Server, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
+]
+LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
+STOCK = ["--attention-backend", "torch_native", "--skip-tokenizer-init"]
+NEAR_TIE = 0.05
+DRIFT = 0.08
+TOKENS = 40
+
+
+def prompts(count: int, longest: int = 1400, seed: int = 3) -> list[list[int]]:
+    """Random prompts; every third begins with a shared 700-token prefix."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCABULARY) for _ in range(700)]
+    out = []
+    for number in range(count):
+        ids = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(35, longest))]
+        out.append(shared + ids[:300] if number % 3 == 0 else ids)
+    return out
+
+
+def ask(server: Server, requests: list[list[int]], workers: int = 1, tokens: int = TOKENS) -> list[dict]:
+    """Answers to all requests, ``workers`` at a time."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS), requests))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe", "glm4_moe"])
+def architecture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_architectures_equal_stock(architecture: Path, tmp_path: Path) -> None:
+    """Hadamard rotations on keys and (absorbed) values, a miss and a hit per prompt, short and long."""
+    requests = prompts(5, longest=900)
+    with serve(architecture, tmp_path / "stock.log", *STOCK) as server:
+        expected = ask(server, requests, tokens=16)
+    with serve(architecture, tmp_path / "int2.log", *INT2, env=LOSSLESS | HADAMARD | STRICT) as server:
+        assert "absorbed into the weights" in server.text()
+        got = ask(server, requests, tokens=16)
+        again = ask(server, requests, tokens=16)
+        assert server.alive()
+    assert_same(expected, got, NEAR_TIE, DRIFT)
+    assert_same(expected, again, NEAR_TIE, DRIFT)
+    assert any(answer["meta_info"]["cached_tokens"] for answer in again)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What stock SGLang answers to ``prompts(18)``."""
+    with serve(qwen3, tmp_path_factory.mktemp("stock") / "log", *STOCK) as server:
+        return ask(server, prompts(18), workers=4)
+
+
+CONFIGURATIONS = {
+    "chunked_and_retracted": (["--chunked-prefill-size", "128"], {"SGLANG_TEST_RETRACT": "1"}, 12),
+    "few_rows": (["--max-running-requests", "3"], {}, 12),
+    "mixed_chunks": (["--chunked-prefill-size", "128", "--enable-mixed-chunk"], {}, 8),
+    "no_overlap_no_radix": (["--disable-overlap-schedule", "--disable-radix-cache"], {}, 4),
+    "online_values": ([], {"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}, 4),
+    "no_recompute": ([], {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0"}, 4),
+    "no_windows": ([], {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0"}, 4),
+    "small_windows": ([], {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"}, 4),
+    "large_pages": (["--page-size", "128"], {}, 4),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configurations_equal_stock(name: str, qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
+    """Every way of scheduling and configuring gives stock's answers, one pass cold and one with prefix hits."""
+    args, env, workers = CONFIGURATIONS[name]
+    with serve(qwen3, tmp_path / "log", *INT2, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
+        for _ in range(2):
+            assert_same(expected, ask(server, prompts(18), workers), NEAR_TIE, DRIFT)
+        server.flush()
+        assert_same(expected[:3], ask(server, prompts(18)[:3]), NEAR_TIE, DRIFT)
+        assert server.alive()
+        if "SGLANG_TEST_RETRACT" in env:
+            assert "retract" in server.text().lower()
+
+
+def test_poison_is_seen(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
+    """The check can fail: with windows that attention believes to be smaller than the poisoned ones, answers break."""
+    broken = LOSSLESS | HADAMARD | {"LOSSLESS_ROWS_IGNORE_WINDOWS": "1"}
+    with serve(qwen3, tmp_path / "log", *INT2, env=broken) as server:
+        got = ask(server, prompts(18)[:3], workers=1, tokens=4)
+    differing = [x["output_ids"][:4] != y["output_ids"] for x, y in zip(expected, got, strict=False)]
+    assert any(differing)

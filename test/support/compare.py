@@ -1,0 +1,62 @@
+"""Comparing greedy outputs of two servers: equal, up to near-ties that log probabilities show to be such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": -1}
+"""Extra fields of a /generate request whose answer is to be compared."""
+
+
+@dataclass
+class Difference:
+    """Where two greedy outputs part: token index, distance of log probabilities before it, and the choice there."""
+
+    index: int
+    drift: float
+    gap: float
+
+
+def first_difference(a: dict[str, Any], b: dict[str, Any]) -> Difference | None:
+    """First token at which two /generate answers differ; None if they are the same.
+
+    ``drift`` is the largest difference of log probabilities of the common tokens, ``gap`` the distance, in answer
+    ``a``, between the best token and the second best where they part: a near-tie has a gap within the drift.
+    """
+    ids_a, ids_b = a["output_ids"], b["output_ids"]
+    assert len(ids_a) == len(ids_b)
+    logprobs_a = [entry[0] for entry in a["meta_info"]["output_token_logprobs"]]
+    logprobs_b = [entry[0] for entry in b["meta_info"]["output_token_logprobs"]]
+    index = next((i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=True)) if x != y), None)
+    if index is None:
+        return None
+    drift = max((abs(x - y) for x, y in zip(logprobs_a[:index], logprobs_b[:index], strict=True)), default=0.0)
+    top = [entry[0] for entry in a["meta_info"]["output_top_logprobs"][index]]
+    return Difference(index, drift, top[0] - top[1])
+
+
+def largest_drift(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Largest difference of log probabilities over the common beginning of two answers."""
+    pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
+    worst = 0.0
+    for x, y in pairs:
+        if x[1] != y[1]:
+            break
+        worst = max(worst, abs(x[0] - y[0]))
+    return worst
+
+
+def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: float, drift: float) -> None:
+    """Answers agree token by token, except after a choice between two tokens closer than ``near_tie``.
+
+    Args:
+        a, b: answers of /generate to the same requests.
+        near_tie: largest gap in log probability that arithmetic may flip.
+        drift: largest difference in log probability allowed on common tokens.
+    """
+    for number, (x, y) in enumerate(zip(a, b, strict=True)):
+        found = first_difference(x, y)
+        assert largest_drift(x, y) <= drift, f"request {number}: log probabilities drift by {largest_drift(x, y):.4f}"
+        if found is not None:
+            assert found.gap <= near_tie, f"request {number} differs at {found}"

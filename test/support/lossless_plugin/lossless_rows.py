@@ -1,0 +1,53 @@
+"""Test plugin for SGLang: takes quantization noise out of int2 mode, so that its plumbing can be judged exactly.
+
+Rows hold float32 vectors instead of codes. While attention gathers a request's tokens, every row of a position that
+must come from the BF16 windows instead is NaN; reading one shows in the output.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def encode_rows(y, layout, clip_ratio):
+    return y.float().contiguous().view(y.shape[0], -1).view(torch.uint8)
+
+
+def decode_rows(rows, layout):
+    return rows.contiguous().view(torch.float32).view(rows.shape[0], layout.kv_heads, layout.head_dim)
+
+
+def poisoned(gather):
+    def wrapper(cache, tables, request, kv_len):
+        windows, start = cache.windows, int(tables.ring_start[request])
+        history_end = max(kv_len - windows.recent, start, windows.sink)
+        outside = [p for p in range(kv_len) if p < windows.sink or p >= history_end]
+        pages = tables.page_table[request].tolist()
+        slots = torch.tensor([pages[p // tables.page_size] * tables.page_size + p % tables.page_size for p in outside])
+        slots = slots.long()
+        saved = [buffer[slots].clone() for buffer in (cache.k_rows, cache.v_rows)]
+        for buffer in (cache.k_rows, cache.v_rows):
+            buffer[slots] = 0xFF  # four such bytes are a NaN
+        try:
+            return gather(cache, tables, request, kv_len)
+        finally:
+            for buffer, rows in zip((cache.k_rows, cache.v_rows), saved, strict=True):
+                buffer[slots] = rows
+
+    return wrapper
+
+
+def register():
+    from oscar_kernels import reference
+    from oscar_kernels.layout import RowLayout
+
+    RowLayout.code_bytes = property(lambda self: 4 * self.head_dim)
+    RowLayout.param_bytes = property(lambda self: 0)
+    reference.encode_rows = encode_rows
+    reference.decode_rows = decode_rows
+    reference.gather = poisoned(reference.gather)
+    if os.environ.get("LOSSLESS_ROWS_IGNORE_WINDOWS"):
+        # A deliberate fault, to prove that poison is noticed: read everything but the newest token from rows.
+        reference.split_positions = lambda kv_len, ring_start, windows: (0, max(kv_len - 1, 0))
