@@ -147,13 +147,13 @@ class DumpReader:
         found: dict[tuple[int, int], set[int]] = {}
         for path in sorted(folder.iterdir()):
             match = CHUNK_PATTERN.fullmatch(path.name)
-            if match is None:
+            shard, count = (int(match[2] or 0), int(match[3] or 1)) if match else (0, 0)
+            if match is None or path.name != chunk_name(int(match[1]), shard, count) or shard >= count:
                 if path.suffix == ".pt" and not path.name.startswith("."):
-                    raise DumpError(
-                        f"{path}: unexpected name, a chunk is called {chunk_name(1)} or {chunk_name(1, 0, 2)}"
-                    )
+                    expected = f"{chunk_name(1)} or {chunk_name(1, 0, 2)}"
+                    raise DumpError(f"{path}: unexpected name, a chunk is called like {expected}")
                 continue
-            found.setdefault((int(match[1]), int(match[3] or 1)), set()).add(int(match[2] or 0))
+            found.setdefault((int(match[1]), count), set()).add(shard)
         shards: dict[int, int] = {}
         for (chunk, count), present in found.items():
             if chunk in shards:
