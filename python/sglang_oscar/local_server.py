@@ -1,0 +1,124 @@
+"""Starting a stock SGLang server on this machine and waiting until it is ready.
+
+Used by the quickstart, the evaluation drivers and the tests; the server itself is started exactly as a user would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_oscar.cpu_server import environment, has_gpu
+
+START_TIMEOUT = 600.0
+READY = "The server is fired up and ready to roll!"
+
+
+class ServerFailedError(RuntimeError):
+    """The server ended, or did not become ready in time. The message ends with its last log lines."""
+
+
+@dataclass
+class LocalServer:
+    """A running server.
+
+    Attributes:
+        url: base address, without a path.
+        log: file with its output.
+        process: its main process, leader of a process group of its own.
+    """
+
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    def text(self) -> str:
+        """The log so far."""
+        return self.log.read_text(errors="replace")
+
+    def healthy(self) -> bool:
+        """Whether the server runs and answers."""
+        if self.process.poll() is not None:
+            return False
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
+                return reply.status == 200
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Wait until the server has warmed up.
+
+        Raises:
+            ServerFailedError: it ended or took longer than ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if READY in self.text() and self.healthy():
+                return
+            time.sleep(0.3)
+        status = self.process.poll()
+        what = f"ended with status {status}" if status is not None else f"was not ready after {timeout:.0f} s"
+        raise ServerFailedError(f"the server {what}; end of {self.log}:\n{self.text()[-4000:]}")
+
+    def stop(self) -> None:
+        """End the server and its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch_command(model: Path | str, port: int, args: Sequence[str] = ()) -> list[str]:
+    """Command line of a server for ``model`` on 127.0.0.1, on the GPU where there is one."""
+    device = "cuda" if has_gpu() else "cpu"
+    base = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", device]
+    return [*base, "--host", "127.0.0.1", "--port", str(port), *args]
+
+
+@contextlib.contextmanager
+def serve(
+    model: Path | str, log: Path, args: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Iterator[LocalServer]:
+    """Start a server, wait until it is ready, and stop it at the end of the ``with`` block.
+
+    Args:
+        model: model folder or id.
+        log: file for its output.
+        args: further command-line arguments.
+        env: its environment; the process's own, made fit for this machine, by default.
+
+    Raises:
+        ServerFailedError: it did not become ready.
+    """
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            launch_command(model, port, args),
+            env=environment() if env is None else dict(env),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = LocalServer(f"http://127.0.0.1:{port}", log, process)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
