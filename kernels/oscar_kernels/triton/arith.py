@@ -13,8 +13,17 @@ from triton import knobs
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-CODE_UNIT_BITS = tl.constexpr(24)
-"""A code at bit 2j of an fp16 word is the subnormal number code * 4^j * 2^-24."""
+CODES_PER_UNIT = tl.constexpr(2.0**24)
+"""A code at bit 2j of an fp16 word is the subnormal number code * 4^j / CODES_PER_UNIT."""
+
+
+@triton.constexpr_function
+def unit_start(unit, code_bytes, size):
+    """First channel of a *unit*: ``size`` channels that share a plane and a group.
+
+    Unit u holds the codes of plane u % 4 in bytes (u // 4) * size onwards of a head's codes.
+    """
+    return (unit % 4) * code_bytes + (unit // 4) * size
 
 
 @triton.jit

@@ -172,7 +172,7 @@ def _store_tile(
     tl.store(at + 1, zero, mask=mask[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _store_kernel(
     k_ptr, k_stride_token, k_stride_head, v_ptr, v_stride_token, v_stride_head,
     q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_terms_ptr, v_terms_ptr,

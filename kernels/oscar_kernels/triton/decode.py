@@ -1,0 +1,388 @@
+"""Decode: attention of one new token per request over its cache, split over the sequence.
+
+The history of the batch is cut into *pieces*, runs of tiles of one request, and the sinks and recent tokens into
+window parts of WINDOW_PART tokens. One grid covers them all; each program attends to one of them with BLOCK_H kv
+heads and leaves a normalized partial result with its log-sum-exp; a second kernel merges the partials of a request.
+
+How many pieces a request gets is worked out on the device by every program from the lengths of the whole batch, so
+that pieces are equally long whatever the lengths are, the grid depends on shapes only and no length reaches the host.
+
+A warp works on one kv head: it unpacks a tile's codes without converting them (see :mod:`arith`), and scale and zero
+point never touch a code: with c the codes, s and z scale and zero point of a token's group,
+``q . k = s (q . c - z sum(q))`` and ``sum p v = sum (p s) c - sum p s z``. So that p s fits float16 whatever
+the scale of the values, the running maximum of the online softmax is that of log2(p s), not of log2(p).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oscar_kernels.cache import BatchTables, LayerCache, Windows
+from oscar_kernels.triton.arith import CODES_PER_UNIT, LOG2_E, dot, narrow, unit_start, unpack
+from oscar_kernels.triton.merge import merge_kernel
+from oscar_kernels.triton.plan import plan_pieces, split_lengths
+from oscar_kernels.triton.store import TRITON_DTYPES
+
+WINDOW_PART = 128
+"""Window tokens of one program."""
+WAVES = 2
+"""Pieces per resident program: more balance the GPU better, fewer leave less to merge."""
+MIN_TILES = 4
+"""Tiles that a piece has at least."""
+BLOCK_N, BLOCK_W, STAGES = 64, 16, 3
+"""Tokens of a tile of history and of a window, and loop iterations in flight."""
+MERGE_BLOCK = 32
+Q_PEAK = tl.constexpr(2.0**13)
+"""Queries enter the tensor cores as float16 with largest magnitude in [Q_PEAK, 2 Q_PEAK)."""
+Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
+"""log2(e) * CODES_PER_UNIT / Q_PEAK: what makes a product of such queries with codes a logit in log2."""
+
+
+@triton.jit
+def _load_units(q_rows, mask, UNITS: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr):
+    """The queries by units (:func:`unit_start`): float32 [BLOCK_H, BLOCK_G, UNIT] each."""
+    units = ()
+    for u in tl.static_range(UNITS):
+        channel = unit_start(u, CODE_BYTES, UNIT) + tl.arange(0, UNIT)
+        q = tl.load(q_rows[:, :, None] + channel[None, None, :], mask=mask[:, :, None], other=0.0)
+        units = units + (q.to(tl.float32),)
+    return units
+
+
+@triton.jit
+def _load_params(params_ptr, mask, GROUPS: tl.constexpr):
+    """Scales and zero points of a tile by group: two tuples of float32 [BLOCK_H, BLOCK_N]; (0, 0) where masked."""
+    scales = ()
+    zeros = ()
+    if params_ptr.dtype.element_ty == tl.float32:
+        for g in tl.static_range(GROUPS):
+            scales = scales + (tl.load(params_ptr + 2 * g, mask=mask, other=0.0),)
+            zeros = zeros + (tl.load(params_ptr + 2 * g + 1, mask=mask, other=0.0),)
+    else:
+        # Both 16-bit numbers in one load, wide enough to be copied asynchronously.
+        words_ptr = params_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+        for g in tl.static_range(GROUPS):
+            word = tl.load(words_ptr + g, mask=mask, other=0)
+            if params_ptr.dtype.element_ty == tl.bfloat16:
+                scales = scales + ((word << 16).to(tl.float32, bitcast=True),)
+                zeros = zeros + ((word & 0xFFFF0000).to(tl.float32, bitcast=True),)
+            else:
+                scales = scales + (word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
+                zeros = zeros + ((word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
+    return scales, zeros
+
+
+@triton.jit
+def _history(
+    q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, pages_ptr, head, head_mask,
+    tile_begin, tile_end, begin, end, sm_scale, o_rows, lse_ptrs,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A piece of history: positions [begin, end) of tiles [tile_begin, tile_end); every tile has one at least."""
+    CODE_BYTES: tl.constexpr = D // 4
+    UNIT: tl.constexpr = min(CODE_BYTES, GROUP)
+    UNITS: tl.constexpr = D // UNIT
+    SPANS: tl.constexpr = UNITS // 4
+    GROUPS: tl.constexpr = D // GROUP
+
+    # Queries: normalized by a power of two, with the 4^-j that undoes the bit position of plane j.
+    wide = _load_units(q_rows, q_mask, UNITS, UNIT, CODE_BYTES)
+    largest = tl.full([BLOCK_H, BLOCK_G], 1e-30, tl.float32)
+    for u in tl.static_range(UNITS):
+        largest = tl.maximum(largest, tl.max(tl.abs(wide[u]), 2))
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    factor = Q_PEAK / power
+    q = ()
+    for u in tl.static_range(UNITS):
+        q = q + ((wide[u] * (factor * (1.0 / (1 << (2 * (u % 4)))))[:, :, None]).to(tl.float16),)
+    q_sums = ()
+    for g in tl.static_range(GROUPS):
+        total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
+        for u in tl.static_range(UNITS):
+            if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
+                total += tl.sum(wide[u], 2)
+        q_sums = q_sums + ((total * (sm_scale * LOG2_E))[:, :, None],)
+    unscale = (power * (sm_scale * Q_UNSCALE))[:, :, None]
+
+    offset = tl.arange(0, BLOCK_N)
+    byte = tl.arange(0, UNIT)
+    top = tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
+    shift = ()
+    for g in tl.static_range(GROUPS):
+        shift = shift + (tl.zeros([BLOCK_H, BLOCK_G], tl.float32),)
+    out = ()
+    for u in tl.static_range(UNITS):
+        out = out + (tl.zeros([BLOCK_H, BLOCK_G, UNIT], tl.float32),)
+
+    params_at = KV_HEADS * CODE_BYTES
+    head_codes = head * CODE_BYTES
+    head_params = head * (2 * GROUPS)
+    for tile in range(tile_begin, tile_end):
+        position = tile * BLOCK_N + offset
+        live = (position >= begin) & (position < end)
+        if PAGE >= BLOCK_N:
+            page = tl.load(pages_ptr + (tile * BLOCK_N) // PAGE).to(tl.int64)
+            slot = page * PAGE + (tile * BLOCK_N) % PAGE + offset
+        else:
+            page = tl.load(pages_ptr + position // PAGE, mask=live, other=0).to(tl.int64)
+            slot = page * PAGE + position % PAGE
+        k_row = k_rows_ptr + slot * k_row_stride
+        v_row = v_rows_ptr + slot * v_row_stride
+        mask = head_mask[:, None] & live[None, :]
+
+        # Logits in units of log2: [BLOCK_H, BLOCK_G, BLOCK_N].
+        params = (k_row + params_at).to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
+        scales, zeros = _load_params(params[None, :] + head_params[:, None], mask, GROUPS)
+        codes = ()
+        for span in tl.static_range(SPANS):
+            at = k_row[None, None, :] + head_codes[:, None, None] + (span * UNIT + byte)[None, :, None]
+            codes = codes + unpack(tl.load(at, mask=mask[:, None, :], other=0))
+        logits = tl.zeros([BLOCK_H, BLOCK_G, BLOCK_N], tl.float32)
+        for g in tl.static_range(GROUPS):
+            product = tl.zeros([BLOCK_H, BLOCK_G, BLOCK_N], tl.float32)
+            for u in tl.static_range(UNITS):
+                if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
+                    product = dot(q[u], codes[u], product)
+            logits += scales[g][:, None, :] * (product * unscale - zeros[g][:, None, :] * q_sums[g])
+        logits = tl.where(live[None, None, :], logits, float("-inf"))
+
+        # Online softmax; the maximum is that of log2(p * largest scale).
+        params = (v_row + params_at).to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
+        scales, zeros = _load_params(params[None, :] + head_params[:, None], mask, GROUPS)
+        largest_scale = scales[0]
+        for g in tl.static_range(1, GROUPS):
+            largest_scale = tl.maximum(largest_scale, scales[g])
+        peak = logits + tl.log2(tl.maximum(largest_scale, 1e-37))[:, None, :]
+        new_top = tl.maximum(top, tl.max(peak, 2))
+        fade = tl.exp2(top - new_top)
+        top = new_top
+        p = tl.exp2(logits - top[:, :, None])
+        total = total * fade + tl.sum(p, 2)
+
+        codes = ()
+        for span in tl.static_range(SPANS):
+            at = v_row[None, :, None] + head_codes[:, None, None] + (span * UNIT + byte)[None, None, :]
+            codes = codes + unpack(tl.load(at, mask=mask[:, :, None], other=0))
+        weights = ()
+        new_shift = ()
+        for g in tl.static_range(GROUPS):
+            weight = (p * scales[g][:, None, :]).to(tl.float16)
+            weights = weights + (weight,)
+            moved = tl.sum(weight.to(tl.float32) * zeros[g][:, None, :], 2)
+            new_shift = new_shift + (shift[g] * fade + moved,)
+        shift = new_shift
+        new_out = ()
+        for u in tl.static_range(UNITS):
+            weight = weights[unit_start(u, CODE_BYTES, UNIT) // GROUP]
+            new_out = new_out + (dot(weight, codes[u], out[u] * fade[:, :, None]),)
+        out = new_out
+
+    inverse = 1.0 / total
+    for u in tl.static_range(UNITS):
+        moved = shift[unit_start(u, CODE_BYTES, UNIT) // GROUP]
+        value = (out[u] * (CODES_PER_UNIT / (1 << (2 * (u % 4)))) - moved[:, :, None]) * inverse[:, :, None]
+        channel = unit_start(u, CODE_BYTES, UNIT) + byte
+        tl.store(o_rows[:, :, None] + channel[None, None, :], value, mask=q_mask[:, :, None])
+    tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)
+
+
+@triton.jit
+def _window(
+    q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, head_mask, begin, end, sm_scale, o_rows, lse_ptrs,
+    KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Positions [begin, end) of a 16-bit window, position p in row first_row + p % rows."""
+    offset = tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, D)
+    q = tl.load(q_rows[:, :, None] + channel[None, None, :], mask=q_mask[:, :, None], other=0.0)
+    q = narrow(q.to(tl.float32), k_ptr.dtype.element_ty)
+    top = tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
+    out = tl.zeros([BLOCK_H, BLOCK_G, D], tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        position = first + offset
+        live = position < end
+        mask = head_mask[:, None] & live[None, :]
+        row = (first_row + position % rows) * (KV_HEADS * D)
+        at = row[None, None, :] + (head * D)[:, None, None] + channel[None, :, None]
+        k = tl.load(k_ptr + at, mask=mask[:, None, :], other=0.0)
+        logits = dot(q, k, tl.zeros([BLOCK_H, BLOCK_G, BLOCK_N], tl.float32)) * (sm_scale * LOG2_E)
+        logits = tl.where(live[None, None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 2))
+        fade = tl.exp2(top - new_top)
+        top = new_top
+        p = tl.exp2(logits - top[:, :, None])
+        total = total * fade + tl.sum(p, 2)
+        at = row[None, :, None] + (head * D)[:, None, None] + channel[None, None, :]
+        v = tl.load(v_ptr + at, mask=mask[:, :, None], other=0.0)
+        out = dot(narrow(p, v_ptr.dtype.element_ty), v, out * fade[:, :, None])
+    out = out / total[:, :, None]
+    tl.store(o_rows[:, :, None] + channel[None, None, :], out, mask=q_mask[:, :, None])
+    tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["batch", "pieces", "page_table_stride"])
+def _decode_kernel(
+    q_ptr, q_stride_token, q_stride_head, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride,
+    k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr,
+    ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
+    KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr, SINK_PARTS: tl.constexpr,
+    WINDOW_PARTS: tl.constexpr, PART: tl.constexpr, MIN_TILES: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Grid (pieces + batch + batch * WINDOW_PARTS, kv heads / BLOCK_H).
+
+    o [grid x, q_heads, D] float32 and lse [grid x, q_heads] float32 in log2 take the partial results; lse = -inf
+    where there was nothing to attend to.
+    """
+    work = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_mask = head < KV_HEADS
+    in_group = tl.arange(0, BLOCK_G)
+    q_head = head[:, None] * GQA + in_group[None, :]
+    q_mask = head_mask[:, None] & (in_group < GQA)[None, :]
+    partial = work.to(tl.int64) * (KV_HEADS * GQA) + q_head
+    o_rows = o_ptr + partial * D
+    lse_ptrs = lse_ptr + partial
+    q_rows = q_ptr + q_head * q_stride_head
+
+    history_work = pieces + batch
+    if work < history_work:
+        request_ids, counts = plan_pieces(
+            kv_lens_ptr, ring_start_ptr, batch, pieces, SINK, RECENT, BLOCK_N, MIN_TILES, BATCH
+        )
+        ends = tl.cumsum(counts, 0)
+        request = tl.sum((ends <= work).to(tl.int32), 0)
+        if request < batch:
+            mine = request_ids == request
+            count = tl.sum(tl.where(mine, counts, 0), 0)
+            piece = work - (tl.sum(tl.where(mine, ends, 0), 0) - count)
+            kv_len = tl.load(kv_lens_ptr + request)
+            begin, end = split_lengths(kv_len, tl.load(ring_start_ptr + request), SINK, RECENT)
+            first_tile = begin // BLOCK_N
+            tiles = (end + BLOCK_N - 1) // BLOCK_N - first_tile
+            _history(
+                q_rows + request.to(tl.int64) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride,
+                v_row_stride, page_table_ptr + request.to(tl.int64) * page_table_stride, head, head_mask,
+                first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
+                o_rows, lse_ptrs, KV_HEADS, D, GROUP, SCALE_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
+            )  # fmt: skip
+    elif WINDOW_PARTS > 0:
+        request = (work - history_work) // WINDOW_PARTS
+        part = (work - history_work) % WINDOW_PARTS
+        kv_len = tl.load(kv_lens_ptr + request)
+        sink_end, ring_begin = split_lengths(kv_len, tl.load(ring_start_ptr + request), SINK, RECENT)
+        q_rows += request.to(tl.int64) * q_stride_token
+        if part < SINK_PARTS:
+            k_ptr, v_ptr, rows = k_sink_ptr, v_sink_ptr, SINK
+            first_row = tl.load(sink_block_ptr + request).to(tl.int64) * SINK
+            begin = part * PART
+            end = tl.minimum(begin + PART, sink_end)
+        else:
+            k_ptr, v_ptr, rows = k_ring_ptr, v_ring_ptr, RING
+            first_row = tl.load(ring_row_ptr + request).to(tl.int64) * RING
+            begin = ring_begin + (part - SINK_PARTS) * PART
+            end = tl.minimum(begin + PART, kv_len)
+        if begin >= end:
+            tl.store(lse_ptrs, tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32), mask=q_mask)
+        else:
+            _window(
+                q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, head_mask, begin, end, sm_scale, o_rows,
+                lse_ptrs, KV_HEADS, D, BLOCK_H, BLOCK_G, BLOCK_W,
+            )  # fmt: skip
+
+
+def window_parts(windows: Windows) -> tuple[int, int]:
+    """Programs per request for the sink store and for the ring."""
+    return triton.cdiv(windows.sink, WINDOW_PART), triton.cdiv(windows.recent, WINDOW_PART)
+
+
+def default_pieces(cache: LayerCache) -> int:
+    """Pieces that fill the GPU: about 16 warps on every multiprocessor, WAVES times over."""
+    device = cache.k_rows.device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return max(1, WAVES * processors * 16 // max(cache.layout.kv_heads, 1))
+
+
+def workspace_numel(cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None = None) -> int:
+    """float32 elements that :func:`decode` needs for partial results of up to ``batch`` requests."""
+    pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
+    partials = pieces + batch * (1 + sum(window_parts(cache.windows)))
+    return partials * q_heads * (cache.layout.head_dim + 1)
+
+
+def decode(
+    cache: LayerCache,
+    tables: BatchTables,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    max_kv_splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of one new token per request over everything cached, itself included.
+
+    Nothing depends on lengths on the host, so a captured CUDA graph stays valid when ``tables`` change in place.
+
+    Args:
+        cache: the layer's cache; the new tokens are stored in it already.
+        tables: the batch; ``kv_lens`` counts the new token. Requests of length 0 get zeros.
+        q_rot: [batch, q_heads, head_dim], rotated, bfloat16 or float16; channels contiguous.
+        sm_scale: factor on the logits.
+        out: [batch, q_heads, head_dim] with contiguous channels; like ``q_rot`` where None.
+        workspace: float32 of :func:`workspace_numel` elements or more; allocated where None.
+        max_kv_splits: pieces that the history of the whole batch is cut into, besides one per request.
+
+    Returns:
+        ``out``, in the basis of the cached values.
+    """
+    layout, windows = cache.layout, cache.windows
+    batch, q_heads, head_dim = q_rot.shape
+    if head_dim != layout.head_dim or q_heads % layout.kv_heads or q_rot.stride(2) != 1:
+        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
+    if cache.k_sink.dtype != cache.k_ring.dtype:
+        raise ValueError("sink store and ring must have one dtype")
+    out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
+    if batch == 0:
+        return out
+    pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
+    sink_parts, ring_parts = window_parts(windows)
+    partials = pieces + batch * (1 + sink_parts + ring_parts)
+    numel = workspace_numel(cache, q_heads, batch, pieces)
+    if workspace is None:
+        workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
+    elif workspace.numel() < numel or workspace.dtype != torch.float32:
+        raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
+    lse = workspace[partials * q_heads * head_dim :]
+    block_h = min(triton.next_power_of_2(layout.kv_heads), 8)
+    shared = {
+        "D": head_dim,
+        "SINK": windows.sink,
+        "RECENT": windows.recent,
+        "WINDOW_PARTS": sink_parts + ring_parts,
+        "MIN_TILES": MIN_TILES,
+        # One of few values, so that few variants are compiled.
+        "BATCH": max(triton.next_power_of_2(batch), 64),
+        "BLOCK_N": BLOCK_N,
+    }
+    _decode_kernel[(partials, triton.cdiv(layout.kv_heads, block_h))](
+        q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_rows.stride(0),
+        cache.v_rows.stride(0), cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
+        tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, workspace,
+        lse, batch, pieces, sm_scale, KV_HEADS=layout.kv_heads, GQA=q_heads // layout.kv_heads,
+        GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
+        RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=WINDOW_PART, BLOCK_H=block_h,
+        BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 16), BLOCK_W=BLOCK_W, **shared,
+        num_warps=block_h, num_stages=STAGES,
+    )  # fmt: skip
+    merge_kernel[(batch, q_heads)](
+        workspace, lse, out, out.stride(0), out.stride(1), tables.kv_lens, tables.ring_start, batch, pieces,
+        Q_HEADS=q_heads, BLOCK=MERGE_BLOCK, **shared, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,131 @@
+"""The decode kernel against float64 attention over the same codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Shape, assert_as_good_as, decode_exact, filled_batch, random_vectors
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.triton import decode as decode_module
+from oscar_kernels.triton.decode import decode, workspace_numel
+
+SHAPES = [
+    Shape(),
+    Shape(gqa=1, kv_heads=1, head_dim=128, group=128),
+    Shape(gqa=2, kv_heads=8, head_dim=64, group=32, scale_dtype=torch.float16),
+    Shape(gqa=5, kv_heads=3, head_dim=128, group=32, dtype=torch.float16),
+    Shape(gqa=8, kv_heads=1, head_dim=128, group=64, scale_dtype=torch.float32),
+    Shape(gqa=16, kv_heads=1, head_dim=256, group=32),
+    Shape(gqa=4, kv_heads=9, head_dim=64, group=64, page_size=64),
+    Shape(windows=Windows(0, 0, 0)),
+    Shape(windows=Windows(16, 0, 8)),
+    Shape(windows=Windows(0, 24, 24), page_size=128),
+    Shape(windows=Windows(64, 256, 256), page_size=32),
+]
+
+
+def check(shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: list[int] | None = None, **options):  # noqa: ANN003, ANN201
+    batch = filled_batch(shape, kv_lens, device, ring_starts)
+    q = random_vectors((len(kv_lens), shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    sm_scale = 0.4 * shape.head_dim**-0.5
+    out = decode(batch.cache, batch.tables, q, sm_scale, **options)
+    assert out.dtype == q.dtype
+    exact = decode_exact(batch, q, sm_scale, torch.float64)
+    assert_as_good_as(out, exact, decode_exact(batch, q, sm_scale, shape.dtype))
+    return batch, q, sm_scale, out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ragged_lengths(shape: Shape, device: torch.device) -> None:
+    """From one token over fewer than the windows to several pieces, one request empty."""
+    check(shape, [1, 39, 0, 40, 17, 210], device)
+
+
+@pytest.mark.parametrize("ring_starts", [[200, 150, 1], [100, 199, 180]])
+def test_ring_holds_only_what_this_request_wrote(ring_starts: list[int], device: torch.device) -> None:
+    check(Shape(), [200, 200, 200], device, ring_starts)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 20])
+def test_every_split_gives_the_same(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_module, "MIN_TILES", 1)
+    check(Shape(), [500, 5, 130], device, max_kv_splits=splits)
+
+
+def test_values_of_any_magnitude(device: torch.device) -> None:
+    """Value scales far outside float16, logits beyond exp's range."""
+    shape = Shape(scale_dtype=torch.float32, windows=Windows(0, 0, 0))
+    for factor in (1e-9, 1e7):
+        batch = filled_batch(shape, [200, 70], device)
+        params = batch.cache.v_rows[:, shape.layout.params_offset :].contiguous().view(torch.float32)
+        params = params.view(-1, shape.kv_heads, shape.layout.groups, 2)
+        params[..., 0] *= factor
+        batch.cache.v_rows[:, shape.layout.params_offset :] = params.flatten(1).view(torch.uint8)
+        q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, device) * 20
+        out = decode(batch.cache, batch.tables, q, 1.0, out=torch.empty(q.shape, device=device))
+        exact = decode_exact(batch, q, 1.0, torch.float64)
+        assert_as_good_as(out, exact, decode_exact(batch, q, 1.0, shape.dtype))
+
+
+def test_padded_rows_are_harmless(device: torch.device) -> None:
+    """Graph padding reads the NaN-filled dummies; the live rows do not change by a bit."""
+    shape = Shape()
+    batch = filled_batch(shape, [300, 45], device)
+    q = random_vectors((4, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    tables = batch.tables
+
+    def pad(x: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat([x, torch.full((2, *x.shape[1:]), value, dtype=x.dtype, device=device)])
+
+    padded = replace(
+        tables,
+        page_table=pad(tables.page_table, 0),
+        kv_lens=pad(tables.kv_lens, 1),
+        ring_row=pad(tables.ring_row, 0),
+        ring_start=pad(tables.ring_start, 0),
+        sink_block=pad(tables.sink_block, 0),
+    )
+    out = decode(batch.cache, padded, q, 0.1, max_kv_splits=8)
+    assert torch.equal(out[:2], decode(batch.cache, tables, q[:2], 0.1, max_kv_splits=8))
+    assert out[2:].isnan().all()
+
+
+def test_buffers_of_the_caller(device: torch.device) -> None:
+    """Strided queries and output, a workspace full of NaN, and a workspace that is too small."""
+    shape = Shape()
+    batch = filled_batch(shape, [300, 45], device)
+    wide = random_vectors((2, 2 * shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    out = torch.full_like(wide, 7.0)
+    workspace = torch.full((workspace_numel(batch.cache, shape.q_heads, 4),), float("nan"), device=device)
+    got = decode(batch.cache, batch.tables, wide[:, ::2], 0.1, out=out[:, ::2], workspace=workspace)
+    assert torch.equal(got, decode(batch.cache, batch.tables, wide[:, ::2].contiguous(), 0.1))
+    assert (out[:, 1::2] == 7.0).all()
+    with pytest.raises(ValueError, match="workspace must hold"):
+        decode(batch.cache, batch.tables, wide[:, ::2], 0.1, workspace=workspace[:10])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gqa", [1, 4, 5, 16])
+@pytest.mark.parametrize("kv_lens", [[100_000], [1, 64, 320, 321, 9000, 2, 40_000, 8191] * 4, [2048] * 256])
+def test_decode_at_size(gqa: int, kv_lens: list[int], device: torch.device) -> None:
+    shape = Shape(gqa=gqa, kv_heads=8, head_dim=128, group=128, windows=Windows(64, 256, 256), page_size=64)
+    check(shape, kv_lens, device)
+
+
+@pytest.mark.gpu
+def test_graph_replay_follows_the_tables(device: torch.device) -> None:
+    """One captured graph serves every length, and capturing fails if anything synchronizes."""
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(64, 256, 256), page_size=64)
+    batch, q, sm_scale, want = check(shape, [5000, 3, 700], device)
+    tables = replace(batch.tables, kv_lens=torch.ones_like(batch.tables.kv_lens))
+    decode(batch.cache, tables, q, sm_scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(batch.cache, tables, q, sm_scale)
+    tables.kv_lens.copy_(batch.tables.kv_lens)
+    graph.replay()
+    assert torch.equal(out, want)
