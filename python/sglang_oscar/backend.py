@@ -40,7 +40,7 @@ class OscarAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.runtime = state
-        self.kernels = kernels.for_device(state.rows.device)
+        self.kernels = kernels.for_device(state.rows.device, state.layers, model_runner.dtype)
         self.batch: Batch | None = None
         self.graph_buffers: GraphBuffers | None = None
 

@@ -58,10 +58,16 @@ class TorchKernels:
         )
 
 
-def for_device(device: torch.device) -> Kernels:
-    """Kernels for a device."""
+def for_device(device: torch.device, layers: list[LayerParams], dtype: torch.dtype) -> Kernels:
+    """Kernels for a device.
+
+    Args:
+        device: where the cache is.
+        layers: constants of all layers.
+        dtype: dtype of queries, keys and values.
+    """
     if device.type == "cuda":
         from sglang_oscar.triton_kernels import TritonKernels
 
-        return TritonKernels()
+        return TritonKernels(layers, dtype)
     return TorchKernels()

@@ -1,0 +1,208 @@
+"""The main job on the shipped model: serve and dump, fit, serve with int2, ask questions, compare.
+
+Everything is what a user of a large model would run: stock SGLang servers over HTTP, the ``oscar fit`` command, the
+``openai`` client. Facts lie in the quantized part of the cache and questions arrive on a cached prefix, so every
+answer is read from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import requests
+import typer
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
+from tokenizers import Tokenizer
+
+from reference_model.retrieval import DIGITS, Document, build_document, question
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "reference"
+FACTS = 5
+CALIBRATION_TOKENS = 16000
+CALIBRATION_SEED = 1000
+K_FILE, V_FILE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
+EXTRA_ARGS: list[str] = []
+console = Console()
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table: how its server is started."""
+
+    name: str
+    group: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def args(self) -> list[str]:
+        """Server flags of the method."""
+        if self.group is None:
+            return [] if has_gpu() else ["--attention-backend", "torch_native"]
+        return ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(self.group)]
+
+
+def rotation_env(k: Path | str, v: Path | str) -> dict[str, str]:
+    """Variables that name the rotations."""
+    return {"SGLANG_OSCAR_K_ROTATION_PATH": str(k), "SGLANG_OSCAR_V_ROTATION_PATH": str(v)}
+
+
+def methods(rotations: Path) -> list[Method]:
+    """Rows of the table. Naive INT2 has neither windows nor clipping; QuaRot-INT2 has both, like OSCAR."""
+    plain = {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0"}
+    plain |= {"SGLANG_OSCAR_K_CLIP_RATIO": "1", "SGLANG_OSCAR_V_CLIP_RATIO": "1"}
+    rows = [Method("BF16")]
+    for group in (64, 128):
+        rows += [
+            Method("naive INT2", group, rotation_env("identity", "identity") | plain),
+            Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
+            Method("OSCAR INT2", group, rotation_env(rotations / K_FILE, rotations / V_FILE)),
+        ]
+    return rows
+
+
+def clean_environment(extra: dict[str, str]) -> dict[str, str]:
+    """The process's environment, made fit for this machine, without settings of earlier experiments."""
+    prefixes = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_", "DUMP_KVCACHE")
+    return environment({k: v for k, v in os.environ.items() if not k.startswith(prefixes)}) | extra
+
+
+def start(method: Method, log: Path, extra: dict[str, str] | None = None) -> Any:
+    """A server for a row, with the same memory for every row."""
+    args = ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", "--random-seed", "0", *method.args, *EXTRA_ARGS]
+    return serve(MODEL, log, args, clean_environment(method.env | (extra or {})))
+
+
+def count_tokens() -> Any:
+    """Length of a text in tokens of the shipped model."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    return lambda text: len(tokenizer.encode(text).ids)
+
+
+def complete(server: LocalServer, prompt: str, tokens: int) -> str:
+    """A greedy completion through the OpenAI API."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+    reply = client.completions.create(model=str(MODEL), prompt=prompt, max_tokens=tokens, temperature=0)
+    return reply.choices[0].text
+
+
+def ask(server: LocalServer, document: Document) -> int:
+    """Ask for every fact of a document; returns the number of exact answers.
+
+    The first completion caches the document, so that all questions find it quantized.
+    """
+    complete(server, document.text, 1)
+    with ThreadPoolExecutor(FACTS) as pool:
+        answers = pool.map(lambda word: complete(server, document.text + question(word), DIGITS), document.facts)
+        return sum(answer == number for answer, number in zip(answers, document.facts.values(), strict=True))
+
+
+def calibrate(folder: Path) -> Path:
+    """Dump q, k and v of calibration text from a server and fit both rotations; reuses what an earlier run left.
+
+    Returns:
+        folder with the two rotation files.
+    """
+    dump, rotations = folder / "qkv_dumps", folder / "rotations"
+    if (rotations / K_FILE).exists() and (rotations / V_FILE).exists():
+        console.print(f"[dim]rotations in {rotations} are reused[/dim]")
+        return rotations
+    shutil.rmtree(dump, ignore_errors=True)
+    count = count_tokens()
+    env = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": str(CALIBRATION_TOKENS), "DUMP_KVCACHE_DIR": str(dump)}
+    with console.status("dump: serving in BF16 and recording queries, keys and values"):
+        with start(Method("BF16"), folder / "dump.log", env) as server:
+            seed = CALIBRATION_SEED
+            while "dump complete" not in server.text():
+                document = build_document(count, 1900, FACTS, seed)
+                complete(server, document.text + question(next(iter(document.facts))), 1)
+                seed += 1
+    with console.status("fit: covariances and rotations"):
+        command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", str(rotations)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return rotations
+
+
+def evaluate(method: Method, lengths: list[int], documents: int, folder: Path) -> dict[str, Any]:
+    """Serve with a method, ask all questions, read the pool size off the server."""
+    label = method.name if method.group is None else f"{method.name} g{method.group}"
+    count, begin = count_tokens(), time.monotonic()
+    with console.status(f"{label}: starting a server") as status:
+        with start(method, folder / f"{label.replace(' ', '_')}.log") as server:
+            row: dict[str, Any] = {"method": method.name, "group": method.group, "exact": {}}
+            for length in lengths:
+                status.update(f"{label}: {documents * FACTS} questions at {length} tokens")
+                texts = [build_document(count, length, FACTS, seed) for seed in range(documents)]
+                row["exact"][str(length)] = sum(ask(server, text) for text in texts) / (documents * FACTS)
+            row["kv_tokens"] = requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
+    row["bits"] = bits_per_element(method)
+    row["seconds"] = round(time.monotonic() - begin, 1)
+    console.print(f"{label}: {row['exact']} in {row['seconds']:.0f} s")
+    return row
+
+
+def bits_per_element(method: Method) -> float:
+    """Effective bits per KV element of a request of 128K tokens, windows included."""
+    if method.group is None:
+        return 16.0
+    from oscar_kernels.layout import RowLayout
+    from sglang_oscar.memory_plan import Geometry
+    from sglang_oscar.settings import Settings
+
+    config = json.loads((MODEL / "config.json").read_text())
+    settings = Settings.from_env(method.env)
+    layout = RowLayout(config["num_key_value_heads"], config["head_dim"], method.group, settings.scale_torch_dtype)
+    geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, config["num_hidden_layers"])
+    return geometry.bits_per_element(128 * 1024)
+
+
+def table(rows: list[dict[str, Any]], lengths: list[int]) -> Table:
+    """The result as a table."""
+    out = Table(title="Exact answers to retrieval questions, shipped model")
+    for heading in ("method", "group", *[f"exact match at {n}" for n in lengths], "bits/element", "KV tokens"):
+        out.add_column(heading, justify="left" if heading == "method" else "right")
+    for row in rows:
+        exact = [f"{row['exact'][str(n)]:.2f}" for n in lengths]
+        out.add_row(row["method"], str(row["group"] or "-"), *exact, f"{row['bits']:.2f}", f"{row['kv_tokens']:,}")
+    return out
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for dump, rotations, logs and results")] = ROOT / "results/quickstart",
+    lengths: Annotated[str, typer.Option(help="context lengths in tokens, separated by commas")] = "1024,2048",
+    documents: Annotated[int, typer.Option(min=1, help="documents per length, five questions each")] = 6,
+    server_args: Annotated[str, typer.Option(help="further flags for every server")] = "",
+) -> None:
+    """Serve the shipped model in BF16 and with three INT2 caches, and print one table."""
+    EXTRA_ARGS.extend(shlex.split(server_args))
+    sizes = [int(part) for part in lengths.split(",")]
+    out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    try:
+        rotations = calibrate(out)
+        rows = [evaluate(method, sizes, documents, out) for method in methods(rotations)]
+    except (ServerFailedError, subprocess.CalledProcessError) as error:
+        console.print(f"[red]quickstart failed:[/red] {error}", highlight=False)
+        raise typer.Exit(1) from None
+    (out / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
+    console.print(table(rows, sizes))
+    console.print("bits/element: with 16-bit windows at 128K tokens. KV tokens: what the server fits in the same memory.")
+    console.print(f"rotations: {rotations}\nresults and server logs: {out}\ntook {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    typer.run(main)
