@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-CPU_ROWS = 512
-"""Score rows per block on a CPU: a block of a few thousand keys then stays in the cache."""
+MIN_ROWS = 512
+"""Score rows per block at least, however long the request."""
+
+CPU_SCORES = 1 << 20
+"""Scores per block on a CPU where requests are short: 4 MB in float32, which a cache holds."""
 
 GPU_SCORES = 1 << 26
 """Scores per block on a GPU: 256 MB in float32, enough work per launch."""
@@ -29,18 +32,19 @@ def attention_outputs(
         Memory is one block of scores, never tokens x tokens.
     """
     group, head_dim = q.shape[1], q.shape[2]
+    budget = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES
+    scaled = q * sm_scale
     begin = 0
     for length in seq_lens:
-        rows = CPU_ROWS if q.device.type == "cpu" else max(CPU_ROWS, GPU_SCORES // length)
-        step = max(1, rows // group)
+        step = min(length, max(1, max(MIN_ROWS, budget // length) // group))
+        later = torch.ones(step, step, dtype=torch.bool, device=q.device).triu(1)
         keys, values = k[begin : begin + length], v[begin : begin + length]
         for start in range(0, length, step):
             stop = min(start + step, length)
             size = stop - start
-            block = (q[begin + start : begin + stop] * sm_scale).transpose(0, 1).reshape(-1, head_dim)
+            block = scaled[begin + start : begin + stop].transpose(0, 1).reshape(-1, head_dim)
             scores = block @ keys[:stop].mT
-            later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
             # Only the last `size` keys can lie in the future of a query of this block.
-            scores.view(group, size, stop)[:, :, start:].masked_fill_(later, float("-inf"))
+            scores.view(group, size, stop)[:, :, start:].masked_fill_(later[:size, :size], float("-inf"))
             yield torch.softmax(scores, dim=-1) @ values[:stop]
         begin += length

@@ -130,7 +130,8 @@ def test_streaming_equals_one_chunk(name: str) -> None:
 def test_attention_does_not_depend_on_the_block_size(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [33, 2, 17]
     q, k, v = random_activations(lengths, 4, 2)
-    monkeypatch.setattr(attention, "CPU_ROWS", rows)
+    monkeypatch.setattr(attention, "MIN_ROWS", rows)
+    monkeypatch.setattr(attention, "CPU_SCORES", 1)
     target = ScoreValueCovariance(2, HEAD_DIM)
     target.update(q, k, v, lengths)
     assert relative_error(target.per_head(), brute_force("sst", q, k, v, lengths)) < 1e-5
@@ -148,7 +149,7 @@ def test_scores_are_never_whole_in_memory(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "softmax", watched)
     q, k, v = random_activations([3000], 2, 1)
     ScoreValueCovariance(1, HEAD_DIM).update(q, k, v, [3000])
-    assert 0 < largest <= attention.CPU_ROWS * 3000
+    assert 0 < largest <= attention.MIN_ROWS * 3000
 
 
 def test_request_boundaries_matter() -> None:
