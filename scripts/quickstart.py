@@ -24,11 +24,11 @@ import typer
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
-from sglang_oscar.cpu_server import environment, has_gpu
-from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 from tokenizers import Tokenizer
 
 from reference_model.retrieval import DIGITS, Document, build_document, question
+from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "reference"
@@ -182,7 +182,7 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> Table:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder for dump, rotations, logs and results")] = ROOT / "results/quickstart",
+    out: Annotated[Path, typer.Option(help="folder for dump, rotations, logs, results")] = ROOT / "results/quickstart",
     lengths: Annotated[str, typer.Option(help="context lengths in tokens, separated by commas")] = "1024,2048",
     documents: Annotated[int, typer.Option(min=1, help="documents per length, five questions each")] = 6,
     server_args: Annotated[str, typer.Option(help="further flags for every server")] = "",
@@ -200,7 +200,7 @@ def main(
         raise typer.Exit(1) from None
     (out / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
     console.print(table(rows, sizes))
-    console.print("bits/element: with 16-bit windows at 128K tokens. KV tokens: what the server fits in the same memory.")
+    console.print("bits/element: windows included, at 128K tokens. KV tokens: what fits in the same memory.")
     console.print(f"rotations: {rotations}\nresults and server logs: {out}\ntook {time.monotonic() - begin:.0f} s")
 
 

@@ -48,7 +48,7 @@ def around_load_weights_and_postprocess(
     server_args = get_server_args()
     if server_args.kv_cache_dtype != flags.DTYPE:
         return original(model, weights, target_device)
-    load_weights = model.load_weights
+    load_weights: Any = model.load_weights
 
     def load_and_absorb(*args: Any, **kwargs: Any) -> Any:
         loaded = load_weights(*args, **kwargs)

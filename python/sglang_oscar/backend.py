@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from oscar_kernels.cache import StoreSlots
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from oscar_kernels.cache import StoreSlots
 from sglang_oscar import kernels, runtime
 from sglang_oscar.batch import Batch, GraphBuffers, decode_batch, extend_batch
 from sglang_oscar.errors import Int2Error

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oscar_kernels.cache import BatchTables, StoreSlots
 
+from oscar_kernels.cache import BatchTables, StoreSlots
 from sglang_oscar.runtime import Runtime
 
 
@@ -33,7 +33,7 @@ def row_slots(positions: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor,
     windows = runtime.plan.geometry.windows
     nowhere = torch.full_like(positions, -1)
     ring = rows * windows.ring + positions % windows.ring if windows.ring else nowhere
-    sink = torch.where(positions < windows.sink, blocks * windows.sink + positions, nowhere) if windows.sink else nowhere
+    sink = torch.where(positions < windows.sink, blocks * windows.sink + positions, -1) if windows.sink else nowhere
     return StoreSlots(row=nowhere, ring=ring, sink=sink)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oscar_rotation.dump_manifest import DumpManifest
-from oscar_rotation.dump_writer import DumpWriter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from oscar_rotation.dump_manifest import DumpManifest
+from oscar_rotation.dump_writer import DumpWriter
 from sglang_oscar import flags
 from sglang_oscar.errors import Int2Error, fatal
 
@@ -43,7 +43,7 @@ class DumpSettings(BaseModel):
         env = os.environ if env is None else env
         values = {str(f.alias): env[str(f.alias)] for f in cls.model_fields.values() if f.alias in env}
         try:
-            return cls(**values)  # type: ignore[arg-type]
+            return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])

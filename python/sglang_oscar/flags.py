@@ -64,8 +64,8 @@ def _add_group_size_field(server_args: Any, arg_utils: Any) -> None:
     original = server_args.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         object.__setattr__(self, GROUP_SIZE, kwargs.pop(GROUP_SIZE, None))
         original(self, *args, **kwargs)
 
-    server_args.__init__ = __init__
+    server_args.__init__ = init

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from oscar_kernels.layout import RowLayout
-
 from sglang_oscar import dump_hook, flags, refusals
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.rotations import load_rotations
@@ -57,7 +56,7 @@ def before_check_server_args(self: Any) -> None:
     """Second chance: arguments that were built before plugins were loaded pass through here."""
     if self.kv_cache_dtype == flags.DTYPE:
         if self.attention_backend != BACKEND:
-            raise Int2Error("the server arguments were made before SGLang loaded its plugins; call load_plugins() first")
+            raise Int2Error("these server arguments were made before load_plugins(); make them afterwards")
         refusals.check_arguments(self)
 
 
@@ -69,7 +68,7 @@ def configure(args: Any, settings: Settings) -> None:
     """
     backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in backends if getattr(args, name)]
-    if given and set(getattr(args, name) for name in backends) - {None, BACKEND}:
+    if {getattr(args, name) for name in backends} - {None, BACKEND}:
         logger.warning("int2 mode brings its own attention backend and does not use %s", ", ".join(given))
     args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend = BACKEND, None, None
     sink = settings.windows.sink

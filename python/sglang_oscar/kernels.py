@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from oscar_kernels import reference
 
+from oscar_kernels import reference
 from sglang_oscar.batch import Batch
 from sglang_oscar.runtime import LayerParams
 

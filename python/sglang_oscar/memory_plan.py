@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
-
 from sglang_oscar.errors import Int2Error
 
 DEFAULT_MAX_RUNNING = 256

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oscar_kernels.layout import RowLayout
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from oscar_kernels.layout import RowLayout
 
 
 class Int2TokenToKVPool(MHATokenToKVPool):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files import load_rotation
-from oscar_rotation.rotation_set import RotationSet
-
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 
@@ -46,29 +46,25 @@ def load_rotations(settings: Settings, num_layers: int, head_dim: int) -> Rotati
     Raises:
         Int2Error: a variable is unset or a file is missing, broken or made for another model.
     """
-    sides = {
-        "k": ("SGLANG_OSCAR_K_ROTATION_PATH", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP),
-        "v": ("SGLANG_OSCAR_V_ROTATION_PATH", settings.v_rotation, settings.v_clip_ratio, DEFAULT_V_CLIP),
-    }
-    loaded = {}
-    for side, (variable, source, override, default) in sides.items():
-        if source is None:
-            raise Int2Error(
-                f"{variable} is not set: give a rotation file (fit one with `oscar fit`), or the built-in recipe "
-                "`hadamard` or `identity`"
-            )
-        try:
-            found = load_rotation(source, num_layers=num_layers, head_dim=head_dim, side=side)
-        except RotationFileError as error:
-            raise Int2Error(f"{variable}: {error}") from None
-        loaded[side] = _resolve(source, found, override, default, num_layers)
-    return Rotations(key=loaded["k"], value=loaded["v"])
+    return Rotations(
+        key=_load("k", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP, num_layers, head_dim),
+        value=_load("v", settings.v_rotation, settings.v_clip_ratio, DEFAULT_V_CLIP, num_layers, head_dim),
+    )
 
 
-def _resolve(source: str, found: RotationSet, override: float | None, default: float, layers: int) -> Side:
-    clips = found.clip_ratios
-    if override is not None:
-        clips = [override] * layers
-    elif clips is None:
-        clips = [default] * layers
-    return Side(source, None if source == IDENTITY else found.rotations, list(clips))
+def _load(
+    side: Literal["k", "v"], source: str | None, override: float | None, default: float, layers: int, head_dim: int
+) -> Side:
+    variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
+    if source is None:
+        raise Int2Error(
+            f"{variable} is not set: give a rotation file (fit one with `oscar fit`), or the built-in recipe "
+            "`hadamard` or `identity`"
+        )
+    try:
+        found = load_rotation(source, num_layers=layers, head_dim=head_dim, side=side)
+    except RotationFileError as error:
+        raise Int2Error(f"{variable}: {error}") from None
+    stored = found.clip_ratios or (default,) * layers
+    clips = list(stored) if override is None else [override] * layers
+    return Side(source, None if source == IDENTITY else found.rotations, clips)

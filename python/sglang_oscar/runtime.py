@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oscar_kernels.cache import LayerCache
 
+from oscar_kernels.cache import LayerCache
 from sglang_oscar.memory_plan import MemoryPlan
 from sglang_oscar.row_tables import RowTables
 from sglang_oscar.settings import Settings

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from oscar_kernels.cache import Windows
-from oscar_kernels.layout import SCALE_DTYPES
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import SCALE_DTYPES
 from sglang_oscar.errors import Int2Error
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
@@ -58,7 +58,7 @@ class Settings(BaseModel):
         if unknown:
             raise Int2Error(f"{unknown[0]} is not a setting; known are {', '.join(sorted(filter(None, known)))}")
         try:
-            return cls(**values)
+            return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])

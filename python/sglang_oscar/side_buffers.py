@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from oscar_kernels.cache import LayerCache
 
+from oscar_kernels.cache import LayerCache
 from sglang_oscar.memory_plan import Geometry
 from sglang_oscar.pool import Int2TokenToKVPool
 
@@ -26,9 +26,8 @@ class SideBuffers:
         self.geometry = geometry
         heads = (geometry.layout.kv_heads, geometry.layout.head_dim)
         windows, layers = geometry.windows, geometry.layers
-        options = {"dtype": geometry.window_dtype, "device": device}
-        self.sink = torch.zeros(2, layers, sink_blocks, windows.sink, *heads, **options)  # type: ignore[arg-type]
-        self.ring = torch.zeros(2, layers, ring_rows, windows.ring, *heads, **options)  # type: ignore[arg-type]
+        sizes = [(2, layers, sink_blocks, windows.sink, *heads), (2, layers, ring_rows, windows.ring, *heads)]
+        self.sink, self.ring = (torch.zeros(size, dtype=geometry.window_dtype, device=device) for size in sizes)
 
     def layer_caches(self, pool: Int2TokenToKVPool) -> list[LayerCache]:
         """What the kernels read and write, one entry per layer of this rank."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import Rotation, prepare_rotation, rotate_queries, store
-
 from sglang_oscar.batch import Batch
 from sglang_oscar.runtime import LayerParams
 
@@ -46,7 +46,8 @@ class TritonKernels:
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.kernels.Kernels`."""
-        assert batch.chunk_starts is not None and batch.extend_lens is not None
+        assert batch.chunk_starts is not None
+        assert batch.extend_lens is not None
         rotations = self._prepared[id(layer)]
         out = extend(
             layer.cache,
