@@ -47,19 +47,10 @@ class TritonKernels:
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.kernels.Kernels`."""
         assert batch.chunk_starts is not None
-        assert batch.extend_lens is not None
         rotations = self._prepared[id(layer)]
-        out = extend(
-            layer.cache,
-            batch.tables,
-            q,
-            k,
-            _rotate(v, rotations.value),
-            batch.chunk_starts,
-            max(batch.extend_lens),
-            rotations.key,
-            sm_scale,
-        )
+        values = _rotate(v, rotations.value)
+        rotated = _rotate(q, rotations.key)
+        out = extend(layer.cache, batch.tables, q, k, values, batch.chunk_starts, rotated, sm_scale)
         store(layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip)
         return _rotate(out, rotations.value_back)
 
