@@ -134,11 +134,12 @@ def attend(
     q [queries, q_heads, d], k and v [keys, kv_heads, d], mask [queries, keys] true where hidden.
     """
     kv_heads, head_dim = k.shape[1:]
-    q, k, v = q.to(dtype).view(q.shape[0], kv_heads, -1, head_dim), k.to(dtype), v.to(dtype)
+    q = q.to(dtype).view(q.shape[0], kv_heads, q.shape[1] // kv_heads, head_dim)
+    k, v = k.to(dtype), v.to(dtype)
     scores = torch.einsum("qhgd,thd->hgqt", q, k) * sm_scale
     if mask is not None:
         scores = scores.masked_fill(mask, float("-inf"))
-    return torch.einsum("hgqt,thd->qhgd", scores.softmax(-1).to(dtype), v).reshape(q.shape[0], -1, head_dim)
+    return torch.einsum("hgqt,thd->qhgd", scores.softmax(-1).to(dtype), v).flatten(1, 2)
 
 
 def decode_exact(batch: Batch, q_rot: torch.Tensor, sm_scale: float, dtype: torch.dtype) -> torch.Tensor:

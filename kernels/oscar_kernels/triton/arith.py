@@ -49,6 +49,39 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def exp2(x):
+    """2^x; results below 2^-126 are 0, which saves the scaling that keeps them."""
+    if INTERPRET:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def log2(x):
+    """log2 of a normal positive number, to about 2^-22."""
+    if INTERPRET:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x of a normal number, to one unit in the last place."""
+    if INTERPRET:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def unpack(packed):
     """Four planes of fp16 subnormals from bytes of four codes.
 
@@ -92,3 +125,27 @@ def unpack(packed):
             is_pure=True,
             pack=4,
         )
+
+
+@triton.jit
+def load_params(params_ptrs, GROUPS: tl.constexpr, SCALE_DTYPE: tl.constexpr):
+    """Scales and zero points that begin at byte pointers: two tuples of GROUPS float32 tensors of that shape."""
+    scales = ()
+    zeros = ()
+    if SCALE_DTYPE == tl.float32:
+        at = params_ptrs.to(tl.pointer_type(tl.float32), bitcast=True)
+        for g in tl.static_range(GROUPS):
+            scales = scales + (tl.load(at + 2 * g),)
+            zeros = zeros + (tl.load(at + 2 * g + 1),)
+    else:
+        # Both 16-bit numbers in one load, wide enough to be copied asynchronously.
+        at = params_ptrs.to(tl.pointer_type(tl.uint32), bitcast=True)
+        for g in tl.static_range(GROUPS):
+            word = tl.load(at + g)
+            if SCALE_DTYPE == tl.bfloat16:
+                scales = scales + ((word << 16).to(tl.float32, bitcast=True),)
+                zeros = zeros + ((word & 0xFFFF0000).to(tl.float32, bitcast=True),)
+            else:
+                scales = scales + (word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
+                zeros = zeros + ((word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
+    return scales, zeros

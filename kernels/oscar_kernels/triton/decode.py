@@ -20,7 +20,18 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
-from oscar_kernels.triton.arith import CODES_PER_UNIT, LOG2_E, dot, narrow, unit_start, unpack
+from oscar_kernels.triton.arith import (
+    CODES_PER_UNIT,
+    LOG2_E,
+    dot,
+    exp2,
+    load_params,
+    log2,
+    narrow,
+    reciprocal,
+    unit_start,
+    unpack,
+)
 from oscar_kernels.triton.merge import merge_kernel
 from oscar_kernels.triton.plan import plan_pieces, split_lengths
 from oscar_kernels.triton.store import TRITON_DTYPES
@@ -42,41 +53,18 @@ Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
 
 @triton.jit
 def _load_units(q_rows, mask, UNITS: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr):
-    """The queries by units (:func:`unit_start`): float32 [BLOCK_H, BLOCK_G, UNIT] each."""
+    """The queries by units (:func:`unit_start`): float32 [BLOCK_H, UNIT, BLOCK_G] each."""
     units = ()
     for u in tl.static_range(UNITS):
         channel = unit_start(u, CODE_BYTES, UNIT) + tl.arange(0, UNIT)
-        q = tl.load(q_rows[:, :, None] + channel[None, None, :], mask=mask[:, :, None], other=0.0)
+        q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=mask[:, None, :], other=0.0)
         units = units + (q.to(tl.float32),)
     return units
 
 
 @triton.jit
-def _load_params(params_ptr, mask, GROUPS: tl.constexpr):
-    """Scales and zero points of a tile by group: two tuples of float32 [BLOCK_H, BLOCK_N]; (0, 0) where masked."""
-    scales = ()
-    zeros = ()
-    if params_ptr.dtype.element_ty == tl.float32:
-        for g in tl.static_range(GROUPS):
-            scales = scales + (tl.load(params_ptr + 2 * g, mask=mask, other=0.0),)
-            zeros = zeros + (tl.load(params_ptr + 2 * g + 1, mask=mask, other=0.0),)
-    else:
-        # Both 16-bit numbers in one load, wide enough to be copied asynchronously.
-        words_ptr = params_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-        for g in tl.static_range(GROUPS):
-            word = tl.load(words_ptr + g, mask=mask, other=0)
-            if params_ptr.dtype.element_ty == tl.bfloat16:
-                scales = scales + ((word << 16).to(tl.float32, bitcast=True),)
-                zeros = zeros + ((word & 0xFFFF0000).to(tl.float32, bitcast=True),)
-            else:
-                scales = scales + (word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
-                zeros = zeros + ((word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
-    return scales, zeros
-
-
-@triton.jit
 def _history(
-    q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, pages_ptr, head, head_mask,
+    q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, pages_ptr, head,
     tile_begin, tile_end, begin, end, sm_scale, o_rows, lse_ptrs,
     KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -85,27 +73,26 @@ def _history(
     CODE_BYTES: tl.constexpr = D // 4
     UNIT: tl.constexpr = min(CODE_BYTES, GROUP)
     UNITS: tl.constexpr = D // UNIT
-    SPANS: tl.constexpr = UNITS // 4
     GROUPS: tl.constexpr = D // GROUP
 
-    # Queries: normalized by a power of two, with the 4^-j that undoes the bit position of plane j.
+    # Queries: normalized by one power of two, with the 4^-j that undoes the bit position of plane j.
     wide = _load_units(q_rows, q_mask, UNITS, UNIT, CODE_BYTES)
-    largest = tl.full([BLOCK_H, BLOCK_G], 1e-30, tl.float32)
+    largest = tl.full([], 1e-30, tl.float32)
     for u in tl.static_range(UNITS):
-        largest = tl.maximum(largest, tl.max(tl.abs(wide[u]), 2))
+        largest = tl.maximum(largest, tl.max(tl.max(tl.max(tl.abs(wide[u]), 2), 1), 0))
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     factor = Q_PEAK / power
+    unscale = power * (sm_scale * Q_UNSCALE)
     q = ()
     for u in tl.static_range(UNITS):
-        q = q + ((wide[u] * (factor * (1.0 / (1 << (2 * (u % 4)))))[:, :, None]).to(tl.float16),)
+        q = q + ((wide[u] * (factor * (1.0 / (1 << (2 * (u % 4)))))).to(tl.float16),)
     q_sums = ()
     for g in tl.static_range(GROUPS):
-        total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
+        q_sum = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
         for u in tl.static_range(UNITS):
             if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
-                total += tl.sum(wide[u], 2)
-        q_sums = q_sums + ((total * (sm_scale * LOG2_E))[:, :, None],)
-    unscale = (power * (sm_scale * Q_UNSCALE))[:, :, None]
+                q_sum += tl.sum(wide[u], 1)
+        q_sums = q_sums + ((q_sum * (sm_scale * LOG2_E))[:, None, :],)
 
     offset = tl.arange(0, BLOCK_N)
     byte = tl.arange(0, UNIT)
@@ -116,11 +103,10 @@ def _history(
         shift = shift + (tl.zeros([BLOCK_H, BLOCK_G], tl.float32),)
     out = ()
     for u in tl.static_range(UNITS):
-        out = out + (tl.zeros([BLOCK_H, BLOCK_G, UNIT], tl.float32),)
+        out = out + (tl.zeros([BLOCK_H, UNIT, BLOCK_G], tl.float32),)
 
-    params_at = KV_HEADS * CODE_BYTES
-    head_codes = head * CODE_BYTES
-    head_params = head * (2 * GROUPS)
+    head_codes = (head * CODE_BYTES)[:, None, None]
+    head_params = KV_HEADS * CODE_BYTES + head * (2 * GROUPS * (SCALE_DTYPE.primitive_bitwidth // 8))
     for tile in range(tile_begin, tile_end):
         position = tile * BLOCK_N + offset
         live = (position >= begin) & (position < end)
@@ -132,97 +118,99 @@ def _history(
             slot = page * PAGE + position % PAGE
         k_row = k_rows_ptr + slot * k_row_stride
         v_row = v_rows_ptr + slot * v_row_stride
-        mask = head_mask[:, None] & live[None, :]
 
-        # Logits in units of log2: [BLOCK_H, BLOCK_G, BLOCK_N].
-        params = (k_row + params_at).to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
-        scales, zeros = _load_params(params[None, :] + head_params[:, None], mask, GROUPS)
+        # Every slot of a tile exists and any byte is four codes, so code loads need no mask; what lies outside
+        # [begin, end) is cut off at the logits and at the scales and zero points of the values.
+        scales, zeros = load_params(k_row[None, :] + head_params[:, None], GROUPS, SCALE_DTYPE)
+        at = k_row[None, :, None] + head_codes + byte[None, None, :]
         codes = ()
-        for span in tl.static_range(SPANS):
-            at = k_row[None, None, :] + head_codes[:, None, None] + (span * UNIT + byte)[None, :, None]
-            codes = codes + unpack(tl.load(at, mask=mask[:, None, :], other=0))
-        logits = tl.zeros([BLOCK_H, BLOCK_G, BLOCK_N], tl.float32)
+        for span in tl.static_range(UNITS // 4):
+            codes = codes + unpack(tl.load(at + span * UNIT))
+        logits = tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)
         for g in tl.static_range(GROUPS):
-            product = tl.zeros([BLOCK_H, BLOCK_G, BLOCK_N], tl.float32)
+            product = tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)
             for u in tl.static_range(UNITS):
                 if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
-                    product = dot(q[u], codes[u], product)
-            logits += scales[g][:, None, :] * (product * unscale - zeros[g][:, None, :] * q_sums[g])
-        logits = tl.where(live[None, None, :], logits, float("-inf"))
+                    product = dot(codes[u], q[u], product)
+            logits += product * (scales[g] * unscale)[:, :, None]
+            logits -= (scales[g] * zeros[g])[:, :, None] * q_sums[g]
+        logits = tl.where(live[None, :, None], logits, float("-inf"))
 
-        # Online softmax; the maximum is that of log2(p * largest scale).
-        params = (v_row + params_at).to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
-        scales, zeros = _load_params(params[None, :] + head_params[:, None], mask, GROUPS)
+        # Online softmax over log2(p * largest value scale).
+        scales, zeros = load_params(v_row[None, :] + head_params[:, None], GROUPS, SCALE_DTYPE)
         largest_scale = scales[0]
         for g in tl.static_range(1, GROUPS):
             largest_scale = tl.maximum(largest_scale, scales[g])
-        peak = logits + tl.log2(tl.maximum(largest_scale, 1e-37))[:, None, :]
-        new_top = tl.maximum(top, tl.max(peak, 2))
-        fade = tl.exp2(top - new_top)
+        largest_scale = tl.where(live[None, :], tl.maximum(largest_scale, 1e-30), 1.0)
+        logits += log2(largest_scale)[:, :, None]
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        fade = exp2(top - new_top)
         top = new_top
-        p = tl.exp2(logits - top[:, :, None])
-        total = total * fade + tl.sum(p, 2)
+        p = exp2(logits - top[:, None, :])
+        inverse = reciprocal(largest_scale)
+        total = total * fade + tl.sum(p * inverse[:, :, None], 1)
 
+        at = v_row[None, None, :] + head_codes + byte[None, :, None]
         codes = ()
-        for span in tl.static_range(SPANS):
-            at = v_row[None, :, None] + head_codes[:, None, None] + (span * UNIT + byte)[None, None, :]
-            codes = codes + unpack(tl.load(at, mask=mask[:, :, None], other=0))
+        for span in tl.static_range(UNITS // 4):
+            codes = codes + unpack(tl.load(at + span * UNIT))
         weights = ()
         new_shift = ()
         for g in tl.static_range(GROUPS):
-            weight = (p * scales[g][:, None, :]).to(tl.float16)
+            if GROUPS == 1:
+                weight = p.to(tl.float16)
+            else:
+                weight = (p * tl.where(live[None, :], scales[g] * inverse, 0.0)[:, :, None]).to(tl.float16)
             weights = weights + (weight,)
-            moved = tl.sum(weight.to(tl.float32) * zeros[g][:, None, :], 2)
-            new_shift = new_shift + (shift[g] * fade + moved,)
+            zero = tl.where(live[None, :], zeros[g], 0.0)
+            new_shift = new_shift + (shift[g] * fade + tl.sum(weight.to(tl.float32) * zero[:, :, None], 1),)
         shift = new_shift
         new_out = ()
         for u in tl.static_range(UNITS):
             weight = weights[unit_start(u, CODE_BYTES, UNIT) // GROUP]
-            new_out = new_out + (dot(weight, codes[u], out[u] * fade[:, :, None]),)
+            new_out = new_out + (dot(codes[u], weight, out[u] * fade[:, None, :]),)
         out = new_out
 
     inverse = 1.0 / total
     for u in tl.static_range(UNITS):
         moved = shift[unit_start(u, CODE_BYTES, UNIT) // GROUP]
-        value = (out[u] * (CODES_PER_UNIT / (1 << (2 * (u % 4)))) - moved[:, :, None]) * inverse[:, :, None]
+        value = (out[u] * (CODES_PER_UNIT / (1 << (2 * (u % 4)))) - moved[:, None, :]) * inverse[:, None, :]
         channel = unit_start(u, CODE_BYTES, UNIT) + byte
-        tl.store(o_rows[:, :, None] + channel[None, None, :], value, mask=q_mask[:, :, None])
+        tl.store(o_rows[:, None, :] + channel[None, :, None], value, mask=q_mask[:, None, :])
     tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)
 
 
 @triton.jit
 def _window(
-    q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, head_mask, begin, end, sm_scale, o_rows, lse_ptrs,
-    KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, begin, end, sm_scale, o_rows, lse_ptrs,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Positions [begin, end) of a 16-bit window, position p in row first_row + p % rows."""
     offset = tl.arange(0, BLOCK_N)
     channel = tl.arange(0, D)
-    q = tl.load(q_rows[:, :, None] + channel[None, None, :], mask=q_mask[:, :, None], other=0.0)
+    q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=q_mask[:, None, :], other=0.0)
     q = narrow(q.to(tl.float32), k_ptr.dtype.element_ty)
     top = tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_H, BLOCK_G, D], tl.float32)
-    for first in range(begin, end, BLOCK_N):
+    out = tl.zeros([BLOCK_H, D, BLOCK_G], tl.float32)
+    head_at = (head * D)[:, None, None]
+    # Two loop iterations in flight: more would take the shared memory of the history's tiles.
+    for first in tl.range(begin, end, BLOCK_N, num_stages=2):
         position = first + offset
         live = position < end
-        mask = head_mask[:, None] & live[None, :]
         row = (first_row + position % rows) * (KV_HEADS * D)
-        at = row[None, None, :] + (head * D)[:, None, None] + channel[None, :, None]
-        k = tl.load(k_ptr + at, mask=mask[:, None, :], other=0.0)
-        logits = dot(q, k, tl.zeros([BLOCK_H, BLOCK_G, BLOCK_N], tl.float32)) * (sm_scale * LOG2_E)
-        logits = tl.where(live[None, None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 2))
-        fade = tl.exp2(top - new_top)
+        k = tl.load(k_ptr + (row[None, :, None] + head_at + channel[None, None, :]), mask=live[None, :, None], other=0.0)
+        logits = dot(k, q, tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)) * (sm_scale * LOG2_E)
+        logits = tl.where(live[None, :, None], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        fade = exp2(top - new_top)
         top = new_top
-        p = tl.exp2(logits - top[:, :, None])
-        total = total * fade + tl.sum(p, 2)
-        at = row[None, :, None] + (head * D)[:, None, None] + channel[None, None, :]
-        v = tl.load(v_ptr + at, mask=mask[:, :, None], other=0.0)
-        out = dot(narrow(p, v_ptr.dtype.element_ty), v, out * fade[:, :, None])
-    out = out / total[:, :, None]
-    tl.store(o_rows[:, :, None] + channel[None, None, :], out, mask=q_mask[:, :, None])
+        p = exp2(logits - top[:, None, :])
+        total = total * fade + tl.sum(p, 1)
+        v = tl.load(v_ptr + (row[None, None, :] + head_at + channel[None, :, None]), mask=live[None, None, :], other=0.0)
+        out = dot(v, narrow(p, v_ptr.dtype.element_ty), out * fade[:, None, :])
+    out = out / total[:, None, :]
+    tl.store(o_rows[:, None, :] + channel[None, :, None], out, mask=q_mask[:, None, :])
     tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)
 
 
@@ -244,6 +232,8 @@ def _decode_kernel(
     work = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_mask = head < KV_HEADS
+    # A padded head reads what the last one reads, and is never written.
+    read_head = tl.minimum(head, KV_HEADS - 1)
     in_group = tl.arange(0, BLOCK_G)
     q_head = head[:, None] * GQA + in_group[None, :]
     q_mask = head_mask[:, None] & (in_group < GQA)[None, :]
@@ -269,7 +259,7 @@ def _decode_kernel(
             tiles = (end + BLOCK_N - 1) // BLOCK_N - first_tile
             _history(
                 q_rows + request.to(tl.int64) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride,
-                v_row_stride, page_table_ptr + request.to(tl.int64) * page_table_stride, head, head_mask,
+                v_row_stride, page_table_ptr + request.to(tl.int64) * page_table_stride, read_head,
                 first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
                 o_rows, lse_ptrs, KV_HEADS, D, GROUP, SCALE_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
             )  # fmt: skip
@@ -293,7 +283,7 @@ def _decode_kernel(
             tl.store(lse_ptrs, tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32), mask=q_mask)
         else:
             _window(
-                q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, head_mask, begin, end, sm_scale, o_rows,
+                q_rows, q_mask, k_ptr, v_ptr, first_row, rows, read_head, begin, end, sm_scale, o_rows,
                 lse_ptrs, KV_HEADS, D, BLOCK_H, BLOCK_G, BLOCK_W,
             )  # fmt: skip
 
@@ -378,7 +368,7 @@ def decode(
         lse, batch, pieces, sm_scale, KV_HEADS=layout.kv_heads, GQA=q_heads // layout.kv_heads,
         GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
         RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=WINDOW_PART, BLOCK_H=block_h,
-        BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 16), BLOCK_W=BLOCK_W, **shared,
+        BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
         num_warps=block_h, num_stages=STAGES,
     )  # fmt: skip
     merge_kernel[(batch, q_heads)](
