@@ -102,7 +102,8 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of :func:`pack`: uint8 [..., head_dim/4] -> uint8 [..., head_dim]."""
-    return torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-2) >> shifts & 3).flatten(-2)
 
 
 def encode_rows(y: torch.Tensor, layout: RowLayout, clip_ratio: float) -> torch.Tensor:
