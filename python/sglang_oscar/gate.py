@@ -47,6 +47,9 @@ def around_post_init(original: Callable[..., None], self: Any) -> None:
     if (reason := plugin.failure()) is not None:
         raise Int2Error(f"int2 mode cannot attach to SGLang: {reason}")
     settings = Settings.from_env()
+    # These come again after SGLang's own resolution, which stops at some with a traceback and switches others on.
+    refusals.check_arguments(self)
+    check_model_early(self)
     configure(self, settings)
     original(self)
     check(self, settings)
@@ -64,7 +67,7 @@ def configure(args: Any, settings: Settings) -> None:
     """Set the arguments that int2 mode decides: attention backend and page size.
 
     Raises:
-        Int2Error: the page size does not fit the sink window.
+        Int2Error: page size and sink window do not fit together.
     """
     backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in backends if getattr(args, name)]
@@ -72,17 +75,36 @@ def configure(args: Any, settings: Settings) -> None:
         logger.warning("int2 mode brings its own attention backend and does not use %s", ", ".join(given))
     args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend = BACKEND, None, None
     sink = settings.windows.sink
+    if sink & (sink - 1):
+        raise Int2Error(
+            f"SGLANG_MIXED_KV_PREFIX_TOKENS={sink}: must be 0 or a power of two, because pages are powers of two"
+        )
     if args.page_size is None:
         args.page_size = max(DEFAULT_PAGE_SIZE, sink)
     page_size = args.page_size
     if page_size < 16 or page_size & (page_size - 1):
         raise Int2Error(f"--page-size {page_size}: int2 mode needs a power of two of at least 16; 64 is the default")
-    if sink and page_size % sink:
+    if sink > page_size:
         # Cached prefixes come in pages: only then does every prefix hit cover the whole sink window.
         raise Int2Error(
-            f"--page-size {page_size} is not a multiple of SGLANG_MIXED_KV_PREFIX_TOKENS={sink}; "
-            f"set --page-size {max(64, 1 << (sink - 1).bit_length())} or a sink window that divides it"
+            f"--page-size {page_size} is smaller than SGLANG_MIXED_KV_PREFIX_TOKENS={sink}; "
+            f"set --page-size {max(DEFAULT_PAGE_SIZE, sink)} or a smaller sink window"
         )
+
+
+def check_model_early(args: Any) -> None:
+    """Refuse a model before SGLang looks for an attention backend that suits it, and fails to find one.
+
+    Raises:
+        Int2Error: naming the model and the feature.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        model = ModelConfig.from_server_args(args)
+    except Exception:  # an unreadable model is SGLang's to report, in its own words
+        return
+    refusals.check_model(model)
 
 
 def check(args: Any, settings: Settings) -> None:
@@ -92,6 +114,10 @@ def check(args: Any, settings: Settings) -> None:
         Int2Error: naming the flag, variable or file at fault.
     """
     refusals.check_arguments(args)
+    if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
+        raise Int2Error(
+            f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}"
+        )
     model = args.get_model_config()
     refusals.check_model(model)
     check_device(args.device)
@@ -123,7 +149,9 @@ def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowL
     Raises:
         Int2Error: --kv-cache-quant-group-size does not fit the model's head_dim.
     """
-    group_size = getattr(args, flags.GROUP_SIZE) or min(DEFAULT_GROUP_SIZE, model.head_dim)
+    group_size = getattr(args, flags.GROUP_SIZE)
+    if group_size is None:
+        group_size = min(DEFAULT_GROUP_SIZE, model.head_dim)
     try:
         return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype)
     except ValueError as error:
