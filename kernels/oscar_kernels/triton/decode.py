@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
+from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
     LOG2_E,
@@ -42,9 +43,12 @@ WAVES = 2
 """Pieces per resident program: more balance the GPU better, fewer leave less to merge."""
 MIN_TILES = 4
 """Tiles that a piece has at least."""
-BLOCK_N, BLOCK_W, STAGES = 64, 16, 3
-"""Tokens of a tile of history and of a window, and loop iterations in flight."""
+BLOCK_W = 16
+"""Tokens of a tile of a window."""
+STAGES = 3
+"""Tiles in flight, the one worked on included."""
 MERGE_BLOCK = 32
+"""Partial results of a query head merged at a time."""
 Q_PEAK = tl.constexpr(2.0**13)
 """Queries enter the tensor cores as float16 with largest magnitude in [Q_PEAK, 2 Q_PEAK)."""
 Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
@@ -293,6 +297,17 @@ def window_parts(windows: Windows) -> tuple[int, int]:
     return triton.cdiv(windows.sink, WINDOW_PART), triton.cdiv(windows.recent, WINDOW_PART)
 
 
+def tile_shape(layout: RowLayout) -> tuple[int, int | None]:
+    """(tokens of a tile of history, register limit).
+
+    128 registers let 16 warps share a multiprocessor. Sums of 256 channels do not fit them, nor do the
+    per-group sums of small groups with tiles as large.
+    """
+    if layout.head_dim == 256:
+        return 32, None
+    return (64, 128) if layout.groups <= 2 else (32, 128)
+
+
 def default_pieces(cache: LayerCache) -> int:
     """Pieces that fill the GPU: about 16 warps on every multiprocessor, WAVES times over."""
     device = cache.k_rows.device
@@ -350,6 +365,7 @@ def decode(
     elif workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
     lse = workspace[partials * q_heads * head_dim :]
+    block_n, registers = tile_shape(layout)
     block_h = min(triton.next_power_of_2(layout.kv_heads), 8)
     shared = {
         "D": head_dim,
@@ -359,7 +375,7 @@ def decode(
         "MIN_TILES": MIN_TILES,
         # One of few values, so that few variants are compiled.
         "BATCH": max(triton.next_power_of_2(batch), 64),
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": block_n,
     }
     _decode_kernel[(partials, triton.cdiv(layout.kv_heads, block_h))](
         q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_rows.stride(0),
@@ -369,7 +385,7 @@ def decode(
         GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
         RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=WINDOW_PART, BLOCK_H=block_h,
         BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
-        num_warps=block_h, num_stages=STAGES,
+        num_warps=block_h, num_stages=STAGES, maxnreg=registers,
     )  # fmt: skip
     merge_kernel[(batch, q_heads)](
         workspace, lse, out, out.stride(0), out.stride(1), tables.kv_lens, tables.ring_start, batch, pieces,

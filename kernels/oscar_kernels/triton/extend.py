@@ -32,9 +32,8 @@ from oscar_kernels.triton.decode import Q_PEAK, Q_UNSCALE
 from oscar_kernels.triton.plan import split_lengths
 from oscar_kernels.triton.store import TRITON_DTYPES
 
-BLOCK_N = 64
-"""Keys of a tile."""
 STAGES = 2
+"""Tiles of keys in flight, the one worked on included."""
 
 
 @triton.jit
@@ -315,7 +314,7 @@ def extend(
     if tokens == 0 or batch == 0:
         return out
     gqa = q_heads // layout.kv_heads
-    block_m, warps = (128, 8) if head_dim < 256 else (64, 4)
+    block_m, block_n, warps = (128, 64, 8) if head_dim < 256 else (64, 32, 8)
     per_tile = block_m // gqa
     _extend_kernel[(triton.cdiv(tokens, per_tile) + batch, layout.kv_heads)](
         q, q.stride(0), q.stride(1), q_rot, q_rot.stride(0), q_rot.stride(1), k, k.stride(0), k.stride(1), v,
@@ -326,6 +325,6 @@ def extend(
         D=head_dim, GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1), HAS_CHUNK=not prefix_only,
         HAS_LSE=lse is not None, BATCH=max(triton.next_power_of_2(batch), 64), TOKENS=per_tile, BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N, num_warps=warps, num_stages=STAGES,
+        BLOCK_N=block_n, num_warps=warps, num_stages=STAGES,
     )  # fmt: skip
     return out

@@ -1,0 +1,89 @@
+"""Decode attention: INT2 cache against BF16, Qwen3-8B heads (32 query heads, 8 kv heads, head_dim 128)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from harness import COLD_BYTES, random_cache, read_bandwidth, report, shuffled_tables, time_us
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
+from oscar_kernels.triton.decode import decode, workspace_numel
+
+SHAPES = [(1, 100_000), (8, 32_768), (8, 100_000), (32, 8192), (32, 32_768), (32, 100_000), (128, 8192)]
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
+LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
+WINDOWS = Windows(64, 256, 256)
+SM_SCALE = HEAD_DIM**-0.5
+
+
+def read_bytes(batch: int, length: int) -> int:
+    """Bytes of cache that one layer's decode has to read."""
+    window = WINDOWS.sink + WINDOWS.recent
+    return batch * 2 * ((length - window) * LAYOUT.row_bytes + window * KV_HEADS * HEAD_DIM * 2)
+
+
+def int2_us(batch: int, length: int) -> float:
+    layers = min(8, -(-COLD_BYTES // read_bytes(batch, length)))
+    tables, slots = shuffled_tables([length] * batch, PAGE)
+    caches = [random_cache(slots, batch, LAYOUT, WINDOWS, seed) for seed in range(layers)]
+    q = torch.randn(batch, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
+    out = torch.empty_like(q)
+    workspace = torch.empty(workspace_numel(caches[0], Q_HEADS, batch), device="cuda")
+    return time_us([lambda c=cache: decode(c, tables, q, SM_SCALE, out, workspace) for cache in caches])
+
+
+def flashinfer_call(batch: int, length: int) -> Callable[[], object] | None:
+    """One layer of FlashInfer's paged BF16 decode; None where it is not installed."""
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    tables, slots = shuffled_tables([length] * batch, PAGE)
+    pool = torch.randn(slots // PAGE, 2, PAGE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
+    pages = -(-length // PAGE)
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * pages
+    last = torch.full((batch,), (length - 1) % PAGE + 1, dtype=torch.int32, device="cuda")
+    buffer = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD", use_tensor_cores=True)
+    wrapper.plan(indptr, tables.page_table.flatten(), last, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, q_data_type=q.dtype)
+    return lambda: wrapper.run(q, pool)
+
+
+def sdpa_call(batch: int, length: int) -> Callable[[], object]:
+    """One layer of PyTorch's BF16 attention over contiguous keys and values."""
+    k, v = (torch.randn(batch, KV_HEADS, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(batch, Q_HEADS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--no-baseline", action="store_true", help="time the INT2 kernel only")
+    args = parser.parse_args()
+    limit = read_bandwidth()
+    rows: list[dict[str, object]] = []
+    for batch, length in SHAPES:
+        us = int2_us(batch, length)
+        torch.cuda.empty_cache()
+        rate = read_bytes(batch, length) / us / 1e3
+        row: dict[str, object] = {
+            "batch": batch, "length": length, "us": us, "GB/s": rate, "of_limit": rate / limit,
+        }  # fmt: skip
+        if not args.no_baseline:
+            call = flashinfer_call(batch, length)
+            row["baseline"] = "torch" if call is None else "flashinfer"
+            row["baseline_us"] = time_us([call or sdpa_call(batch, length)])
+            row["speedup"] = row["baseline_us"] / us
+            del call
+            torch.cuda.empty_cache()
+        rows.append(row)
+    report("decode", rows, limit, args.json)
+
+
+if __name__ == "__main__":
+    main()

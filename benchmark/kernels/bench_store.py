@@ -1,0 +1,68 @@
+"""Store: rotation, quantization and writing of new tokens, with query rotation, Qwen3-8B heads, one layer."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from harness import random_cache, read_bandwidth, report, time_us
+
+from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.layout import RowLayout
+from oscar_kernels.triton.store import prepare_rotation, store
+
+TOKENS = [1, 8, 32, 64, 128, 512, 2048, 8192]
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
+WINDOWS = Windows(64, 256, 256)
+COPIES = 8
+
+
+def slots_of(tokens: int) -> StoreSlots:
+    row = torch.randperm(tokens + 64, device="cuda")[:tokens]
+    ring = torch.arange(tokens, device="cuda")
+    sink = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
+    return StoreSlots(row, torch.where(ring < 64 * WINDOWS.ring, ring, -1), sink)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="file for the results")
+    args = parser.parse_args()
+    limit = read_bandwidth()
+    rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
+    prepared = prepare_rotation(rotation, torch.bfloat16)
+    rows: list[dict[str, object]] = []
+    for tokens in TOKENS:
+        heads = Q_HEADS + 2 * KV_HEADS
+        caches = [random_cache(tokens + 64, 64, LAYOUT, WINDOWS, seed) for seed in range(COPIES)]
+        fused = [torch.randn(tokens, heads, HEAD_DIM, device="cuda").bfloat16() for _ in range(COPIES)]
+        split = [x.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1) for x in fused]
+        slots = slots_of(tokens)
+        q_out = torch.empty(tokens, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        pool = torch.empty(2, tokens + 64, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+
+        def timed(v_rotation: object, with_q: bool, caches=caches, split=split, slots=slots, q_out=q_out) -> float:
+            return time_us([
+                lambda c=c, q=q, k=k, v=v: store(
+                    c, slots, k, v, prepared, v_rotation, 0.96, 0.92, q=q if with_q else None, q_out=q_out
+                )
+                for c, (q, k, v) in zip(caches, split, strict=True)
+            ])  # fmt: skip
+
+        def copy_kv(k: torch.Tensor, v: torch.Tensor, slots=slots, pool=pool) -> None:
+            pool[0].index_copy_(0, slots.row, k)
+            pool[1].index_copy_(0, slots.row, v)
+
+        us = timed(None, True)
+        moved = tokens * (2 * Q_HEADS + 4 * KV_HEADS) * HEAD_DIM * 2 + 2 * tokens * LAYOUT.row_bytes
+        rows.append({
+            "tokens": tokens, "us": us, "us_rotating_v": timed(prepared, True), "us_without_q": timed(None, False),
+            "GB/s": moved / us / 1e3, "of_limit": moved / us / 1e3 / limit,
+            "bf16_index_copy_us": time_us([lambda k=k, v=v: copy_kv(k, v) for _, k, v in split]),
+        })  # fmt: skip
+    report("store", rows, limit, args.json)
+
+
+if __name__ == "__main__":
+    main()
