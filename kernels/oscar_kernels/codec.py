@@ -70,10 +70,11 @@ def quantize(
     low, high = grouped.amin(-1), grouped.amax(-1)
     scale = (high - low).clamp_min(MIN_RANGE) / (LEVELS - 1)
     if scale_dtype == torch.float16:
-        # float16 ends at 65504: a scale this large keeps zero = -low / scale finite and the scale itself normal.
+        # float16 ends at 65504: a scale this large keeps zero = -low / scale finite and the scale itself normal;
+        # a range that no float16 scale spans is cut off rather than made infinite.
         bound = torch.finfo(torch.float16)
         largest = torch.maximum(low.abs(), high.abs())
-        scale = torch.maximum(scale, largest / 32768).clamp_min(bound.smallest_normal)
+        scale = torch.maximum(scale, largest / 32768).clamp(bound.smallest_normal, bound.max)
     scale = scale.to(scale_dtype)
     zero = (-low / scale.float()).to(scale_dtype)
     codes = (grouped / scale.float()[..., None] + zero.float()[..., None] + 0.5).floor()

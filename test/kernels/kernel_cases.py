@@ -20,10 +20,10 @@ def random_rotation(head_dim: int, seed: int, device: torch.device) -> torch.Ten
 
 def random_vectors(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
     """Normal vectors with two outlier channels, as keys have them."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
     x[..., 3] += 4.0
     x[..., shape[-1] // 2 + 1] *= 5.0
-    return x.to(dtype).to(device)
+    return x.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def filled_batch(
     generator = torch.Generator().manual_seed(seed)
     pages_of = [-(-length // shape.page_size) for length in kv_lens]
     total, batch = 1 + sum(pages_of), len(kv_lens)
-    cache = empty_cache(shape, total, batch, torch.device("cpu"), fill=float("nan"))
+    cache = empty_cache(shape, total, batch, device, fill=float("nan"))
     for rows in (cache.k_rows, cache.v_rows):
         rows.fill_(0xFF)  # NaN in every scale dtype
     order = 1 + torch.randperm(total - 1, generator=generator)
@@ -104,13 +104,14 @@ def filled_batch(
         page_table[request, : len(own)] = own.int()
         size = (length, shape.kv_heads, shape.head_dim)
         begin, end = split_positions(length, int(ring_start[request]), shape.windows)
-        position = torch.arange(length)
+        position = torch.arange(length, device=device)
+        own = own.to(device)
         slot = own[position // shape.page_size] * shape.page_size + position % shape.page_size
         for offset, rows, sink, ring in (
             (1, cache.k_rows, cache.k_sink, cache.k_ring),
             (2, cache.v_rows, cache.v_sink, cache.v_ring),
         ):
-            y = random_vectors(size, torch.float32, seed + 10 * request + offset, torch.device("cpu"))
+            y = random_vectors(size, torch.float32, seed + 10 * request + offset, device)
             rows[slot[begin:end]] = encode_rows(y[begin:end], shape.layout, 0.96)
             sink[sink_block[request], :begin] = y[:begin].to(shape.dtype)
             if end < length:
@@ -118,12 +119,8 @@ def filled_batch(
     tables = BatchTables(
         shape.page_size, page_table, torch.tensor(kv_lens, dtype=torch.int32), ring_row, ring_start, sink_block
     )
-    return Batch(shape, to_device(cache, device), to_device(tables, device))
-
-
-def to_device(tensors, device: torch.device):  # noqa: ANN001, ANN201 - either dataclass
-    moved = {name: value.to(device) for name, value in vars(tensors).items() if isinstance(value, torch.Tensor)}
-    return replace(tensors, **moved)
+    moved = {name: value.to(device) for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
+    return Batch(shape, cache, replace(tables, **moved))
 
 
 def attend(

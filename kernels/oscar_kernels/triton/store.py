@@ -118,9 +118,9 @@ def _quantize(y, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr):
     high = tl.max(grouped, 2)
     scale = tl.div_rn(tl.maximum(high - low, 1e-8), tl.full(low.shape, 3.0, tl.float32))
     if SCALE_DTYPE == tl.float16:
-        # As in the codec: keep zero = -low / scale within float16, and the scale normal.
+        # As in the codec: keep scale and zero = -low / scale within float16, and the scale normal.
         largest = tl.maximum(tl.abs(low), tl.abs(high))
-        scale = tl.maximum(tl.maximum(scale, largest * (1.0 / 32768)), 0.00006103515625)
+        scale = tl.minimum(tl.maximum(tl.maximum(scale, largest * (1.0 / 32768)), 0.00006103515625), 65504.0)
     scale = narrow(scale, SCALE_DTYPE)
     wide_scale = scale.to(tl.float32)
     zero = narrow(tl.div_rn(-low, wide_scale), SCALE_DTYPE)
