@@ -1,0 +1,129 @@
+"""Configurations that int2 mode must refuse: flags, variables, rotation files and models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig, DeepseekV3Config, GptOssConfig, Qwen2VLConfig, Qwen3Config, Qwen3NextConfig
+
+from oscar_rotation.files import recipe_rotation, save_rotation_file
+from support.models import COMMON
+
+K, V = "SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_V_ROTATION_PATH"
+LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
+
+FLAGS = [
+    "--speculative-algorithm EAGLE",
+    "--speculative-algorithm NGRAM",
+    "--pp-size 2",
+    "--enable-dp-attention --dp-size 2 --tp-size 2",
+    "--dcp-size 2",
+    "--attn-cp-size 2 --tp-size 2",
+    "--enable-prefill-cp",
+    "--disaggregation-mode prefill",
+    "--enable-streaming-session",
+    "--enable-hierarchical-cache",
+    "--enable-lmcache",
+    "--enable-flexkv",
+    "--flexkv-config-file flexkv.yml",
+    "--radix-cache-backend flexkv",
+    "--enable-hisparse",
+    "--enable-page-major-kv-layout",
+    "--enable-unified-memory",
+    "--enable-pdmux",
+    "--enable-two-batch-overlap",
+    "--dllm-algorithm LowConfidence",
+    "--enable-memory-saver",
+    "--enable-torch-compile",
+    "--use-ray",
+    "--enable-lora",
+    "--lora-paths a=/nonexistent",
+    "--weight-cache-mode daemon",
+    "--elastic-ep-backend nixl",
+    "--enable-elastic-expert-backup",
+    "--kv-canary log",
+    "--prefill-only-disable-kv-cache",
+    "--encoder-only",
+    "--enable-mis",
+    "--enable-deterministic-inference",
+    "--rl-on-policy-target fsdp",
+    "--page-size 100",
+    "--page-size 8",
+    "--page-size 32",
+    "--page-size 256 --chunked-prefill-size 384",
+    "--kv-cache-quant-group-size 48",
+    "--kv-cache-quant-group-size 128",
+    "--kv-cache-quant-group-size 16",
+    "--kv-cache-quant-group-size 0",
+    "--kv-cache-quant-group-size -64",
+]
+
+VARIABLES = [
+    ("SGLANG_OSCAR_K_CLIP_RATIO", "0"),
+    ("SGLANG_OSCAR_K_CLIP_RATIO", "1.5"),
+    ("SGLANG_OSCAR_V_CLIP_RATIO", "-0.1"),
+    ("SGLANG_OSCAR_V_CLIP_RATIO", "nan"),
+    ("SGLANG_OSCAR_V_CLIP_RATIO", "high"),
+    ("SGLANG_OSCAR_ABSORB_V_ROTATION", "maybe"),
+    ("SGLANG_MIXED_KV_PREFIX_TOKENS", "48"),
+    ("SGLANG_MIXED_KV_RECENT_TOKENS", "-1"),
+    ("SGLANG_MIXED_KV_HP_DTYPE", "float32"),
+    ("SGLANG_MIXED_KV_SCALE_DTYPE", "int8"),
+    ("SGLANG_MIXED_KV_HP_MAX_SPLITS", "0"),
+    ("SGLANG_OSCAR_K_ROTATION", "hadamard"),
+    ("SGLANG_MIXED_KV_SINK_TOKENS", "64"),
+    (K, ""),
+    (V, ""),
+    ("DUMP_KVCACHE", "1"),
+    ("DUMP_KVCACHE_TOKENS", "none"),
+]
+
+SMALL = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "mla": (
+        lambda: DeepseekV3Config(**SMALL, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64),
+        "DeepseekV3ForCausalLM",
+        "latent attention",
+    ),
+    "sliding": (lambda: GptOssConfig(**SMALL, head_dim=64), "GptOssForCausalLM", "sliding-window"),
+    "multimodal": (Qwen2VLConfig, "Qwen2VLForConditionalGeneration", "multimodal"),
+    "embedding": (BertConfig, "BertModel", "embedding"),
+    "reward": (lambda: Qwen3Config(**SMALL, head_dim=64), "Qwen3ForRewardModel", "reward"),
+    "hybrid": (lambda: Qwen3NextConfig(**SMALL, head_dim=64), "Qwen3NextForCausalLM", "hybrid linear"),
+    "head_dim": (lambda: Qwen3Config(**SMALL, head_dim=80), "Qwen3ForCausalLM", "head_dim"),
+}
+
+
+def broken_files(folder: Path) -> dict[str, tuple[str, str]]:
+    """Rotation files that the model cannot use: case -> (variable, path)."""
+
+    def write(name: str, layers: int = LAYERS, head_dim: int = HEAD_DIM, side: str = "k") -> Path:
+        path = folder / f"{side}_{name}.pt"
+        save_rotation_file(path, recipe_rotation("hadamard", num_layers=layers, head_dim=head_dim, side=side))
+        return path
+
+    def damage(name: str, change: Callable[[torch.Tensor], None], side: str = "k") -> Path:
+        path = write(name, side=side)
+        content = torch.load(path, weights_only=True)
+        change(next(iter(content["layers"].values()))["rotation"])
+        torch.save(content, path)
+        return path
+
+    truncated, garbage = write("truncated"), folder / "garbage.pt"
+    truncated.write_bytes(truncated.read_bytes()[:-500])
+    garbage.write_bytes(b"not a file of tensors")
+    return {
+        "missing": (K, str(folder / "nowhere.pt")),
+        "folder": (V, str(folder)),
+        "truncated": (K, str(truncated)),
+        "garbage": (V, str(garbage)),
+        "nan": (K, str(damage("nan", lambda r: r[3, 5].fill_(float("nan"))))),
+        "not_orthogonal": (V, str(damage("scaled", lambda r: r.mul_(1.01), side="v"))),
+        "wrong_shape": (K, str(write("shape", head_dim=2 * HEAD_DIM))),
+        "wrong_layer_count": (V, str(write("layers", layers=LAYERS - 1, side="v"))),
+        "swapped": (V, str(write("swapped"))),
+    }

@@ -1,0 +1,105 @@
+"""Where the KV budget goes: properties of the plan, and its arithmetic on a known model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory_plan import DEFAULT_MAX_RUNNING, GIB, SIDE_SHARE, Geometry, MemoryPlan, make_plan
+
+QWEN3_8B = Geometry(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> Geometry:
+    head_dim = draw(st.sampled_from([64, 128, 256]))
+    group = draw(st.sampled_from([size for size in (32, 64, 128, 256) if size <= head_dim]))
+    layout = RowLayout(draw(st.integers(1, 16)), head_dim, group)
+    recent = draw(st.integers(0, 1024))
+    windows = Windows(sink=draw(st.sampled_from([0, 16, 64, 128])), recent=recent, ring=recent)
+    return Geometry(layout, windows, torch.bfloat16, draw(st.integers(1, 100)))
+
+
+def test_costs_of_qwen3_8b() -> None:
+    """32 code bytes and 4 bytes of scale and zero per head, 8 heads, K and V, 36 layers."""
+    assert QWEN3_8B.cell_bytes == 2 * 36 * 8 * 36
+    assert QWEN3_8B.layout.bits_per_element == 2.25
+    assert QWEN3_8B.full_token_bytes == 2 * 36 * 8 * 128 * 2
+    assert QWEN3_8B.ring_bytes == 36 * 2**20
+    assert QWEN3_8B.sink_bytes == 9 * 2**20
+
+
+@pytest.mark.parametrize(("tokens", "bits"), [(8192, 2.25 + 16 * 320 / 8192), (131072, 2.25 + 16 * 320 / 131072)])
+def test_effective_bits(tokens: int, bits: float) -> None:
+    """Windows of 320 tokens come on top of 2.25 bits for every token."""
+    assert QWEN3_8B.bits_per_element(tokens) == pytest.approx(bits)
+
+
+@given(geometries(), st.integers(0, 200 * GIB), st.none() | st.integers(1, 4096), st.sampled_from([64, 128, 256]))
+def test_plan_fits_its_budget(geometry: Geometry, budget: int, max_running: int | None, page_size: int) -> None:
+    """Side buffers and two pages of history fit, or the plan is refused; never anything in between."""
+    try:
+        plan = make_plan(geometry, budget, max_running, None, page_size)
+    except Int2Error as error:
+        assert f"{budget / GIB:.3f} GiB" in str(error)
+        running = max_running or 1
+        fewest = MemoryPlan(geometry, running, budget)
+        assert fewest.side_bytes + 2 * page_size * geometry.cell_bytes > budget
+        return
+    assert plan.side_bytes + 2 * page_size * geometry.cell_bytes <= budget
+    assert plan.sink_blocks >= plan.max_running + 1
+    assert plan.ring_rows == plan.max_running + 1
+    if max_running is not None:
+        assert plan.max_running == max_running
+
+
+@given(geometries(), st.integers(16 * GIB, 400 * GIB))
+def test_derived_number_of_requests(geometry: Geometry, budget: int) -> None:
+    """It is at least 1, at most the default, and above 1 leaves the larger share of the budget to history."""
+    plan = make_plan(geometry, budget, None, None, 64)
+    assert 1 <= plan.max_running <= DEFAULT_MAX_RUNNING
+    if plan.max_running > 1:
+        assert plan.side_bytes <= SIDE_SHARE * budget
+    if plan.max_running < DEFAULT_MAX_RUNNING:
+        more = MemoryPlan(geometry, plan.max_running + 1, budget)
+        assert more.side_bytes > SIDE_SHARE * budget
+
+
+def test_more_memory_admits_more_requests() -> None:
+    running = [make_plan(QWEN3_8B, gib * GIB, None, None, 64).max_running for gib in (4, 16, 60, 400)]
+    assert running == sorted(running)
+    assert running[0] < running[1] < running[2]
+    assert running[-1] == DEFAULT_MAX_RUNNING
+
+
+def test_too_small_budget_says_what_to_change() -> None:
+    with pytest.raises(Int2Error) as caught:
+        make_plan(QWEN3_8B, 4 * GIB, 200, None, 64)
+    message = str(caught.value)
+    assert "4.000 GiB" in message
+    assert "200 running requests" in message
+    for name in ("--max-running-requests", "SGLANG_MIXED_KV_RECENT_TOKENS", "--mem-fraction-static"):
+        assert name in message
+    assert "\n" not in message
+
+
+def test_account_adds_up() -> None:
+    plan = make_plan(QWEN3_8B, 40 * GIB, 64, None, 64)
+    history, side, bits = plan.lines(tokens=1_000_000)
+    assert f"1000000 tokens x {QWEN3_8B.cell_bytes} bytes = {1_000_000 * QWEN3_8B.cell_bytes / GIB:.3f} GiB" in history
+    assert "2.25 bits" in history
+    assert f"{(65 * 36 + 129 * 9) / 1024:.3f} GiB of a 40.000 GiB budget" in side
+    assert "65 recent rings of 256 tokens, 129 sink blocks of 64 tokens, for at most 64 running requests" in side
+    assert bits.endswith("2.88 at 8K, 2.41 at 32K, 2.29 at 128K")
+
+
+def test_without_windows_nothing_is_set_aside() -> None:
+    geometry = Geometry(QWEN3_8B.layout, Windows(sink=0, recent=0, ring=0), torch.bfloat16, 36)
+    plan = make_plan(geometry, GIB, None, None, 64)
+    assert plan.side_bytes == 0
+    assert plan.max_running == DEFAULT_MAX_RUNNING

@@ -1,0 +1,54 @@
+"""Per-row tables: the device sees changes with the next upload, never before."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_oscar.row_tables import RowTables
+
+ROWS = 6
+ASSIGNMENT = st.tuples(st.integers(1, ROWS - 1), st.integers(0, 10**6), st.integers(1, 100))
+
+
+@given(st.lists(st.lists(ASSIGNMENT, max_size=8), max_size=5))
+def test_upload_applies_the_newest_assignment(batches: list[list[tuple[int, int, int]]]) -> None:
+    tables = RowTables(ROWS, "cpu")
+    expected = torch.zeros(2, ROWS, dtype=torch.int32)
+    for batch in batches:
+        for row, start, block in batch:
+            tables.assign(row, ring_start=start, sink_block=block)
+            assert tables.block_of(row) == block
+        assert torch.equal(torch.stack([tables.ring_start, tables.sink_block]), expected), "written without upload"
+        for row, start, block in batch:
+            expected[:, row] = torch.tensor([start, block])
+        tables.upload()
+        assert torch.equal(torch.stack([tables.ring_start, tables.sink_block]), expected)
+
+
+def test_unassign_returns_the_block_once() -> None:
+    tables = RowTables(ROWS, "cpu")
+    tables.assign(2, ring_start=5, sink_block=7)
+    assert tables.unassign(2) == 7
+    assert tables.unassign(2) is None
+    assert tables.block_of(2) is None
+
+
+def test_a_row_that_was_left_keeps_its_values_until_the_next_owner() -> None:
+    """A finished request may be decoded once more: its row must not point elsewhere meanwhile."""
+    tables = RowTables(ROWS, "cpu")
+    tables.assign(2, ring_start=5, sink_block=7)
+    tables.upload()
+    tables.unassign(2)
+    tables.upload()
+    assert (int(tables.ring_start[2]), int(tables.sink_block[2])) == (5, 7)
+
+
+def test_clear_drops_what_was_queued() -> None:
+    tables = RowTables(ROWS, "cpu")
+    tables.assign(2, ring_start=5, sink_block=7)
+    tables.clear()
+    tables.upload()
+    assert int(tables.ring_start.sum()) == int(tables.sink_block.sum()) == 0
+    assert tables.block_of(2) is None

@@ -1,0 +1,137 @@
+"""Settings from environment variables: defaults, values, and every way of getting one wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oscar_kernels.cache import Windows
+from sglang_oscar.dump_hook import DumpSettings
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.settings import Settings
+
+DEFAULTS = {
+    "SGLANG_OSCAR_K_ROTATION_PATH": None,
+    "SGLANG_OSCAR_V_ROTATION_PATH": None,
+    "SGLANG_OSCAR_K_CLIP_RATIO": None,
+    "SGLANG_OSCAR_V_CLIP_RATIO": None,
+    "SGLANG_OSCAR_ABSORB_V_ROTATION": True,
+    "SGLANG_OSCAR_RECOMPUTE_RECENT": True,
+    "SGLANG_ENABLE_MIXED_KV_WINDOWS": True,
+    "SGLANG_MIXED_KV_PREFIX_TOKENS": 64,
+    "SGLANG_MIXED_KV_RECENT_TOKENS": 256,
+    "SGLANG_MIXED_KV_HP_MAX_SPLITS": 8,
+    "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
+    "SGLANG_MIXED_KV_SCALE_DTYPE": "bfloat16",
+}
+OTHERS = {
+    "SGLANG_OSCAR_K_ROTATION_PATH": ("k.pt", "k.pt"),
+    "SGLANG_OSCAR_V_ROTATION_PATH": ("hadamard", "hadamard"),
+    "SGLANG_OSCAR_K_CLIP_RATIO": ("0.5", 0.5),
+    "SGLANG_OSCAR_V_CLIP_RATIO": ("1", 1.0),
+    "SGLANG_OSCAR_ABSORB_V_ROTATION": ("0", False),
+    "SGLANG_OSCAR_RECOMPUTE_RECENT": ("false", False),
+    "SGLANG_ENABLE_MIXED_KV_WINDOWS": ("0", False),
+    "SGLANG_MIXED_KV_PREFIX_TOKENS": ("16", 16),
+    "SGLANG_MIXED_KV_RECENT_TOKENS": ("0", 0),
+    "SGLANG_MIXED_KV_HP_MAX_SPLITS": ("64", 64),
+    "SGLANG_MIXED_KV_HP_DTYPE": ("float16", "float16"),
+    "SGLANG_MIXED_KV_SCALE_DTYPE": ("float32", "float32"),
+}
+WRONG = {
+    "SGLANG_OSCAR_K_ROTATION_PATH": [""],
+    "SGLANG_OSCAR_V_ROTATION_PATH": [""],
+    "SGLANG_OSCAR_K_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "inf", "", "most"],
+    "SGLANG_OSCAR_V_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "-inf", "", "most"],
+    "SGLANG_OSCAR_ABSORB_V_ROTATION": ["2", "perhaps", ""],
+    "SGLANG_OSCAR_RECOMPUTE_RECENT": ["2", ""],
+    "SGLANG_ENABLE_MIXED_KV_WINDOWS": ["2", ""],
+    "SGLANG_MIXED_KV_PREFIX_TOKENS": ["-1", "4097", "64.5", "many"],
+    "SGLANG_MIXED_KV_RECENT_TOKENS": ["-1", "8193", "1e3x", ""],
+    "SGLANG_MIXED_KV_HP_MAX_SPLITS": ["0", "65", "eight"],
+    "SGLANG_MIXED_KV_HP_DTYPE": ["float32", "bf16", ""],
+    "SGLANG_MIXED_KV_SCALE_DTYPE": ["int8", "float64", ""],
+}
+
+
+def by_variable(settings: Settings) -> dict[str, object]:
+    """Values under the names of their variables."""
+    return {str(field.alias): getattr(settings, name) for name, field in Settings.model_fields.items()}
+
+
+def test_defaults() -> None:
+    assert by_variable(Settings.from_env({"PATH": "/bin"})) == DEFAULTS
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_each_variable_sets_its_own_field(name: str) -> None:
+    text, value = OTHERS[name]
+    assert by_variable(Settings.from_env({name: text})) == DEFAULTS | {name: value}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in WRONG.items() for text in texts])
+def test_wrong_values_name_variable_and_value(name: str, text: str) -> None:
+    with pytest.raises(Int2Error) as caught:
+        Settings.from_env({name: text})
+    message = str(caught.value)
+    assert message.startswith(f"{name}={text!r}: ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "name", ["SGLANG_OSCAR_K_ROTATION", "SGLANG_MIXED_KV_SINK_TOKENS", "SGLANG_ENABLE_MIXED_KV_WINDOW", "SGLANG_OSCAR_"]
+)
+def test_unknown_names_are_refused(name: str) -> None:
+    """A mistyped variable must not leave a default in force unnoticed."""
+    with pytest.raises(Int2Error, match=f"^{name} is not a setting; known are .*SGLANG_OSCAR_K_ROTATION_PATH"):
+        Settings.from_env({name: "1"})
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_clip_ratio_is_accepted_in_its_range_only(ratio: float) -> None:
+    env = {"SGLANG_OSCAR_K_CLIP_RATIO": repr(ratio)}
+    if 0 < ratio <= 1:
+        assert Settings.from_env(env).k_clip_ratio == ratio
+    else:
+        with pytest.raises(Int2Error):
+            Settings.from_env(env)
+
+
+def test_windows() -> None:
+    assert Settings.from_env({}).windows == Windows(sink=64, recent=256, ring=256)
+    off = Settings.from_env({"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0", "SGLANG_MIXED_KV_RECENT_TOKENS": "99"})
+    assert off.windows == Windows(sink=0, recent=0, ring=0)
+
+
+def test_dtypes() -> None:
+    settings = Settings.from_env({"SGLANG_MIXED_KV_SCALE_DTYPE": "float32", "SGLANG_MIXED_KV_HP_DTYPE": "float16"})
+    assert settings.scale_torch_dtype == torch.float32
+    assert settings.window_torch_dtype == torch.float16
+
+
+def test_every_value_is_listed_once() -> None:
+    lines = Settings.from_env({"SGLANG_MIXED_KV_RECENT_TOKENS": "128", "SGLANG_OSCAR_V_CLIP_RATIO": "0.9"}).lines()
+    assert sorted(line.partition("=")[0] for line in lines) == sorted(DEFAULTS)
+    assert "SGLANG_MIXED_KV_RECENT_TOKENS=128" in lines
+    assert "SGLANG_OSCAR_V_CLIP_RATIO=0.9" in lines
+    assert "SGLANG_OSCAR_ABSORB_V_ROTATION=1" in lines
+    assert "SGLANG_OSCAR_K_CLIP_RATIO=(from the rotation file, else 0.96)" in lines
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings.from_env({}).sink_tokens = 1  # type: ignore[misc]
+
+
+def test_dump_settings() -> None:
+    assert DumpSettings.from_env({}).enabled is False
+    given_ = DumpSettings.from_env({"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": "5", "DUMP_KVCACHE_DIR": "/d"})
+    assert (given_.enabled, given_.tokens, str(given_.folder)) == (True, 5, "/d")
+
+
+@pytest.mark.parametrize(("name", "text"), [("DUMP_KVCACHE", "so"), ("DUMP_KVCACHE_TOKENS", "0")])
+def test_wrong_dump_settings(name: str, text: str) -> None:
+    with pytest.raises(Int2Error, match=f"^{name}='{text}': "):
+        DumpSettings.from_env({name: text})
