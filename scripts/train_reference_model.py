@@ -1,0 +1,183 @@
+"""Train the small Qwen3-style reference model on this machine's Python sources.
+
+    python scripts/train_reference_model.py --out models/mine            # the size that the project ships
+    python scripts/train_reference_model.py --out models/big --size large
+
+Needs an NVIDIA GPU, torch, safetensors, tokenizers and numpy; minutes on a current one. Writes a Hugging Face
+folder, its key outliers added (see reference_model/outliers.py), and prints the held-out loss and retrieval accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "kernels")]
+
+from reference_model import corpus, evaluate  # noqa: E402
+from reference_model.export import build_model, load_tokenizer, save_model  # noqa: E402
+from reference_model.model import SIZES, ModelConfig, ReferenceModel  # noqa: E402
+from reference_model.outliers import choose_pair, scale_pair  # noqa: E402
+from reference_model.simulate import second_moments  # noqa: E402
+
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--size", choices=[*SIZES], default="medium", help="shape of the model (default: medium)")
+    parser.add_argument("--shape", help="instead of --size: layers,hidden,q_heads,kv_heads,ffn")
+    parser.add_argument("--seed", type=int, default=1, help="of data order, weights and samples")
+    parser.add_argument("--stages", default="2048:180,8192:100,1024:30", help="context:million tokens, in order")
+    parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--retrieval", type=float, default=0.4, help="share of retrieval samples")
+    parser.add_argument("--corpus-mb", type=int, default=120, help="source text to read")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that build samples")
+    parser.add_argument("--work", type=Path, help="folder for tokens and tokenizer, reused if filled (default: OUT)")
+    parser.add_argument("--outlier-factor", type=float, default=32, help="key outliers: a power of two, 1 for none")
+    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
+    parser.add_argument("--prepare-only", action="store_true", help="stop when tokens and tokenizer are written")
+    return parser.parse_args(argv)
+
+
+def prepare(work: Path, megabytes: int, seed: int, vocab: int) -> tuple[Tokenizer, list[str]]:
+    """Tokenizer and names for facts; tokens are in ``work``/tokens.npy afterwards."""
+    work.mkdir(parents=True, exist_ok=True)
+    words_path = work / "words.json"
+    if words_path.exists():
+        return load_tokenizer(work), json.loads(words_path.read_text())
+    begin = time.time()
+    texts = corpus.read_texts(corpus.source_files(seed), megabytes * 1_000_000)
+    sample = texts[: max(50, len(texts) // 6)]
+    tokenizer = corpus.train_tokenizer(sample, vocab)
+    tokens = corpus.encode_texts(tokenizer, texts)
+    np.save(work / "tokens.npy", tokens)
+    tokenizer.save(str(work / "tokenizer.json"), pretty=False)
+    words = corpus.training_words(texts)
+    words_path.write_text(json.dumps(words))
+    size, count = sum(map(len, texts)) / 1e6, len(tokens) / 1e6
+    print(f"{len(texts)} files, {size:.0f} MB, {count:.1f}M tokens, {time.time() - begin:.0f} s", flush=True)
+    return tokenizer, words
+
+
+def learning_rate(done: float, peak: float) -> float:
+    """Linear warm-up over the first 3%, then a cosine to 3% of the peak. ``done`` in [0, 1]."""
+    if done < 0.03:
+        return peak * (done / 0.03)
+    return peak * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * (done - 0.03) / 0.97)))
+
+
+def train(
+    args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, words: list[str], work: Path
+) -> ReferenceModel:
+    """Train from scratch; float32 weights, BF16 arithmetic."""
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    model = ReferenceModel(config).to(args.device)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=args.device == "cuda")
+
+    def loss_of(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        logits = model(ids[:, :-1])
+        losses = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        flat = weights[:, 1:].flatten()
+        return (losses * flat).sum() / flat.sum()
+
+    step_loss = loss_of if args.no_compile else torch.compile(loss_of, dynamic=False)
+    stages = [(int(n), float(m) * 1e6) for n, m in (stage.split(":") for stage in args.stages.split(","))]
+    budget = sum(tokens for _, tokens in stages)
+    seen, begin, running, count = 0.0, time.time(), torch.zeros((), device=args.device), 0
+    for length, tokens in stages:
+        rows = max(1, args.batch_tokens // length)
+        samples = corpus.Samples(work / "tokens.npy", tokenizer, words, length, args.seed, args.retrieval)
+        loader = corpus.batches(samples, rows, args.workers)
+        for step in range(max(1, round(tokens / (rows * length)))):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(min(1.0, seen / budget), args.lr)
+            ids, weights = (x.to(args.device, non_blocking=True) for x in next(loader))
+            with sdpa_kernel(BACKENDS, set_priority=True), torch.autocast(args.device, dtype=torch.bfloat16):
+                loss = step_loss(ids, weights)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            seen += rows * length
+            running, count = running + loss.detach(), count + 1
+            if step % 200 == 199:
+                mean, running, count = running.item() / count, torch.zeros_like(running), 0
+                print(f"{length} {seen / 1e6:6.1f}M loss {mean:.3f} {time.time() - begin:4.0f} s", flush=True)
+    return model.eval()
+
+
+def add_outliers(model: ReferenceModel, ids: torch.Tensor, factor: float) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """State dict with key outliers in one rotary pair per layer, and the pairs. BF16 logits stay what they are."""
+    state = dict(model.state_dict())
+    if factor == 1:
+        return state, []
+    moments = second_moments(model, ids)
+    pairs = [choose_pair(q, k, factor) for q, k in zip(moments["q"], moments["k"], strict=True)]
+    for layer, pair in enumerate(pairs):
+        state = scale_pair(state, layer, pair, factor)
+    return state, pairs
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prepare, train, add outliers, save, report."""
+    args = parse_args(argv)
+    config = SIZES[args.size]
+    if args.shape:
+        layers, hidden, heads, kv_heads, ffn = map(int, args.shape.split(","))
+        config = ModelConfig(layers, hidden, heads, kv_heads, ffn)
+    work = args.work or args.out
+    tokenizer, words = prepare(work, args.corpus_mb, args.seed, config.vocab)
+    if args.prepare_only:
+        return
+    longest = max(int(stage.split(":")[0]) for stage in args.stages.split(","))
+    config = config.replace(max_positions=longest)
+    begin = time.time()
+    trained = train(args, config, tokenizer, words, work)
+    seconds = time.time() - begin
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in trained.state_dict().items()}
+    model = build_model(config, state, args.device)
+    held_out = corpus.held_out_tokens(tokenizer)
+    prompts = evaluate.calibration_prompts(tokenizer).to(args.device)
+    state, pairs = add_outliers(model, prompts, args.outlier_factor)
+    model.load_state_dict(state)
+    save_model(args.out, config, state, tokenizer)
+    lengths = [n for n in (512, 1024, 2048, 4096, 8192) if n <= longest]
+    report = {
+        "shape": asdict(config),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seed": args.seed,
+        "stages": args.stages,
+        "train_seconds": round(seconds),
+        "held_out_nll": round(evaluate.held_out_loss(model, held_out, 2048), 3),
+        "outlier_factor": args.outlier_factor,
+        "outlier_pairs": pairs,
+        "bf16_retrieval": evaluate.retrieval_by_length(model, tokenizer, [n - 64 for n in lengths], 32, seed=1),
+    }
+    (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
