@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import SCALE_DTYPES
+from oscar_rotation.rotation_set import DEFAULT_CLIP_RATIOS
 from sglang_oscar.errors import Int2Error
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
-DEFAULT_K_CLIP = 0.96
-DEFAULT_V_CLIP = 0.92
+DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]
 FloatName = Literal["bfloat16", "float16", "float32"]
 
 

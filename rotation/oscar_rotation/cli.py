@@ -1,4 +1,4 @@
-"""The commands ``fit`` and ``inspect``; ``app`` can be mounted into another typer application.
+"""The commands ``fit``, ``report`` and ``inspect``; ``app`` can be mounted into another typer application.
 
 Exit codes: 0 done, 1 a file or dump cannot be used, 2 wrong usage. Errors are one line on stderr.
 """
@@ -15,12 +15,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from oscar_rotation.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.errors import DumpError, RotationFileError
 from oscar_rotation.files import SUFFIXES, rotation_file_name, save_rotation_file
 from oscar_rotation.fit import FitOptions, FitResult, choose_device, fit
+from oscar_rotation.fit_options import SHARES
 from oscar_rotation.inspect import describe, render
+from oscar_rotation.quantized import DEFAULT_GROUP_SIZE
+from oscar_rotation.report import REPORT_NAME, ReportError, read_report, render_report, write_report
 from oscar_rotation.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
 
 app = typer.Typer(
@@ -44,6 +48,7 @@ def _choice(text: str, known: Iterable[str], *names: str) -> Any:
     return typer.Option(*names, help=text, metavar="|".join(choices), callback=check)
 
 
+CLIPS = ("none", "fit")
 FORMATS = {"pt": (".pt",), "safetensors": (".safetensors",), "both": tuple(SUFFIXES)}
 
 
@@ -52,7 +57,7 @@ def one_line_errors() -> Iterator[None]:
     """Turn the errors that a user can cause into one line on stderr and exit code 1."""
     try:
         yield
-    except (RotationFileError, DumpError) as error:
+    except (RotationFileError, DumpError, ReportError) as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename or 'file'}: {error.strerror or error}")
@@ -84,19 +89,17 @@ def fit_with_progress(dump: Path, options: FitOptions, device: str, allow_incomp
         )
 
 
-def save_fit(result: FitResult, options: FitOptions, out: Path, suffixes: tuple[str, ...] = (".pt",)) -> list[Path]:
+def save_fit(result: FitResult, out: Path, suffixes: tuple[str, ...] = (".pt",)) -> list[Path]:
     """Write both rotation files of a fit under their usual names and return their paths.
 
     Raises:
         OSError: if a file cannot be written.
     """
     paths = []
-    for side, target, rotations in (
-        ("k", options.key_target, result.key),
-        ("v", options.value_target, result.value),
-    ):
+    for side, rotations in (("k", result.key), ("v", result.value)):
         for suffix in suffixes:
-            path = out / rotation_file_name(side, target, options.composition, suffix)  # type: ignore[arg-type]
+            facts = rotations.metadata
+            path = out / rotation_file_name(side, facts.objective, facts.composition, suffix)  # type: ignore[arg-type]
             save_rotation_file(path, rotations)
             paths.append(path)
     return paths
@@ -109,25 +112,51 @@ def fit_command(
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
     value_target: Annotated[str | None, _choice("Instead of the method's.", VALUE_TARGETS)] = None,
+    composition: Annotated[str, _choice("Factors of the rotation.", COMPOSITIONS)] = DEFAULT_COMPOSITION,
     order: Annotated[str, _choice("Order of the eigenvectors.", EIGEN_ORDERS)] = "ascending",
+    share: Annotated[str, _choice("One rotation per layer or per kv head.", SHARES)] = "layer",
+    clip: Annotated[str, _choice("Fit clip ratios per layer, or leave them to the server.", CLIPS)] = "none",
+    report: Annotated[bool, typer.Option("--report", help=f"Measure errors per layer into {REPORT_NAME}.")] = False,
+    group_size: Annotated[int, typer.Option(help="Quantization group of --clip and --report.")] = DEFAULT_GROUP_SIZE,
+    holdout_tokens: Annotated[int, typer.Option(help="Tokens that --clip and --report measure on.")] = 1024,
     include_warmup: Annotated[bool, typer.Option("--include-warmup", help="Fit on chunk 0 too.")] = False,
     allow_incomplete: Annotated[
         bool, typer.Option("--allow-incomplete", help="Use the whole chunks of an interrupted dump.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    file_format: Annotated[str, _choice("File format.", FORMATS, "--format")] = "pt",
+    file_format: Annotated[
+        str | None, _choice("File format; pt, or safetensors for one rotation per kv head.", FORMATS, "--format")
+    ] = None,
 ) -> None:
     """Fit rotations to a dump and write one file for K and one for V."""
+    if file_format is None:
+        file_format = "pt" if share == "layer" else "safetensors"
     chosen: dict[str, Any] = {"key_target": key_target, "value_target": value_target}
     overrides = {name: value for name, value in chosen.items() if value is not None}
-    options = FitOptions.of_method(method, order=order, include_warmup=include_warmup, **overrides)
+    try:
+        options = FitOptions.of_method(
+            method,
+            order=order,
+            composition=composition,
+            include_warmup=include_warmup,
+            share=share,
+            fit_clip=clip == "fit",
+            report=report,
+            group_size=group_size,
+            holdout_tokens=holdout_tokens,
+            **overrides,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     try:
         choose_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device") from error
     with one_line_errors():
         result = fit_with_progress(dump, options, device, allow_incomplete)
-        paths = save_fit(result, options, out, FORMATS[file_format])
+        paths = save_fit(result, out, FORMATS[file_format])
+        if result.report:
+            paths.append(write_report(out, result.report))
     for remark in result.remarks:
         typer.echo(f"note: {remark}", err=True)
     calibration = result.key.metadata.calibration
@@ -135,6 +164,24 @@ def fit_command(
         f"fitted {result.key.num_layers} layers on {calibration['tokens']} tokens of {calibration['requests']} requests"
     )
     for path in paths:
+        typer.echo(f"wrote {path}")
+
+
+@app.command("report")
+def report_command(
+    source: Annotated[Path, typer.Argument(help=f"Folder or {REPORT_NAME} of a fit with --report.")],
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots; needs the extra 'plots'.")] = None,
+) -> None:
+    """Show what the rotations of a fit do to each layer, beside Hadamard and identity."""
+    with one_line_errors():
+        content = read_report(source)
+        drawn: list[Path] = []
+        if plots is not None:
+            from oscar_rotation.plots import draw_report
+
+            drawn = draw_report(content, plots)
+    Console().print(render_report(content))
+    for path in drawn:
         typer.echo(f"wrote {path}")
 
 

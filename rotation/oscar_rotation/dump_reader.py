@@ -37,6 +37,16 @@ class DumpChunk:
     v: torch.Tensor
     seq_lens: tuple[int, ...]
 
+    def to(self, device: torch.device) -> DumpChunk:
+        """The chunk with its activations on a device."""
+        return DumpChunk(self.q.to(device), self.k.to(device), self.v.to(device), self.seq_lens)
+
+    def split(self, requests: int) -> tuple[DumpChunk, DumpChunk]:
+        """The first ``requests`` requests and the others, as views."""
+        tokens = sum(self.seq_lens[:requests])
+        head = DumpChunk(self.q[:tokens], self.k[:tokens], self.v[:tokens], self.seq_lens[:requests])
+        return head, DumpChunk(self.q[tokens:], self.k[tokens:], self.v[tokens:], self.seq_lens[requests:])
+
 
 class DumpReader:
     """A dump whose files are all there; their contents are checked as they are loaded.
@@ -123,6 +133,14 @@ class DumpReader:
             )
         return DumpChunk(q, k, v, self._lengths(path["seq_lens"], q.shape[0]))
 
+    def seq_lens(self, layer: int, chunk: int) -> tuple[int, ...]:
+        """Request lengths of one chunk, without loading its activations.
+
+        Raises:
+            DumpError: a file that is not a list of lengths.
+        """
+        return self._lengths(self._path(layer, "seq_lens", chunk))
+
     def _count_layers(self) -> int:
         found: dict[int, Path] = {}
         for folder in sorted(self.root.iterdir()):
@@ -200,14 +218,14 @@ class DumpReader:
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _lengths(self, path: Path, tokens: int) -> tuple[int, ...]:
+    def _lengths(self, path: Path, tokens: int | None = None) -> tuple[int, ...]:
         lengths = _load_tensor(path)
         if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool or lengths.ndim > 1:
             raise DumpError(f"{path}: {lengths.dtype} {list(lengths.shape)}, expected integers [requests]")
         values = tuple(int(length) for length in lengths.flatten().tolist())
         if min(values, default=0) < 1:
             raise DumpError(f"{path}: request lengths must be at least 1, got {list(values[:8])}")
-        if sum(values) != tokens:
+        if tokens is not None and sum(values) != tokens:
             raise DumpError(f"{path}: request lengths sum to {sum(values)}, the chunk holds {tokens} tokens")
         return values
 

@@ -9,3 +9,7 @@ class RotationFileError(ValueError):
 
 class DumpError(ValueError):
     """A dump of activations that is missing, broken or does not suffice."""
+
+
+class ReportError(ValueError):
+    """A fit report that is missing or broken, or cannot be drawn here."""

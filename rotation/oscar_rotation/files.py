@@ -25,6 +25,7 @@ __all__ = [
 
 SUFFIXES = {".pt": (read_zoo, save_zoo), ".safetensors": (read_safetensors, save_safetensors)}
 _SIDES_OF_TARGET = {"qqt": "k", "ktk": "k", "sst": "v", "vtv": "v", "proxy": "v"}
+"""Targets that one side only can have, for files that do not state their side."""
 
 
 def rotation_file_name(side: Side, target: str, composition: str = DEFAULT_COMPOSITION, suffix: str = ".pt") -> str:
@@ -73,6 +74,10 @@ def load_rotation(
     path = Path(path_or_recipe)
     loaded = read_rotation_file(path)
     _check_side(loaded, path, side)
+    if loaded.per_head:
+        raise RotationFileError(
+            f"{path}: holds one rotation per kv head, a server takes one per layer; fit with --share layer"
+        )
     if loaded.head_dim != head_dim:
         raise RotationFileError(
             f"{path}: made for head_dim {loaded.head_dim}, the model has {head_dim}; use this model's file"

@@ -3,79 +3,33 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oscar_rotation.compose import COMPOSITIONS, DEFAULT_COMPOSITION
-from oscar_rotation.covariance import CovarianceAccumulator, QueryCovariance
-from oscar_rotation.dump import DumpError, DumpReader
-from oscar_rotation.eigenbasis import EIGEN_ORDERS, EigenOrder, eigenbasis
-from oscar_rotation.hadamard import is_power_of_two
+from oscar_rotation.dump import DumpReader
+from oscar_rotation.fit_options import FitOptions
+from oscar_rotation.layer_fit import LayerFitter, Progress, SideFit, target_composition
 from oscar_rotation.rotation_set import RotationMetadata, RotationSet, Side
-from oscar_rotation.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS, TargetInputs
+from oscar_rotation.targets import KEY_TARGETS, VALUE_TARGETS
 
-Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
+__all__ = ["FitOptions", "FitResult", "Progress", "choose_device", "fit"]
 
 FEW_TOKENS_PER_CHANNEL = 8
 """Below this many tokens per channel a covariance is too noisy to trust its small eigenvalues."""
 
 
 @dataclass(frozen=True)
-class FitOptions:
-    """How to fit.
-
-    Attributes:
-        key_target: "qqt" (C_Q) or "ktk".
-        value_target: "sst" (exact C_S), "proxy" or "vtv".
-        order: order of the eigenvectors: "ascending" (default) or "descending".
-        composition: how the rotation is put together; "r_h_pbr" is U H P.
-        include_warmup: fit on chunk 0 too.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-
-    key_target: str = METHODS[DEFAULT_METHOD][0]
-    value_target: str = METHODS[DEFAULT_METHOD][1]
-    order: EigenOrder = "ascending"
-    composition: str = DEFAULT_COMPOSITION
-    include_warmup: bool = False
-
-    def __post_init__(self) -> None:
-        for name, known in (
-            ("key_target", KEY_TARGETS),
-            ("value_target", VALUE_TARGETS),
-            ("order", EIGEN_ORDERS),
-            ("composition", COMPOSITIONS),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-
-    @classmethod
-    def of_method(cls, method: str, **overrides: Any) -> FitOptions:
-        """Options of a named method, for instance "qqt_sst"; ``overrides`` replace single fields.
-
-        Raises:
-            ValueError: for an unknown method or value.
-        """
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        key_target, value_target = METHODS[method]
-        return cls(**{"key_target": key_target, "value_target": value_target, **overrides})
-
-
-@dataclass(frozen=True)
 class FitResult:
-    """Rotations of both sides, and remarks on the calibration data for the user."""
+    """Rotations of both sides, remarks on the calibration data, and the report, empty where none was asked for."""
 
     key: RotationSet
     value: RotationSet
     remarks: tuple[str, ...] = ()
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -102,19 +56,20 @@ def fit(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> FitResult:
-    """Fit one key and one value rotation per layer.
+    """Fit key and value rotations of every layer.
 
     Covariances are accumulated on ``device``; eigenvectors are computed in float64 on the CPU with a fixed sign, so
     a refit of the same dump on the same kind of device gives the same files. Memory is one chunk of one layer.
 
     Args:
         dump: reader of a dump, or its folder.
-        options: targets, order, composition; the method's defaults.
+        options: targets, order, composition, clip ratios, report; the method's defaults.
         device: "auto", "cpu", "cuda" or another torch device.
         progress: told about every chunk.
 
     Returns:
-        FitResult; float32 rotations [layers, head_dim, head_dim] with eigenvalues and metadata.
+        FitResult; float32 rotations [layers, head_dim, head_dim], or [layers, kv_heads, head_dim, head_dim] with
+        one per kv head, with eigenvalues, clip ratios and metadata.
 
     Raises:
         DumpError: the dump is broken or does not suffice.
@@ -123,104 +78,74 @@ def fit(
     options = options or FitOptions()
     chosen_device = choose_device(device)
     reader = dump if isinstance(dump, DumpReader) else DumpReader(dump)
-    chunks = reader.fit_chunks(options.include_warmup)
-    fitter = _LayerFitter(reader, chunks, options, chosen_device, progress)
+    fitter = LayerFitter(reader, options, chosen_device, progress)
     layers = [fitter.run(layer) for layer in range(reader.num_layers)]
-    calibration = {
-        "tokens": fitter.tokens,
-        "requests": sum(map(len, fitter.seq_lens.values())),
-        "chunks": len(chunks),
-        "include_warmup": options.include_warmup,
-        "q_heads": fitter.q_heads,
-        "kv_heads": fitter.kv_heads,
-    }
+    metadata = _metadata(reader, options, fitter)
     remarks = []
     if fitter.tokens < FEW_TOKENS_PER_CHANNEL * fitter.head_dim:
         remarks.append(
             f"only {fitter.tokens} calibration tokens for head_dim {fitter.head_dim}; "
             f"{FEW_TOKENS_PER_CHANNEL * fitter.head_dim} or more make a sound fit"
         )
+    report: dict[str, Any] = {}
+    if options.needs_samples:
+        report = {
+            "model_id": metadata["k"].model_id,
+            "options": vars(options),
+            "calibration": metadata["k"].calibration,
+            "sampled_tokens": fitter.sampled_tokens,
+            "held_out": options.fit_clip,
+            "layers": [layer.report for layer in layers],
+        }
+    return FitResult(
+        pack([layer.key for layer in layers], metadata["k"]),
+        pack([layer.value for layer in layers], metadata["v"]),
+        tuple(remarks),
+        report,
+    )
 
-    def pack(side: Side, index: int, target: str) -> RotationSet:
-        manifest = reader.manifest
-        metadata = RotationMetadata(
+
+def pack(sides: Sequence[SideFit], metadata: RotationMetadata) -> RotationSet:
+    """One side of all layers as a rotation set."""
+    spectra = [side.eigenvalues for side in sides if side.eigenvalues is not None]
+    ratios = [side.clip_ratio for side in sides if side.clip_ratio is not None]
+    return RotationSet(
+        torch.stack([side.rotation for side in sides]),
+        torch.stack(spectra) if spectra else None,
+        tuple(ratios) if ratios else None,
+        metadata,
+    )
+
+
+def _metadata(reader: DumpReader, options: FitOptions, fitter: LayerFitter) -> dict[Side, RotationMetadata]:
+    manifest = reader.manifest
+    calibration = {
+        "tokens": fitter.tokens,
+        "requests": sum(map(len, fitter.seq_lens.values())),
+        "chunks": len(fitter.chunks),
+        "include_warmup": options.include_warmup,
+        "q_heads": fitter.q_heads,
+        "kv_heads": fitter.kv_heads,
+    }
+    if options.fit_clip:
+        calibration |= {"held_out_tokens": fitter.sampled_tokens, "clip_group_size": options.group_size}
+    sides: list[tuple[Side, str, dict[str, Any]]] = [
+        ("k", options.key_target, KEY_TARGETS),
+        ("v", options.value_target, VALUE_TARGETS),
+    ]
+    return {
+        side: RotationMetadata(
             objective=target,
             side=side,
-            composition=options.composition,
+            composition=target_composition(known[target], options.composition),
             eigen_order=options.order,
             model_id=manifest.model_id if manifest else "",
             model_hash=manifest.model_hash if manifest else "",
             version=_version(),
             calibration=calibration,
         )
-        rotations = torch.stack([layer[index][0] for layer in layers])
-        eigenvalues = torch.stack([layer[index][1] for layer in layers])
-        return RotationSet(rotations, eigenvalues, None, metadata)
-
-    return FitResult(pack("k", 0, options.key_target), pack("v", 1, options.value_target), tuple(remarks))
-
-
-class _LayerFitter:
-    """Runs the passes over one layer after the other and keeps the counts of the calibration set."""
-
-    def __init__(
-        self,
-        reader: DumpReader,
-        chunks: list[int],
-        options: FitOptions,
-        device: torch.device,
-        progress: Progress | None,
-    ) -> None:
-        self.reader, self.chunks, self.options, self.device = reader, chunks, options, device
-        self.key_target = KEY_TARGETS[options.key_target]
-        self.value_target = VALUE_TARGETS[options.value_target]
-        self.two_passes = self.key_target.needs_query_covariance or self.value_target.needs_query_covariance
-        self.steps = reader.num_layers * len(chunks) * (1 + self.two_passes)
-        self.done = 0
-        self.progress = progress
-        self.seq_lens: dict[int, tuple[int, ...]] = {}
-        first = reader.load(0, chunks[0])
-        self.q_heads, self.kv_heads, self.head_dim = first.q.shape[1], first.k.shape[1], first.k.shape[2]
-        if not is_power_of_two(self.head_dim):
-            raise DumpError(f"{reader.root}: head_dim is {self.head_dim}; a Hadamard rotation needs a power of two")
-
-    @property
-    def tokens(self) -> int:
-        """Calibration tokens of a layer, the same in all."""
-        return sum(sum(lengths) for lengths in self.seq_lens.values())
-
-    def run(self, layer: int) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """(rotation, eigenvalues) float32 of keys and of values of one layer."""
-        sm_scale = self.reader.manifest.sm_scale if self.reader.manifest else None
-        query_covariance = None
-        if self.two_passes:
-            queries = QueryCovariance(self.kv_heads, self.head_dim, self.device)
-            self._pass(layer, queries)
-            query_covariance = queries.per_head()
-        inputs = TargetInputs(self.kv_heads, self.head_dim, self.device, sm_scale, query_covariance)
-        key, value = self.key_target.make(inputs), self.value_target.make(inputs)
-        self._pass(layer, key, value)
-        return self._rotation(key.shared()), self._rotation(value.shared())
-
-    def _pass(self, layer: int, *accumulators: CovarianceAccumulator) -> None:
-        for chunk_id, chunk in zip(self.chunks, self.reader.iterate(layer, self.chunks), strict=True):
-            expected = self.seq_lens.setdefault(chunk_id, chunk.seq_lens)
-            if chunk.seq_lens != expected:
-                raise DumpError(
-                    f"{self.reader.root}: chunk {chunk_id} of layer {layer} holds other requests than in layer 0; "
-                    "dump again"
-                )
-            q, k, v = (tensor.to(self.device) for tensor in (chunk.q, chunk.k, chunk.v))
-            for accumulator in accumulators:
-                accumulator.update(q, k, v, chunk.seq_lens)
-            self.done += 1
-            if self.progress is not None:
-                self.progress(self.done, self.steps)
-
-    def _rotation(self, covariance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        eigenvalues, eigenvectors = eigenbasis(covariance.cpu(), self.options.order)
-        rotation = COMPOSITIONS[self.options.composition](eigenvectors, eigenvalues)
-        return rotation.float(), eigenvalues.float()
+        for side, target, known in sides
+    }
 
 
 def _version() -> str:

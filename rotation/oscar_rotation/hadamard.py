@@ -78,3 +78,19 @@ def pbr_permutation(eigenvalues: torch.Tensor) -> torch.Tensor:
     permutation = torch.zeros(d, d, dtype=torch.float64)
     permutation[ranking, bit_reversal(d)] = 1.0
     return permutation
+
+
+def bit_reversal_matrix(n: int) -> torch.Tensor:
+    """The bit reversal as a symmetric permutation matrix B, float64 [n, n]: y B moves channel i to bitrev(i)."""
+    return torch.eye(n, dtype=torch.float64)[bit_reversal(n)]
+
+
+def block_hadamard(n: int, block: int) -> torch.Tensor:
+    """Hadamard matrices of size ``block`` along the diagonal, float64 [n, n].
+
+    Raises:
+        ValueError: if ``block`` is not a power of two or does not divide n.
+    """
+    if n % block:
+        raise ValueError(f"blocks of {block} do not divide {n} channels")
+    return torch.block_diag(*[sylvester_hadamard(block)] * (n // block))

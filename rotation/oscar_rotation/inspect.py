@@ -56,13 +56,13 @@ def describe(path: str | Path) -> dict[str, Any]:
         RotationFileError: if the file cannot be used.
     """
     loaded = read_rotation_file(path)
-    errors = orthogonality_errors(loaded.rotations).tolist()
+    errors = orthogonality_errors(loaded.rotations).reshape(loaded.num_layers, -1).amax(1).tolist()
     layers = [
         {
             "layer": layer,
             "orthogonality_error": errors[layer],
             "clip_ratio": loaded.clip_ratios[layer] if loaded.clip_ratios else None,
-            "spectrum": None if loaded.eigenvalues is None else spectrum_summary(loaded.eigenvalues[layer]),
+            "spectrum": None if loaded.eigenvalues is None else spectrum_summary(_spectrum(loaded.eigenvalues[layer])),
         }
         for layer in range(loaded.num_layers)
     ]
@@ -70,11 +70,17 @@ def describe(path: str | Path) -> dict[str, Any]:
         "path": str(path),
         "num_layers": loaded.num_layers,
         "head_dim": loaded.head_dim,
+        "rotations_per_layer": loaded.rotations.shape[1] if loaded.per_head else 1,
         **vars(loaded.metadata),
         "side": recorded_side(loaded, Path(path)),
         "orthogonality_error": max(errors),
         "layers": layers,
     }
+
+
+def _spectrum(eigenvalues: torch.Tensor) -> torch.Tensor:
+    """[d]; of one spectrum per kv head, the mean, largest with largest."""
+    return eigenvalues if eigenvalues.ndim == 1 else eigenvalues.sort(-1).values.mean(0)
 
 
 def render(description: dict[str, Any]) -> Group:

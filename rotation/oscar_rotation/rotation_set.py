@@ -13,6 +13,9 @@ from oscar_rotation.errors import RotationFileError
 
 Side = Literal["k", "v"]
 
+DEFAULT_CLIP_RATIOS: dict[Side, float] = {"k": 0.96, "v": 0.92}
+"""Clip ratios where a file has none (paper, section 5.1)."""
+
 ORTHOGONALITY_TOLERANCE = 1e-3
 """Largest accepted entry of |R^T R - I|. float32 storage of an orthogonal matrix gives about 1e-6."""
 
@@ -64,11 +67,13 @@ class RotationMetadata:
 
 @dataclass(frozen=True)
 class RotationSet:
-    """One rotation per layer, shared by the kv heads of the layer.
+    """One rotation per layer, shared by the kv heads of the layer, or one per kv head.
 
     Attributes:
-        rotations: float32 [layers, head_dim, head_dim]; a row vector x becomes x @ rotations[layer].
-        eigenvalues: float32 [layers, head_dim] in the column order of U, or None (data-free recipes).
+        rotations: float32 [layers, head_dim, head_dim]; a row vector x becomes x @ rotations[layer]. With one per kv
+            head: [layers, kv_heads, head_dim, head_dim].
+        eigenvalues: float32 [layers, head_dim] or [layers, kv_heads, head_dim], in the column order of U, or None
+            (data-free recipes).
         clip_ratios: one per layer, each in (0, 1], or None where the file does not say.
         metadata: provenance.
     """
@@ -87,6 +92,11 @@ class RotationSet:
     def head_dim(self) -> int:
         """Channels per head."""
         return self.rotations.shape[-1]
+
+    @property
+    def per_head(self) -> bool:
+        """Whether every kv head has a rotation of its own."""
+        return self.rotations.ndim == 4
 
 
 def orthogonality_errors(rotations: torch.Tensor) -> torch.Tensor:
@@ -108,7 +118,7 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
             :data:`ORTHOGONALITY_TOLERANCE`), or clip ratios that do not fit.
     """
     rotations = loaded.rotations
-    if rotations.ndim != 3 or rotations.shape[0] < 1 or rotations.shape[1] != rotations.shape[2]:
+    if rotations.ndim not in (3, 4) or 0 in rotations.shape or rotations.shape[-2] != rotations.shape[-1]:
         raise RotationFileError(
             f"{source}: rotations have shape {list(rotations.shape)}, expected [layers, head_dim, head_dim]"
         )
@@ -117,7 +127,7 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
     bad = (~rotations.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
     if bad:
         raise RotationFileError(f"{source}: the rotation of layer {bad[0]} holds NaN or infinite entries; fit it again")
-    errors = orthogonality_errors(rotations)
+    errors = orthogonality_errors(rotations).flatten(1).amax(1) if loaded.per_head else orthogonality_errors(rotations)
     worst = int(errors.argmax())
     if float(errors[worst]) > ORTHOGONALITY_TOLERANCE:
         raise RotationFileError(
@@ -128,13 +138,13 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
 
 
 def _check_companions(loaded: RotationSet, source: str) -> None:
-    layers, head_dim = loaded.num_layers, loaded.head_dim
+    layers = loaded.num_layers
     eigenvalues = loaded.eigenvalues
     if eigenvalues is not None:
-        if tuple(eigenvalues.shape) != (layers, head_dim) or eigenvalues.dtype != torch.float32:
+        if eigenvalues.shape != loaded.rotations.shape[:-1] or eigenvalues.dtype != torch.float32:
             raise RotationFileError(
                 f"{source}: eigenvalues are {eigenvalues.dtype} {list(eigenvalues.shape)}, "
-                f"expected torch.float32 [{layers}, {head_dim}]"
+                f"expected torch.float32 {list(loaded.rotations.shape[:-1])}"
             )
         if not bool(eigenvalues.isfinite().all()):
             raise RotationFileError(f"{source}: the eigenvalues hold NaN or infinite entries; fit the file again")

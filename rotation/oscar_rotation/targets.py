@@ -1,4 +1,4 @@
-"""The covariance targets that a fit can use, by name, and the methods that pair them."""
+"""The targets that a fit can use, by name, and the methods that pair them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from oscar_rotation.covariance import (
     ScoreValueCovariance,
     ValueCovariance,
 )
+from oscar_rotation.residual import ResidualCovariance
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class Target:
     """A covariance target.
 
     Attributes:
-        make: builds an empty accumulator for one layer.
+        make: builds an empty accumulator for one layer; None for "hadamard", which needs no data.
         needs_query_covariance: whether C_Q must be known before the first chunk, which costs a second pass.
     """
 
-    make: Callable[[TargetInputs], CovarianceAccumulator]
+    make: Callable[[TargetInputs], CovarianceAccumulator] | None
     needs_query_covariance: bool = False
 
 
@@ -54,20 +55,36 @@ def _make_proxy(inputs: TargetInputs) -> CovarianceAccumulator:
     return ProxyValueCovariance(inputs.query_covariance, inputs.device)
 
 
+DATA_FREE = "hadamard"
+"""Target that fits nothing: the plain Hadamard rotation, whatever the composition."""
+
 KEY_TARGETS: dict[str, Target] = {
     "qqt": Target(lambda x: QueryCovariance(x.kv_heads, x.head_dim, x.device)),
     "ktk": Target(lambda x: KeyCovariance(x.kv_heads, x.head_dim, x.device)),
+    "uresidual": Target(lambda x: ResidualCovariance("k", x.kv_heads, x.head_dim, x.device)),
+    DATA_FREE: Target(None),
 }
-"""Targets of keys: C_Q (the method's) and K^T K."""
+"""Targets of keys: C_Q (the method's), K^T K, the quantizer's residual, and none."""
 
 VALUE_TARGETS: dict[str, Target] = {
     "sst": Target(lambda x: ScoreValueCovariance(x.kv_heads, x.head_dim, x.device, x.sm_scale)),
     "proxy": Target(_make_proxy, needs_query_covariance=True),
     "vtv": Target(lambda x: ValueCovariance(x.kv_heads, x.head_dim, x.device)),
+    "uresidual": Target(lambda x: ResidualCovariance("v", x.kv_heads, x.head_dim, x.device)),
+    DATA_FREE: Target(None),
 }
-"""Targets of values: exact C_S (the method's), its diagonal stand-in, and V^T V."""
+"""Targets of values: exact C_S (the method's), its diagonal stand-in, V^T V, the quantizer's residual, and none."""
 
-METHODS: dict[str, tuple[str, str]] = {"qqt_sst": ("qqt", "sst"), "ktk_vtv": ("ktk", "vtv")}
-"""Method -> (key target, value target)."""
+METHODS: dict[str, tuple[str, str]] = {
+    "qqt_sst": ("qqt", "sst"),
+    "qqt": ("qqt", DATA_FREE),
+    "sst": (DATA_FREE, "sst"),
+    "ktk_vtv": ("ktk", "vtv"),
+    "ktk": ("ktk", DATA_FREE),
+    "vtv": (DATA_FREE, "vtv"),
+    "hadamard": (DATA_FREE, DATA_FREE),
+    "uresidual": ("uresidual", "uresidual"),
+}
+"""Method -> (key target, value target). A method of one target leaves the other side at Hadamard."""
 
 DEFAULT_METHOD = "qqt_sst"

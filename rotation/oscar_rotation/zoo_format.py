@@ -31,8 +31,13 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
         rotation_set: what to write; float32 on any device.
 
     Raises:
+        RotationFileError: one rotation per kv head, which the schema cannot hold.
         OSError: if the file cannot be written.
     """
+    if rotation_set.per_head:
+        raise RotationFileError(
+            f"{path}: a .pt file holds one rotation per layer, these are one per kv head; save them as .safetensors"
+        )
     layers: dict[int, dict[str, Any]] = {}
     for layer in range(rotation_set.num_layers):
         # clone: a slice would drag the storage of all layers into the file.

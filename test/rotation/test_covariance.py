@@ -127,11 +127,12 @@ def test_streaming_equals_one_chunk(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_attention_does_not_depend_on_the_block_size(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_blocks_equals_the_fused_kernel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [33, 2, 17]
     q, k, v = random_activations(lengths, 4, 2)
     monkeypatch.setattr(attention, "MIN_ROWS", rows)
-    monkeypatch.setattr(attention, "CPU_SCORES", 1)
+    monkeypatch.setattr(attention, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(attention, "_fused", attention._blocked)
     target = ScoreValueCovariance(2, HEAD_DIM)
     target.update(q, k, v, lengths)
     assert relative_error(target.per_head(), brute_force("sst", q, k, v, lengths)) < 1e-5
@@ -147,6 +148,8 @@ def test_scores_are_never_whole_in_memory(monkeypatch: pytest.MonkeyPatch) -> No
         return softmax(scores, dim=dim)
 
     monkeypatch.setattr(torch, "softmax", watched)
+    monkeypatch.setattr(attention, "BLOCK_SCORES", 1)
+    monkeypatch.setattr(attention, "_fused", attention._blocked)
     q, k, v = random_activations([3000], 2, 1)
     ScoreValueCovariance(1, HEAD_DIM).update(q, k, v, [3000])
     assert 0 < largest <= attention.MIN_ROWS * 3000
