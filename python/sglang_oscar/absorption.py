@@ -65,9 +65,14 @@ def around_load_weights_and_postprocess(
         del model.load_weights
 
 
-def absorbed_source(model: nn.Module) -> str | None:
-    """Rotation file or recipe that the model's weights absorbed, or None."""
-    return getattr(model, MARK, None)
+def is_absorbed(model: nn.Module, server_args: Any, settings: Settings) -> bool:
+    """Whether the weights of a loaded model have absorbed the value rotation.
+
+    Random weights (--load-format dummy) count as rotated already: a rotation of them is as random.
+    """
+    if server_args.load_format == "dummy" and settings.absorb_v_rotation:
+        return obstacle(model, list(attention_layers(model))) is None
+    return hasattr(model, MARK)
 
 
 def absorb(model: nn.Module, settings: Settings) -> None:
@@ -94,7 +99,7 @@ def absorb(model: nn.Module, settings: Settings) -> None:
             rotation = rotations[attn.layer_id].to(qkv.weight.device)
             rotate_value_rows(qkv, rotation)
             rotate_output_columns(o_proj, rotation)
-    setattr(model, MARK, settings.v_rotation)
+    setattr(model, MARK, True)
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:

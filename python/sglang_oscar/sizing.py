@@ -11,7 +11,7 @@ import torch
 from sglang_oscar import absorption, flags, gate, refusals, runtime
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory_plan import Geometry, MemoryPlan, make_plan
-from sglang_oscar.rotations import IDENTITY, Rotations, load_rotations
+from sglang_oscar.rotations import Rotations, load_rotations
 from sglang_oscar.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,7 @@ def build_pool(configurator: Any, sizes: Any, req_to_token_pool: Any) -> Any:
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
+    absorbed = absorption.is_absorbed(configurator.model, configurator.server_args, settings)
     rows = req_to_token_pool.req_to_token.shape[0]
     buffers = SideBuffers(plan.geometry, rows, plan.sink_blocks, device)
     runtime.install(
@@ -129,7 +130,7 @@ def build_pool(configurator: Any, sizes: Any, req_to_token_pool: Any) -> Any:
             req_to_token_pool=req_to_token_pool,
             rows=RowTables(rows, device),
             sinks=SinkStore(plan.sink_blocks),
-            layers=layer_params(rotations, buffers.layer_caches(pool), device, configurator.model),
+            layers=layer_params(rotations, buffers.layer_caches(pool), device, absorbed),
         )
     )
     for line in plan.lines(sizes.max_total_num_tokens):
@@ -154,14 +155,14 @@ def check_layers(model: Any, layers: int) -> None:
         )
 
 
-def layer_params(rotations: Rotations, caches: list[Any], device: str, model: Any) -> list[Any]:
-    """Constants of every layer, on the device."""
-    k_rotations = None if rotations.key.rotation is None else rotations.key.rotation.to(device)
-    absorbed = absorption.absorbed_source(model)
-    online = rotations.value.rotation is not None and absorbed is None
-    v_rotations = rotations.value.rotation.to(device) if online and rotations.value.rotation is not None else None
-    if rotations.value.source != IDENTITY:
-        logger.info("int2 rotation of values: %s", "online, at every step" if online else "absorbed into the weights")
+def layer_params(rotations: Rotations, caches: list[Any], device: str, absorbed: bool) -> list[Any]:
+    """Constants of every layer, on the device; ``absorbed`` values come rotated out of their projection."""
+    sides = (rotations.key, rotations.value)
+    k_rotations, v_rotations = (None if side.rotation is None else side.rotation.to(device) for side in sides)
+    if v_rotations is not None:
+        logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
+    if absorbed:
+        v_rotations = None
     return [
         runtime.LayerParams(
             cache=cache,
