@@ -129,9 +129,9 @@ def test_documents_are_deterministic_and_fit(tokenizer):
 
 def test_retrieval_at_1k(model, tokenizer):
     """BF16 recalls; OSCAR INT2 nearly as well and naive INT2 nothing, document cached and question behind it."""
-    prompts, answers, document = evaluate.prompts_and_answers(tokenizer, 1024, 1, 4, 8, seed=11)
+    prompts, answers, document = evaluate.prompts_and_answers(tokenizer, 1024, 2, 4, 8, seed=2)
     prefix = evaluate.prefix_length("prefix hit", prompts.shape[1], document)
-    moments = simulate.second_moments(model, evaluate.calibration_prompts(tokenizer)[:2])
+    moments = simulate.second_moments(model, evaluate.calibration_prompts(tokenizer))
     recipes = {"bf16": simulate.BF16} | {
         recipe.name: recipe
         for recipe in [
