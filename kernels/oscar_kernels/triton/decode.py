@@ -43,6 +43,8 @@ WAVES = 2
 """Pieces per resident program: more balance the GPU better, fewer leave less to merge."""
 MIN_TILES = 4
 """Tiles that a piece has at least."""
+HEADS_PER_PROGRAM = 8
+"""kv heads, and so warps, of a program at most."""
 BLOCK_W = 16
 """Tokens of a tile of a window."""
 STAGES = 3
@@ -68,10 +70,10 @@ def _load_units(q_rows, mask, UNITS: tl.constexpr, UNIT: tl.constexpr, CODE_BYTE
 
 @triton.jit
 def _history(
-    q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, pages_ptr, head,
+    q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head,
     tile_begin, tile_end, begin, end, sm_scale, o_rows, lse_ptrs,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A piece of history: positions [begin, end) of tiles [tile_begin, tile_end); every tile has one at least."""
     CODE_BYTES: tl.constexpr = D // 4
@@ -119,9 +121,10 @@ def _history(
             slot = page * PAGE + (tile * BLOCK_N) % PAGE + offset
         else:
             page = tl.load(pages_ptr + position // PAGE, mask=live, other=0).to(tl.int64)
-            slot = page * PAGE + position % PAGE
-        k_row = k_rows_ptr + slot * k_row_stride
-        v_row = v_rows_ptr + slot * v_row_stride
+            # Not position % PAGE: from that Triton concludes that every slot is a multiple of PAGE.
+            slot = page * PAGE + (position & (PAGE - 1))
+        k_row = k_rows_ptr + slot * K_STRIDE
+        v_row = v_rows_ptr + slot * V_STRIDE
 
         # Every slot of a tile exists and any byte is four codes, so code loads need no mask; what lies outside
         # [begin, end) is cut off at the logits and at the scales and zero points of the values.
@@ -220,21 +223,21 @@ def _window(
 
 @triton.jit(do_not_specialize=["batch", "pieces", "page_table_stride"])
 def _decode_kernel(
-    q_ptr, q_stride_token, q_stride_head, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride,
+    q_ptr, q_stride_token, q_stride_head, k_rows_ptr, v_rows_ptr,
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr,
     ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
-    KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
     PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr, SINK_PARTS: tl.constexpr,
     WINDOW_PARTS: tl.constexpr, PART: tl.constexpr, MIN_TILES: tl.constexpr, BATCH: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces + batch + batch * WINDOW_PARTS, kv heads / BLOCK_H).
+    """Grid (kv heads / BLOCK_H, pieces + batch + batch * WINDOW_PARTS): heads of one token are read together.
 
-    o [grid x, q_heads, D] float32 and lse [grid x, q_heads] float32 in log2 take the partial results; lse = -inf
+    o [grid y, q_heads, D] float32 and lse [grid y, q_heads] float32 in log2 take the partial results; lse = -inf
     where there was nothing to attend to.
     """
-    work = tl.program_id(0)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    work = tl.program_id(1)
+    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_mask = head < KV_HEADS
     # A padded head reads what the last one reads, and is never written.
     read_head = tl.minimum(head, KV_HEADS - 1)
@@ -262,10 +265,10 @@ def _decode_kernel(
             first_tile = begin // BLOCK_N
             tiles = (end + BLOCK_N - 1) // BLOCK_N - first_tile
             _history(
-                q_rows + request.to(tl.int64) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride,
-                v_row_stride, page_table_ptr + request.to(tl.int64) * page_table_stride, read_head,
+                q_rows + request.to(tl.int64) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr,
+                page_table_ptr + request.to(tl.int64) * page_table_stride, read_head,
                 first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
-                o_rows, lse_ptrs, KV_HEADS, D, GROUP, SCALE_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
+                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
             )  # fmt: skip
     elif WINDOW_PARTS > 0:
         request = (work - history_work) // WINDOW_PARTS
@@ -366,7 +369,7 @@ def decode(
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
     lse = workspace[partials * q_heads * head_dim :]
     block_n, registers = tile_shape(layout)
-    block_h = min(triton.next_power_of_2(layout.kv_heads), 8)
+    block_h = min(triton.next_power_of_2(layout.kv_heads), HEADS_PER_PROGRAM)
     shared = {
         "D": head_dim,
         "SINK": windows.sink,
@@ -377,11 +380,10 @@ def decode(
         "BATCH": max(triton.next_power_of_2(batch), 64),
         "BLOCK_N": block_n,
     }
-    _decode_kernel[(partials, triton.cdiv(layout.kv_heads, block_h))](
-        q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_rows.stride(0),
-        cache.v_rows.stride(0), cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
+    _decode_kernel[(triton.cdiv(layout.kv_heads, block_h), partials)](
+        q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
         tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, workspace,
-        lse, batch, pieces, sm_scale, KV_HEADS=layout.kv_heads, GQA=q_heads // layout.kv_heads,
+        lse, batch, pieces, sm_scale, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads, GQA=q_heads // layout.kv_heads,
         GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
         RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=WINDOW_PART, BLOCK_H=block_h,
         BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 8), BLOCK_W=BLOCK_W, **shared,

@@ -44,8 +44,8 @@ def _load_rows(rows, mask, start, SIZE: tl.constexpr):
 
 @triton.jit
 def _history(
-    state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, pages_ptr, head, begin, end, sm_scale,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
+    state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head, begin, end, sm_scale,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold history positions [begin, end) into ``state``, which must be fresh; see decode for the arithmetic."""
@@ -88,9 +88,10 @@ def _history(
             slot = page * PAGE + (tile * BLOCK_N) % PAGE + offset
         else:
             page = tl.load(pages_ptr + position // PAGE, mask=live, other=0).to(tl.int64)
-            slot = page * PAGE + position % PAGE
-        k_row = k_rows_ptr + slot * k_row_stride
-        v_row = v_rows_ptr + slot * v_row_stride
+            # Not position % PAGE: from that Triton concludes that every slot is a multiple of PAGE.
+            slot = page * PAGE + (position & (PAGE - 1))
+        k_row = k_rows_ptr + slot * K_STRIDE
+        v_row = v_rows_ptr + slot * V_STRIDE
 
         scales, zeros = load_params(k_row + head_params, GROUPS, SCALE_DTYPE)
         codes = ()
@@ -168,11 +169,11 @@ def _fold(state, q, k_rows, v_rows, live, visible, sm_scale, D: tl.constexpr, UN
 @triton.jit(do_not_specialize=["batch", "page_table_stride"])
 def _extend_kernel(
     q_ptr, q_stride_token, q_stride_head, q_rot_ptr, q_rot_stride_token, q_rot_stride_head, k_ptr, k_stride_token,
-    k_stride_head, v_ptr, v_stride_token, v_stride_head, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride,
+    k_stride_head, v_ptr, v_stride_token, v_stride_head, k_rows_ptr, v_rows_ptr,
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr, ring_row_ptr,
     ring_start_ptr, sink_block_ptr, qo_indptr_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, batch,
     sm_scale,
-    KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
     PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_LSE: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -213,9 +214,9 @@ def _extend_kernel(
     q_rows = q_rot_ptr + index * q_rot_stride_token + q_head * q_rot_stride_head
     if ring_begin > sink_end:
         top, total, out = _history(
-            (top, total, out), q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride,
-            page_table_ptr + request.to(tl.int64) * page_table_stride, head, sink_end, ring_begin, sm_scale, KV_HEADS,
-            D, GROUP, SCALE_DTYPE, PAGE, UNIT, BLOCK_M, BLOCK_N,
+            (top, total, out), q_rows, q_mask, k_rows_ptr, v_rows_ptr,
+            page_table_ptr + request.to(tl.int64) * page_table_stride, head, sink_end, ring_begin, sm_scale, K_STRIDE,
+            V_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, PAGE, UNIT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     offset = tl.arange(0, BLOCK_N)
     if SINK + RECENT > 0:
@@ -318,10 +319,11 @@ def extend(
     per_tile = block_m // gqa
     _extend_kernel[(triton.cdiv(tokens, per_tile) + batch, layout.kv_heads)](
         q, q.stride(0), q.stride(1), q_rot, q_rot.stride(0), q_rot.stride(1), k, k.stride(0), k.stride(1), v,
-        v.stride(0), v.stride(1), cache.k_rows, cache.v_rows, cache.k_rows.stride(0), cache.v_rows.stride(0),
+        v.stride(0), v.stride(1), cache.k_rows, cache.v_rows,
         cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table, tables.page_table.stride(0),
         tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, qo_indptr, out, out.stride(0),
-        out.stride(1), qo_indptr if lse is None else lse, batch, sm_scale, KV_HEADS=layout.kv_heads, GQA=gqa,
+        out.stride(1), qo_indptr if lse is None else lse, batch, sm_scale, K_STRIDE=cache.k_rows.stride(0),
+        V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads, GQA=gqa,
         D=head_dim, GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1), HAS_CHUNK=not prefix_only,
         HAS_LSE=lse is not None, BATCH=max(triton.next_power_of_2(batch), 64), TOKENS=per_tile, BLOCK_M=block_m,

@@ -19,7 +19,7 @@ def plan_pieces(
     kv_lens_ptr, ring_start_ptr, batch, pieces, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of every request, [BATCH] int32: in all at most ``pieces`` + batch, all but a request's last equally long.
+    """Pieces of every request, [BATCH] int32: in all at most ``pieces`` + batch, and ``pieces`` where that is more than twice the batch.
 
     Tiles are aligned to BLOCK_N, so that none crosses a page at least as large. The piece length in tiles follows
     from the total.
@@ -30,5 +30,7 @@ def plan_pieces(
     ring_start = tl.load(ring_start_ptr + request, mask=live, other=0)
     begin, end = split_lengths(kv_len, ring_start, SINK, RECENT)
     tiles = tl.where(end > begin, (end + BLOCK_N - 1) // BLOCK_N - begin // BLOCK_N, 0)
-    length = tl.maximum((tl.sum(tiles, 0) + pieces - 1) // pieces, MIN_TILES)
+    # Every request's last piece may be short. Leave room for that, so that the pieces fill the GPU evenly.
+    full = tl.maximum(pieces - tl.sum((tiles > 0).to(tl.int32), 0), (pieces + 1) // 2)
+    length = tl.maximum((tl.sum(tiles, 0) + full - 1) // full, MIN_TILES)
     return request, (tiles + length - 1) // length

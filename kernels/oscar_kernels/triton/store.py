@@ -63,47 +63,61 @@ def _vectors(x_ptr, stride_token, stride_head, first, count, HEADS: tl.constexpr
 
 @triton.jit
 def _rotate(x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 [BLOCK, D]: the vectors times the rotation; TERMS = 0 is identity."""
+    """float32 [BLOCK, D]: the vectors times the rotation; TERMS = 0 is identity.
+
+    Identity is a product with the unit matrix, which is exact: so every tile leaves the tensor cores with its vectors
+    spread over few threads, where what follows is cheap.
+    """
+    DEPTH: tl.constexpr = 64
+    STEPS: tl.constexpr = D // DEPTH
     channel = tl.arange(0, D)
+    y = tl.zeros([BLOCK, D], tl.float32)
     if TERMS == 0:
-        y = tl.load(x_rows[:, None] + channel[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-    else:
-        DEPTH: tl.constexpr = 64
-        y = tl.zeros([BLOCK, D], tl.float32)
-        for k in tl.static_range(0, D, DEPTH):
-            row = k + tl.arange(0, DEPTH)
+        for step in tl.static_range(STEPS):
+            row = step * DEPTH + tl.arange(0, DEPTH)
             x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
-            for term in tl.static_range(TERMS - 1, -1, -1):
-                r = tl.load(r_ptr + term * D * D + row[:, None] * D + channel[None, :])
-                y = dot(x, r, y)
+            y = dot(x, (row[:, None] == channel[None, :]).to(tl.float32).to(x.dtype), y)
+    else:
+        # Small terms first. All loads of a short loop are in flight at once.
+        for step in tl.range(0, TERMS * STEPS, num_stages=4):
+            row = step % STEPS * DEPTH + tl.arange(0, DEPTH)
+            x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
+            term = TERMS - 1 - step // STEPS
+            r = tl.load(r_ptr + (term * D * D + row[:, None] * D + channel[None, :]))
+            y = dot(x, r, y)
         y = y * (1.0 / R_SCALE)
     return y
 
 
 @triton.jit
-def _clip(y, RANK: tl.constexpr):
+def _clip(y, mask, RANK: tl.constexpr):
     """Clamp every vector to its RANK-th largest magnitude, duplicates counted; RANK = 0 does not clip.
 
-    Exact, without sorting. A threshold near the top is found by walking down the distinct magnitudes, any other
-    one by bisection over the bits, which order non-negative floats as integers do.
+    Exact, without sorting. Near the top, walk down the distinct magnitudes RANK - 1 times: that is the threshold
+    unless some of them occur twice. Then, and for any other rank, bisect over the bits, which order non-negative
+    floats as integers do.
     """
     if RANK == 0:
         return y
     else:
         size = tl.abs(y)
+        tau = tl.max(size, 1)
+        search = True
         if RANK <= 16:
-            tau = tl.max(size, 1)
-            for _ in tl.static_range(RANK - 1):
-                reached = tl.sum((size >= tau[:, None]).to(tl.int32), 1) >= RANK
-                below = tl.max(tl.where(size < tau[:, None], size, -1.0), 1)
-                tau = tl.where(reached, tau, below)
-        else:
+            for _ in tl.range(RANK - 1):
+                tau = tl.max(tl.where(size < tau[:, None], size, -1.0), 1)
+            reached = tl.sum((size >= tau[:, None]).to(tl.int32), 1)
+            # Masked rows are all zeros: no reason to search.
+            search = tl.max(((reached != RANK) & mask).to(tl.int32), 0) > 0
+        if search:
             bits = size.to(tl.int32, bitcast=True)
             found = tl.zeros([y.shape[0]], tl.int32)
-            for step in tl.static_range(31):
-                trial = found | (1 << (30 - step))
+            bit = tl.full([], 1 << 30, tl.int32)
+            for _ in tl.range(31):
+                trial = found | bit
                 above = tl.sum((bits >= trial[:, None]).to(tl.int32), 1)
                 found = tl.where(above >= RANK, trial, found)
+                bit = bit >> 1
             tau = found.to(tl.float32, bitcast=True)
         return tl.minimum(tl.maximum(y, -tau[:, None]), tau[:, None])
 
@@ -160,7 +174,7 @@ def _store_tile(
         _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS)
     if HAS_SINK:
         _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
-    packed, scale, zero = _quantize(_clip(y, RANK), GROUP, SCALE_DTYPE)
+    packed, scale, zero = _quantize(_clip(y, mask, RANK), GROUP, SCALE_DTYPE)
     CODE_BYTES: tl.constexpr = D // 4
     GROUPS: tl.constexpr = D // GROUP
     rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
