@@ -116,7 +116,11 @@ def test_inspect_of_a_file_without_spectrum(tmp_path: Path) -> None:
         (["fit", "nowhere", "--out", "out"], 1, "error: nowhere: no such folder"),
         (["fit", "nowhere"], 2, "--out"),
         (["fit", "nowhere", "--out", "out", "--order", "sideways"], 2, "not one of ascending, descending"),
-        (["fit", "nowhere", "--out", "out", "--value-target", "qqt"], 2, "not one of sst, proxy, vtv, uresidual, hadamard"),
+        (
+            ["fit", "nowhere", "--out", "out", "--value-target", "qqt"],
+            2,
+            "not one of sst, proxy, vtv, uresidual, hadamard",
+        ),
         (["fit", "nowhere", "--out", "out", "--device", "abacus"], 2, "unknown device"),
         (["inspect"], 2, "Missing argument"),
     ],
