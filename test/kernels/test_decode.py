@@ -15,7 +15,7 @@ from oscar_kernels.triton.decode import decode, workspace_numel
 SHAPES = [
     Shape(),
     Shape(gqa=1, kv_heads=1, head_dim=128, group=128),
-    Shape(gqa=2, kv_heads=8, head_dim=64, group=32, scale_dtype=torch.float16),
+    Shape(gqa=2, kv_heads=4, head_dim=64, group=32, scale_dtype=torch.float16),
     Shape(gqa=5, kv_heads=3, head_dim=128, group=32, dtype=torch.float16),
     Shape(gqa=8, kv_heads=1, head_dim=128, group=64, scale_dtype=torch.float32),
     Shape(gqa=16, kv_heads=1, head_dim=256, group=32),

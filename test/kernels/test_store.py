@@ -84,8 +84,10 @@ def exact(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
     return x.double() if rotation is None else x.double() @ rotation.double()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("clip", [0.96, 0.7, 1.0])
+@pytest.mark.parametrize(
+    ("shape", "clip"), [*((shape, 0.96) for shape in SHAPES), (SHAPES[0], 0.7), (SHAPES[2], 0.7), (SHAPES[1], 1.0)],
+    ids=str,
+)
 def test_store_matches_reference(shape: Shape, clip: float, device: torch.device) -> None:
     tokens = 37
     caches, slots, (q, k, v), (rk, rv), q_rot = run_both(shape, tokens, clip, device, rotate_v=clip != 1.0)
@@ -107,7 +109,7 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     torch.testing.assert_close(rotate_queries(q, rk), q_rot, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("clip", [0.96, 0.92, 0.7, 0.01])
+@pytest.mark.parametrize("clip", [0.96, 0.7, 0.01])
 def test_identity_is_bit_exact_with_duplicates(clip: float, device: torch.device) -> None:
     """Without rotation nothing rounds before the codec; few distinct magnitudes make every rank a tie."""
     shape = Shape(head_dim=128, group=32)
