@@ -148,12 +148,22 @@ def _history(
 
 
 @triton.jit
-def _fold(state, q, k_rows, v_rows, live, visible, sm_scale, D: tl.constexpr, UNIT: tl.constexpr):
-    """Fold a tile of 16-bit keys and values at row pointers [BLOCK_N] into ``state``; visible [BLOCK_M, BLOCK_N]."""
+def _fold(
+    state, q, k_rows, v_rows, live, visible, sm_scale, D: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Fold a tile of 16-bit keys and values at row pointers [BLOCK_N] into ``state``.
+
+    ``live`` [BLOCK_N] says which rows exist, ``visible`` [BLOCK_M, BLOCK_N] who sees them; both only if MASKED.
+    """
     top, total, out = state
-    k = tl.load(k_rows[None, :] + tl.arange(0, D)[:, None], mask=live[None, :], other=0.0)
+    k_at = k_rows[None, :] + tl.arange(0, D)[:, None]
+    if MASKED:
+        k = tl.load(k_at, mask=live[None, :], other=0.0)
+    else:
+        k = tl.load(k_at)
     logits = dot(q, k, tl.zeros([q.shape[0], k.shape[1]], tl.float32)) * (sm_scale * LOG2_E)
-    logits = tl.where(visible, logits, float("-inf"))
+    if MASKED:
+        logits = tl.where(visible, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     fade = exp2(top - new_top)
     p = exp2(logits - new_top[:, None])
@@ -161,7 +171,10 @@ def _fold(state, q, k_rows, v_rows, live, visible, sm_scale, D: tl.constexpr, UN
     p = narrow(p, v_rows.dtype.element_ty)
     new_out = ()
     for u in tl.static_range(D // UNIT):
-        v = _load_rows(v_rows, live, unit_start(u, D // 4, UNIT), UNIT)
+        if MASKED:
+            v = _load_rows(v_rows, live, unit_start(u, D // 4, UNIT), UNIT)
+        else:
+            v = tl.load(v_rows[:, None] + (unit_start(u, D // 4, UNIT) + tl.arange(0, UNIT))[None, :])
         new_out = new_out + (dot(p, v, out[u] * fade[:, None]),)
     return new_top, total, new_out
 
@@ -227,7 +240,7 @@ def _extend_kernel(
                 live = start + offset < sink_end
                 at = ((block + start + offset) * KV_HEADS + head) * D
                 top, total, out = _fold(
-                    (top, total, out), q, k_sink_ptr + at, v_sink_ptr + at, live, live[None, :], sm_scale, D, UNIT
+                    (top, total, out), q, k_sink_ptr + at, v_sink_ptr + at, live, live[None, :], sm_scale, D, UNIT, True
                 )
         if RECENT > 0:
             ring = tl.load(ring_row_ptr + request).to(tl.int64) * RING
@@ -235,18 +248,25 @@ def _extend_kernel(
                 live = start + offset < kv_len
                 at = ((ring + (start + offset) % RING) * KV_HEADS + head) * D
                 top, total, out = _fold(
-                    (top, total, out), q, k_ring_ptr + at, v_ring_ptr + at, live, live[None, :], sm_scale, D, UNIT
+                    (top, total, out), q, k_ring_ptr + at, v_ring_ptr + at, live, live[None, :], sm_scale, D, UNIT, True
                 )
     if HAS_CHUNK:
         q = _load_rows(q_ptr + index * q_stride_token + q_head * q_stride_head, q_mask, 0, D)
-        for start in range(0, tl.minimum((tile + 1) * TOKENS, length), BLOCK_N):
+        # Tiles before the first token of this program are seen by all of its rows.
+        seen_by_all = tile * TOKENS // BLOCK_N * BLOCK_N
+        for start in range(0, seen_by_all, BLOCK_N):
+            at = (chunk_begin + start + offset).to(tl.int64)
+            top, total, out = _fold(
+                (top, total, out), q, k_ptr + at * k_stride_token + head * k_stride_head,
+                v_ptr + at * v_stride_token + head * v_stride_head, 0, 0, sm_scale, D, UNIT, False,
+            )  # fmt: skip
+        for start in range(seen_by_all, tl.minimum((tile + 1) * TOKENS, length), BLOCK_N):
             key = start + offset
-            live = key < length
             at = (chunk_begin + key).to(tl.int64)
             top, total, out = _fold(
                 (top, total, out), q, k_ptr + at * k_stride_token + head * k_stride_head,
-                v_ptr + at * v_stride_token + head * v_stride_head, live, key[None, :] <= token[:, None], sm_scale, D,
-                UNIT,
+                v_ptr + at * v_stride_token + head * v_stride_head, key < length, key[None, :] <= token[:, None],
+                sm_scale, D, UNIT, True,
             )  # fmt: skip
 
     # Nothing to attend to (only without the chunk): zeros, and a log-sum-exp of -inf.
