@@ -9,6 +9,7 @@ import torch
 
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files import load_rotation
+from oscar_rotation.identity import ModelIdentity
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 
@@ -46,14 +47,38 @@ def load_rotations(settings: Settings, num_layers: int, head_dim: int) -> Rotati
     Raises:
         Int2Error: a variable is unset or a file is missing, broken or made for another model.
     """
+    model = None if settings.allow_other_model else served_model()
+
+    def load(side: Literal["k", "v"], source: str | None, override: float | None, default: float) -> Side:
+        return _load(side, source, override, default, num_layers, head_dim, model)
+
     return Rotations(
-        key=_load("k", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP, num_layers, head_dim),
-        value=_load("v", settings.v_rotation, settings.v_clip_ratio, DEFAULT_V_CLIP, num_layers, head_dim),
+        key=load("k", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP),
+        value=load("v", settings.v_rotation, settings.v_clip_ratio, DEFAULT_V_CLIP),
     )
 
 
+def served_model() -> ModelIdentity | None:
+    """The model of this process; None before SGLang has published its arguments."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        args = get_server_args()
+        config = args.get_model_config()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError):
+        return None
+    # The path that the user gave, not where a download put it.
+    return ModelIdentity(model_id=args.model_path, kv_heads=config.get_total_num_kv_heads())
+
+
 def _load(
-    side: Literal["k", "v"], source: str | None, override: float | None, default: float, layers: int, head_dim: int
+    side: Literal["k", "v"],
+    source: str | None,
+    override: float | None,
+    default: float,
+    layers: int,
+    head_dim: int,
+    model: ModelIdentity | None,
 ) -> Side:
     variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
     if source is None:
@@ -62,7 +87,7 @@ def _load(
             "`hadamard` or `identity`"
         )
     try:
-        found = load_rotation(source, num_layers=layers, head_dim=head_dim, side=side)
+        found = load_rotation(source, num_layers=layers, head_dim=head_dim, side=side, model=model)
     except RotationFileError as error:
         raise Int2Error(f"{variable}: {error}") from None
     stored = found.clip_ratios or (default,) * layers

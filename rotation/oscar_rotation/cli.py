@@ -1,4 +1,4 @@
-"""The commands ``fit``, ``report`` and ``inspect``; ``app`` can be mounted into another typer application.
+"""The commands ``fit``, ``report``, ``inspect`` and those on files; ``app`` can be mounted into another typer app.
 
 Exit codes: 0 done, 1 a file or dump cannot be used, 2 wrong usage. Errors are one line on stderr.
 """
@@ -19,6 +19,7 @@ from oscar_rotation.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.errors import DumpError, RotationFileError
+from oscar_rotation.file_commands import add_file_commands
 from oscar_rotation.files import SUFFIXES, rotation_file_name, save_rotation_file
 from oscar_rotation.fit import FitOptions, FitResult, choose_device, fit
 from oscar_rotation.fit_options import SHARES
@@ -197,3 +198,6 @@ def inspect_command(
         typer.echo(json.dumps(description, indent=2))
     else:
         Console().print(render(description))
+
+
+add_file_commands(app, one_line_errors)

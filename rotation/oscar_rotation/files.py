@@ -8,6 +8,7 @@ from typing import get_args
 
 from oscar_rotation.compose import DEFAULT_COMPOSITION, RECIPES
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.identity import ModelIdentity, check_identity
 from oscar_rotation.rotation_set import RotationMetadata, RotationSet, Side, check_rotation_set
 from oscar_rotation.safetensors_format import read_safetensors, save_safetensors
 from oscar_rotation.zoo_format import read_zoo, save_zoo
@@ -43,7 +44,8 @@ def load_rotation(
     num_layers: int,
     head_dim: int,
     side: Side,
-    model_hash: str | None = None,
+    model: ModelIdentity | None = None,
+    allow_other_model: bool = False,
 ) -> RotationSet:
     """Rotations for serving one model: read, checked in full, never replaced by a fallback.
 
@@ -53,8 +55,8 @@ def load_rotation(
         num_layers: attention layers of the model.
         head_dim: channels per head of the model.
         side: "k" or "v": which cache the rotation is for.
-        model_hash: hash of the model's configuration; a file that records another one is refused.
-            None skips this check.
+        model: the served model; a file that states another one is refused. None skips this check.
+        allow_other_model: skip it too. Layer count and head_dim must fit in any case.
 
     Returns:
         RotationSet: ``rotations`` float32 [num_layers, head_dim, head_dim] on the CPU, ``eigenvalues`` float32
@@ -86,12 +88,8 @@ def load_rotation(
         raise RotationFileError(
             f"{path}: holds {loaded.num_layers} layers, the model has {num_layers}; use this model's file"
         )
-    recorded = loaded.metadata.model_hash
-    if model_hash and recorded and recorded != model_hash:
-        raise RotationFileError(
-            f"{path}: fitted for model {loaded.metadata.model_id or 'unknown'} (configuration hash {recorded[:12]}), "
-            f"the served model has hash {model_hash[:12]}; fit it for this model"
-        )
+    if model is not None and not allow_other_model:
+        check_identity(loaded, path, model)
     return loaded
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files import load_rotation, read_rotation_file, rotation_file_name, save_rotation_file
 from oscar_rotation.hadamard import sylvester_hadamard
+from oscar_rotation.identity import ModelIdentity
 from oscar_rotation.rotation_set import RotationSet
 
 Content = dict[str, Any]
@@ -43,7 +44,7 @@ def refused(path: Path | str, side: str = "k", **changes: Any) -> str:
 def test_round_trip(tmp_path: Path, rotation_set: RotationSet, suffix: str) -> None:
     path = tmp_path / "new folder" / f"k{suffix}"
     save_rotation_file(path, rotation_set)
-    loaded = load_rotation(path, num_layers=3, head_dim=64, side="k", model_hash="abc123")
+    loaded = load_rotation(path, num_layers=3, head_dim=64, side="k", model=ModelIdentity(model_hash="abc123"))
     assert torch.equal(loaded.rotations, rotation_set.rotations)
     assert loaded.eigenvalues is not None
     assert rotation_set.eigenvalues is not None
@@ -261,7 +262,7 @@ def test_file_for_another_model_is_refused(tmp_path: Path, rotation_set: Rotatio
     assert "holds 3 layers, the model has 36" in refused(path, num_layers=36)
     assert "holds 3 layers, the model has 2" in refused(path, num_layers=2)
     assert "made for head_dim 64, the model has 128" in refused(path, head_dim=128)
-    assert "fitted for model some/model" in refused(path, model_hash="def456")
+    assert "fitted for model some/model" in refused(path, model=ModelIdentity(model_hash="def456"))
 
 
 @pytest.mark.parametrize(
