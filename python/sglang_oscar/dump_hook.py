@@ -11,11 +11,12 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from oscar_rotation.covariance_dump import CovarianceWriter
 from oscar_rotation.dump_manifest import DumpManifest
 from oscar_rotation.dump_writer import DumpWriter
 from sglang_oscar import flags
@@ -32,6 +33,7 @@ class DumpSettings(BaseModel):
     enabled: bool = Field(False, alias="DUMP_KVCACHE")
     tokens: int = Field(30000, alias="DUMP_KVCACHE_TOKENS", gt=0)
     folder: Path = Field(Path("qkv_dumps"), alias="DUMP_KVCACHE_DIR")
+    mode: Literal["activations", "covariances"] = Field("activations", alias="DUMP_KVCACHE_MODE")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> DumpSettings:
@@ -71,6 +73,19 @@ def configure(args: Any) -> None:
     logger.info("dumping q, k and v of %d tokens to %s", settings.tokens, settings.folder)
 
 
+def covariance_writer(shares: DumpWriter, num_layers: int, sm_scale: float) -> CovarianceWriter:
+    """A writer of covariances for the same rank and heads as a writer of activations."""
+    return CovarianceWriter(
+        shares.root,
+        num_layers=num_layers,
+        kv_shard=shares.kv_shard,
+        kv_shards=shares.kv_shards,
+        tp_rank=shares.tp_rank,
+        tp_size=shares.tp_size,
+        sm_scale=sm_scale,
+    )
+
+
 class Dump:
     """A dump in progress in one worker.
 
@@ -97,6 +112,11 @@ class Dump:
             tp_rank=parallel.attn_tp_rank,
             tp_size=parallel.attn_tp_size,
         )
+        self.covariances = (
+            covariance_writer(self.writer, model.num_hidden_layers, sm_scale)
+            if settings.mode == "covariances"
+            else None
+        )
         self.manifest = DumpManifest(
             model_id=server_args.model_path,
             num_layers=model.num_hidden_layers,
@@ -119,9 +139,7 @@ class Dump:
     def select(self, forward_batch: Any) -> None:
         """Choose the tokens of a forward pass: those of sequences that start at position 0."""
         spans, begin = [], 0
-        for prefix, length in zip(
-            forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True
-        ):
+        for prefix, length in zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True):
             if prefix == 0:
                 spans.append((begin, begin + length))
             begin += length
@@ -134,12 +152,15 @@ class Dump:
         if self.selected is None:
             return
         index = self.selected.to(q.device)
-        self.writer.write(layer_id, self.chunk, q[index], k[index], v[index], self.seq_lens)
+        writer = self.covariances or self.writer
+        writer.write(layer_id, self.chunk, q[index], k[index], v[index], self.seq_lens)
         if layer_id < self.last_layer:
             return
         if self.chunk:
             self.tokens += sum(self.seq_lens)
         if self.done:
+            if self.covariances:
+                self.covariances.finish()
             self.manifest = self.manifest.model_copy(update={"complete": True, "tokens": self.tokens})
             self._write_manifest()
             logger.info("dump complete: %d tokens in %s", self.tokens, self.settings.folder)

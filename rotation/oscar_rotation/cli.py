@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from oscar_rotation.compose import COMPOSITIONS, DEFAULT_COMPOSITION
+from oscar_rotation.covariance_dump import is_covariance_dump
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.errors import DumpError, RotationFileError
@@ -78,12 +79,12 @@ def fit_with_progress(dump: Path, options: FitOptions, device: str, allow_incomp
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    reader = DumpReader(dump, allow_incomplete=allow_incomplete)
+    source = dump if is_covariance_dump(dump) else DumpReader(dump, allow_incomplete=allow_incomplete)
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task(f"fitting {reader.num_layers} layers", total=None)
+        task = bars.add_task("fitting", total=None)
         return fit(
-            reader,
+            source,
             options,
             device=device,
             progress=lambda done, total: bars.update(task, completed=done, total=total),

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from oscar_rotation.dump import DumpReader
+from oscar_rotation.covariance_dump import is_covariance_dump
+from oscar_rotation.dump import DumpManifest, DumpReader
 from oscar_rotation.fit_options import FitOptions
 from oscar_rotation.layer_fit import LayerFitter, Progress, SideFit, target_composition
 from oscar_rotation.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_rotation.streamed_fit import fit_covariances
 from oscar_rotation.targets import KEY_TARGETS, VALUE_TARGETS
 
 __all__ = ["FitOptions", "FitResult", "Progress", "choose_device", "fit"]
@@ -62,7 +64,7 @@ def fit(
     a refit of the same dump on the same kind of device gives the same files. Memory is one chunk of one layer.
 
     Args:
-        dump: reader of a dump, or its folder.
+        dump: reader of a dump, or its folder, which may hold covariances instead of activations.
         options: targets, order, composition, clip ratios, report; the method's defaults.
         device: "auto", "cpu", "cuda" or another torch device.
         progress: told about every chunk.
@@ -77,16 +79,22 @@ def fit(
     """
     options = options or FitOptions()
     chosen_device = choose_device(device)
+    if not isinstance(dump, DumpReader) and is_covariance_dump(Path(dump)):
+        return _fit_streamed(Path(dump), options, progress)
     reader = dump if isinstance(dump, DumpReader) else DumpReader(dump)
     fitter = LayerFitter(reader, options, chosen_device, progress)
     layers = [fitter.run(layer) for layer in range(reader.num_layers)]
-    metadata = _metadata(reader, options, fitter)
-    remarks = []
-    if fitter.tokens < FEW_TOKENS_PER_CHANNEL * fitter.head_dim:
-        remarks.append(
-            f"only {fitter.tokens} calibration tokens for head_dim {fitter.head_dim}; "
-            f"{FEW_TOKENS_PER_CHANNEL * fitter.head_dim} or more make a sound fit"
-        )
+    calibration = {
+        "tokens": fitter.tokens,
+        "requests": sum(map(len, fitter.seq_lens.values())),
+        "chunks": len(fitter.chunks),
+        "include_warmup": options.include_warmup,
+        "q_heads": fitter.q_heads,
+        "kv_heads": fitter.kv_heads,
+    }
+    if options.fit_clip:
+        calibration |= {"held_out_tokens": fitter.sampled_tokens, "clip_group_size": options.group_size}
+    metadata = _metadata(reader.manifest, options, calibration)
     report: dict[str, Any] = {}
     if options.needs_samples:
         report = {
@@ -100,9 +108,31 @@ def fit(
     return FitResult(
         pack([layer.key for layer in layers], metadata["k"]),
         pack([layer.value for layer in layers], metadata["v"]),
-        tuple(remarks),
+        _remarks(fitter.tokens, fitter.head_dim),
         report,
     )
+
+
+def _fit_streamed(root: Path, options: FitOptions, progress: Progress | None) -> FitResult:
+    streamed, keys, values = fit_covariances(root, options, progress)
+    manifest = streamed.manifest
+    calibration = {
+        "tokens": streamed.tokens,
+        "requests": streamed.requests,
+        "include_warmup": False,
+        "q_heads": manifest.q_heads,
+        "kv_heads": manifest.kv_heads,
+    }
+    metadata = _metadata(manifest, options, calibration)
+    remarks = _remarks(streamed.tokens, manifest.head_dim)
+    return FitResult(pack(keys, metadata["k"]), pack(values, metadata["v"]), remarks)
+
+
+def _remarks(tokens: int, head_dim: int) -> tuple[str, ...]:
+    enough = FEW_TOKENS_PER_CHANNEL * head_dim
+    if tokens >= enough:
+        return ()
+    return (f"only {tokens} calibration tokens for head_dim {head_dim}; {enough} or more make a sound fit",)
 
 
 def pack(sides: Sequence[SideFit], metadata: RotationMetadata) -> RotationSet:
@@ -117,18 +147,9 @@ def pack(sides: Sequence[SideFit], metadata: RotationMetadata) -> RotationSet:
     )
 
 
-def _metadata(reader: DumpReader, options: FitOptions, fitter: LayerFitter) -> dict[Side, RotationMetadata]:
-    manifest = reader.manifest
-    calibration = {
-        "tokens": fitter.tokens,
-        "requests": sum(map(len, fitter.seq_lens.values())),
-        "chunks": len(fitter.chunks),
-        "include_warmup": options.include_warmup,
-        "q_heads": fitter.q_heads,
-        "kv_heads": fitter.kv_heads,
-    }
-    if options.fit_clip:
-        calibration |= {"held_out_tokens": fitter.sampled_tokens, "clip_group_size": options.group_size}
+def _metadata(
+    manifest: DumpManifest | None, options: FitOptions, calibration: dict[str, Any]
+) -> dict[Side, RotationMetadata]:
     sides: list[tuple[Side, str, dict[str, Any]]] = [
         ("k", options.key_target, KEY_TARGETS),
         ("v", options.value_target, VALUE_TARGETS),

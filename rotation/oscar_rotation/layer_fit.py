@@ -177,14 +177,16 @@ class LayerFitter:
             rotation = RECIPES[DATA_FREE](self.head_dim).float()
             return SideFit(rotation if self.options.share == "layer" else rotation.repeat(self.kv_heads, 1, 1), None)
         if self.options.share == "layer":
-            return SideFit(*self._compose(accumulator.shared()))
-        pairs = [self._compose(covariance) for covariance in accumulator.per_head()]
+            return SideFit(*compose_side(accumulator.shared(), self.options))
+        pairs = [compose_side(covariance, self.options) for covariance in accumulator.per_head()]
         return SideFit(torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs]))
 
-    def _compose(self, covariance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        eigenvalues, eigenvectors = eigenbasis(covariance.cpu(), self.options.order)
-        rotation = COMPOSITIONS[self.options.composition](eigenvectors, eigenvalues)
-        return rotation.float(), eigenvalues.float()
+
+def compose_side(covariance: torch.Tensor, options: FitOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotation and eigenvalues of one covariance, float32 [d, d] and [d]."""
+    eigenvalues, eigenvectors = eigenbasis(covariance.cpu(), options.order)
+    rotation = COMPOSITIONS[options.composition](eigenvectors, eigenvalues)
+    return rotation.float(), eigenvalues.float()
 
 
 def target_composition(target: Target, composition: str) -> str:
