@@ -49,8 +49,6 @@ BLOCK_W = 16
 """Tokens of a tile of a window."""
 STAGES = 3
 """Tiles in flight, the one worked on included."""
-MERGE_BLOCK = 32
-"""Partial results of a query head merged at a time."""
 Q_PEAK = tl.constexpr(2.0**13)
 """Queries enter the tensor cores as float16 with largest magnitude in [Q_PEAK, 2 Q_PEAK)."""
 Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
@@ -389,8 +387,12 @@ def decode(
         BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
         num_warps=block_h, num_stages=STAGES, maxnreg=registers,
     )  # fmt: skip
-    merge_kernel[(batch, q_heads)](
+    # Few query heads have many partials each: share a head's channels among programs, and read more at a time.
+    per_request = triton.cdiv(pieces, batch) + sink_parts + ring_parts
+    block = min(max(triton.next_power_of_2(per_request), 4), 64)
+    block_d = min(head_dim, 32 if batch * q_heads < 512 else head_dim)
+    merge_kernel[(batch, q_heads, head_dim // block_d)](
         workspace, lse, out, out.stride(0), out.stride(1), tables.kv_lens, tables.ring_start, batch, pieces,
-        Q_HEADS=q_heads, BLOCK=MERGE_BLOCK, **shared, num_warps=4,
+        Q_HEADS=q_heads, BLOCK=block, BLOCK_D=block_d, **shared, num_warps=min(max(block * block_d // 1024, 1), 4),
     )  # fmt: skip
     return out

@@ -10,10 +10,12 @@ from oscar_kernels.triton.plan import plan_pieces
 
 
 @triton.jit
-def _merge_span(o_ptr, lse_ptr, first, end, top, total, out, Q_HEADS: tl.constexpr, D: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+def _merge_span(
+    o_ptr, lse_ptr, first, end, top, total, out, Q_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Fold partials [first, end) of one query head into (top, total, out)."""
-    channel = tl.arange(0, D)
+    channel = tl.arange(0, BLOCK_D)
     for start in range(first, end, BLOCK):
         partial = (start + tl.arange(0, BLOCK)).to(tl.int64)
         lse = tl.load(lse_ptr + partial * Q_HEADS, mask=partial < end, other=float("-inf"))
@@ -35,8 +37,9 @@ def merge_kernel(
     o_ptr, lse_ptr, out_ptr, out_stride_token, out_stride_head, kv_lens_ptr, ring_start_ptr, batch, pieces,
     Q_HEADS: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, WINDOW_PARTS: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch, q_heads): weighted mean of a query head's partials; zeros for an empty request."""
+    """Grid (batch, q_heads, D / BLOCK_D): weighted mean of a query head's partials; zeros for an empty request."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     request_ids, counts = plan_pieces(
@@ -44,17 +47,18 @@ def merge_kernel(
     )
     first = tl.sum(tl.where(request_ids < request, counts, 0), 0)
     end = first + tl.sum(tl.where(request_ids == request, counts, 0), 0)
-    o_ptr += head * D
+    start_d = tl.program_id(2) * BLOCK_D
+    o_ptr += head * D + start_d
     lse_ptr += head
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
-    out = tl.zeros([D], tl.float32)
-    top, total, out = _merge_span(o_ptr, lse_ptr, first, end, top, total, out, Q_HEADS, D, BLOCK)
+    out = tl.zeros([BLOCK_D], tl.float32)
+    top, total, out = _merge_span(o_ptr, lse_ptr, first, end, top, total, out, Q_HEADS, D, BLOCK, BLOCK_D)
     if WINDOW_PARTS > 0:
         first = pieces + batch + request * WINDOW_PARTS
         top, total, out = _merge_span(
-            o_ptr, lse_ptr, first, first + WINDOW_PARTS, top, total, out, Q_HEADS, D, BLOCK
+            o_ptr, lse_ptr, first, first + WINDOW_PARTS, top, total, out, Q_HEADS, D, BLOCK, BLOCK_D
         )
     out = tl.where(total == 0, 0.0, out / total)
     rows = out_ptr + request.to(tl.int64) * out_stride_token + head * out_stride_head
-    tl.store(rows + tl.arange(0, D), narrow(out, out_ptr.dtype.element_ty))
+    tl.store(rows + start_d + tl.arange(0, BLOCK_D), narrow(out, out_ptr.dtype.element_ty))
