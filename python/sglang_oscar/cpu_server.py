@@ -29,6 +29,4 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env.update(SGLANG_USE_CPU_ENGINE="1", PYTHONPATH=os.pathsep.join(paths))
     # Threads that spin between small operations starve each other as soon as anything else wants a core.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # SGLang runs several processes; threads of one that spin while they wait starve the others on few cores.
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return env

