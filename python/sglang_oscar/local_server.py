@@ -6,6 +6,7 @@ Used by the quickstart, the evaluation drivers and the tests; the server itself 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -78,6 +79,12 @@ class LocalServer:
         self.process.wait()
 
 
+def _die_with_parent() -> None:
+    """Runs in the child: the kernel ends it when the process that started it dies, however that happens."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on."""
     with socket.socket() as probe:
@@ -115,6 +122,7 @@ def serve(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
     server = LocalServer(f"http://127.0.0.1:{port}", log, process)
     try:

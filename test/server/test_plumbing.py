@@ -21,11 +21,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
 LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
-STOCK = ["--attention-backend", "torch_native", "--skip-tokenizer-init"]
-# Logits come in BF16, in steps of 0.0625 between 8 and 16: a tie may be off by two of them.
-NEAR_TIE = 0.13
-DRIFT = 0.13
+# Logits in float32: BF16 ones come in steps of 0.0625 between 8 and 16, and a random model has many ties in those.
+COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
+STOCK = ["--attention-backend", "torch_native", *COMMON]
+NEAR_TIE = 0.06
+DRIFT = 0.06
 TOKENS = 24
 PROMPTS = 12
 
@@ -54,13 +55,13 @@ def architecture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 def test_architectures_equal_stock(architecture: Path, tmp_path: Path) -> None:
     """Hadamard rotations on keys and (absorbed) values, a miss and a hit per prompt, short and long."""
-    requests = prompts(5, longest=900)
+    requests = prompts(4, longest=900)
     with serve(architecture, tmp_path / "stock.log", *STOCK) as server:
-        expected = ask(server, requests, tokens=16)
+        expected = ask(server, requests, tokens=12)
     with serve(architecture, tmp_path / "int2.log", *INT2, env=LOSSLESS | HADAMARD | STRICT) as server:
         assert "absorbed into the weights" in server.text()
-        got = ask(server, requests, tokens=16)
-        again = ask(server, requests, tokens=16)
+        got = ask(server, requests, tokens=12)
+        again = ask(server, requests, tokens=12)
         assert server.alive()
     assert_same(expected, got, NEAR_TIE, DRIFT)
     assert_same(expected, again, NEAR_TIE, DRIFT)
