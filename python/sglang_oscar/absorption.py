@@ -159,7 +159,10 @@ def rotate_output_columns(o_proj: Any, rotation: torch.Tensor) -> None:
 
 
 def around_update_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse partial weight updates from memory: they would overwrite absorbed projections with plain ones."""
+    """Refuse partial weight updates from memory: they would overwrite absorbed projections with plain ones.
+
+    Done before the worker unpacks what it was sent.
+    """
     from sglang.srt.runtime_context import get_server_args
 
     if get_server_args().kv_cache_dtype == flags.DTYPE:

@@ -15,7 +15,7 @@ MEM = SRT + "mem_cache."
 CONFIGURATOR = MEM + "kv_cache_configurator.KVCacheConfigurator."
 ALLOCATOR = MEM + "allocator.paged.PagedTokenToKVPoolAllocator."
 ROW_POOL = MEM + "memory_pool.ReqToTokenPool."
-UPDATER = SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
+WORKER = SRT + "managers.tp_worker.BaseTpWorker."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 
 TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
@@ -50,9 +50,9 @@ TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
         AROUND,
         absorption.around_load_weights_and_postprocess,
     ),
-    (UPDATER + "update_weights_from_tensor", AROUND, absorption.around_update_weights),
-    (UPDATER + "update_weights_from_distributed", AROUND, absorption.around_update_weights),
-    (UPDATER + "update_weights_from_ipc", AROUND, absorption.around_update_weights),
+    (WORKER + "update_weights_from_tensor", AROUND, absorption.around_update_weights),
+    (WORKER + "update_weights_from_distributed", AROUND, absorption.around_update_weights),
+    (WORKER + "update_weights_from_ipc", AROUND, absorption.around_update_weights),
     # Calibration: dumping q, k and v.
     (SRT + "layers.radix_attention.RadixAttention.forward", BEFORE, dump_hook.before_attention),
     # Machines without a GPU.

@@ -1,0 +1,318 @@
+"""An int2 server with fitted rotations, asked as clients ask: the ``openai`` package and plain HTTP.
+
+The reference model recalls facts that lie in the quantized part of the cache, so a right answer shows that what was
+stored came back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from openai import BadRequestError, NotFoundError, OpenAI
+
+from support.compare import LOGPROBS, assert_same
+from support.reference import DIGITS, MODEL, chat_question, document, fit_rotations, question, token_ids
+from support.servers import STRICT, Server, serve
+
+pytestmark = pytest.mark.server
+
+ARGS = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+NAME = str(MODEL)
+RECENT = 256
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Retraction is forced whenever two requests run; memory is checked after every step."""
+    folder = tmp_path_factory.mktemp("reference")
+    env = fit_rotations(folder) | STRICT | RETRACT
+    with serve(MODEL, folder / "server.log", *ARGS, env=env) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[OpenAI]:
+    """A client; at the end of every test the server is alive, idle and has lost no memory."""
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0) as made:
+        yield made
+    server.flush()  # refused while anything runs
+    assert server.alive()
+    assert "leak" not in server.text()
+    assert "Traceback" not in server.text()
+    assert loads(server) == (0, 0)
+
+
+def loads(server: Server) -> tuple[int, int]:
+    """Requests on the server and tokens that they and the prefix cache hold."""
+    core = requests.get(f"{server.url}/v1/loads", params={"include": "core"}, timeout=60).json()["loads"][0]
+    return core["num_running_reqs"] + core["num_waiting_reqs"], core["num_used_tokens"]
+
+
+def wait_for(condition, what: str) -> None:
+    """Wait until ``condition()``; a limit far beyond any sensible duration only ends a hanging test."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"never happened: {what}")
+
+
+def test_chat_recalls_a_fact(client: OpenAI) -> None:
+    text = document(1200, seed=1)
+    for word, number in text.facts.items():
+        reply = client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": text.text + chat_question(word)}],
+            max_tokens=32,
+            temperature=0,
+        )
+        assert reply.choices[0].message.content == f"The magic number for {word} is {number}."
+        assert reply.choices[0].finish_reason == "stop"
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens > 1100
+
+
+def test_completion_with_logprobs(client: OpenAI) -> None:
+    text = document(900, seed=2)
+    word, number = next(iter(text.facts.items()))
+    reply = client.completions.create(
+        model=NAME, prompt=text.text + question(word), max_tokens=DIGITS, temperature=0, logprobs=2
+    )
+    choice = reply.choices[0]
+    assert choice.text == number
+    assert choice.finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == DIGITS
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == list(number)
+    assert choice.logprobs.top_logprobs is not None
+    for chosen, token, top in zip(
+        choice.logprobs.token_logprobs or [], choice.logprobs.tokens or [], choice.logprobs.top_logprobs, strict=True
+    ):
+        assert chosen is not None
+        assert chosen == max(top.values()) == top[token]
+        assert sum(2.718281828**value for value in top.values()) <= 1.001
+
+
+def test_chat_logprobs(client: OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=8,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    assert reply.choices[0].logprobs is not None
+    for entry in reply.choices[0].logprobs.content or []:
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
+        assert len(entry.top_logprobs) == 3
+
+
+def test_streams_say_the_same(client: OpenAI) -> None:
+    text = document(900, seed=3)
+    word, number = next(iter(text.facts.items()))
+    messages = [{"role": "user", "content": text.text + chat_question(word)}]
+    chunks = list(
+        client.chat.completions.create(
+            model=NAME,
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=32,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == f"The magic number for {word} is {number}."
+    assert len([piece for piece in pieces if piece]) > 3
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert [reason for reason in reasons if reason] == ["stop"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > DIGITS
+    stream = client.completions.create(
+        model=NAME, prompt=text.text + question(word), max_tokens=DIGITS, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == number
+
+
+def test_several_choices(client: OpenAI) -> None:
+    """Greedy choices of one prompt are the same; sampled ones differ."""
+    text = document(900, seed=4)
+    word, number = next(iter(text.facts.items()))
+    prompt = text.text + question(word)
+    greedy = client.completions.create(model=NAME, prompt=prompt, max_tokens=DIGITS, temperature=0, n=3)
+    assert [choice.text for choice in greedy.choices] == [number] * 3
+    assert [choice.index for choice in greedy.choices] == [0, 1, 2]
+    sampled = client.completions.create(model=NAME, prompt=text.text, max_tokens=24, temperature=1.0, n=4)
+    assert len({choice.text for choice in sampled.choices}) > 1
+
+
+def test_second_turn_hits_generated_text(client: OpenAI, server: Server) -> None:
+    """The hit covers the first prompt and most of what the server itself generated; facts behind it are recalled."""
+    text = document(900, seed=5)
+    (first, second), numbers = list(text.facts)[:2], text.facts
+    prompt = token_ids(text.text + question(first))
+    answer = server.generate(prompt, 448)["output_ids"]
+    more = token_ids(question(second))
+    follow_up = prompt + answer + more
+    reply = client.completions.create(model=NAME, prompt=follow_up, max_tokens=DIGITS, temperature=0)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens_details is not None
+    cached = reply.usage.prompt_tokens_details.cached_tokens
+    assert cached == (len(follow_up) - RECENT) // 64 * 64
+    assert cached is not None
+    assert cached > len(prompt) + 64
+    cold = cold_answer(server, follow_up)
+    assert reply.choices[0].text == cold == numbers[second]
+
+
+def cold_answer(server: Server, ids: list[int]) -> str:
+    """The answer without a prefix hit."""
+    server.flush()
+    answer = server.generate(ids, DIGITS)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    return answer["text"]
+
+
+def test_chat_of_two_turns(client: OpenAI) -> None:
+    """As a chat: the whole history comes back with the second question and most of it is found in the cache."""
+    text, later = document(900, seed=6), document(700, seed=7)
+    first, second = list(text.facts)[:2]
+    messages = [{"role": "user", "content": text.text + chat_question(first)}]
+    options = {"model": NAME, "max_tokens": 32, "temperature": 0}
+    one = client.chat.completions.create(messages=messages, **options)  # type: ignore[call-overload]
+    assert text.facts[first] in one.choices[0].message.content
+    messages += [
+        {"role": "assistant", "content": one.choices[0].message.content},
+        {"role": "user", "content": later.text + chat_question(second)},
+    ]
+    two = client.chat.completions.create(messages=messages, **options)  # type: ignore[call-overload]
+    assert two.choices[0].message.content == f"The magic number for {second} is {text.facts[second]}."
+    assert two.usage.prompt_tokens_details.cached_tokens >= one.usage.prompt_tokens // 64 * 64
+
+
+def test_abort_by_disconnecting(client: OpenAI, server: Server) -> None:
+    """A client that goes away ends its request long before the tokens that it asked for, and frees its memory."""
+    begin = len(server.text())
+    stream = client.completions.create(
+        model=NAME, prompt="import os\n", max_tokens=7000, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert loads(server)[0] == 1
+    stream.close()
+    wait_for(lambda: loads(server)[0] == 0, "the request ends")
+    held = [int(number) for number in re.findall(r"Decode batch.*#token: (\d+)", server.text()[begin:])]
+    assert max(held, default=0) < 6000
+
+
+def test_abort_by_request(client: OpenAI, server: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.generate, token_ids("import os\n"), 7000, rid="to-be-aborted")
+        wait_for(lambda: loads(server)[1] > 0, "the request runs")
+        requests.post(f"{server.url}/abort_request", json={"rid": "to-be-aborted"}, timeout=60).raise_for_status()
+        reply = running.result()
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert reply["meta_info"]["completion_tokens"] < 7000
+
+
+def test_concurrent_equals_sequential(client: OpenAI, server: Server) -> None:
+    """32 requests of mixed lengths at once, retracted all the time, answer as they do one at a time.
+
+    A retracted request computes its newest tokens again, from quantized history this time, so log probabilities
+    move; the digits of a fact, 6 nats ahead of anything else, must not, and the text behind them only where the two
+    best tokens are closer than quantization moves them.
+    """
+    texts = [document(448 + 40 * number, seed=100 + number, facts=2) for number in range(32)]
+    facts = [next(iter(text.facts.items())) for text in texts]
+    prompts = [token_ids(text.text + question(word)) for text, (word, _) in zip(texts, facts, strict=True)]
+
+    def ask(ids: list[int]) -> dict:
+        return server.generate(ids, 20, **LOGPROBS)
+
+    alone = [ask(ids) for ids in prompts]
+    server.flush()
+    before = retracted(server)
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(ask, prompts))
+    assert retracted(server) > before
+    right = [answer["text"].startswith(number) for answer, (_, number) in zip(alone, facts, strict=True)]
+    assert sum(right) >= 28, "the model should recall nearly all facts from the quantized cache"
+    for x, y in zip(alone, together, strict=True):
+        assert x["text"][:DIGITS] == y["text"][:DIGITS]
+    assert_same(alone, together, near_tie=1.5, drift=1.0)
+
+
+def retracted(server: Server) -> int:
+    """Requests that were retracted so far."""
+    lines = [line for line in server.text().splitlines() if "#retracted_reqs: " in line]
+    return sum(int(line.partition("#retracted_reqs: ")[2].partition(",")[0]) for line in lines)
+
+
+def test_weights_from_disk_keep_answers(client: OpenAI, server: Server) -> None:
+    """Reloading absorbs the rotation into the new weights again: log probabilities stay the same to the last bit."""
+    ids = token_ids(document(600, seed=8).text)
+    before = server.generate(ids, 16, **LOGPROBS)
+    reply = requests.post(f"{server.url}/update_weights_from_disk", json={"model_path": NAME}, timeout=600)
+    assert reply.json()["success"] is True, reply.text
+    after = server.generate(ids, 16, **LOGPROBS)
+    assert after["meta_info"]["cached_tokens"] == 0
+    for answer in (before, after):
+        del answer["meta_info"]["e2e_latency"]
+    assert after["output_ids"] == before["output_ids"]
+    assert after["meta_info"]["output_token_logprobs"] == before["meta_info"]["output_token_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
+        ("update_weights_from_distributed", {"names": ["norm"], "dtypes": ["bfloat16"], "shapes": [[192]]}),
+    ],
+)
+def test_weights_from_memory_are_refused(route: str, body: dict, client: OpenAI, server: Server) -> None:
+    """A partial update would put plain projections among absorbed ones; nothing is unpacked, nothing changes."""
+    ids = token_ids(document(600, seed=9).text)
+    before = server.generate(ids, 8)
+    reply = requests.post(f"{server.url}/{route}", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert reply.json()["success"] is False
+    assert "/update_weights_from_disk" in reply.json()["message"]
+    server.flush()
+    assert server.generate(ids, 8)["output_ids"] == before["output_ids"]
+
+
+def test_bad_requests(client: OpenAI, server: Server) -> None:
+    """Each gets an error that says what is wrong, and the server goes on."""
+    with pytest.raises(BadRequestError, match="context length"):
+        client.completions.create(model=NAME, prompt=[5] * 9000, max_tokens=4)
+    with pytest.raises(BadRequestError, match=r"max_(new_)?tokens"):
+        client.completions.create(model=NAME, prompt="x", max_tokens=-3)
+    with pytest.raises(BadRequestError, match="temperature"):
+        client.completions.create(model=NAME, prompt="x", max_tokens=3, temperature=-1)
+    with pytest.raises(NotFoundError):
+        client.get("/nowhere", cast_to=object)
+    malformed = requests.post(
+        f"{server.url}/v1/completions", data="{", headers={"Content-Type": "application/json"}, timeout=60
+    )
+    assert malformed.status_code in (400, 422)
+    assert json.loads(malformed.text)
+    ordinary = client.completions.create(model=NAME, prompt="import", max_tokens=3, temperature=0)
+    assert ordinary.choices[0].text
+
+
+def test_start_up_account(client: OpenAI, server: Server) -> None:
+    """Every setting and the whole memory account are logged once."""
+    text = server.text()
+    assert text.count("int2 settings: ") == 1
+    for name in ("SGLANG_OSCAR_K_CLIP_RATIO", "SGLANG_MIXED_KV_RECENT_TOKENS=256", "SGLANG_MIXED_KV_HP_MAX_SPLITS=8"):
+        assert name in text
+    for what in ("history pool: 24576 tokens", "2.50 bits per element, group 64", "side buffers: ", "at 8K"):
+        assert text.count(what) == 1, what
