@@ -1,0 +1,251 @@
+"""``oscar doctor``: can this machine, and this model on it, run int2 mode; if not, why, and what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+
+from sglang_oscar import SGLANG_VERSION
+from sglang_oscar.errors import Int2Error
+
+MEM_FRACTION = 0.85
+"""Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. ``detail`` says what was found; ``change``, of a failed check, what to do about it."""
+
+    name: str
+    ok: bool
+    detail: str
+    change: str = ""
+
+    def line(self) -> str:
+        """The finding as one line."""
+        return f"ok   {self.name}: {self.detail}" if self.ok else f"FAIL {self.name}: {self.detail} -> {self.change}"
+
+
+def attempt(name: str, what: Callable[[], str]) -> Check:
+    """Run a check that returns what it found, or raises an Int2Error ``reason; what to change``."""
+    try:
+        return Check(name, True, what())
+    except Int2Error as error:
+        text = str(error)
+        reason, _, change = text.rpartition("; ") if "; " in text else text.rpartition(": ")
+        return Check(name, False, reason or text, change or "see the message")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what SGLang says on import off the report."""
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def check_sglang() -> str:
+    """The one supported release.
+
+    Raises:
+        Int2Error: none, or another one.
+    """
+    try:
+        installed = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise Int2Error(f"sglang is not installed; pip install sglang=={SGLANG_VERSION}") from None
+    if installed.split("+")[0] != SGLANG_VERSION:
+        raise Int2Error(
+            f"{installed} is installed, int2 mode is for {SGLANG_VERSION}; pip install sglang=={SGLANG_VERSION}"
+        )
+    return installed
+
+
+def check_entry_point() -> str:
+    """SGLang finds plugins by entry point.
+
+    Raises:
+        Int2Error: not found, or switched off by SGLANG_PLUGINS.
+    """
+    if not importlib.metadata.entry_points(group="sglang.srt.plugins", name="oscar"):
+        raise Int2Error("SGLang does not see the plugin; pip install sglang-oscar into the environment of sglang")
+    chosen = os.environ.get("SGLANG_PLUGINS")
+    if chosen is not None and "oscar" not in [name.strip() for name in chosen.split(",")]:
+        raise Int2Error(f"SGLANG_PLUGINS={chosen} leaves the plugin out; add oscar to it, or unset it")
+    return "sglang.srt.plugins lists oscar"
+
+
+def check_hooks() -> str:
+    """All touch points attach to the installed SGLang.
+
+    Raises:
+        Int2Error: naming those that do not.
+    """
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_oscar import plugin, touchpoints
+
+    with quiet():
+        load_plugins()
+    if (reason := plugin.failure()) is not None:
+        raise Int2Error(f"{reason}; remove other plugins, or install sglang=={SGLANG_VERSION} anew")
+    return f"all {len(touchpoints.TOUCHPOINTS)} touch points attached"
+
+
+def check_torch() -> str:
+    """PyTorch, Triton and the device.
+
+    Raises:
+        Int2Error: a GPU that cannot be used.
+    """
+    import torch
+
+    from sglang_oscar.gate import check_device
+
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "missing"
+    versions = f"torch {torch.__version__}, triton {triton}, CUDA {torch.version.cuda or 'none'}"
+    if not torch.cuda.is_available():
+        if NVIDIA_DRIVER.exists():
+            raise Int2Error(
+                f"{versions}: PyTorch cannot use the NVIDIA GPU; update the driver or install a fitting torch"
+            )
+        return f"{versions}; no GPU: int2 mode runs on the CPU engine, for tests (SGLANG_USE_CPU_ENGINE=1)"
+    check_device("cuda")
+    major, minor = torch.cuda.get_device_capability()
+    return f"{versions}; {torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+
+
+def check_sgl_kernel() -> str:
+    """SGLang's kernel package; on a machine without a GPU the stand-in takes its place.
+
+    Raises:
+        Int2Error: it cannot be imported.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return "not needed without a GPU"
+    try:
+        module = importlib.import_module("sgl_kernel")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Int2Error(f"cannot be imported ({error}); reinstall sglang=={SGLANG_VERSION} for this CUDA") from None
+    return f"version {getattr(module, '__version__', 'unknown')}"
+
+
+def memory_bytes() -> int:
+    """Memory of the first GPU, or of the machine where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def weight_bytes(model: str) -> int:
+    """Size of the weight files of a local model; 0 where they are not here."""
+    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
+
+
+def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
+    """Checks of a model: architecture, group size, rotations, and an estimate of its memory account."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_oscar import gate, refusals
+    from sglang_oscar.memory_plan import Geometry, make_plan
+    from sglang_oscar.rotations import load_rotations
+    from sglang_oscar.settings import Settings
+
+    loaded: dict[str, Any] = {}
+
+    def model() -> str:
+        try:
+            with quiet():
+                loaded["model"] = ModelConfig(path)
+        except Exception as error:  # whatever transformers raises for what it cannot read
+            text = (str(error) or type(error).__name__).splitlines()[0]
+            raise Int2Error(f"{path}: cannot be read ({text}); name a model folder or an id of the Hub") from None
+        refusals.check_model(loaded["model"])
+        config = loaded["model"]
+        heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
+        return f"{config.hf_config.architectures[0]}, {config.num_hidden_layers} layers, {heads} of {config.head_dim}"
+
+    def variables() -> str:
+        loaded["settings"] = Settings.from_env()
+        windows = loaded["settings"].windows
+        return f"windows of {windows.sink} first and {windows.recent} newest tokens"
+
+    def group() -> str:
+        args = SimpleNamespace(kv_cache_quant_group_size=group_size)
+        config = loaded["model"]
+        loaded["layout"] = gate.row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
+        return f"{loaded['layout'].group_size} channels, {loaded['layout'].bits_per_element:.2f} bits per element"
+
+    def rotations() -> str:
+        config = loaded["model"]
+        found = load_rotations(loaded["settings"], config.num_hidden_layers, config.head_dim)
+        return f"keys {found.key.source}, values {found.value.source}"
+
+    def account() -> str:
+        settings, layout = loaded["settings"], loaded["layout"]
+        geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, loaded["model"].num_hidden_layers)
+        budget = int(MEM_FRACTION * memory) - weight_bytes(path)
+        plan = make_plan(geometry, budget, None, None, gate.DEFAULT_PAGE_SIZE)
+        return "; ".join(plan.lines((budget - plan.side_bytes) // geometry.cell_bytes))
+
+    checks = [attempt("model", model), attempt("variables", variables)]
+    if all(check.ok for check in checks):
+        checks.append(attempt("group size", group))
+        checks.append(attempt("rotations", rotations))
+    if "layout" in loaded:
+        checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))
+    return checks
+
+
+def machine_checks() -> list[Check]:
+    """Checks that need no model."""
+    checks = [attempt("sglang", check_sglang), attempt("plugin", check_entry_point)]
+    if all(check.ok for check in checks):
+        checks.append(attempt("hooks", check_hooks))
+    return [*checks, attempt("device", check_torch), attempt("sgl_kernel", check_sgl_kernel)]
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or id; without it only the machine is checked.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--kv-cache-quant-group-size", help="Group size to check the model with.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether this machine, and MODEL on it, can run int2 mode and, if not, why."""
+    checks = machine_checks()
+    if model is not None and all(check.ok for check in checks[:1]):
+        checks = [*checks, *model_checks(model, group_size, memory_bytes())]
+    ok = all(check.ok for check in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        for check in checks:
+            typer.echo(check.line())
+    raise typer.Exit(0 if ok else 1)

@@ -1,0 +1,152 @@
+"""``oscar doctor``: one line per finding, and an exit status that says whether int2 mode can run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, Qwen3Config
+from typer.testing import CliRunner
+
+from sglang_oscar import doctor
+from sglang_oscar.cli import app
+from sglang_oscar.doctor import Check
+
+GIB = 1 << 30
+SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Configuration of a small model; both rotation variables name a recipe."""
+    config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=128, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    monkeypatch.setenv("SGLANG_OSCAR_K_ROTATION_PATH", "hadamard")
+    monkeypatch.setenv("SGLANG_OSCAR_V_ROTATION_PATH", "hadamard")
+    return tmp_path
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name.partition(" (")[0]: check for check in checks}
+
+
+def test_a_fitting_model(model: Path) -> None:
+    checks = by_name(doctor.model_checks(str(model), 64, 8 * GIB))
+    assert all(check.ok for check in checks.values()), checks
+    assert "Qwen3ForCausalLM, 2 layers, 4 query and 2 kv heads of 128" in checks["model"].detail
+    assert "2.50 bits per element" in checks["group size"].detail
+    for what in ("6.800 GiB budget", "tokens x 320 bytes", "at 8K", "at 32K", "at 128K"):
+        assert what in checks["memory"].detail
+
+
+def failed(checks: list[Check], name: str) -> str:
+    """The line of the failed check ``name``, with reason and change."""
+    check = by_name(checks)[name]
+    assert not check.ok
+    assert check.change
+    assert check.line() == f"FAIL {check.name}: {check.detail} -> {check.change}"
+    return check.line()
+
+
+def test_unsupported_model(model: Path) -> None:
+    config = DeepseekV3Config(**SIZES, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64)
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(model)
+    line = failed(doctor.model_checks(str(model), None, 8 * GIB), "model")
+    assert "latent attention" in line
+    assert line.endswith("-> use --kv-cache-dtype auto")
+
+
+def test_unreadable_model(tmp_path: Path) -> None:
+    assert str(tmp_path) in failed(doctor.model_checks(str(tmp_path), None, 8 * GIB), "model")
+
+
+def test_group_size(model: Path) -> None:
+    line = failed(doctor.model_checks(str(model), 48, 8 * GIB), "group size")
+    assert "48" in line
+    assert "power of two" in line
+
+
+def test_variables(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_OSCAR_V_CLIP_RATIO", "7")
+    assert "SGLANG_OSCAR_V_CLIP_RATIO='7'" in failed(doctor.model_checks(str(model), None, 8 * GIB), "variables")
+
+
+@pytest.mark.parametrize("value", [None, "/nonexistent/k.pt"])
+def test_rotations(value: str | None, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_OSCAR_K_ROTATION_PATH")
+    if value is not None:
+        monkeypatch.setenv("SGLANG_OSCAR_K_ROTATION_PATH", value)
+    line = failed(doctor.model_checks(str(model), None, 8 * GIB), "rotations")
+    assert "SGLANG_OSCAR_K_ROTATION_PATH" in line
+    assert (value or "not set") in line
+
+
+def test_too_little_memory(model: Path) -> None:
+    assert "too small" in failed(doctor.model_checks(str(model), None, GIB // 1024), "memory")
+
+
+def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SGLANG_VERSION", "9.9.9")
+    check = doctor.attempt("sglang", doctor.check_sglang)
+    assert not check.ok
+    assert check.change == "pip install sglang==9.9.9"
+
+
+def test_plugin_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.attempt("plugin", doctor.check_entry_point).ok
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    check = doctor.attempt("plugin", doctor.check_entry_point)
+    assert not check.ok
+    assert "SGLANG_PLUGINS=other" in check.detail
+
+
+def test_driver_without_usable_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "none")
+    assert "no GPU" in doctor.attempt("device", doctor.check_torch).detail
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path)
+    assert "driver" in doctor.attempt("device", doctor.check_torch).change
+
+
+@pytest.mark.parametrize(("capability", "ok"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_compute_capability(capability: tuple[int, int], ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    check = doctor.attempt("device", doctor.check_torch)
+    assert check.ok is ok
+    assert "8.0" in check.line() or ok
+
+
+def test_broken_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> SimpleNamespace:
+        raise ImportError("libcuda.so.1 is missing")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    check = doctor.attempt("sgl_kernel", doctor.check_sgl_kernel)
+    assert not check.ok
+    assert "libcuda.so.1" in check.detail
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_command(healthy: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text and JSON say the same; the exit status is 0 only if every check is fine."""
+    machine = [Check("sglang", True, "0.0"), Check("hooks", healthy, "found", "" if healthy else "do this")]
+    monkeypatch.setattr(doctor, "machine_checks", lambda: machine)
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: 8 * GIB)
+    arguments = ["doctor", str(model), "--kv-cache-quant-group-size", "128"]
+    text = CliRunner().invoke(app, arguments)
+    structured = CliRunner().invoke(app, [*arguments, "--json"])
+    assert text.exit_code == structured.exit_code == (0 if healthy else 1)
+    report = json.loads(structured.stdout)
+    assert report["ok"] is healthy
+    lines = text.stdout.splitlines()
+    assert lines == [Check(**check).line() for check in report["checks"]]
+    assert all(line.startswith(("ok   ", "FAIL ")) for line in lines)
+    assert ("FAIL hooks: found -> do this" in lines) is not healthy
