@@ -137,10 +137,13 @@ class Dump:
         return self.tokens >= self.settings.tokens
 
     def select(self, forward_batch: Any) -> None:
-        """Choose the tokens of a forward pass: those of sequences that start at position 0."""
+        """Choose the tokens of a forward pass: those of sequences that start at position 0, health checks aside."""
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
         spans, begin = [], 0
-        for prefix, length in zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True):
-            if prefix == 0:
+        prefixes, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        for rid, prefix, length in zip(forward_batch.rids, prefixes, lengths, strict=True):
+            if prefix == 0 and not rid.startswith(HEALTH_CHECK_RID_PREFIX):
                 spans.append((begin, begin + length))
             begin += length
         self.seq_lens = [stop - start for start, stop in spans]
@@ -161,9 +164,17 @@ class Dump:
         if self.done:
             if self.covariances:
                 self.covariances.finish()
+            self._wait_for_other_ranks()
             self.manifest = self.manifest.model_copy(update={"complete": True, "tokens": self.tokens})
             self._write_manifest()
             logger.info("dump complete: %d tokens in %s", self.tokens, self.settings.folder)
+
+    @staticmethod
+    def _wait_for_other_ranks() -> None:
+        """Complete is a dump whose every rank has written its last file; all of them pass here in the same batch."""
+        from sglang.srt.distributed import get_tp_group
+
+        get_tp_group().barrier()
 
     def _write_manifest(self) -> None:
         if self.rank == 0:
