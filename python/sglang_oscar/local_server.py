@@ -122,7 +122,8 @@ def serve(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            # The child makes one system call before exec, which is safe beside threads.
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
         )
     server = LocalServer(f"http://127.0.0.1:{port}", log, process)
     try:
