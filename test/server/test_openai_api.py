@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +15,7 @@ import pytest
 import requests
 from openai import BadRequestError, NotFoundError, OpenAI
 
+from support.api import cold_answer, loads, retracted, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.reference import DIGITS, MODEL, chat_question, document, fit_rotations, question, token_ids
 from support.servers import STRICT, Server, serve
@@ -47,21 +47,6 @@ def client(server: Server) -> Iterator[OpenAI]:
     assert "leak" not in server.text()
     assert "Traceback" not in server.text()
     assert loads(server) == (0, 0)
-
-
-def loads(server: Server) -> tuple[int, int]:
-    """Requests on the server and tokens that they and the prefix cache hold."""
-    core = requests.get(f"{server.url}/v1/loads", params={"include": "core"}, timeout=60).json()["loads"][0]
-    return core["num_running_reqs"] + core["num_waiting_reqs"], core["num_used_tokens"]
-
-
-def wait_for(condition, what: str) -> None:
-    """Wait until ``condition()``; a limit far beyond any sensible duration only ends a hanging test."""
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"never happened: {what}")
 
 
 def test_chat_recalls_a_fact(client: OpenAI) -> None:
@@ -170,16 +155,8 @@ def test_second_turn_hits_generated_text(client: OpenAI, server: Server) -> None
     assert cached == (len(follow_up) - RECENT) // 64 * 64
     assert cached is not None
     assert cached > len(prompt) + 64
-    cold = cold_answer(server, follow_up)
+    cold = cold_answer(server, follow_up, DIGITS)
     assert reply.choices[0].text == cold == numbers[second]
-
-
-def cold_answer(server: Server, ids: list[int]) -> str:
-    """The answer without a prefix hit."""
-    server.flush()
-    answer = server.generate(ids, DIGITS)
-    assert answer["meta_info"]["cached_tokens"] == 0
-    return answer["text"]
 
 
 def test_chat_of_two_turns(client: OpenAI) -> None:
@@ -248,12 +225,6 @@ def test_concurrent_equals_sequential(client: OpenAI, server: Server) -> None:
     for x, y in zip(alone, together, strict=True):
         assert x["text"][:DIGITS] == y["text"][:DIGITS]
     assert_same(alone, together, near_tie=1.5, drift=1.0)
-
-
-def retracted(server: Server) -> int:
-    """Requests that were retracted so far."""
-    lines = [line for line in server.text().splitlines() if "#retracted_reqs: " in line]
-    return sum(int(line.partition("#retracted_reqs: ")[2].partition(",")[0]) for line in lines)
 
 
 def test_weights_from_disk_keep_answers(client: OpenAI, server: Server) -> None:

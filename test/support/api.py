@@ -1,0 +1,38 @@
+"""What tests ask a server besides completions."""
+
+from __future__ import annotations
+
+import time
+
+import requests
+
+from support.servers import Server
+
+
+def loads(server: Server) -> tuple[int, int]:
+    """Requests on the server and tokens that they and the prefix cache hold."""
+    core = requests.get(f"{server.url}/v1/loads", params={"include": "core"}, timeout=60).json()["loads"][0]
+    return core["num_running_reqs"] + core["num_waiting_reqs"], core["num_used_tokens"]
+
+
+def wait_for(condition, what: str) -> None:
+    """Wait until ``condition()``; a limit far beyond any sensible duration only ends a hanging test."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"never happened: {what}")
+
+
+def cold_answer(server: Server, ids: list[int], tokens: int) -> str:
+    """The answer without a prefix hit."""
+    server.flush()
+    answer = server.generate(ids, tokens)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    return answer["text"]
+
+
+def retracted(server: Server) -> int:
+    """Requests that were retracted so far."""
+    lines = [line for line in server.text().splitlines() if "#retracted_reqs: " in line]
+    return sum(int(line.partition("#retracted_reqs: ")[2].partition(",")[0]) for line in lines)
