@@ -1,0 +1,139 @@
+"""The paper's ablations as lists of variants, each a method of its own with its own fit where it needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from oscar_rotation.fit import FitOptions
+from oscar_rotation.model_table import ModelSettings
+from sglang_oscar.drivers.dump_driver import DumpRequest, run_dump
+from sglang_oscar.drivers.folders import CalibrationFolder
+from sglang_oscar.drivers.rotation_driver import rotation_files, run_fit
+from sglang_oscar.evaluation.methods import K_CLIP, V_CLIP, Method, make_method
+
+SINK, RECENT = "SGLANG_MIXED_KV_PREFIX_TOKENS", "SGLANG_MIXED_KV_RECENT_TOKENS"
+WINDOW_SWITCH = "SGLANG_ENABLE_MIXED_KV_WINDOWS"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of an ablation.
+
+    Attributes:
+        name: in folder names.
+        title: in tables.
+        env: variables of the server on top of OSCAR's.
+        fit: options of a fit of its own; None uses the calibration's rotations.
+        recipe: "identity" or "hadamard" instead of a fit.
+        calibration: data set and tokens of a dump of its own.
+        group_size: instead of the model's.
+    """
+
+    name: str
+    title: str
+    env: dict[str, str] = field(default_factory=dict)
+    fit: dict[str, Any] | None = None
+    recipe: str | None = None
+    calibration: tuple[str, int] | None = None
+    group_size: int | None = None
+
+
+def windows() -> list[Variant]:
+    """Sink and recent window sizes (table 5)."""
+    sizes = ((0, 0), (32, 128), (64, 256), (128, 512), (256, 1024))
+    return [
+        Variant(
+            f"windows_{sink}_{recent}",
+            f"(S, R) = ({sink}, {recent})",
+            {WINDOW_SWITCH: "1" if sink or recent else "0"}
+            | ({SINK: str(sink), RECENT: str(recent)} if sink or recent else {}),
+        )
+        for sink, recent in sizes
+    ]
+
+
+def clip() -> list[Variant]:
+    """Clip ratios of keys and values (table 6), and ratios fitted per layer."""
+    ratios = ("0.88", "0.92", "0.96", "0.98", "1.00")
+    grid = [Variant(f"clip_{k}_{v}", f"c_K = {k}, c_V = {v}", {K_CLIP: k, V_CLIP: v}) for k in ratios for v in ratios]
+    return [*grid, Variant("clip_fitted", "fitted per layer", {K_CLIP: "", V_CLIP: ""}, fit={"fit_clip": True})]
+
+
+def calibration() -> list[Variant]:
+    """Calibration data and their volume (table 7)."""
+    regimes = [("MMLU", n) for n in (2000, 8000, 16000, 32000)] + [("WikiText", 8000), ("GPQA", 8000)]
+    return [
+        Variant(f"calibration_{name}_{n}", f"{name}, {n // 1000}k tokens", calibration=(name, n)) for name, n in regimes
+    ]
+
+
+def rotation() -> list[Variant]:
+    """Factors of the rotation and other targets (table 4)."""
+    return [
+        Variant("rotation_full", "full OSCAR: U H P", fit={}),
+        Variant("rotation_ktk_vtv", "K^T K / V^T V target", fit={"key_target": "ktk", "value_target": "vtv"}),
+        Variant("rotation_r_h", "w/o P", fit={"composition": "r_h"}),
+        Variant("rotation_pbr", "w/o H", fit={"composition": "pbr"}),
+        Variant("rotation_h_pbr", "w/o U", fit={"composition": "h_pbr"}),
+        Variant("rotation_hadamard", "Hadamard", recipe="hadamard"),
+        Variant("rotation_none", "no rotation", recipe="identity"),
+        Variant("rotation_descending", "eigenvectors descending", fit={"order": "descending"}),
+        Variant("rotation_proxy", "proxy value target", fit={"value_target": "proxy"}),
+        Variant("rotation_uresidual", "residual target", fit={"key_target": "uresidual", "value_target": "uresidual"}),
+    ]
+
+
+def group_size() -> list[Variant]:
+    """Channels per quantization group."""
+    return [Variant(f"group_{size}", f"group size {size}", group_size=size) for size in (128, 64, 32)]
+
+
+ABLATIONS: dict[str, Callable[[], list[Variant]]] = {
+    "windows": windows,
+    "clip": clip,
+    "calibration": calibration,
+    "rotation": rotation,
+    "group-size": group_size,
+}
+"""Ablation -> its variants."""
+
+
+def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationFolder, dump: DumpRequest) -> Method:
+    """The method of a variant; dumps and fits what it needs and is not there yet.
+
+    Args:
+        variant: the row.
+        settings: of the model.
+        base: calibration whose dump and rotations are used unless the variant has its own.
+        dump: how a dump is made, for variants with a calibration of their own.
+
+    Raises:
+        DataError, DumpError, RotationFileError: as the drivers.
+    """
+    folder, rotations = base, base.rotations
+    if variant.calibration is not None:
+        dataset, tokens = variant.calibration
+        folder = run_dump(
+            replace(dump, dataset=dataset, tokens=tokens, local=None if dataset != dump.dataset else dump.local)
+        )
+        rotations = folder.rotations
+    if variant.fit is not None:
+        rotations = base.path / "ablations" / variant.name
+    if variant.recipe is None and not _has_files(rotations):
+        run_fit(folder, FitOptions(**(variant.fit or {})), out=rotations)
+    chosen = settings.overridden(group_size=variant.group_size)
+    method = make_method(variant.recipe or "oscar", chosen, rotations)
+    # An empty value means: leave the variable unset.
+    env = {name: value for name, value in (method.env | variant.env).items() if value}
+    return replace(method, name=variant.name, title=variant.title, env=env)
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        rotation_files(folder)
+    except ValueError:
+        return False
+    return True

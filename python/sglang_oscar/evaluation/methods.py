@@ -1,0 +1,106 @@
+"""What is compared: how the server of each method is started and how many bits it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oscar_kernels.layout import RowLayout
+from oscar_rotation.model_table import ModelSettings
+from sglang_oscar.drivers.dump_driver import plain_backend
+from sglang_oscar.drivers.rotation_driver import rotation_files
+from sglang_oscar.memory_plan import Geometry
+from sglang_oscar.settings import Settings
+
+K_PATH, V_PATH = "SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_V_ROTATION_PATH"
+K_CLIP, V_CLIP = "SGLANG_OSCAR_K_CLIP_RATIO", "SGLANG_OSCAR_V_CLIP_RATIO"
+BARE = {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0", K_CLIP: "1", V_CLIP: "1"}
+"""No windows and no clipping: the paper's baselines at 2.25 bits."""
+
+TITLES = {
+    "bf16": "BF16",
+    "oscar": "OSCAR",
+    "hadamard": "Hadamard, windows and clip",
+    "identity": "no rotation, windows and clip",
+    "quarot": "QuaRot-INT2",
+    "naive": "Naive INT2",
+}
+"""Method -> name in tables. "hadamard" and "identity" differ from OSCAR in the rotation only."""
+
+CONTEXT_OF_BITS = 128 * 1024
+"""Bits per element are stated for a request of this many tokens (paper, table 2)."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to start a server.
+
+    Attributes:
+        name: in folder names.
+        title: in tables.
+        group_size: of the 2-bit cache; None serves in 16 bits.
+        env: variables of the server.
+    """
+
+    name: str
+    title: str
+    group_size: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    def server_args(self, settings: ModelSettings, extra: tuple[str, ...] = ()) -> list[str]:
+        """Flags of the server for a model."""
+        args = ["--tensor-parallel-size", str(settings.tp_eval), *settings.server_args]
+        if settings.reasoning_parser:
+            args += ["--reasoning-parser", settings.reasoning_parser]
+        if self.group_size is None:
+            return [*args, *plain_backend(extra), *extra]
+        return [*args, "--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(self.group_size), *extra]
+
+    def bits(self, config: Any) -> float:
+        """Effective bits per KV element at 128K tokens, windows included.
+
+        Args:
+            config: the model's configuration: num_key_value_heads, head_dim, num_hidden_layers.
+        """
+        if self.group_size is None:
+            return 16.0
+        settings = Settings.from_env(self.env)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layout = RowLayout(config.num_key_value_heads, head_dim, self.group_size, settings.scale_torch_dtype)
+        geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, config.num_hidden_layers)
+        return geometry.bits_per_element(CONTEXT_OF_BITS)
+
+
+def make_method(
+    name: str, settings: ModelSettings, rotations: Path | None = None, *, file_clips: bool = False
+) -> Method:
+    """A method by name.
+
+    Args:
+        name: one of :data:`TITLES`.
+        settings: of the model; its clip ratios apply to every method with clipping.
+        rotations: folder of rotation files, for "oscar".
+        file_clips: let "oscar" use the clip ratios in its files instead of the table's.
+
+    Raises:
+        ValueError: an unknown name, or "oscar" without rotations.
+        RotationFileError: the folder does not hold one file per side.
+    """
+    if name not in TITLES:
+        raise ValueError(f"method must be one of {', '.join(TITLES)}, got {name!r}")
+    if name == "bf16":
+        return Method(name, TITLES[name])
+    recipes = {"hadamard": "hadamard", "quarot": "hadamard", "identity": "identity", "naive": "identity"}
+    if name == "oscar":
+        if rotations is None:
+            raise ValueError("method oscar needs rotations: set ROT_DIR or fit some")
+        k, v = (str(path.resolve()) for path in rotation_files(rotations))
+    else:
+        k = v = recipes[name]
+    env = {K_PATH: k, V_PATH: v}
+    if name in ("quarot", "naive"):
+        env |= BARE
+    elif not (name == "oscar" and file_clips):
+        env |= {K_CLIP: str(settings.clip.k), V_CLIP: str(settings.clip.v)}
+    return Method(name, TITLES[name], settings.group_size, env)

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Runs `oscar COMMAND ...` for the scripts below this folder. Arguments of the form NAME=value become environment
+# variables, so `save_qkv_qwen3-8B.sh DUMP_KVCACHE_TOKENS=8000` and `DUMP_KVCACHE_TOKENS=8000 save_qkv_qwen3-8B.sh` are
+# the same.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+arguments=()
+for argument in "$@"; do
+    if [[ "$argument" =~ ^[A-Z][A-Z0-9_]*= ]]; then
+        export "$argument"
+    else
+        arguments+=("$argument")
+    fi
+done
+export OSCAR_ROOT="${OSCAR_ROOT:-$here}"
+# DUMP_KVCACHE=1 and friends belong to the dump's own server.
+unset DUMP_KVCACHE DUMP_KVCACHE_DIR
+exec "${PYTHON:-python}" -m sglang_oscar "${arguments[@]}"

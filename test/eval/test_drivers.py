@@ -1,0 +1,251 @@
+"""The model table, calibration data, folders and scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from oscar_rotation.dump_manifest import DumpManifest
+from oscar_rotation.errors import DumpError, RotationFileError
+from oscar_rotation.model_table import known_models, model_settings
+from sglang_oscar.cli import app
+from sglang_oscar.drivers.calibration_data import calibration_chats, dataset_label, explain_hub_failure
+from sglang_oscar.drivers.dump_driver import choose_prompts
+from sglang_oscar.drivers.errors import DataError
+from sglang_oscar.drivers.folders import CalibrationFolder, dump_state, latest_calibration
+from sglang_oscar.drivers.rotation_driver import rotation_files
+from sglang_oscar.evaluation.ablations import ABLATIONS
+from sglang_oscar.evaluation.benchmarks import BENCHMARKS
+from sglang_oscar.evaluation.methods import TITLES, make_method
+from sglang_oscar.evaluation.ruler import make_row, write_niah
+from support.benchmark_data import gpqa_rows, write_rows
+
+ROTATION = Path(__file__).resolve().parents[2] / "rotation"
+
+
+def test_the_table_holds_the_published_settings() -> None:
+    assert known_models() == ["qwen3-4B-thinking-2507", "qwen3-8B", "qwen3-32B", "MiniMax-M2.7", "GLM-4.7"]
+    large, glm = model_settings("qwen3-32B"), model_settings("zai-org/GLM-4.7-FP8")
+    assert (large.clip.k, large.clip.v, large.tp_eval) == (0.96, 0.96, 4)
+    assert (glm.name, glm.tp_dump, glm.sampling["temperature"], glm.seeds) == ("GLM-4.7", 8, 1.0, 3)
+    assert model_settings("MiniMax-M2.7").reasoning_parser == "minimax-append-think"
+    other = model_settings("some/model").overridden(group_size=64, model=None)
+    assert (other.name, other.model, other.group_size, other.clip.v) == ("model", "some/model", 64, 0.92)
+
+
+def run_script(path: Path, tmp_path: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Run a script with a stand-in interpreter that prints its arguments and environment."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\necho --\nenv\n')
+    python.chmod(0o755)
+    env = {"PATH": os.environ["PATH"], "PYTHON": str(python), "DUMP_KVCACHE": "1"}
+    done = subprocess.run(["bash", str(path), *arguments], env=env, capture_output=True, text=True, check=True)
+    said, _, variables = done.stdout.partition("--\n")
+    return said.splitlines(), dict(line.split("=", 1) for line in variables.splitlines() if "=" in line)
+
+
+@pytest.mark.parametrize("model", known_models())
+def test_every_model_has_its_scripts(tmp_path: Path, model: str) -> None:
+    expected = {
+        f"save_qkv_{model}.sh": ["dump", model],
+        "compute_rotation.sh": ["calibrate", model],
+        "eval_gpqa.sh": ["eval", model, "--benchmarks", "gpqa"],
+        "eval_lcb.sh": ["eval", model, "--benchmarks", "lcb_v6_128k"],
+    }
+    for name, command in expected.items():
+        path = ROTATION / model / name
+        assert os.access(path, os.X_OK)
+        said, env = run_script(path, tmp_path, "DUMP_KVCACHE_TOKENS=8000", "--gpu", "1")
+        assert said == ["-m", "sglang_oscar", *command, "--gpu", "1"]
+        assert env["DUMP_KVCACHE_TOKENS"] == "8000"
+        assert Path(env["OSCAR_ROOT"]) == ROTATION
+        assert "DUMP_KVCACHE" not in env
+
+
+def test_generic_scripts_take_any_model(tmp_path: Path) -> None:
+    for name, command in (
+        ("save_qkv.sh", ["dump", "a/b"]),
+        ("compute_rotation.sh", ["calibrate", "a/b"]),
+        ("eval_oscar_gpqa.sh", ["eval", "a/b", "--benchmarks", "gpqa"]),
+        ("eval_oscar_lcb.sh", ["eval", "a/b", "--benchmarks", "lcb_v6_128k"]),
+        ("eval_oscar.sh", ["eval", "a/b"]),
+    ):
+        said, _ = run_script(ROTATION / name, tmp_path, "MODEL=a/b")
+        assert said == ["-m", "sglang_oscar", *command]
+    with pytest.raises(subprocess.CalledProcessError):
+        run_script(ROTATION / "save_qkv.sh", tmp_path)
+
+
+def test_calibration_data_from_local_files(tmp_path: Path) -> None:
+    mixed = write_rows(
+        tmp_path / "mine.jsonl", [{"text": "plain"}, {"messages": [{"role": "user", "content": "hello"}]}]
+    )
+    assert list(calibration_chats(str(mixed))) == ["plain", [{"role": "user", "content": "hello"}]]
+    assert (dataset_label(str(mixed)), dataset_label("GPQA")) == ("mine", "GPQA")
+    (first, *_) = calibration_chats("GPQA", write_rows(tmp_path / "gpqa.jsonl", gpqa_rows()))
+    assert "polygon of 3 sides" in first[0]["content"]  # type: ignore[index]
+    assert "D) two" in first[0]["content"]  # type: ignore[index]
+    mmlu = write_rows(tmp_path / "mmlu.jsonl", [{"question": "1+1?", "choices": ["2", "3"], "answer": 0}])
+    assert "A) 2\nB) 3" in next(calibration_chats("MMLU", mmlu))[0]["content"]  # type: ignore[index]
+    wiki = write_rows(tmp_path / "wiki.jsonl", [{"text": " = Heading = "}, {"text": "x" * 300}])
+    assert list(calibration_chats("WikiText", wiki)) == ["x" * 300]
+
+
+def test_broken_calibration_data_are_named(tmp_path: Path) -> None:
+    cases = [
+        ("nowhere.jsonl", None, "neither one of GPQA, MMLU, WikiText nor a local"),
+        (str(write_rows(tmp_path / "a.jsonl", [{"words": 1}])), None, "needs 'text' or 'messages'"),
+        ("GPQA", tmp_path / "none.jsonl", "no such file"),
+        ("GPQA", write_rows(tmp_path / "b.jsonl", [{"Question": "?"}]), "lacks the column 'Correct Answer'"),
+        ("MMLU", write_rows(tmp_path / "c.txt", []), "expected .jsonl, .csv or .parquet"),
+    ]
+    for dataset, local, fault in cases:
+        with pytest.raises(DataError, match=fault.replace(".", r"\.")):
+            list(calibration_chats(dataset, local))
+    (tmp_path / "d.jsonl").write_text('{"text": "x"}\n{"text"')
+    with pytest.raises(DataError, match=r"d\.jsonl:2: not JSON"):
+        list(calibration_chats(str(tmp_path / "d.jsonl")))
+    assert "accept its terms" in explain_hub_failure("a/b", RuntimeError("401 Client Error. Dataset is gated"))
+    assert "give a local copy" in explain_hub_failure("a/b", OSError("connection refused"))
+
+
+class Characters:
+    """A tokenizer of one token per character."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+
+def test_prompts_fill_the_budget_exactly() -> None:
+    chosen = choose_prompts(Characters(), ["abc", "", "defg", "hij"], 6)
+    assert [len(ids) for ids in chosen] == [3, 3]
+    assert [len(ids) for ids in choose_prompts(Characters(), ["abc"], 6)] == [3]
+    with pytest.raises(DataError, match="holds no prompt"):
+        choose_prompts(Characters(), [], 6)
+
+
+def test_an_interrupted_dump_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
+    folder = CalibrationFolder.of(tmp_path, "m", "GPQA", 30000, 98, 128)
+    assert folder.dump == tmp_path / "m/GPQA/seq30000_prompt98_group128/qkv_dumps"
+    assert dump_state(folder.dump) == "none"
+    with pytest.raises(DumpError, match="no complete dump; make one with"):
+        latest_calibration(tmp_path, "m", "GPQA", None, 128)
+    manifest = DumpManifest(num_layers=1, q_heads=1, kv_heads=1, head_dim=32, complete=False)
+    manifest.write(folder.dump)
+    assert dump_state(folder.dump) == "interrupted"
+    with pytest.raises(DumpError, match="no complete dump"):
+        latest_calibration(tmp_path, "m", "GPQA", None, 128)
+    manifest.model_copy(update={"complete": True}).write(folder.dump)
+    assert latest_calibration(tmp_path, "m", "GPQA", None, 128) == folder
+    assert latest_calibration(tmp_path, "m", "GPQA", 30000, 128) == folder
+    with pytest.raises(DumpError):
+        latest_calibration(tmp_path, "m", "GPQA", None, 64)
+    (folder.dump / "manifest.json").write_text("{")
+    assert dump_state(folder.dump) == "interrupted"
+
+
+def test_methods_start_the_servers_they_name(tmp_path: Path) -> None:
+    settings = model_settings("qwen3-32B")
+    with pytest.raises(ValueError, match="needs rotations"):
+        make_method("oscar", settings)
+    with pytest.raises(RotationFileError, match="holds no k_rotation"):
+        make_method("oscar", settings, tmp_path)
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        (tmp_path / name).write_bytes(b"")
+    oscar = make_method("oscar", settings, tmp_path)
+    assert oscar.env["SGLANG_OSCAR_V_ROTATION_PATH"] == str(tmp_path / "v_rotation_sst_r_h_pbr.pt")
+    assert oscar.env["SGLANG_OSCAR_V_CLIP_RATIO"] == "0.96"
+    assert "SGLANG_OSCAR_K_CLIP_RATIO" not in make_method("oscar", settings, tmp_path, file_clips=True).env
+    args = oscar.server_args(settings)
+    assert args[args.index("--kv-cache-quant-group-size") + 1] == "128"
+    assert args[args.index("--tensor-parallel-size") + 1] == "4"
+    assert "int2" not in make_method("bf16", settings).server_args(settings)
+    (tmp_path / "k_rotation_ktk_r_h_pbr.pt").write_bytes(b"")
+    with pytest.raises(RotationFileError, match="2 different k_rotation"):
+        rotation_files(tmp_path)
+
+    class Config:
+        num_key_value_heads, head_dim, num_hidden_layers = 8, 128, 36
+
+    bits = {name: make_method(name, settings).bits(Config) for name in TITLES if name != "oscar"}
+    assert {name: round(value, 2) for name, value in bits.items()} == {
+        "bf16": 16.0,
+        "hadamard": 2.29,
+        "identity": 2.29,
+        "quarot": 2.25,
+        "naive": 2.25,
+    }
+
+
+def test_niah_rows_hold_their_needles_at_the_asked_length(tmp_path: Path) -> None:
+    def count(text: str) -> int:
+        return len(text.split())
+
+    for index in range(4):
+        row = make_row(index, 1000, count, seed=3)
+        assert set(row) == {"index", "input", "outputs", "length", "task"}
+        assert 800 <= int(str(row["length"])) <= 1000 - 128
+        (answer,) = row["outputs"]  # type: ignore[misc]
+        text = str(row["input"])
+        assert text.count(str(answer)) == 1
+        assert text.count("One of the special magic numbers") == (1 if index % 2 == 0 else 4)
+    first = write_niah(tmp_path / "a.jsonl", 400, 3, count).read_text()
+    assert write_niah(tmp_path / "b.jsonl", 400, 3, count).read_text() == first
+    assert len({json.loads(line)["outputs"][0] for line in first.splitlines()}) == 3
+
+
+def test_ablations_cover_the_papers_tables() -> None:
+    variants = {name: make() for name, make in ABLATIONS.items()}
+    assert {name: len(rows) for name, rows in variants.items()} == {
+        "windows": 5,
+        "clip": 26,
+        "calibration": 6,
+        "rotation": 10,
+        "group-size": 3,
+    }
+    names = [variant.name for rows in variants.values() for variant in rows]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["eval", "m", "--benchmarks", "gsm8k"], "not one of paper, niah, gpqa"),
+        (["eval", "m", "--data", "gsm8k=x"], "not a benchmark"),
+        (["ablation", "weather", "m"], "not one of windows, clip"),
+        (["ablation", "clip", "m", "--only", "x"], "not one of clip_0.88_0.88"),
+        (["calibrate", "m", "--clip", "x"], "neither none nor fit"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], fault: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert fault in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    root = ["--root", str(tmp_path)]
+    for arguments, fault in (
+        (["calibrate", "m", *root], "no complete dump"),
+        (["eval", "m", "--methods", "bf17", *root], "method must be one of"),
+        (["eval", "m", "--methods", "oscar", "--rot-dir", str(tmp_path), *root], "holds no k_rotation"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 1, result.output
+        assert fault in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_every_benchmark_is_whole() -> None:
+    for name, benchmark in BENCHMARKS.items():
+        assert name == benchmark.name
+        assert benchmark.columns
+        assert bool(benchmark.hub) != bool(benchmark.context)

@@ -1,0 +1,173 @@
+"""Runs of the harness are finished once, resumed after a crash, and never mixed with runs of other settings."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from oscar_rotation.model_table import model_settings
+from sglang_oscar.drivers.errors import DataError, HarnessError
+from sglang_oscar.evaluation.benchmarks import BENCHMARKS
+from sglang_oscar.evaluation.harness import RunRequest, check_harness, run, task_config
+from sglang_oscar.evaluation.methods import make_method
+from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
+from support.benchmark_data import ROWS, aime_rows, write_rows
+
+STUB = '''#!{python}
+"""Stands in for the harness: answers every row, or dies as the file "crash" says."""
+import json, sys
+from pathlib import Path
+
+from pyarrow import parquet
+
+if sys.argv[1] == "-c":
+    sys.exit(0)
+config = json.loads(Path(sys.argv[2]).read_text())
+work = Path(config["work_dir"])
+(work / "configs").mkdir(exist_ok=True)
+(work / "configs/task_config.yaml").write_text("")
+calls = Path({calls!r})
+calls.write_text(calls.read_text() + json.dumps([bool(config["use_cache"]), config["api_url"]]) + "\\n")
+crash = Path({crash!r})
+if crash.exists():
+    print(crash.read_text())
+    crash.unlink()
+    sys.exit(3)
+data = next(iter(config["dataset_args"].values()))
+rows = range(parquet.read_metadata(Path(data["local_path"]) / (data["eval_split"] + ".parquet")).num_rows)
+folder = work / "reviews" / "model"
+folder.mkdir(parents=True)
+with open(folder / "set_default.jsonl", "w") as file:
+    for index, _ in enumerate(rows):
+        score = {{"value": {{"acc": index % 2}}, "main_score_name": "acc"}}
+        file.write(json.dumps({{"index": index, "sample_score": {{"score": score}}}}) + "\\n")
+'''
+
+
+class Stub:
+    """A stand-in harness and what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls, self.crash = folder / "calls", folder / "crash"
+        self.calls.write_text("")
+        self.python = folder / "python"
+        self.python.write_text(STUB.format(python=sys.executable, calls=str(self.calls), crash=str(self.crash)))
+        self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
+
+    def asked(self) -> list[list[object]]:
+        return [json.loads(line) for line in self.calls.read_text().splitlines()]
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    made = Stub(tmp_path)
+    monkeypatch.setenv("OSCAR_HARNESS_PYTHON", str(made.python))
+    return made
+
+
+def request(tmp_path: Path, **changes: object) -> RunRequest:
+    data = write_rows(tmp_path / "aime.jsonl", aime_rows())
+    values: dict[str, object] = {
+        "benchmark": BENCHMARKS["aime25"],
+        "settings": model_settings("qwen3-8B"),
+        "url": "http://127.0.0.1:1",
+        "seed": 0,
+        "folder": tmp_path / "seed0",
+        "local": data,
+    }
+    return RunRequest(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_run_is_scored_and_not_repeated(tmp_path: Path, stub: Stub) -> None:
+    first = run(request(tmp_path))
+    assert first["score"] == pytest.approx(100 / 3)
+    assert list(first["scores"].values()) == [0.0, 1.0, 0.0]
+    assert run(request(tmp_path, url="http://127.0.0.1:2")) == first
+    assert len(stub.asked()) == 1
+
+
+def test_a_crashed_run_resumes_from_its_predictions(tmp_path: Path, stub: Stub) -> None:
+    stub.crash.write_text("out of luck")
+    with pytest.raises(HarnessError, match=r"status 3.*out of luck"):
+        run(request(tmp_path))
+    assert not (tmp_path / "seed0/result.json").exists()
+    assert run(request(tmp_path, url="http://127.0.0.1:2"))["seed"] == 0
+    assert stub.asked() == [[False, "http://127.0.0.1:1/v1"], [True, "http://127.0.0.1:2/v1"]]
+
+
+def test_other_settings_do_not_continue_a_run(tmp_path: Path, stub: Stub) -> None:
+    run(request(tmp_path))
+    for changes, name in (
+        ({"limit": 2}, "limit"),
+        ({"settings": model_settings("qwen3-8B").overridden(max_tokens=8)}, "generation_config"),
+    ):
+        with pytest.raises(HarnessError, match=f"was begun with {name} ="):
+            run(request(tmp_path, **changes))
+    assert len(stub.asked()) == 1
+
+
+def test_sampling_is_the_models(tmp_path: Path) -> None:
+    generation = task_config(request(tmp_path, seed=4))["generation_config"]
+    assert (generation["temperature"], generation["top_p"], generation["seed"]) == (0.6, 0.95, 4)
+    assert generation["extra_body"] == {"top_k": 20}
+    assert generation["max_tokens"] == 32768
+    long = request(tmp_path, benchmark=BENCHMARKS["lcb_v6_128k"], settings=model_settings("GLM-4.7"), local=None)
+    config = task_config(long)
+    assert config["generation_config"]["max_tokens"] == 131072
+    assert config["generation_config"]["temperature"] == 1.0
+    assert config["dataset_args"]["live_code_bench"]["subset_list"] == ["v6"]
+    assert config["dataset_hub"] == "huggingface"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_local_copies_must_have_the_columns_of_the_real_data(tmp_path: Path, name: str) -> None:
+    good = write_rows(tmp_path / "good.jsonl", ROWS[name]())
+    config = task_config(request(tmp_path, benchmark=BENCHMARKS[name], local=good))
+    staged = Path(config["dataset_args"][BENCHMARKS[name].task]["local_path"])
+    rows = parquet.read_table(staged / f"{BENCHMARKS[name].split}.parquet").to_pylist()
+    columns = BENCHMARKS[name].columns
+    assert rows == [{column: row[column] for column in columns} for row in ROWS[name]()]
+    column = BENCHMARKS[name].columns[0]
+    bad = write_rows(tmp_path / "bad.jsonl", [{k: v for k, v in row.items() if k != column} for row in ROWS[name]()])
+    with pytest.raises(DataError, match=f"row 1 lacks '{column}'"):
+        task_config(request(tmp_path, benchmark=BENCHMARKS[name], local=bad))
+
+
+def test_a_gated_data_set_is_explained(tmp_path: Path, stub: Stub) -> None:
+    stub.crash.write_text(
+        "datasets.exceptions.DatasetNotFoundError: Dataset 'Idavidrein/gpqa' is a gated dataset on the Hub."
+    )
+    with pytest.raises(DataError, match=r"Idavidrein/gpqa: access is restricted.*hf auth login.*DATASET_PATH"):
+        run(request(tmp_path, benchmark=BENCHMARKS["gpqa"], local=None))
+
+
+def test_a_missing_harness_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("OSCAR_HARNESS_PYTHON", str(python))
+    with pytest.raises(HarnessError, match=r"pip install 'sglang-oscar\[eval\]'"):
+        check_harness()
+
+
+def test_a_plan_runs_what_is_missing_only(tmp_path: Path, stub: Stub) -> None:
+    settings = model_settings("qwen3-8B")
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", ROWS[name]()) for name in ("gpqa", "aime25")}
+    plan = EvaluationPlan(
+        settings, tmp_path / "out", ("gpqa", "aime25"), (make_method("bf16", settings),), (0, 1), data, url="http://x"
+    )
+    stub.crash.write_text("killed")
+    with pytest.raises(HarnessError, match="killed"):
+        evaluate(plan)
+    said: list[str] = []
+    evaluate(plan, said.append)
+    assert said[0] == "BF16: 0 runs done, 4 to do"
+    assert len(stub.asked()) == 5
+    evaluate(plan, said.append)
+    assert said[-1] == "BF16: 4 runs done, 0 to do"
+    assert len(stub.asked()) == 5
