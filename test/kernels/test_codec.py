@@ -40,7 +40,9 @@ def test_every_byte_is_four_codes(packed: bytes) -> None:
     assert torch.equal(pack(unpack(raw)), raw)
 
 
-@pytest.mark.parametrize(("ratio", "index"), [(0.96, 122), (0.92, 117), (1.0, None), (0.0, None), (1.5, None), (0.999, 127)])
+@pytest.mark.parametrize(
+    ("ratio", "index"), [(0.96, 122), (0.92, 117), (1.0, None), (0.0, None), (1.5, None), (0.999, 127)]
+)
 def test_clip_index_of_the_paper(ratio: float, index: int | None) -> None:
     assert clip_index(128, ratio) == index
 
@@ -102,7 +104,9 @@ def test_rows_carry_scale_and_zero_bit_for_bit(dtype: torch.dtype, head_dim: int
     assert torch.equal(decode_rows(rows, layout), dequantize(*quantize(clip(y, 0.96), group, dtype)))
 
 
-@pytest.mark.parametrize("case", json.loads(GOLDEN.read_text())["rows"], ids=lambda c: f"{c['head_dim']}-{c['scale_dtype']}")
+@pytest.mark.parametrize(
+    "case", json.loads(GOLDEN.read_text())["rows"], ids=lambda c: f"{c['head_dim']}-{c['scale_dtype']}"
+)
 def test_stored_bytes_never_change(case: dict) -> None:
     """A row written by any version of this format reads the same. If this fails, FORMAT_VERSION must change."""
     assert json.loads(GOLDEN.read_text())["format_version"] == FORMAT_VERSION

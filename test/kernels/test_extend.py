@@ -80,7 +80,9 @@ def exact(case: Chunks, sm_scale: float, dtype: torch.dtype, chunk: bool = True)
 
 def check(case: Chunks, **options) -> torch.Tensor:  # noqa: ANN003
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
-    out = extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale, **options)
+    out = extend(
+        case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale, **options
+    )
     assert out.dtype == case.q.dtype
     assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
     return out
@@ -98,7 +100,9 @@ def test_ring_holds_only_what_this_request_wrote(device: torch.device) -> None:
 
 def test_agrees_with_the_reference(device: torch.device) -> None:
     case = make(Shape(), [0, 100], [40, 20], device)
-    want = reference.extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.lengths, case.rotation, 0.1)
+    want = reference.extend(
+        case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.lengths, case.rotation, 0.1
+    )
     out = torch.full_like(case.q, 7.0)
     got = extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, 0.1, out=out)
     torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)

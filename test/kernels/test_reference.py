@@ -52,13 +52,17 @@ def cached_vector(y: torch.Tensor, position: int, length: int, shape: Shape) -> 
     return y[position].to(shape.dtype).double()
 
 
-def brute_force(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float) -> torch.Tensor:
+def brute_force(
+    query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float
+) -> torch.Tensor:
     """One query head [d] over lists of keys and values [d]."""
     weight = torch.stack([scale * (query * key).sum() for key in keys]).softmax(0)
     return sum(w * value for w, value in zip(weight, values, strict=True))
 
 
-@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, windows=Windows(0, 0, 0)), replace(SHAPE, gqa=1, group=32)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPE, replace(SHAPE, windows=Windows(0, 0, 0)), replace(SHAPE, gqa=1, group=32)], ids=str
+)
 def test_decode_is_softmax_over_what_was_stored(shape: Shape) -> None:
     lengths = [1, 17, 70]
     cache, tables, kept, rotation = serve(lengths, shape)

@@ -39,15 +39,15 @@ from oscar_kernels.triton.store import TRITON_DTYPES
 
 WINDOW_PART = 128
 """Window tokens of one program."""
-WAVES = 2
+WAVES = 1
 """Pieces per resident program: more balance the GPU better, fewer leave less to merge."""
 MIN_TILES = 4
 """Tiles that a piece has at least."""
-HEADS_PER_PROGRAM = 8
+HEADS_PER_PROGRAM = 2
 """kv heads, and so warps, of a program at most."""
 BLOCK_W = 16
 """Tokens of a tile of a window."""
-STAGES = 3
+STAGES = 6
 """Tiles in flight, the one worked on included."""
 Q_PEAK = tl.constexpr(2.0**13)
 """Queries enter the tensor cores as float16 with largest magnitude in [Q_PEAK, 2 Q_PEAK)."""
@@ -204,7 +204,8 @@ def _window(
         position = first + offset
         live = position < end
         row = (first_row + position % rows) * (KV_HEADS * D)
-        k = tl.load(k_ptr + (row[None, :, None] + head_at + channel[None, None, :]), mask=live[None, :, None], other=0.0)
+        at = row[None, :, None] + head_at + channel[None, None, :]
+        k = tl.load(k_ptr + at, mask=live[None, :, None], other=0.0)
         logits = dot(k, q, tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)) * (sm_scale * LOG2_E)
         logits = tl.where(live[None, :, None], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -212,7 +213,8 @@ def _window(
         top = new_top
         p = exp2(logits - top[:, None, :])
         total = total * fade + tl.sum(p, 1)
-        v = tl.load(v_ptr + (row[None, None, :] + head_at + channel[None, :, None]), mask=live[None, None, :], other=0.0)
+        at = row[None, None, :] + head_at + channel[None, :, None]
+        v = tl.load(v_ptr + at, mask=live[None, None, :], other=0.0)
         out = dot(v, narrow(p, v_ptr.dtype.element_ty), out * fade[:, None, :])
     out = out / total[:, None, :]
     tl.store(o_rows[:, None, :] + channel[None, :, None], out, mask=q_mask[:, None, :])
@@ -224,10 +226,11 @@ def _decode_kernel(
     q_ptr, q_stride_token, q_stride_head, k_rows_ptr, v_rows_ptr,
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr,
     ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr, SINK_PARTS: tl.constexpr,
-    WINDOW_PARTS: tl.constexpr, PART: tl.constexpr, MIN_TILES: tl.constexpr, BATCH: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    RING: tl.constexpr, SINK_PARTS: tl.constexpr, WINDOW_PARTS: tl.constexpr, PART: tl.constexpr,
+    MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads / BLOCK_H, pieces + batch + batch * WINDOW_PARTS): heads of one token are read together.
 
@@ -301,12 +304,9 @@ def window_parts(windows: Windows) -> tuple[int, int]:
 def tile_shape(layout: RowLayout) -> tuple[int, int | None]:
     """(tokens of a tile of history, register limit).
 
-    128 registers let 16 warps share a multiprocessor. Sums of 256 channels do not fit them, nor do the
-    per-group sums of small groups with tiles as large.
+    128 registers let 16 warps share a multiprocessor; the sums of 256 channels do not fit them.
     """
-    if layout.head_dim == 256:
-        return 32, None
-    return (64, 128) if layout.groups <= 2 else (32, 128)
+    return 32, None if layout.head_dim == 256 else 128
 
 
 def default_pieces(cache: LayerCache) -> int:
@@ -379,11 +379,12 @@ def decode(
         "BLOCK_N": block_n,
     }
     _decode_kernel[(triton.cdiv(layout.kv_heads, block_h), partials)](
-        q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
-        tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, workspace,
-        lse, batch, pieces, sm_scale, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads, GQA=q_heads // layout.kv_heads,
-        GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
-        RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=WINDOW_PART, BLOCK_H=block_h,
+        q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring,
+        cache.v_ring, tables.page_table, tables.page_table.stride(0), tables.kv_lens, tables.ring_row,
+        tables.ring_start, tables.sink_block, workspace, lse, batch, pieces, sm_scale,
+        K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads,
+        GQA=q_heads // layout.kv_heads, GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype],
+        PAGE=tables.page_size, RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=WINDOW_PART, BLOCK_H=block_h,
         BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
         num_warps=block_h, num_stages=STAGES, maxnreg=registers,
     )  # fmt: skip

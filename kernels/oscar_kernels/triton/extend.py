@@ -45,8 +45,8 @@ def _load_rows(rows, mask, start, SIZE: tl.constexpr):
 @triton.jit
 def _history(
     state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head, begin, end, sm_scale,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold history positions [begin, end) into ``state``, which must be fresh; see decode for the arithmetic."""
     CODE_BYTES: tl.constexpr = D // 4
@@ -186,9 +186,10 @@ def _extend_kernel(
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr, ring_row_ptr,
     ring_start_ptr, sink_block_ptr, qo_indptr_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, batch,
     sm_scale,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    HAS_LSE: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    RING: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_LSE: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TOKENS tokens, at most one short one per request; kv heads)."""
     CODE_BYTES: tl.constexpr = D // 4

@@ -19,8 +19,9 @@ def plan_pieces(
     kv_lens_ptr, ring_start_ptr, batch, pieces, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of every request, [BATCH] int32: in all at most ``pieces`` + batch, and ``pieces`` where that is more than twice the batch.
+    """Pieces of every request, [BATCH] int32: in all at most ``pieces`` + batch.
 
+    They are at most ``pieces`` where that is twice the batch or more.
     Tiles are aligned to BLOCK_N, so that none crosses a page at least as large. The piece length in tiles follows
     from the total.
     """

@@ -90,12 +90,13 @@ def _rotate(x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, D: 
 
 
 @triton.jit
-def _clip(y, mask, RANK: tl.constexpr):
+def _clip(y, mask, RANK: tl.constexpr, ZERO_BITS: tl.constexpr):
     """Clamp every vector to its RANK-th largest magnitude, duplicates counted; RANK = 0 does not clip.
 
     Exact, without sorting. Near the top, walk down the distinct magnitudes RANK - 1 times: that is the threshold
     unless some of them occur twice. Then, and for any other rank, bisect over the bits, which order non-negative
-    floats as integers do.
+    floats as integers do. Vectors that were not rotated have their 16-bit precision, so equal magnitudes are common
+    and the ZERO_BITS lowest bits need no search: they are bisected at once.
     """
     if RANK == 0:
         return y
@@ -103,7 +104,7 @@ def _clip(y, mask, RANK: tl.constexpr):
         size = tl.abs(y)
         tau = tl.max(size, 1)
         search = True
-        if RANK <= 16:
+        if RANK <= 16 and ZERO_BITS == 0:
             for _ in tl.range(RANK - 1):
                 tau = tl.max(tl.where(size < tau[:, None], size, -1.0), 1)
             reached = tl.sum((size >= tau[:, None]).to(tl.int32), 1)
@@ -113,7 +114,7 @@ def _clip(y, mask, RANK: tl.constexpr):
             bits = size.to(tl.int32, bitcast=True)
             found = tl.zeros([y.shape[0]], tl.int32)
             bit = tl.full([], 1 << 30, tl.int32)
-            for _ in tl.range(31):
+            for _ in tl.range(31 - ZERO_BITS):
                 trial = found | bit
                 above = tl.sum((bits >= trial[:, None]).to(tl.int32), 1)
                 found = tl.where(above >= RANK, trial, found)
@@ -174,7 +175,9 @@ def _store_tile(
         _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS)
     if HAS_SINK:
         _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
-    packed, scale, zero = _quantize(_clip(y, mask, RANK), GROUP, SCALE_DTYPE)
+    # float32 has 13 bits of mantissa more than float16 and 16 more than bfloat16.
+    ZERO_BITS: tl.constexpr = 0 if TERMS > 0 else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
+    packed, scale, zero = _quantize(_clip(y, mask, RANK, ZERO_BITS), GROUP, SCALE_DTYPE)
     CODE_BYTES: tl.constexpr = D // 4
     GROUPS: tl.constexpr = D // GROUP
     rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
