@@ -1,10 +1,14 @@
-"""The command ``oscar``: the rotation tools and ``oscar doctor``."""
+"""The command ``oscar``: the rotation tools, ``oscar doctor``, and the calibration and evaluation drivers."""
 
 from __future__ import annotations
 
 from oscar_rotation.cli import app
 from sglang_oscar.doctor import doctor
+from sglang_oscar.drivers.commands import add_driver_commands
+from sglang_oscar.evaluation.commands import add_evaluation_commands
 
 __all__ = ["app"]
 
 app.command("doctor")(doctor)
+add_driver_commands(app)
+add_evaluation_commands(app)
