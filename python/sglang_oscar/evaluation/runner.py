@@ -79,7 +79,7 @@ def evaluate(plan: EvaluationPlan, say: Callable[[str], None] = print) -> None:
         check_harness()
         sources = {name: data_source(plan, BENCHMARKS[name]) for name in dict(pending)}
         with ExitStack() as stack:
-            url = plan.url or stack.enter_context(_server(plan, method)).url
+            url = plan.url or stack.enter_context(method_server(plan, method)).url
             for name, seed in pending:
                 folder = plan.run_folder(name, method.name, seed)
                 request = RunRequest(BENCHMARKS[name], plan.settings, url, seed, folder, sources[name], plan.limit)
