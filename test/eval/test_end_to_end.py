@@ -33,7 +33,7 @@ TOKENS = 1500
 
 @pytest.fixture(scope="module")
 def calibration_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [{"text": document(450, 900 + seed).text} for seed in range(5)]
+    rows = [{"text": document(450, 900 + seed, facts=1).text} for seed in range(5)]
     return write_rows(tmp_path_factory.mktemp("data") / "calibration.jsonl", rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from sglang_oscar.evaluation.benchmarks import BENCHMARKS, Benchmark
 from sglang_oscar.evaluation.harness import RESULT, RunRequest, check_harness, run
 from sglang_oscar.evaluation.methods import Method
 from sglang_oscar.evaluation.ruler import write_niah
-from sglang_oscar.local_server import serve
+from sglang_oscar.local_server import LocalServer, serve
 
 NIAH_ROWS = 100
 
@@ -99,7 +99,8 @@ def data_source(plan: EvaluationPlan, benchmark: Benchmark) -> Path | None:
     return write_niah(path, benchmark.context, rows, lambda text: len(tokenizer.encode(text)))
 
 
-def _server(plan: EvaluationPlan, method: Method) -> Any:
+def method_server(plan: EvaluationPlan, method: Method) -> AbstractContextManager[LocalServer]:
+    """A server of the plan's model with a method, its log in the plan's folder."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     log = plan.folder / f"server_{method.name}.log"
     args = method.server_args(plan.settings, plan.server_args)
