@@ -1,0 +1,61 @@
+"""Two ranks give one rank's answers: both store, share and evict the same blocks without a word to each other."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.compare import LOGPROBS, assert_same
+from support.models import VOCABULARY, save
+from support.servers import HADAMARD, STRICT, Server, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
+]
+LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
+ARGS = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
+TWO_RANKS = ["--tp-size", "2", "--disable-custom-all-reduce"]
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
+NEAR_TIE = 0.05
+DRIFT = 0.08
+
+
+def prompts() -> list[list[int]]:
+    """Short and long, two of them with a common beginning."""
+    rng = random.Random(11)
+    ids = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (40, 330, 700, 900)]
+    return [*ids, ids[2][:600] + ids[1]]
+
+
+def ask(server: Server) -> list[list[dict]]:
+    """Answers cold, one at a time, and with prefix hits, all at once."""
+    with ThreadPoolExecutor(len(prompts())) as pool:
+        cold = [server.generate(ids, 16, **LOGPROBS) for ids in prompts()]
+        warm = list(pool.map(lambda ids: server.generate(ids, 16, **LOGPROBS), prompts()))
+    return [cold, warm]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores")
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    """Each rank holds one of two kv heads, absorbs the rotation into its own shard of the weights and keeps windows."""
+    model = save("qwen3", tmp_path / "model")
+    env = LOSSLESS | HADAMARD | STRICT
+    with serve(model, tmp_path / "one.log", *ARGS, env=env) as server:
+        expected = ask(server)
+    with serve(model, tmp_path / "two.log", *ARGS, *TWO_RANKS, env=env | TWO_CORES) as server:
+        got = ask(server)
+        server.flush()
+        assert server.alive()
+        text = server.text()
+    assert set(re.findall(r"(TP\d)\] int2 rotation of values: absorbed into the weights", text)) == {"TP0", "TP1"}
+    for one, two in zip(expected, got, strict=True):
+        assert_same(one, two, NEAR_TIE, DRIFT)
+    assert [a["meta_info"]["cached_tokens"] for a in got[1]] == [a["meta_info"]["cached_tokens"] for a in expected[1]]
+    assert any(answer["meta_info"]["cached_tokens"] for answer in got[1])
