@@ -19,6 +19,7 @@ from oscar_rotation.layer_report import layer_report
 from oscar_rotation.rotation_set import DEFAULT_CLIP_RATIOS
 from oscar_rotation.samples import HeadSample, head_samples, plan_samples
 from oscar_rotation.targets import DATA_FREE, KEY_TARGETS, VALUE_TARGETS, Target, TargetInputs
+from oscar_rotation.threads import one_thread
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -115,6 +116,13 @@ class LayerFitter:
         sides = [self._rotation(key), self._rotation(value)]
         if not self.options.needs_samples:
             return LayerFit(sides[0], sides[1])
+        with one_thread():
+            return self._measured(layer, sides, metrics, samples)
+
+    def _measured(
+        self, layer: int, sides: list[SideFit], metrics: list[CovarianceAccumulator], samples: list[HeadSample]
+    ) -> LayerFit:
+        """Clip ratios and report, on the samples."""
         per_head = [side.rotation.to(self.device).expand(self.kv_heads, -1, -1) for side in sides]
         report: dict[str, Any] = {"layer": layer}
         if self.options.fit_clip:
