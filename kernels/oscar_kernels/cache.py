@@ -19,15 +19,18 @@ class Windows:
     """Sizes, in tokens, of the 16-bit windows; 0 turns a window off.
 
     ``ring`` is the number of ring rows a request owns: ``recent`` plus slack for tokens that may be rolled back.
+    ``max_splits`` bounds the programs that read the windows of one request during decode; each window in use takes
+    one at least.
     """
 
     sink: int
     recent: int
     ring: int
+    max_splits: int = 8
 
     def __post_init__(self) -> None:
-        if self.sink < 0 or self.recent < 0 or self.ring < self.recent:
-            raise ValueError(f"need sink >= 0 and ring >= recent >= 0, got {self}")
+        if self.sink < 0 or self.recent < 0 or self.ring < self.recent or self.max_splits < 1:
+            raise ValueError(f"need sink >= 0, ring >= recent >= 0 and max_splits >= 1, got {self}")
 
 
 @dataclass(frozen=True)

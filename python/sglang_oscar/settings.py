@@ -70,7 +70,8 @@ class Settings(BaseModel):
         """Window sizes in tokens; all 0 with SGLANG_ENABLE_MIXED_KV_WINDOWS=0."""
         if not self.windows_enabled:
             return Windows(sink=0, recent=0, ring=0)
-        return Windows(sink=self.sink_tokens, recent=self.recent_tokens, ring=self.recent_tokens)
+        sink, recent = self.sink_tokens, self.recent_tokens
+        return Windows(sink=sink, recent=recent, ring=recent, max_splits=self.window_max_splits)
 
     @property
     def scale_torch_dtype(self) -> torch.dtype:

@@ -10,7 +10,7 @@ from kernel_cases import Shape, assert_as_good_as, decode_exact, filled_batch, r
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.triton import decode as decode_module
-from oscar_kernels.triton.decode import decode, workspace_numel
+from oscar_kernels.triton.decode import decode, window_parts, workspace_numel
 
 SHAPES = [
     Shape(),
@@ -24,6 +24,7 @@ SHAPES = [
     Shape(windows=Windows(16, 0, 8)),
     Shape(windows=Windows(0, 24, 24), page_size=128),
     Shape(windows=Windows(64, 256, 256), page_size=32),
+    Shape(windows=Windows(64, 256, 256, max_splits=2), page_size=64),
 ]
 
 
@@ -42,6 +43,20 @@ def check(shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: l
 def test_ragged_lengths(shape: Shape, device: torch.device) -> None:
     """From one token over fewer than the windows to several pieces, one request empty."""
     check(shape, [1, 39, 0, 40, 17, 210], device)
+
+
+@pytest.mark.parametrize(
+    ("windows", "parts"),
+    [
+        (Windows(64, 256, 256), (1, 2, 128)),
+        (Windows(64, 256, 256, max_splits=2), (1, 1, 256)),
+        (Windows(64, 4096, 4096), (1, 4, 1024)),
+        (Windows(0, 256, 256, max_splits=1), (0, 1, 256)),
+        (Windows(0, 0, 0, max_splits=1), (0, 0, 128)),
+    ],
+)
+def test_window_splits_are_bounded(windows: Windows, parts: tuple[int, int, int]) -> None:
+    assert window_parts(windows) == parts
 
 
 @pytest.mark.parametrize("ring_starts", [[200, 150, 1], [100, 199, 180]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+
 from sglang_oscar import local_server
 from sglang_oscar.cpu_server import environment, has_gpu
 
@@ -34,13 +36,13 @@ def server_environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 def small_sizes(args: tuple[str, ...]) -> list[str]:
-    """Arguments that keep a server small, unless ``args`` say otherwise."""
+    """Arguments that keep a server small, unless ``args`` say otherwise; OSCAR_TEST_SERVER_ARGS adds to them."""
     sizes = ["--random-seed", "0"]
     if "--mem-fraction-static" not in args:
         sizes += ["--mem-fraction-static", "0.3" if has_gpu() else "0.2"]
     if "--max-total-tokens" not in args:
         sizes += ["--max-total-tokens", "24576"]
-    return [*sizes, *args]
+    return [*sizes, *shlex.split(os.environ.get("OSCAR_TEST_SERVER_ARGS", "")), *args]
 
 
 class Server(local_server.LocalServer):

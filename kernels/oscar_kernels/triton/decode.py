@@ -38,7 +38,7 @@ from oscar_kernels.triton.plan import plan_pieces, split_lengths
 from oscar_kernels.triton.store import TRITON_DTYPES
 
 WINDOW_PART = 128
-"""Window tokens of one program."""
+"""Window tokens of one program, unless that takes more programs than the windows allow."""
 WAVES = 1
 """Pieces per resident program: more balance the GPU better, fewer leave less to merge."""
 MIN_TILES = 4
@@ -296,9 +296,13 @@ def _decode_kernel(
             )  # fmt: skip
 
 
-def window_parts(windows: Windows) -> tuple[int, int]:
-    """Programs per request for the sink store and for the ring."""
-    return triton.cdiv(windows.sink, WINDOW_PART), triton.cdiv(windows.recent, WINDOW_PART)
+def window_parts(windows: Windows) -> tuple[int, int, int]:
+    """Programs per request for the sink store and for the ring, and the tokens of each."""
+    part = WINDOW_PART
+    bound = max(windows.max_splits, (windows.sink > 0) + (windows.recent > 0))
+    while triton.cdiv(windows.sink, part) + triton.cdiv(windows.recent, part) > bound:
+        part *= 2
+    return triton.cdiv(windows.sink, part), triton.cdiv(windows.recent, part), part
 
 
 def tile_shape(layout: RowLayout) -> tuple[int, int | None]:
@@ -319,7 +323,7 @@ def default_pieces(cache: LayerCache) -> int:
 def workspace_numel(cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None = None) -> int:
     """float32 elements that :func:`decode` needs for partial results of up to ``batch`` requests."""
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
-    partials = pieces + batch * (1 + sum(window_parts(cache.windows)))
+    partials = pieces + batch * (1 + sum(window_parts(cache.windows)[:2]))
     return partials * q_heads * (cache.layout.head_dim + 1)
 
 
@@ -358,7 +362,7 @@ def decode(
     if batch == 0:
         return out
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
-    sink_parts, ring_parts = window_parts(windows)
+    sink_parts, ring_parts, part = window_parts(windows)
     partials = pieces + batch * (1 + sink_parts + ring_parts)
     numel = workspace_numel(cache, q_heads, batch, pieces)
     if workspace is None:
@@ -384,7 +388,7 @@ def decode(
         tables.ring_start, tables.sink_block, workspace, lse, batch, pieces, sm_scale,
         K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads,
         GQA=q_heads // layout.kv_heads, GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype],
-        PAGE=tables.page_size, RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=WINDOW_PART, BLOCK_H=block_h,
+        PAGE=tables.page_size, RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=part, BLOCK_H=block_h,
         BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
         num_warps=block_h, num_stages=STAGES, maxnreg=registers,
     )  # fmt: skip
