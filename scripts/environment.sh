@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes .venv with the pinned project, once, and activates it.
 #
 # PYTHON chooses the interpreter (3.10, 3.11 or 3.12); by default the first of python3.11, python3.12, python3.10,
-# python3 that fits. The environment is made anew when pyproject.toml or the pins change.
+# python3 that fits. The environment is made anew when dependencies or pins change.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${OSCAR_VENV:-$root/.venv}
@@ -22,21 +22,29 @@ find_python() {
   return 1
 }
 
+current() {  # current NAME SUM: whether the environment was made for this checksum
+  [ "$(cat "$venv/.oscar-$1" 2>/dev/null)" = "$2" ]
+}
+
 make_environment() {
-  local python stamp version
-  stamp=$(cat "$root/pyproject.toml" "$root"/scripts/constraints/*.txt | sha256sum | cut -d' ' -f1)
-  if [ "$(cat "$venv/.oscar-stamp" 2>/dev/null)" = "$stamp" ]; then
-    return
+  local python version packages project
+  packages=$({ grep -E '^(dependencies|dev) ' "$root/pyproject.toml" && cat "$root"/scripts/constraints/*.txt; } | sha256sum)
+  project=$(sha256sum <"$root/pyproject.toml")
+  if ! current packages "$packages"; then
+    python=$(find_python)
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    echo "making $venv with Python $version and the pinned packages (about 9 GB, some minutes)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --progress-bar off "pip==25.3"
+    "$venv/bin/python" -m pip install --quiet --progress-bar off \
+      --constraint "$root/scripts/constraints/python$version.txt" --editable "$root[dev]"
+    echo "$packages" >"$venv/.oscar-packages"
+    echo "$project" >"$venv/.oscar-project"
+  elif ! current project "$project"; then
+    "$venv/bin/python" -m pip install --quiet --progress-bar off --no-deps --editable "$root"
+    echo "$project" >"$venv/.oscar-project"
   fi
-  python=$(find_python)
-  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-  echo "making $venv with Python $version and the pinned packages (about 9 GB, some minutes)"
-  rm -rf "$venv"
-  "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --progress-bar off "pip==25.3"
-  "$venv/bin/python" -m pip install --quiet --progress-bar off \
-    --constraint "$root/scripts/constraints/python$version.txt" --editable "$root[dev]"
-  echo "$stamp" >"$venv/.oscar-stamp"
 }
 
 make_environment

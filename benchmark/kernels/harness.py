@@ -90,7 +90,7 @@ def shuffled_tables(lengths: list[int], page_size: int, seed: int = 0) -> tuple[
     """Tables of requests on random pages, and the number of slots that the pages take (page 0 is a dummy)."""
     counts = [-(-length // page_size) for length in lengths]
     order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).int()
-    pages = torch.zeros(len(lengths), max(max(counts), 1), dtype=torch.int32)
+    pages = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32)
     used = 0
     for request, count in enumerate(counts):
         pages[request, :count] = order[used : used + count]

@@ -28,7 +28,7 @@ SHAPES = [
 ]
 
 
-def check(shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: list[int] | None = None, **options):  # noqa: ANN003, ANN201
+def check(shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: list[int] | None = None, **options):
     batch = filled_batch(shape, kv_lens, device, ring_starts)
     q = random_vectors((len(kv_lens), shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     sm_scale = 0.4 * shape.head_dim**-0.5

@@ -44,7 +44,7 @@ class Chunks:
     q_rot: torch.Tensor
 
 
-def make(shape: Shape, prefixes: list[int], lengths: list[int], device: torch.device, ring_starts=None) -> Chunks:  # noqa: ANN001
+def make(shape: Shape, prefixes: list[int], lengths: list[int], device: torch.device, ring_starts=None) -> Chunks:
     batch = filled_batch(shape, prefixes, device, ring_starts)
     tokens, heads = sum(lengths), shape.q_heads + 2 * shape.kv_heads
     fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 50, device)
@@ -78,7 +78,7 @@ def exact(case: Chunks, sm_scale: float, dtype: torch.dtype, chunk: bool = True)
     return torch.cat(out)
 
 
-def check(case: Chunks, **options) -> torch.Tensor:  # noqa: ANN003
+def check(case: Chunks, **options) -> torch.Tensor:
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
     out = extend(
         case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale, **options

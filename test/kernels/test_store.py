@@ -64,7 +64,7 @@ def assert_correctly_rounded(rows: torch.Tensor, y: torch.Tensor, shape: Shape, 
     assert ((codes - level).abs() <= 0.5 + slack).all()
 
 
-def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotate_v: bool, rotate_k: bool = True):  # noqa: ANN201
+def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotate_v: bool, rotate_k: bool = True):
     """Store the same vectors with the kernel and with the reference."""
     pages, requests = -(-tokens // shape.page_size) + 2, max(2, tokens // 8)
     slots = random_slots(tokens, shape.windows, pages * shape.page_size, requests, device)
