@@ -147,7 +147,7 @@ class LayerFitter:
         self, known: list[CovarianceAccumulator], running: list[CovarianceAccumulator]
     ) -> list[CovarianceAccumulator]:
         """C_Q and C_S, from what is accumulated anyway or, if need be, in addition to it."""
-        metrics = []
+        metrics: list[CovarianceAccumulator] = []
         for kind in (QueryCovariance, ScoreValueCovariance):
             found = next((accumulator for accumulator in known if type(accumulator) is kind), None)
             if found is None:
