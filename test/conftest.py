@@ -1,4 +1,4 @@
-"""Makes ``support`` importable for all tests."""
+"""What has to be decided before any test module is imported."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 # Read when torch is imported; without it two busy processes slow each other down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"

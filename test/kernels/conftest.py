@@ -1,15 +1,9 @@
-"""Kernel tests run anywhere: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+"""Kernel tests run anywhere: on a GPU where there is one, else in Triton's interpreter (see the conftest above)."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Before anything imports triton: a kernel is bound to the interpreter when it is defined.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

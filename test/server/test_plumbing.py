@@ -86,8 +86,8 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
         {"SGLANG_TEST_RETRACT": "1"},
         12,
     ),
-    "few_rows_small_windows": (
-        ["--max-running-requests", "3"],
+    "few_rows_evictions_small_windows": (
+        ["--max-running-requests", "3", "--max-total-tokens", "4608"],
         {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"},
         12,
     ),
