@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Read when torch is imported; without it two busy processes slow each other down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.

@@ -22,7 +22,21 @@ from support.servers import STRICT, Server, serve
 
 pytestmark = pytest.mark.server
 
-ARGS = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
+PUBLIC_ARGS = ["--tensor-parallel-size", "1", "--kv-cache-dtype", "int2", "--trust-remote-code"]
+PUBLIC_ARGS += ["--prefill-attention-backend", "fa3", "--decode-attention-backend", "triton"]
+"""Flags of the public OSCAR release, whose command line must start this server as it is."""
+PUBLIC_ENV = {
+    "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
+    "SGLANG_OSCAR_K_CLIP_RATIO": "0.96",
+    "SGLANG_OSCAR_V_CLIP_RATIO": "0.92",
+    "SGLANG_OSCAR_ABSORB_V_ROTATION": "1",
+    "SGLANG_MIXED_KV_PREFIX_TOKENS": "64",
+    "SGLANG_MIXED_KV_RECENT_TOKENS": "256",
+    "SGLANG_MIXED_KV_HP_MAX_SPLITS": "8",
+    "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
+    "SGLANG_MIXED_KV_SCALE_DTYPE": "float32",
+}
+ARGS = [*PUBLIC_ARGS, "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 NAME = str(MODEL)
 RECENT = 256
@@ -32,7 +46,7 @@ RECENT = 256
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Retraction is forced whenever two requests run; memory is checked after every step."""
     folder = tmp_path_factory.mktemp("reference")
-    env = fit_rotations(folder) | STRICT | RETRACT
+    env = fit_rotations(folder) | PUBLIC_ENV | STRICT | RETRACT
     with serve(MODEL, folder / "server.log", *ARGS, env=env) as started:
         yield started
 
