@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import sys
@@ -21,6 +20,7 @@ from typing import Annotated, Any
 
 import aiohttp
 import typer
+from machine import describe
 from tokenizers import Tokenizer
 
 from sglang_oscar.cpu_server import environment, has_gpu
@@ -170,6 +170,7 @@ def main(
     quarter = len(tally.scores) // 4
     faults = [line for line in log.splitlines() if "Traceback" in line or "leak" in line.lower()]
     result: dict[str, Any] = {
+        **describe(),
         "requests": requests,
         "seconds": round(seconds, 1),
         "counts": tally.counts,
@@ -180,7 +181,6 @@ def main(
         "errors": tally.errors[:20],
         "log_faults": faults[:20],
         "alive": alive,
-        "command": f"python {' '.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
     }
     out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
