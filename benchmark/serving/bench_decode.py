@@ -101,7 +101,7 @@ def main(
         "bf16": (["--attention-backend", baseline], {}, 16.0),
         "int2": (["--kv-cache-dtype", "int2"], rotations, 2.25),
     }
-    result: dict[str, Any] = {**describe(), "shape": shape, "bandwidth_tb_s": bandwidth, "baseline": baseline, "rows": []}
+    result = describe() | {"shape": shape, "bandwidth_tb_s": bandwidth, "baseline": baseline, "rows": []}
     times: dict[str, dict[int, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
