@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from oscar_kernels.layout import RowLayout
+from oscar_rotation.identity import ModelIdentity
 from sglang_oscar import dump_hook, flags, refusals
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.rotations import load_rotations
@@ -122,7 +123,8 @@ def check(args: Any, settings: Settings) -> None:
     refusals.check_model(model)
     check_device(args.device)
     layout = row_layout(args, settings, model, kv_heads=1)
-    load_rotations(settings, num_layers=model.num_hidden_layers, head_dim=layout.head_dim)
+    identity = ModelIdentity(model_id=args.model_path, kv_heads=model.get_total_num_kv_heads())
+    load_rotations(settings, model.num_hidden_layers, layout.head_dim, identity)
     logger.info("int2 settings: %s", " ".join(settings.lines()))
 
 

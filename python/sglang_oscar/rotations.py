@@ -37,17 +37,20 @@ class Rotations:
     value: Side
 
 
-def load_rotations(settings: Settings, num_layers: int, head_dim: int) -> Rotations:
+def load_rotations(
+    settings: Settings, num_layers: int, head_dim: int, model: ModelIdentity | None = None
+) -> Rotations:
     """Load and check both rotations.
 
     Args:
         settings: where they are and which clip ratios override theirs.
         num_layers, head_dim: what the model has.
+        model: the model to be served; what SGLang has published in this process where None.
 
     Raises:
         Int2Error: a variable is unset or a file is missing, broken or made for another model.
     """
-    model = None if settings.allow_other_model else served_model()
+    model = None if settings.allow_other_model else model or served_model()
 
     def load(side: Literal["k", "v"], source: str | None, override: float | None, default: float) -> Side:
         return _load(side, source, override, default, num_layers, head_dim, model)
