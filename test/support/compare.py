@@ -50,7 +50,7 @@ def largest_drift(a: dict[str, Any], b: dict[str, Any]) -> float:
 def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: float, drift: float) -> None:
     """Answers agree token by token, except after a choice between two tokens closer than ``near_tie``.
 
-    More than half of the answers must agree to the end, so that ties cannot hide a fault.
+    Half of the answers must agree to the end, all but two of a few, so that ties cannot hide a fault.
 
     Args:
         a, b: answers of /generate to the same requests.
@@ -64,4 +64,4 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: floa
         if found is not None:
             assert found.gap <= near_tie, f"request {number} differs at {found}"
             parted += 1
-    assert parted * 2 <= len(a), f"{parted} of {len(a)} answers part"
+    assert parted <= max(2, len(a) // 2), f"{parted} of {len(a)} answers part"
