@@ -151,7 +151,8 @@ def evaluate(method: Method, lengths: list[int], documents: int, folder: Path) -
             row["kv_tokens"] = requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
     row["bits"] = bits_per_element(method)
     row["seconds"] = round(time.monotonic() - begin, 1)
-    console.print(f"{label}: {row['exact']} in {row['seconds']:.0f} s")
+    shown = ", ".join(f"{score:.2f} at {length}" for length, score in row["exact"].items())
+    console.print(f"{label}: {shown} ({row['seconds']:.0f} s)", highlight=False)
     return row
 
 
