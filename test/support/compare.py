@@ -50,18 +50,21 @@ def largest_drift(a: dict[str, Any], b: dict[str, Any]) -> float:
 def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: float, drift: float) -> None:
     """Answers agree token by token, except after a choice between two tokens closer than ``near_tie``.
 
-    Half of the answers must agree to the end, all but two of a few, so that ties cannot hide a fault.
+    Tokens after such a choice follow different texts and cannot be compared. Of eight answers or more a third of all
+    tokens must have been compared: in a random model BF16 noise flips about one choice in 25, so that 24 tokens
+    usually leave two thirds, and a fault leaves next to none.
 
     Args:
         a, b: answers of /generate to the same requests.
         near_tie: largest gap in log probability that arithmetic may flip.
         drift: largest difference in log probability allowed on common tokens.
     """
-    parted = 0
+    compared = total = 0
     for number, (x, y) in enumerate(zip(a, b, strict=True)):
         found = first_difference(x, y)
         assert largest_drift(x, y) <= drift, f"request {number}: log probabilities drift by {largest_drift(x, y):.4f}"
         if found is not None:
             assert found.gap <= near_tie, f"request {number} differs at {found}"
-            parted += 1
-    assert parted <= max(2, len(a) // 2), f"{parted} of {len(a)} answers part"
+        total += len(x["output_ids"])
+        compared += len(x["output_ids"]) if found is None else found.index
+    assert len(a) < 8 or compared * 3 >= total, f"only {compared} of {total} tokens agree before a near-tie"
