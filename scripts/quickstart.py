@@ -27,7 +27,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from reference_model.retrieval import DIGITS, Document, build_document, question
-from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,8 +77,7 @@ def methods(rotations: Path) -> list[Method]:
 
 def clean_environment(extra: dict[str, str]) -> dict[str, str]:
     """The process's environment, made fit for this machine, without settings of earlier experiments."""
-    prefixes = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_", "DUMP_KVCACHE")
-    return environment({k: v for k, v in os.environ.items() if not k.startswith(prefixes)}) | extra
+    return environment({k: v for k, v in os.environ.items() if not k.startswith(OUR_PREFIXES)}) | extra
 
 
 def start(method: Method, log: Path, extra: dict[str, str] | None = None) -> Any:

@@ -14,10 +14,9 @@ from typing import Any
 import requests
 
 from sglang_oscar import local_server
-from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
 
 LAUNCH_TIMEOUT = 300.0
-OSCAR_PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_", "DUMP_KVCACHE")
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 IDENTITY = {"SGLANG_OSCAR_K_ROTATION_PATH": "identity", "SGLANG_OSCAR_V_ROTATION_PATH": "identity"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -28,7 +27,7 @@ def server_environment(extra: dict[str, str]) -> dict[str, str]:
 
     A PYTHONPATH in ``extra`` goes in front of what the machine needs.
     """
-    base = {name: value for name, value in os.environ.items() if not name.startswith(OSCAR_PREFIXES)}
+    base = {name: value for name, value in os.environ.items() if not name.startswith(OUR_PREFIXES)}
     base.pop("TRITON_INTERPRET", None)
     env = environment(base)
     paths = [extra.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")]

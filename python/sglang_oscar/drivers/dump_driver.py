@@ -14,13 +14,12 @@ from typing import Any
 from rich.progress import track
 
 from oscar_rotation.model_table import ModelSettings
-from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.drivers.calibration_data import Chat, calibration_chats, dataset_label
 from sglang_oscar.drivers.errors import DataError
 from sglang_oscar.drivers.folders import CalibrationFolder, dump_state
 from sglang_oscar.local_server import LocalServer, serve
 
-OUR_PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_", "DUMP_KVCACHE")
 LONGEST_PROMPT = 8192
 """Tokens; a prompt must fit into one prefill chunk to be recorded whole."""
 
