@@ -9,14 +9,16 @@ import torch
 from harness import COLD_BYTES, random_cache, read_bandwidth, report, shuffled_tables, time_us
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.layout import RowLayout
-from oscar_kernels.triton.decode import decode, workspace_numel
+from oscar_kernels.triton import decode as triton_decode
 
 SHAPES = [(1, 100_000), (8, 32_768), (8, 100_000), (32, 8192), (32, 32_768), (32, 100_000), (128, 8192)]
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
 WINDOWS = Windows(64, 256, 256)
 SM_SCALE = HEAD_DIM**-0.5
+KERNELS = {"cuda": cuda_decode, "triton": triton_decode}
 
 
 def read_bytes(batch: int, length: int) -> int:
@@ -25,14 +27,16 @@ def read_bytes(batch: int, length: int) -> int:
     return batch * 2 * ((length - window) * LAYOUT.row_bytes + window * KV_HEADS * HEAD_DIM * 2)
 
 
-def int2_us(batch: int, length: int) -> float:
+def int2_us(kernel: str, batch: int, length: int) -> float:
+    """Microseconds of one layer; every layer of a graph has a cache of its own."""
+    module = KERNELS[kernel]
     layers = min(8, -(-COLD_BYTES // read_bytes(batch, length)))
     tables, slots = shuffled_tables([length] * batch, PAGE)
     caches = [random_cache(slots, batch, LAYOUT, WINDOWS, seed) for seed in range(layers)]
     q = torch.randn(batch, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out = torch.empty_like(q)
-    workspace = torch.empty(workspace_numel(caches[0], Q_HEADS, batch), device="cuda")
-    return time_us([lambda c=cache: decode(c, tables, q, SM_SCALE, out, workspace) for cache in caches])
+    workspace = torch.empty(module.workspace_numel(caches[0], Q_HEADS, batch), device="cuda")
+    return time_us([lambda c=cache: module.decode(c, tables, q, SM_SCALE, out, workspace) for cache in caches])
 
 
 def flashinfer_call(batch: int, length: int) -> Callable[[], object] | None:
@@ -63,22 +67,23 @@ def sdpa_call(batch: int, length: int) -> Callable[[], object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--no-baseline", action="store_true", help="time the INT2 kernel only")
+    parser.add_argument("--kernels", default="cuda,triton", help="which INT2 kernels, separated by commas")
+    parser.add_argument("--no-baseline", action="store_true", help="time the INT2 kernels only")
     args = parser.parse_args()
     limit = read_bandwidth()
     rows: list[dict[str, object]] = []
     for batch, length in SHAPES:
-        us = int2_us(batch, length)
-        torch.cuda.empty_cache()
-        rate = read_bytes(batch, length) / us / 1e3
-        row: dict[str, object] = {
-            "batch": batch, "length": length, "us": us, "GB/s": rate, "of_limit": rate / limit,
-        }  # fmt: skip
+        row: dict[str, object] = {"batch": batch, "length": length, "limit_us": read_bytes(batch, length) / limit / 1e3}
+        for kernel in args.kernels.split(","):
+            row[f"{kernel}_us"] = us = int2_us(kernel, batch, length)
+            row[f"{kernel}_of_limit"] = read_bytes(batch, length) / us / 1e3 / limit
+            torch.cuda.empty_cache()
         if not args.no_baseline:
             call = flashinfer_call(batch, length)
             row["baseline"] = "torch" if call is None else "flashinfer"
             row["baseline_us"] = time_us([call or sdpa_call(batch, length)])
-            row["speedup"] = row["baseline_us"] / us
+            for kernel in args.kernels.split(","):
+                row[f"{kernel}_speedup"] = row["baseline_us"] / row[f"{kernel}_us"]
             del call
             torch.cuda.empty_cache()
         rows.append(row)

@@ -1,0 +1,147 @@
+"""Decode attention on Hopper: the launches of ``src/decode.cu`` and ``src/merge.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.cuda.jit import load
+from oscar_kernels.cuda.launch import launch
+from oscar_kernels.cuda.variant import MAX_BATCH, Variant
+
+MERGE_THREADS = 256
+
+
+def _struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+_POINTER = ctypes.c_void_p
+_Query = _struct("Query", [("q", _POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
+                           ("sm_scale", ctypes.c_float)])  # fmt: skip
+_Buffers = _struct("Buffers", [(n, _POINTER) for n in ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")])
+_Tables = _struct("Tables", [("page_table", _POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", _POINTER),
+                             ("ring_row", _POINTER), ("ring_start", _POINTER), ("sink_block", _POINTER),
+                             ("batch", ctypes.c_int32)])  # fmt: skip
+_Partials = _struct("Partials", [("out", _POINTER), ("lse", _POINTER)])
+
+
+@cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype) -> Variant:
+    """What a cache and its queries need the kernel compiled for."""
+    layout = cache.layout
+    return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q_dtype, cache.k_ring.dtype)
+
+
+def unsupported(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype) -> str | None:
+    """Why :func:`decode` cannot run on this cache on this device, in a few words; None where it can."""
+    device = cache.k_rows.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "the GPU is not of compute capability 9.0"
+    return variant_of(cache, page_size, q_heads, q_dtype).unsupported()
+
+
+def prepare(variant: Variant) -> tuple[Any, Any]:
+    """Compile (or find in the cache) and load both kernels: some seconds the first time.
+
+    Returns:
+        the decode and the merge kernel.
+
+    Raises:
+        ValueError: the variant is not supported.
+    """
+    reason = variant.unsupported()
+    if reason:
+        raise ValueError(f"the CUDA decode kernel does not support {reason}")
+    defines = variant.defines()
+    return load("decode.cu", "oscar_decode", defines, variant.shared_bytes), load("merge.cu", "oscar_merge", defines, 0)
+
+
+def _slots(device: torch.device, batch: int) -> int:
+    return _processors(device.index or 0) + 2 * batch
+
+
+def workspace_numel(cache: LayerCache, q_heads: int, batch: int) -> int:
+    """float32 elements that :func:`decode` needs for partial results of up to ``batch`` requests."""
+    return _slots(cache.k_rows.device, batch) * q_heads * (cache.layout.head_dim + 1) + 4 * batch + 4
+
+
+def decode(
+    cache: LayerCache,
+    tables: BatchTables,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one new token per request over everything cached, itself included.
+
+    Nothing depends on lengths on the host, so a captured CUDA graph stays valid when ``tables`` change in place. The
+    result does not depend on timing: repeated runs agree bit for bit.
+
+    Args:
+        cache: the layer's cache; the new tokens are stored in it already. Every tensor is contiguous.
+        tables: the batch; ``kv_lens`` counts the new token. Requests of length 0 get zeros.
+        q_rot: [batch, q_heads, head_dim], rotated, bfloat16 or float16; channels contiguous and at even offsets.
+        sm_scale: factor on the logits.
+        out: [batch, q_heads, head_dim] in the dtype of ``q_rot`` with contiguous channels; allocated where None.
+        workspace: float32 of :func:`workspace_numel` elements or more; allocated where None.
+
+    Returns:
+        ``out``, in the basis of the cached values.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
+    """
+    layout = cache.layout
+    batch, q_heads, head_dim = q_rot.shape
+    if head_dim != layout.head_dim or q_heads % layout.kv_heads or q_rot.stride(2) != 1:
+        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
+    if cache.k_sink.dtype != cache.k_ring.dtype:
+        raise ValueError("sink store and ring must have one dtype")
+    if batch > MAX_BATCH:
+        raise ValueError(f"a batch has at most {MAX_BATCH} requests, got {batch}")
+    out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
+    if out.dtype != q_rot.dtype or out.shape != q_rot.shape or out.stride(2) != 1:
+        raise ValueError(f"out must be {tuple(q_rot.shape)} of {q_rot.dtype} with contiguous channels")
+    if batch == 0:
+        return out
+    variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype)
+    decode_kernel, merge_kernel = prepare(variant)
+    slots, numel = _slots(q_rot.device, batch), workspace_numel(cache, q_heads, batch)
+    if workspace is None:
+        workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
+    elif workspace.numel() < numel or workspace.dtype != torch.float32:
+        raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
+    # [slot ranges of the requests, 16 bytes each][partial outputs][their log-sum-exps]
+    ranges = workspace.data_ptr()
+    partial = ranges + 16 * batch
+    lse = partial + 4 * slots * q_heads * head_dim
+
+    query = _Query(q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale)
+    buffers = _Buffers(*(getattr(cache, name).data_ptr() for name, _ in _Buffers._fields_))
+    pages = tables.page_table
+    described = _Tables(
+        pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
+        tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch,
+    )  # fmt: skip
+    blocks = _processors(q_rot.device.index or 0)
+    launch(
+        decode_kernel, (blocks, 1), variant.threads, variant.shared_bytes,
+        [query, buffers, described, _Partials(partial, lse), _POINTER(ranges)],
+    )  # fmt: skip
+    launch(
+        merge_kernel, (q_heads, batch), MERGE_THREADS, 0,
+        [_POINTER(partial), _POINTER(lse), _POINTER(ranges), _POINTER(out.data_ptr()), ctypes.c_int64(out.stride(0)),
+         ctypes.c_int64(out.stride(1))],
+        overlap=True,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,45 @@
+"""Launch a loaded kernel on PyTorch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from oscar_kernels.cuda.jit import _check
+
+
+def launch(
+    function: Any,
+    grid: tuple[int, int],
+    threads: int,
+    shared_bytes: int,
+    arguments: list[ctypes._SimpleCData[Any] | ctypes.Structure],
+    overlap: bool = False,
+) -> None:
+    """Start a kernel.
+
+    Args:
+        function: from :func:`oscar_kernels.cuda.jit.load`.
+        grid: blocks in x and y.
+        threads: threads of a block.
+        shared_bytes: dynamic shared memory of a block.
+        arguments: the kernel's parameters as ctypes values.
+        overlap: the kernel may start before its predecessor in the stream ends; it waits for it by itself.
+    """
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+    _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))

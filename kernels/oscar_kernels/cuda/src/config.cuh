@@ -1,0 +1,73 @@
+// What a kernel is compiled for. Every OSCAR_ macro is given to the compiler by decode.py.
+#pragma once
+
+#include "ptx.cuh"
+
+constexpr int KV_HEADS = OSCAR_KV_HEADS;
+constexpr int GQA = OSCAR_GQA;            // query heads per kv head
+constexpr int HEAD_DIM = OSCAR_HEAD_DIM;  // 64, 128 or 256
+constexpr int GROUP = OSCAR_GROUP;        // channels that share a scale and a zero point
+constexpr int GROUPS = HEAD_DIM / GROUP;
+constexpr int SCALE_BYTES = OSCAR_SCALE_BYTES;  // 2 or 4
+constexpr bool SCALE_BF16 = OSCAR_SCALE_BF16;   // of 2 bytes: bfloat16, else float16
+constexpr bool Q_BF16 = OSCAR_Q_BF16;           // queries and output: bfloat16, else float16
+constexpr bool WINDOW_BF16 = OSCAR_WINDOW_BF16;
+constexpr int PAGE = OSCAR_PAGE;  // tokens
+constexpr int SINK = OSCAR_SINK;
+constexpr int RECENT = OSCAR_RECENT;
+constexpr int RING = OSCAR_RING;
+constexpr int MAX_WARPS = OSCAR_MATH_WARPS;
+constexpr int MAX_BATCH = 1024;
+constexpr int SHARED_LIMIT = 227 * 1024;  // of a block on compute capability 9.0
+
+constexpr int Q_HEADS = KV_HEADS * GQA;
+constexpr int CODE_BYTES = HEAD_DIM / 4;  // of one head in a row
+constexpr int PARAM_BYTES = GROUPS * 2 * SCALE_BYTES;
+constexpr int PARAMS_OFFSET = KV_HEADS * CODE_BYTES;
+constexpr int ROW_BYTES = KV_HEADS * (CODE_BYTES + PARAM_BYTES);
+constexpr int PLANE = HEAD_DIM / 4;  // channels of a plane: codes at the same bits of a head's bytes
+
+constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
+constexpr int minimum(int a, int b) { return a < b ? a : b; }
+
+// A warp works on one kv head and on TILE tokens of history at a time; TILES_PER_STAGE warps share a head.
+constexpr int TILE = 32;
+constexpr int TILES_PER_STAGE = largest_power_of_two(MAX_WARPS / KV_HEADS);
+constexpr int MATH_WARPS = KV_HEADS * TILES_PER_STAGE;
+constexpr int THREADS = (MATH_WARPS + 1) * 32;  // and a warp that issues copies
+constexpr int STAGE_TOKENS = TILE * TILES_PER_STAGE;
+constexpr int COPY_TOKENS = minimum(PAGE, STAGE_TOKENS);
+constexpr int COPIES = STAGE_TOKENS / COPY_TOKENS;
+constexpr int SIDE_BYTES = (STAGE_TOKENS * ROW_BYTES + 127) / 128 * 128;  // keys, or values, of a stage
+
+// A window row in shared memory is padded by 16 bytes, which spreads tokens over the banks.
+constexpr int WINDOW_ROW = KV_HEADS * HEAD_DIM * 2;
+constexpr int WINDOW_STRIDE = WINDOW_ROW + 16;
+constexpr int WINDOW_FIT = SIDE_BYTES / WINDOW_STRIDE;
+constexpr int WINDOW_TILE = 8;  // window tokens that a warp works on at a time
+constexpr int WINDOW_TOKENS = WINDOW_FIT >= WINDOW_TILE ? WINDOW_FIT / WINDOW_TILE * WINDOW_TILE : WINDOW_FIT;
+constexpr int WINDOW_TILES = (WINDOW_TOKENS + WINDOW_TILE - 1) / WINDOW_TILE;
+
+// Columns of the tensor-core products with queries: high and low part of each query head, four heads to a block.
+constexpr int QK_BLOCKS = (GQA + 3) / 4;
+// Up to four heads use the eight columns of the product with values as (head, half of the tokens).
+constexpr bool PAIRED = GQA <= 4;
+constexpr int PV_BLOCKS = PAIRED ? 1 : (GQA + 7) / 8;
+constexpr int HEAD_SLOTS = 4 * QK_BLOCKS;  // query heads, padded
+constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
+constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
+
+// Shared memory: what the warps of a head exchange, the plan, barriers, and as many stages as fit.
+constexpr int PARTIAL_FLOATS = HEAD_SLOTS * (HEAD_DIM + 2);
+constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
+constexpr int PREFIX_OFFSET = (EXCHANGE_BYTES + 15) / 16 * 16;
+constexpr int BARRIERS_OFFSET = PREFIX_OFFSET + (MAX_BATCH + 32) * 4;
+constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + 16 * 16 + 127) / 128 * 128;
+constexpr int STAGES = minimum((SHARED_LIMIT - STAGES_OFFSET) / (2 * SIDE_BYTES), 16);
+constexpr int SHARED_BYTES = STAGES_OFFSET + STAGES * 2 * SIDE_BYTES;
+
+static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");
+static_assert(PAGE % TILE == 0, "a tile must not cross a page");
+static_assert(WINDOW_TOKENS > 0, "a window token must fit a stage");
+static_assert(STAGES >= 2, "copies must run ahead of arithmetic");
+static_assert(THREADS == OSCAR_THREADS && SHARED_BYTES == OSCAR_SHARED_BYTES, "decode.py launches something else");

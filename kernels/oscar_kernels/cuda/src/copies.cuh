@@ -1,0 +1,91 @@
+// The warp that keeps shared memory full: bulk copies of whole pages of history and of window rows, as many stages
+// ahead of the arithmetic as fit.
+#pragma once
+
+#include "plan.cuh"
+
+struct Buffers {
+  const u8 *k_rows, *v_rows;  // [slots, ROW_BYTES]
+  const u8 *k_sink, *v_sink;  // [blocks, SINK, WINDOW_ROW]
+  const u8 *k_ring, *v_ring;  // [rows, RING, WINDOW_ROW]
+};
+
+// Position in the ring of stages: which stage, and the parity that its barriers wait for.
+struct Turn {
+  int stage = 0;
+  u32 parity = 0;
+
+  DEVICE void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+DEVICE u32 stage_address(u32 shared, int stage) { return shared + STAGES_OFFSET + stage * 2 * SIDE_BYTES; }
+DEVICE u32 full_barrier(u32 shared, int stage) { return shared + BARRIERS_OFFSET + stage * 16; }
+DEVICE u32 empty_barrier(u32 shared, int stage) { return full_barrier(shared, stage) + 8; }
+
+DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buffers& buffers, u32 shared, Turn& turn) {
+  int lane = threadIdx.x % 32;
+  const int* pages = tables.page_table + (i64)segment.request * tables.page_stride;
+  int first_copy = (segment.borders.first_stage() + segment.begin) * COPIES;
+  int end_copy = (segment.borders.first_stage() + segment.end) * COPIES;
+  int live_end = (segment.borders.ring_begin + COPY_TOKENS - 1) / COPY_TOKENS;  // copies that have a page
+  int live_begin = segment.borders.sink_end / COPY_TOKENS;
+  auto slot_of = [&](int copy) {
+    bool live = copy >= live_begin && copy < live_end && copy < end_copy;
+    return live ? pages[copy * COPY_TOKENS / PAGE] * (PAGE / COPY_TOKENS) + copy % (PAGE / COPY_TOKENS) : -1;
+  };
+  // Page numbers come 32 at a time, and those of the next round are asked for before they are needed.
+  int mine = 0, next = slot_of(first_copy + lane);
+  for (int copy = first_copy; copy < end_copy; copy += COPIES) {
+    int at = (copy - first_copy) % 32;
+    if (at == 0) {
+      mine = next;
+      next = slot_of(copy + 32 + lane);
+    }
+    int slot = __shfl_sync(FULL_WARP, mine, (at + lane) % 32);
+    bool live = lane < COPIES && slot >= 0;
+    u32 count = __popc(__ballot_sync(FULL_WARP, live));
+    barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);
+    u32 full = full_barrier(shared, turn.stage);
+    constexpr u32 BYTES = COPY_TOKENS * ROW_BYTES;
+    if (lane == 0) barrier_arrive_expect(full, count * 2 * BYTES);
+    __syncwarp();
+    if (live) {
+      u32 destination = stage_address(shared, turn.stage) + lane * BYTES;
+      i64 source = (i64)slot * BYTES;
+      bulk_copy(destination, buffers.k_rows + source, BYTES, full);
+      bulk_copy(destination + SIDE_BYTES, buffers.v_rows + source, BYTES, full);
+    }
+    turn.advance();
+  }
+}
+
+DEVICE void copy_window(const Segment& segment, const Tables& tables, const Buffers& buffers, u32 shared, Turn& turn) {
+  int lane = threadIdx.x % 32;
+  const Borders& borders = segment.borders;
+  i64 sink_row = (i64)tables.sink_block[segment.request] * SINK;
+  i64 ring_row = (i64)tables.ring_row[segment.request] * RING;
+  int tokens = borders.window_tokens();
+  for (int stage = segment.begin; stage < segment.end; stage++) {
+    int first = stage * WINDOW_TOKENS;
+    int count = min(WINDOW_TOKENS, tokens - first);
+    barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);
+    u32 full = full_barrier(shared, turn.stage);
+    if (lane == 0) barrier_arrive_expect(full, count * 2 * WINDOW_ROW);
+    __syncwarp();
+    for (int i = lane; i < count; i += 32) {
+      int token = first + i;
+      bool sink = token < borders.sink_end;
+      int position = borders.ring_begin + token - borders.sink_end;
+      i64 row = sink ? sink_row + token : ring_row + (RING > 0 ? position % (RING > 0 ? RING : 1) : 0);
+      u32 destination = stage_address(shared, turn.stage) + i * WINDOW_STRIDE;
+      bulk_copy(destination, (sink ? buffers.k_sink : buffers.k_ring) + row * WINDOW_ROW, WINDOW_ROW, full);
+      bulk_copy(destination + SIDE_BYTES, (sink ? buffers.v_sink : buffers.v_ring) + row * WINDOW_ROW, WINDOW_ROW, full);
+    }
+    turn.advance();
+  }
+}

@@ -1,0 +1,115 @@
+// The end of a segment: the warps of a kv head put their states together and leave one partial result.
+#pragma once
+
+#include "softmax.cuh"
+
+struct Partials {
+  float* out;  // [slots, Q_HEADS, HEAD_DIM], normalized
+  float* lse;  // [slots, Q_HEADS], log2; -infinity where there was nothing to attend to
+};
+
+// Sum over the lanes of a head.
+DEVICE float sum_tokens(float x) {
+  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(FULL_WARP, x, step);
+  return x;
+}
+
+// State of this lane's heads as plain numbers: totals summed over tokens, outputs with scale and zero point in them.
+// Channel 4 q + i of run r of a head, see output_channel, is out[b][r][i].
+constexpr int RUN = HEAD_DIM == 64 ? 2 : 4;         // neighbouring channels that a lane holds
+constexpr int RUNS = HEAD_DIM / (8 * RUN);
+struct Plain {
+  float out[QK_BLOCKS][RUNS][RUN];
+};
+
+DEVICE int output_channel(int run) {
+  int row = threadIdx.x % 32 / 4;
+  return HEAD_DIM == 64 ? run * PLANE + 2 * row : run % 4 * PLANE + run / 4 * 32 + 4 * row;
+}
+DEVICE constexpr int group_of_run(int run) {
+  return HEAD_DIM == 64 ? run * PLANE / GROUP : (run % 4 * PLANE + run / 4 * 32) / GROUP;
+}
+
+// Takes totals and shifts over all tokens and leaves the outputs in ``plain``. ``factors`` [plane] belong to acc.
+DEVICE void settle(State& state, const float (&factors)[4], bool history, Plain& plain) {
+#pragma unroll
+  for (int b = 0; b < QK_BLOCKS; b++) {
+    state.total[b] = sum_tokens(state.total[b]);
+    float shift[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) shift[g] = history ? sum_tokens(state.shift[b][g]) : 0;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++)
+#pragma unroll
+      for (int i = 0; i < RUN; i++) {
+        int plane = run % 4, tile = run / 4 * 8 + i / 2 * 4 + plane;
+        float x;
+        if (PAIRED) {
+          const float* acc = state.acc[0][tile];
+          x = i % 2 ? acc[2] + acc[3] : acc[0] + acc[1];
+        } else {
+          x = state.acc[b / 2][tile][2 * (i % 2) + b % 2];
+        }
+        plain.out[b][run][i] = x * factors[plane] - shift[group_of_run(run)];
+      }
+  }
+}
+
+// Folds the states of the TILES_PER_STAGE warps of a head into the first one's. Every warp of the head takes part.
+DEVICE void combine(State& state, Plain& plain, float* exchange, int head, int part) {
+  if (TILES_PER_STAGE == 1) return;
+  int lane = threadIdx.x % 32;
+  for (int width = TILES_PER_STAGE / 2; width > 0; width /= 2) {
+    float* box = exchange + (head * (TILES_PER_STAGE / 2) + part % width) * PARTIAL_FLOATS;
+    bool giver = part >= width && part < 2 * width;
+    if (giver) {
+#pragma unroll
+      for (int b = 0; b < QK_BLOCKS; b++) {
+        float* numbers = box + (4 * b + lane % 4) * (HEAD_DIM + 2);
+        if (lane < 4) {
+          numbers[HEAD_DIM] = state.top[b];
+          numbers[HEAD_DIM + 1] = state.total[b];
+        }
+        for (int run = 0; run < RUNS; run++)
+          for (int i = 0; i < RUN; i++) numbers[output_channel(run) + i] = plain.out[b][run][i];
+      }
+    }
+    named_barrier(1 + head, 32 * TILES_PER_STAGE);
+    if (part < width) {
+#pragma unroll
+      for (int b = 0; b < QK_BLOCKS; b++) {
+        const float* numbers = box + (4 * b + lane % 4) * (HEAD_DIM + 2);
+        float other = numbers[HEAD_DIM];
+        float top = fmaxf(state.top[b], other);
+        float mine = exp2_fast(state.top[b] - top), theirs = exp2_fast(other - top);
+        state.top[b] = top;
+        state.total[b] = state.total[b] * mine + numbers[HEAD_DIM + 1] * theirs;
+        for (int run = 0; run < RUNS; run++)
+          for (int i = 0; i < RUN; i++)
+            plain.out[b][run][i] = plain.out[b][run][i] * mine + numbers[output_channel(run) + i] * theirs;
+      }
+    }
+    named_barrier(1 + head, 32 * TILES_PER_STAGE);
+  }
+}
+
+DEVICE void write_partial(const State& state, const Plain& plain, const Partials& partials, int slot, int kv_head) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int b = 0; b < QK_BLOCKS; b++) {
+    if (!head_exists(b)) continue;
+    i64 row = (i64)slot * Q_HEADS + kv_head * GQA + 4 * b + lane % 4;
+    float inverse = state.total[b] > 0 ? 1.0f / state.total[b] : 0.0f;
+    if (lane < 4) partials.lse[row] = state.total[b] > 0 ? state.top[b] + log2_fast(state.total[b]) : minus_infinity();
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) {
+      float* at = partials.out + row * HEAD_DIM + output_channel(run);
+      const float* x = plain.out[b][run];
+      if constexpr (RUN == 4) {
+        *(float4*)at = make_float4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse);
+      } else {
+        *(float2*)at = make_float2(x[0] * inverse, x[1] * inverse);
+      }
+    }
+  }
+}

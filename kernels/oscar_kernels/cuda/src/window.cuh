@@ -1,0 +1,116 @@
+// Attention of one warp to eight tokens of a 16-bit window: sinks or recent tokens, as they are in shared memory.
+//
+// The columns of products are those of history.cuh; where that has high and low bytes, queries here (if they are finer
+// than the window's format) and weights have a 16-bit value and its rounding error.
+#pragma once
+
+#include "softmax.cuh"
+
+struct QueryFloats {
+  u32 columns[QK_BLOCKS][HEAD_DIM / 16][2];
+  float unit;
+
+  DEVICE void load(const u16* q, i64 head_stride, float sm_scale);
+};
+
+// Rounding to the window's format, and what that loses.
+DEVICE void split(float x, float& high, float& low) {
+  high = low_half<WINDOW_BF16>(pack_halves<WINDOW_BF16>(x, 0));
+  low = x - high;
+}
+
+// Product 2 u + i is over channels 32 u + 8 c + 4 i + {0, 1} and, eight rows further, {2, 3}: c = l % 4.
+DEVICE void QueryFloats::load(const u16* q, i64 head_stride, float sm_scale) {
+  int lane = threadIdx.x % 32, column = lane / 4, c = lane % 4;
+#pragma unroll
+  for (int b = 0; b < QK_BLOCKS; b++) {
+    int head = 4 * b + column / 2;
+    const u16* row = q + (head < GQA ? head : 0) * head_stride;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        int channel = i / 2 * 32 + 8 * c + i % 2 * 4 + 2 * half;
+        u32 pair = head < GQA ? *(const u32*)(row + channel) : 0;
+        float high[2], low[2];
+        split(low_half<Q_BF16>(pair), high[0], low[0]);
+        split(high_half<Q_BF16>(pair), high[1], low[1]);
+        columns[b][i][half] = column % 2 ? pack_halves<WINDOW_BF16>(low[0], low[1])
+                                         : pack_halves<WINDOW_BF16>(high[0], high[1]);
+      }
+  }
+  unit = sm_scale * LOG2_E;
+}
+
+// ``keys`` and ``values``: this warp's kv head of the tile's first token. Tokens from ``count`` on may hold anything.
+DEVICE void attend_window(State& state, const QueryFloats& q, u32 keys, u32 values, int count) {
+  int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
+  float product[QK_BLOCKS][4];
+  for (auto& block : product)
+    for (float& x : block) x = 0;
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    uint4 k = load_shared4(keys + row * WINDOW_STRIDE + 64 * u + 16 * c);
+#pragma unroll
+    for (int b = 0; b < QK_BLOCKS; b++) {
+      mma_k16<WINDOW_BF16>(product[b], k.x, 0, k.y, 0, q.columns[b][2 * u][0], q.columns[b][2 * u][1]);
+      mma_k16<WINDOW_BF16>(product[b], k.z, 0, k.w, 0, q.columns[b][2 * u + 1][0], q.columns[b][2 * u + 1][1]);
+    }
+  }
+  float above[QK_BLOCKS], peak[QK_BLOCKS];
+  bool raised = false;
+#pragma unroll
+  for (int b = 0; b < QK_BLOCKS; b++) {
+    above[b] = row < count ? (product[b][0] + product[b][1]) * q.unit - state.top[b] : minus_infinity();
+    raised |= above[b] > SLACK;
+  }
+  if (__any_sync(FULL_WARP, raised)) {
+    float old[QK_BLOCKS];
+    for (int b = 0; b < QK_BLOCKS; b++) {
+      old[b] = state.top[b];
+      peak[b] = above[b] + old[b];
+    }
+    state.raise(peak, state.factor);
+    for (int b = 0; b < QK_BLOCKS; b++) above[b] += old[b] - state.top[b];
+  }
+  float weights[QK_BLOCKS];
+#pragma unroll
+  for (int b = 0; b < QK_BLOCKS; b++) {
+    weights[b] = exp2_fast(above[b]);
+    state.total[b] += weights[b];
+  }
+  u32 columns[PV_BLOCKS];
+#pragma unroll
+  for (int n = 0; n < PV_BLOCKS; n++) {
+    if (PAIRED) {
+      float high, low;
+      split(weights[0], high, low);
+      columns[n] = transpose_8x8(pack_halves<WINDOW_BF16>(high, low));
+    } else {
+      columns[n] = transpose_8x8(pack_halves<WINDOW_BF16>(weights[State::left(n)], weights[State::right(n)]));
+    }
+  }
+  // A token that is not there has weight 0, but its bits may be a NaN.
+  u32 keep = (2 * c < count ? 0x0000ffffu : 0) | (2 * c + 1 < count ? 0xffff0000u : 0);
+  u32 even = values + 2 * c * WINDOW_STRIDE, odd = even + WINDOW_STRIDE;
+  auto multiply = [&](int tile, u32 x, u32 y) {  // two channels of two tokens
+    u32 first = __byte_perm(x, y, 0x5410) & keep, second = __byte_perm(x, y, 0x7632) & keep;
+#pragma unroll
+    for (int n = 0; n < PV_BLOCKS; n++) mma_k8<WINDOW_BF16>(state.acc[n][tile], first, second, columns[n]);
+  };
+#pragma unroll
+  for (int plane = 0; plane < 4; plane++) {
+    if (HEAD_DIM == 64) {
+      int at = 2 * (plane * PLANE + 2 * row);
+      multiply(plane, load_shared(even + at), load_shared(odd + at));
+    } else {
+#pragma unroll
+      for (int span = 0; span < HEAD_DIM / 128; span++) {
+        int at = 2 * (plane * PLANE + 32 * span + 4 * row);
+        uint2 x = load_shared2(even + at), y = load_shared2(odd + at);
+        multiply(8 * span + plane, x.x, y.x);
+        multiply(8 * span + 4 + plane, x.y, y.y);
+      }
+    }
+  }
+}

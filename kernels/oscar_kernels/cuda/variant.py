@@ -1,0 +1,105 @@
+"""What the decode kernel is compiled for, and what it cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
+
+MAX_BATCH = 1024
+"""Requests of a batch at most: their plan lies in shared memory."""
+TILE = 32
+SHARED_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Compile-time constants of one decode kernel; ``src/config.cuh`` derives the rest.
+
+    Args:
+        layout: row geometry.
+        windows: sizes of the 16-bit windows.
+        gqa: query heads per kv head.
+        page_size: tokens of a page.
+        q_dtype: dtype of queries and outputs, bfloat16 or float16.
+        window_dtype: dtype of sink store and ring, bfloat16 or float16.
+    """
+
+    layout: RowLayout
+    windows: Windows
+    gqa: int
+    page_size: int
+    q_dtype: torch.dtype
+    window_dtype: torch.dtype
+
+    @property
+    def math_warps(self) -> int:
+        """Warps of a block at most. Fewer where the outputs of a warp need many registers."""
+        return 16 if self.layout.head_dim * -(-self.gqa // 8) <= 128 else 8
+
+    def unsupported(self) -> str | None:
+        """Why this variant cannot be compiled, or None."""
+        if self.gqa > 16:
+            return f"{self.gqa} query heads per kv head (16 at most)"
+        if self.layout.kv_heads > self.math_warps:
+            return f"{self.layout.kv_heads} kv heads on one GPU ({self.math_warps} at most for these heads)"
+        if self.page_size % TILE:
+            return f"page size {self.page_size} (a multiple of {TILE} is needed)"
+        if {self.q_dtype, self.window_dtype} - {torch.bfloat16, torch.float16}:
+            return f"queries of {self.q_dtype} with windows of {self.window_dtype}"
+        return None if self._stages() >= 2 else "more than shared memory holds"
+
+    @property
+    def warps_per_head(self) -> int:
+        """Warps that share a kv head: a power of two."""
+        return 1 << (self.math_warps // self.layout.kv_heads).bit_length() - 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the math warps and one that issues copies."""
+        return (self.layout.kv_heads * self.warps_per_head + 1) * 32
+
+    def _fixed_bytes(self) -> int:
+        partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 2) * 4
+        exchange = self.layout.kv_heads * (self.warps_per_head // 2) * partial
+        return _round_up(_round_up(exchange, 16) + (MAX_BATCH + 32) * 4 + 256, 128)
+
+    def _side_bytes(self) -> int:
+        return _round_up(TILE * self.warps_per_head * self.layout.row_bytes, 128)
+
+    def _stages(self) -> int:
+        return min((SHARED_LIMIT - self._fixed_bytes()) // (2 * self._side_bytes()), 16)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernel checks that it comes to the same number."""
+        return self._fixed_bytes() + self._stages() * 2 * self._side_bytes()
+
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The macros that ``src`` is compiled with."""
+        layout, windows = self.layout, self.windows
+        values = {
+            "KV_HEADS": layout.kv_heads,
+            "GQA": self.gqa,
+            "HEAD_DIM": layout.head_dim,
+            "GROUP": layout.group_size,
+            "SCALE_BYTES": layout.scale_dtype.itemsize,
+            "SCALE_BF16": layout.scale_dtype == torch.bfloat16,
+            "Q_BF16": self.q_dtype == torch.bfloat16,
+            "WINDOW_BF16": self.window_dtype == torch.bfloat16,
+            "PAGE": self.page_size,
+            "SINK": windows.sink,
+            "RECENT": windows.recent,
+            "RING": windows.ring,
+            "MATH_WARPS": self.math_warps,
+            "THREADS": self.threads,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+        return tuple(sorted((f"OSCAR_{name}", int(value)) for name, value in values.items()))
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,230 @@
+"""The Hopper decode kernel against float64 attention over the same codes; its variants compile without a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import Batch, Shape, assert_as_good_as, decode_exact, filled_batch, random_vectors
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.cuda import jit
+from oscar_kernels.cuda.decode import decode, workspace_numel
+from oscar_kernels.cuda.variant import Variant
+from oscar_kernels.layout import RowLayout
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WINDOWS = Windows(64, 256, 256)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = []
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+
+# Every head_dim with every group and every ratio of query to kv heads; the other choices alternate.
+MATRIX = [
+    Shape(kv_heads, gqa, head_dim, group, scale, dtype, WINDOWS, page_size=64)
+    for (head_dim, groups) in ((64, (32, 64)), (128, (32, 64, 128)), (256, (32, 64, 256)))
+    for index, (group, gqa) in enumerate(product(groups, (1, 2, 4, 5, 8, 16)))
+    for kv_heads, scale, dtype in [
+        ((8, 1, 2, 4, 3, 7)[index % 6], (BF16, FP16, FP32)[index // 2 % 3], (BF16, FP16)[index % 2])
+    ]
+]
+SHAPES = [
+    Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64),
+    Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(16, 0, 8), page_size=32),
+    Shape(kv_heads=2, head_dim=128, group=64, windows=Windows(0, 24, 32), page_size=128),
+    Shape(kv_heads=16, gqa=1, head_dim=128, group=128, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=9, gqa=3, head_dim=64, group=64, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=5, gqa=7, head_dim=128, group=128, windows=Windows(32, 100, 128), page_size=32),
+]
+
+
+def check(shape: Shape, kv_lens: list[int], ring_starts: list[int] | None = None) -> Batch:
+    """Poisoned output and workspace, two runs that agree bit for bit, error at most twice that of 16-bit torch."""
+    device = torch.device("cuda")
+    batch = filled_batch(shape, kv_lens, device, ring_starts, seed=int.from_bytes(os.urandom(3), "big"))
+    q = random_vectors((len(kv_lens), shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    sm_scale = 0.4 * shape.head_dim**-0.5
+    numel = workspace_numel(batch.cache, shape.q_heads, len(kv_lens))
+    runs = []
+    for _ in range(2):
+        out = torch.full_like(q, float("nan"))
+        workspace = torch.full((numel,), float("nan"), device=device)
+        runs.append(decode(batch.cache, batch.tables, q, sm_scale, out, workspace))
+    assert torch.equal(*runs)
+    exact = decode_exact(batch, q, sm_scale, torch.float64)
+    assert_as_good_as(runs[0], exact, decode_exact(batch, q, sm_scale, shape.dtype))
+    return batch
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("shape", MATRIX + SHAPES, ids=str)
+def test_ragged_lengths(shape: Shape) -> None:
+    """One token, fewer than the windows, borders of tiles and pages, several splits, and an empty request."""
+    check(shape, [1, 64, 65, 0, 319, 320, 321, 385, 2000, 700])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("gqa", [1, 4, 8])
+@pytest.mark.parametrize("kv_lens", [[100_000], [1, 64, 320, 321, 9000, 2, 40_000, 8191] * 4, [2048] * 256])
+def test_at_size(gqa: int, kv_lens: list[int]) -> None:
+    check(Shape(gqa=gqa, kv_heads=8, head_dim=128, group=128, windows=WINDOWS, page_size=64), kv_lens)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("ring_starts", [[1200, 1150, 1], [1100, 1199, 1180]])
+def test_ring_holds_only_what_this_request_wrote(ring_starts: list[int]) -> None:
+    check(Shape(kv_heads=8, head_dim=128, group=128, windows=WINDOWS, page_size=64), [1200] * 3, ring_starts)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_values_of_any_magnitude() -> None:
+    """Value scales far outside float16, logits beyond exp's range."""
+    shape = Shape(kv_heads=8, head_dim=128, group=64, scale_dtype=FP32, windows=Windows(0, 0, 0), page_size=64)
+    device = torch.device("cuda")
+    for factor in (1e-9, 1e7):
+        batch = filled_batch(shape, [2000, 70], device)
+        params = batch.cache.v_rows[:, shape.layout.params_offset :].contiguous().view(FP32)
+        params = params.view(-1, shape.kv_heads, shape.layout.groups, 2)
+        params[..., 0] *= factor
+        batch.cache.v_rows[:, shape.layout.params_offset :] = params.flatten(1).view(torch.uint8)
+        q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, device) * 20
+        out = decode(batch.cache, batch.tables, q, 1.0)
+        exact = decode_exact(batch, q, 1.0, torch.float64)
+        assert_as_good_as(out.double() / factor, exact / factor, decode_exact(batch, q, 1.0, shape.dtype) / factor)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_long_tail_beside_a_peak() -> None:
+    """One token with half of the weight, tens of thousands that share the other half."""
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
+    device, length = torch.device("cuda"), 60_000
+    batch = filled_batch(shape, [length], device)
+    q = random_vectors((1, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    # A key along the query: its logit is log(length) above the others', whose spread is small.
+    params = batch.cache.k_rows[:, shape.layout.params_offset :].contiguous().view(BF16)
+    params = params.view(-1, shape.kv_heads, 1, 2)
+    params[..., 0] *= 0.05
+    slot = int(batch.tables.page_table[0, 500]) * 64
+    params[slot, ..., 0] *= 60
+    batch.cache.k_rows[:, shape.layout.params_offset :] = params.flatten(1).view(torch.uint8)
+    out = decode(batch.cache, batch.tables, q, shape.head_dim**-0.5)
+    exact = decode_exact(batch, q, shape.head_dim**-0.5, torch.float64)
+    assert_as_good_as(out, exact, decode_exact(batch, q, shape.head_dim**-0.5, shape.dtype))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_padded_rows_are_harmless() -> None:
+    """Graph padding reads the NaN-filled dummies; the live rows are as exact as without it."""
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=WINDOWS, page_size=64)
+    device = torch.device("cuda")
+    batch = filled_batch(shape, [3000, 450], device)
+    q = random_vectors((4, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    tables = batch.tables
+
+    def pad(x: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat([x, torch.full((2, *x.shape[1:]), value, dtype=x.dtype, device=device)])
+
+    padded = replace(
+        tables,
+        page_table=pad(tables.page_table, 0),
+        kv_lens=pad(tables.kv_lens, 1),
+        ring_row=pad(tables.ring_row, 0),
+        ring_start=pad(tables.ring_start, 0),
+        sink_block=pad(tables.sink_block, 0),
+    )
+    out = decode(batch.cache, padded, q, 0.05)
+    assert out[2:].isnan().all()
+    exact = decode_exact(batch, q[:2], 0.05, torch.float64)
+    assert_as_good_as(out[:2], exact, decode_exact(batch, q[:2], 0.05, shape.dtype))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_buffers_of_the_caller() -> None:
+    """Strided queries and output; a workspace that is too small."""
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=WINDOWS, page_size=64)
+    batch = filled_batch(shape, [3000, 450], torch.device("cuda"))
+    wide = random_vectors((2, 2 * shape.q_heads, shape.head_dim), shape.dtype, 99, torch.device("cuda"))
+    out = torch.full_like(wide, 7.0)
+    got = decode(batch.cache, batch.tables, wide[:, ::2], 0.1, out=out[:, ::2])
+    assert torch.equal(got, decode(batch.cache, batch.tables, wide[:, ::2].contiguous(), 0.1))
+    assert (out[:, 1::2] == 7.0).all()
+    with pytest.raises(ValueError, match="workspace must hold"):
+        decode(batch.cache, batch.tables, wide[:, ::2], 0.1, workspace=torch.empty(10, device="cuda"))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_graph_replay_follows_the_tables() -> None:
+    """One captured graph serves every length, and capturing fails if anything synchronizes."""
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=WINDOWS, page_size=64)
+    batch = check(shape, [5000, 3, 700])
+    q = random_vectors((3, shape.q_heads, shape.head_dim), shape.dtype, 99, torch.device("cuda"))
+    want = decode(batch.cache, batch.tables, q, 0.1)
+    tables = replace(batch.tables, kv_lens=torch.ones_like(batch.tables.kv_lens))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(batch.cache, tables, q, 0.1)
+    tables.kv_lens.copy_(batch.tables.kv_lens)
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+def variant(shape: Shape) -> Variant:
+    return Variant(shape.layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sglang-oscar"
+
+
+@pytest.mark.parametrize("shape", [MATRIX[0], MATRIX[17], MATRIX[-1], *SHAPES[:2]], ids=str)
+def test_variants_compile(shape: Shape, empty_cache: Path) -> None:
+    """Also checks that the host launches with the shared memory that the kernel expects: the source asserts it."""
+    if variant(shape).unsupported():
+        pytest.fail(f"{shape}: {variant(shape).unsupported()}")
+    for name in ("decode.cu", "merge.cu"):
+        assert jit.compile_source(name, dict(variant(shape).defines()))[:4] == b"\x7fELF"
+
+
+def test_compiled_code_is_kept(empty_cache: Path) -> None:
+    defines = dict(variant(SHAPES[0]).defines())
+    first = jit.compile_source("merge.cu", defines)
+    (file,) = empty_cache.iterdir()
+    assert file.read_bytes() == first
+    file.write_bytes(b"from the cache")
+    assert jit.compile_source("merge.cu", defines) == b"from the cache"
+    assert jit.compile_source("merge.cu", {**defines, "OSCAR_SINK": 8})[:4] == b"\x7fELF"
+
+
+def test_a_source_that_does_not_compile_shows_the_log(empty_cache: Path) -> None:
+    with pytest.raises(jit.CompileError, match=r"merge\.cu: .*OSCAR_KV_HEADS"):
+        jit.compile_source("merge.cu", {})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gqa": 17}, "query heads"),
+        ({"layout": RowLayout(17, 128, 128)}, "kv heads"),
+        ({"page_size": 16}, "page size 16"),
+        ({"window_dtype": FP32}, "windows of"),
+    ],
+)
+def test_unsupported_variants_say_why(change: dict[str, object], reason: str) -> None:
+    base = variant(SHAPES[0])
+    assert base.unsupported() is None
+    assert reason in (replace(base, **change).unsupported() or "")
