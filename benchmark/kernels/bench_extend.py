@@ -1,32 +1,85 @@
-"""Extend: chunk attention over an INT2 prefix against PyTorch's BF16 attention, Qwen3-8B heads, one layer."""
+"""Extend: one layer's attention and storing of a chunk, INT2 cache against FlashInfer BF16, Qwen3-8B heads.
+
+``us`` is attention over prefix and chunk, query rotation, dequantization and merging included; ``store_us`` is
+rotation, quantization and storing of the chunk. The baseline is FlashInfer's BF16 prefill (PyTorch's where FlashInfer
+is missing) and the plain copy of keys and values into a BF16 cache. ``overhead`` compares the sums.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 
+import flashinfer_baseline
 import torch
 from harness import random_cache, read_bandwidth, report, shuffled_tables, time_us
 
-from oscar_kernels.cache import Windows
+from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
+from sglang_oscar import extend_backend
 
-SHAPES = [(1, 0, 8192), (1, 8192, 8192), (1, 32_768, 2048), (1, 131_072, 2048), (8, 8192, 256)]
+SHAPES = [
+    (1, 0, 8192), (8, 0, 1024), (1, 8192, 8192), (1, 32_768, 8192), (1, 32_768, 2048), (1, 131_072, 2048),
+    (1, 32_768, 256), (8, 8192, 256), (8, 8192, 64), (64, 8192, 1),
+]  # fmt: skip
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
 SM_SCALE = HEAD_DIM**-0.5
+BUDGET = 100 << 30
+"""KV budget from which the size of the workspace follows."""
 
 
-def extend_call(batch: int, prefix: int, chunk: int) -> Callable[[], object]:
-    tables, slots = shuffled_tables([prefix] * batch, PAGE)
-    cache = random_cache(slots, batch, LAYOUT, Windows(64, 256, 256))
-    tokens = batch * chunk
-    q, q_rot = (torch.randn(tokens, Q_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(tokens, KV_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
-    indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * chunk
-    out = torch.empty_like(q)
-    return lambda: extend(cache, tables, q, k, v, indptr, q_rot, SM_SCALE, out)
+class Case:
+    """A batch of equal requests: ``prefix`` cached tokens each, ``chunk`` new ones."""
+
+    def __init__(self, batch: int, prefix: int, chunk: int, rotation: torch.Tensor) -> None:
+        self.lens = [prefix] * batch, [chunk] * batch
+        self.tables, slots = shuffled_tables(self.lens[0], PAGE)
+        self.cache = random_cache(slots, batch, LAYOUT, Windows(64, 256, 256))
+        tokens = batch * chunk
+        self.rotation = prepare_rotation(rotation, torch.bfloat16)
+        heads = Q_HEADS + 2 * KV_HEADS
+        fused = torch.randn(tokens, heads, HEAD_DIM, device="cuda").bfloat16()
+        self.q, self.k, self.v = fused.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
+        self.indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * chunk
+        nowhere = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
+        ring = torch.arange(tokens, device="cuda")
+        self.slots = StoreSlots(torch.arange(tokens, device="cuda"), torch.where(ring < 256, ring, -1), nowhere)
+        self.chunks = random_cache(tokens, batch, LAYOUT, Windows(64, 256, 256))
+
+    def triton(self) -> object:
+        """All of it by our own kernel."""
+        rotated = rotate_queries(self.q, self.rotation)
+        return extend(self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
+
+    def by_passes(self, ragged: RaggedExtend) -> Callable[[], object]:
+        """Chunk and dequantized prefix by FlashInfer."""
+        plan = ragged.plan(self.tables, *self.lens)
+
+        def call() -> object:
+            rotated = rotate_queries(self.q, self.rotation) if plan.has_prefix else None
+            return ragged.run(
+                plan, self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE
+            )
+
+        return call
+
+    def store(self) -> object:
+        """What follows attention: keys rotated, values absorbed."""
+        return store(self.chunks, self.slots, self.k, self.v, self.rotation, None, 0.96, 0.92)
+
+    def copy(self) -> Callable[[], object]:
+        """What follows attention without quantization."""
+        pool = torch.empty(2, len(self.q) + PAGE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+
+        def call() -> None:
+            pool[0].index_copy_(0, self.slots.row, self.k)
+            pool[1].index_copy_(0, self.slots.row, self.v)
+
+        return call
 
 
 def sdpa_call(batch: int, prefix: int, chunk: int) -> Callable[[], object]:
@@ -45,23 +98,34 @@ def sdpa_call(batch: int, prefix: int, chunk: int) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args()
     limit = read_bandwidth()
+    rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
+    installed = flashinfer_baseline.available()
+    ragged = None
+    if installed:
+        size = extend_backend.workspace(LAYOUT, Q_HEADS, torch.bfloat16, BUDGET)
+        ragged = extend_backend.ragged_extend(size, LAYOUT, torch.device("cuda"))
     rows: list[dict[str, object]] = []
     for batch, prefix, chunk in SHAPES:
-        us = time_us([extend_call(batch, prefix, chunk)], replays=7)
+        case = Case(batch, prefix, chunk, rotation)
+        triton_us = time_us([case.triton], replays=7)
+        us = triton_us if ragged is None else time_us([case.by_passes(ragged)], replays=7)
+        store_us, copy_us = (time_us([call], replays=7) for call in (case.store, case.copy()))
+        del case
         torch.cuda.empty_cache()
-        try:
-            baseline = time_us([sdpa_call(batch, prefix, chunk)], replays=7)
-        except (RuntimeError, ValueError):  # no fused kernel for this mask, or no room for it
-            baseline = float("nan")
+        make = flashinfer_baseline.prefill_call if installed else sdpa_call
+        lens = ([prefix] * batch, [chunk] * batch) if installed else (batch, prefix, chunk)
+        baseline_us = time_us([make(*lens)], replays=7)
         torch.cuda.empty_cache()
         flops = 4 * batch * Q_HEADS * HEAD_DIM * chunk * (prefix + chunk / 2)
         rows.append({
-            "batch": batch, "prefix": prefix, "chunk": chunk, "us": us, "TFLOP/s": flops / us / 1e6,
-            "baseline": "torch", "baseline_us": baseline, "speedup": baseline / us,
+            "batch": batch, "prefix": prefix, "chunk": chunk, "us": us, "store_us": store_us,
+            "TFLOP/s": flops / us / 1e6, "triton_us": triton_us,
+            "baseline": "flashinfer" if installed else "torch", "baseline_us": baseline_us, "copy_us": copy_us,
+            "speedup": baseline_us / us, "overhead": (us + store_us) / (baseline_us + copy_us) - 1,
         })  # fmt: skip
     report("extend", rows, limit, args.json)
 

@@ -19,7 +19,7 @@ from torch import nn
 from sglang_oscar import flags
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.rotations import IDENTITY, load_rotations
-from sglang_oscar.settings import Settings
+from sglang_oscar.settings import Settings, of_this_process
 
 logger = logging.getLogger(__name__)
 MARK = "_oscar_absorbed_v_rotation"
@@ -53,7 +53,7 @@ def around_load_weights_and_postprocess(
     def load_and_absorb(*args: Any, **kwargs: Any) -> Any:
         loaded = load_weights(*args, **kwargs)
         try:
-            absorb(model, Settings.from_env())
+            absorb(model, of_this_process())
         except Int2Error as error:
             fatal(error)
         return loaded

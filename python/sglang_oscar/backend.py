@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from oscar_kernels.cache import StoreSlots
 from sglang_oscar import kernels, runtime
 from sglang_oscar.batch import Batch, GraphBuffers, decode_batch, extend_batch
-from sglang_oscar.errors import Int2Error
+from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.gate import BACKEND
 
 
@@ -40,7 +40,10 @@ class OscarAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.runtime = state
-        self.kernels = kernels.for_device(state.rows.device, state.layers, model_runner.dtype)
+        try:
+            self.kernels = kernels.for_device(state, model_runner.dtype)
+        except Int2Error as error:
+            fatal(error)
         self.batch: Batch | None = None
         self.graph_buffers: GraphBuffers | None = None
 
@@ -51,7 +54,8 @@ class OscarAttentionBackend(AttentionBackend):
         elif forward_batch.forward_mode.is_decode():
             self.batch = decode_batch(self.runtime, forward_batch, self._longest(forward_batch))
         else:
-            self.batch = extend_batch(self.runtime, forward_batch)
+            batch = extend_batch(self.runtime, forward_batch)
+            self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Refresh the fixed tables that a decode graph reads."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import BatchTables, StoreSlots
+from oscar_kernels.extend_plan import ExtendPlan
 from sglang_oscar.runtime import Runtime
 
 
@@ -16,13 +17,16 @@ class Batch:
     """What attention needs besides q, k and v.
 
     ``tables.kv_lens`` counts the new token in decode and the cached tokens before the chunk in extend.
-    ``extend_lens`` (host) and ``chunk_starts`` int32 [batch + 1] (device) describe the chunks; None in decode.
+    ``extend_lens`` and ``prefix_lens`` (host) and ``chunk_starts`` int32 [batch + 1] (device) describe the chunks
+    and what is cached before them; None in decode. ``extend_plan`` is what the kernels planned for the batch.
     """
 
     tables: BatchTables
     slots: StoreSlots
     extend_lens: list[int] | None = None
     chunk_starts: torch.Tensor | None = None
+    prefix_lens: list[int] | None = None
+    extend_plan: ExtendPlan | None = None
 
 
 def row_slots(positions: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor, runtime: Runtime) -> StoreSlots:
@@ -94,7 +98,7 @@ def extend_batch(runtime: Runtime, forward_batch: Any) -> Batch:
     starts = torch.zeros(len(extend_lens) + 1, dtype=torch.int32, device=device)
     starts[1:] = lens.cumsum(0)
     slots = StoreSlots(slots.row, torch.where(newest, slots.ring, -1), slots.sink)
-    return Batch(tables, slots, extend_lens, starts)
+    return Batch(tables, slots, extend_lens, starts, prefix_lens)
 
 
 class GraphBuffers:

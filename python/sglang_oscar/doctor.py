@@ -209,8 +209,8 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
         settings, layout = loaded["settings"], loaded["layout"]
         geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, loaded["model"].num_hidden_layers)
         budget = int(MEM_FRACTION * memory) - weight_bytes(path)
-        plan = make_plan(geometry, budget, None, None, gate.DEFAULT_PAGE_SIZE)
-        return "; ".join(plan.lines((budget - plan.side_bytes) // geometry.cell_bytes))
+        plan = make_plan(geometry, budget, None, gate.DEFAULT_PAGE_SIZE)
+        return "; ".join(plan.lines((budget - plan.fixed_bytes) // geometry.cell_bytes))
 
     checks = [attempt("model", model), attempt("variables", variables)]
     if all(check.ok for check in checks):

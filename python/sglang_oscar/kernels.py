@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 
 from oscar_kernels import reference
+from oscar_kernels.extend_plan import ExtendPlan
 from sglang_oscar.batch import Batch
-from sglang_oscar.runtime import LayerParams
+from sglang_oscar.runtime import LayerParams, Runtime
 
 
 class Kernels(Protocol):
@@ -21,6 +22,9 @@ class Kernels(Protocol):
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """Store one token per request, then attend; q [batch, q_heads, head_dim], k and v [batch, kv_heads, ...]."""
+
+    def plan_extend(self, batch: Batch) -> ExtendPlan | None:
+        """Decide once per forward pass what ``extend`` does in every layer; kept in the batch."""
 
     def extend(
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
@@ -38,6 +42,10 @@ class TorchKernels:
         self._store(layer, batch, k, v)
         out = reference.decode(layer.cache, batch.tables, q, layer.k_rotation, sm_scale)
         return reference.rotate(out, None if layer.v_rotation is None else layer.v_rotation.T)
+
+    def plan_extend(self, batch: Batch) -> ExtendPlan | None:
+        """See :class:`Kernels`: nothing to decide."""
+        return None
 
     def extend(
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
@@ -58,16 +66,19 @@ class TorchKernels:
         )
 
 
-def for_device(device: torch.device, layers: list[LayerParams], dtype: torch.dtype) -> Kernels:
-    """Kernels for a device.
+def for_device(runtime: Runtime, dtype: torch.dtype) -> Kernels:
+    """Kernels for the device that the cache is on.
 
     Args:
-        device: where the cache is.
-        layers: constants of all layers.
+        runtime: of this process.
         dtype: dtype of queries, keys and values.
+
+    Raises:
+        Int2Error: the kernels cannot be built on this machine.
     """
+    device = runtime.rows.device
     if device.type == "cuda":
         from sglang_oscar.triton_kernels import TritonKernels
 
-        return TritonKernels(layers, dtype)
+        return TritonKernels(runtime, dtype, device)
     return TorchKernels()

@@ -1,4 +1,4 @@
-"""Where the KV budget goes: INT2 rows, and BF16 side buffers for as many requests as may run at once.
+"""Where the KV budget goes: INT2 rows, BF16 side buffers for as many requests as may run, a workspace for extend.
 
 Stock SGLang would admit 2,048 and more requests; each takes a BF16 window here (36 MiB on Qwen3-8B), so the number
 of running requests is derived from the budget before the history pool is sized from what is left.
@@ -13,6 +13,7 @@ import torch
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.extend_backend import Workspace
 
 DEFAULT_MAX_RUNNING = 256
 SIDE_SHARE = 0.2
@@ -57,11 +58,12 @@ class Geometry:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How many requests may run and what their side buffers take."""
+    """How many requests may run, what their side buffers take, and what extend takes (None: nothing)."""
 
     geometry: Geometry
     max_running: int
     budget_bytes: int
+    extend: Workspace | None = None
 
     @property
     def ring_rows(self) -> int:
@@ -77,6 +79,11 @@ class MemoryPlan:
     def side_bytes(self) -> int:
         """Bytes of ring and sink store."""
         return self.ring_rows * self.geometry.ring_bytes + self.sink_blocks * self.geometry.sink_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of all that is not the history pool."""
+        return self.side_bytes + (0 if self.extend is None else self.extend.total_bytes)
 
     def lines(self, tokens: int) -> list[str]:
         """The start-up account.
@@ -95,11 +102,12 @@ class MemoryPlan:
             f"{self.ring_rows} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
             f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests",
             f"effective bits per element with windows: {bits}",
+            *([] if self.extend is None else [self.extend.line()]),
         ]
 
 
 def make_plan(
-    geometry: Geometry, budget_bytes: int, max_running: int | None, max_total_tokens: int | None, page_size: int
+    geometry: Geometry, budget_bytes: int, max_running: int | None, page_size: int, extend: Workspace | None = None
 ) -> MemoryPlan:
     """Split a budget.
 
@@ -107,8 +115,8 @@ def make_plan(
         geometry: costs on this rank.
         budget_bytes: bytes that the KV cache and its side buffers may take.
         max_running: --max-running-requests, or None to derive it.
-        max_total_tokens: --max-total-tokens, or None.
         page_size: tokens per page.
+        extend: what extend takes of the budget.
 
     Raises:
         Int2Error: the side buffers leave no room for history.
@@ -119,9 +127,9 @@ def make_plan(
         room = SIDE_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
-    plan = MemoryPlan(geometry, max_running, budget_bytes)
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend)
     # The pool needs the padding page and at least one page for a request.
-    needed = plan.side_bytes + 2 * page_size * geometry.cell_bytes
+    needed = plan.fixed_bytes + 2 * page_size * geometry.cell_bytes
     if needed > budget_bytes:
         raise Int2Error(
             f"the KV budget of {budget_bytes / GIB:.3f} GiB is too small for int2 mode: BF16 windows of {max_running} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Literal
@@ -35,6 +36,7 @@ class Settings(BaseModel):
     allow_other_model: bool = Field(False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL")
     absorb_v_rotation: bool = Field(True, alias="SGLANG_OSCAR_ABSORB_V_ROTATION")
     recompute_recent: bool = Field(True, alias="SGLANG_OSCAR_RECOMPUTE_RECENT")
+    extend_backend: Literal["auto", "flashinfer", "triton"] = Field("auto", alias="SGLANG_OSCAR_EXTEND_BACKEND")
     windows_enabled: bool = Field(True, alias="SGLANG_ENABLE_MIXED_KV_WINDOWS")
     sink_tokens: int = Field(64, alias="SGLANG_MIXED_KV_PREFIX_TOKENS", ge=0, le=4096)
     recent_tokens: int = Field(256, alias="SGLANG_MIXED_KV_RECENT_TOKENS", ge=0, le=8192)
@@ -93,3 +95,13 @@ class Settings(BaseModel):
                 value = f"(from the rotation file, else {clips[name]})"
             shown.append(f"{field.alias}={int(value) if isinstance(value, bool) else value}")
         return shown
+
+
+@functools.cache
+def of_this_process() -> Settings:
+    """Settings of a worker, read from its environment once: it does not change after the launch.
+
+    Raises:
+        Int2Error: as :meth:`Settings.from_env`.
+    """
+    return Settings.from_env()

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from sglang_oscar import absorption, flags, gate, refusals, runtime
+from sglang_oscar import absorption, extend_backend, flags, gate, refusals, runtime
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory_plan import Geometry, MemoryPlan, make_plan
 from sglang_oscar.rotations import Rotations, load_rotations
-from sglang_oscar.settings import Settings
+from sglang_oscar.settings import of_this_process
 
 logger = logging.getLogger(__name__)
 _plan: MemoryPlan | None = None
@@ -27,11 +27,27 @@ def geometry_of(configurator: Any) -> Geometry:
     """Sizes of this rank from SGLang's KVCacheConfigurator."""
     from sglang.srt.runtime_context import get_parallel
 
-    settings = Settings.from_env()
+    settings = of_this_process()
     model, args = configurator.model_config, configurator.server_args
     layout = gate.row_layout(args, settings, model, model.get_num_kv_heads(get_parallel().attn_tp_size))
     layers = configurator.layer_info.num_effective_layers
     return Geometry(layout, settings.windows, settings.window_torch_dtype, layers)
+
+
+def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -> extend_backend.Workspace | None:
+    """What extend takes of the budget; None where it needs nothing.
+
+    Raises:
+        Int2Error: the backend that is asked for cannot be had.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    backend = extend_backend.choose(of_this_process().extend_backend, configurator.server_args.device)
+    if backend != "flashinfer":
+        return None
+    model = configurator.model_config
+    q_heads = model.num_attention_heads // get_parallel().attn_tp_size
+    return extend_backend.workspace(geometry.layout, q_heads, model.dtype, budget_bytes)
 
 
 def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
@@ -60,12 +76,12 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
     global _plan
     schedule = get_schedule()
     try:
-        _plan = make_plan(
-            geometry_of(self), available, schedule.max_running_requests, schedule.max_total_tokens, self.page_size
-        )
+        geometry = geometry_of(self)
+        extend = extend_workspace(self, geometry, available)
+        _plan = make_plan(geometry, available, schedule.max_running_requests, self.page_size, extend)
     except Int2Error as error:
         fatal(error)
-    return available - _plan.side_bytes
+    return available - _plan.fixed_bytes
 
 
 def around_resolve_max_num_reqs(original: Callable[..., int], self: Any, token_capacity: int) -> int:
@@ -106,7 +122,7 @@ def build_pool(configurator: Any, sizes: Any, req_to_token_pool: Any) -> Any:
     from sglang_oscar.sink_store import SinkStore
 
     assert _plan is not None
-    settings, device, plan = Settings.from_env(), configurator.device, _plan
+    settings, device, plan = of_this_process(), configurator.device, _plan
     check_layers(configurator.model, plan.geometry.layers)
     rotations = load_rotations(settings, plan.geometry.layers, plan.geometry.layout.head_dim)
     pool = Int2TokenToKVPool(

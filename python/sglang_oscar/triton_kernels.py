@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
+from oscar_kernels.extend_plan import ExtendPlan
+from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import Rotation, prepare_rotation, rotate_queries, store
 from sglang_oscar.batch import Batch
-from sglang_oscar.runtime import LayerParams
+from sglang_oscar.extend_backend import ragged_extend
+from sglang_oscar.runtime import LayerParams, Runtime
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,23 @@ class PreparedLayer:
 
 class TritonKernels:
     """Args:
-    layers: constants of all layers.
+    runtime: of this process.
     dtype: dtype of queries, keys and values, bfloat16 or float16.
+    device: the GPU.
+
+    Raises:
+        Int2Error: FlashInfer is to be used and cannot build its kernels.
     """
 
-    def __init__(self, layers: list[LayerParams], dtype: torch.dtype) -> None:
-        self._prepared = {id(layer): _prepare(layer, dtype) for layer in layers}
+    def __init__(self, runtime: Runtime, dtype: torch.dtype, device: torch.device) -> None:
+        self._prepared = {id(layer): _prepare(layer, dtype) for layer in runtime.layers}
+        plan = runtime.plan
+        self._ragged: RaggedExtend | None = None
+        if plan.extend is None:
+            logger.info("int2 extend: Triton kernel for chunk and prefix")
+        else:
+            self._ragged = ragged_extend(plan.extend, plan.geometry.layout, device)
+            logger.info("int2 extend: FlashInfer (%s) for chunk and dequantized prefix", plan.extend.kernels)
 
     def decode(
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
@@ -42,17 +59,32 @@ class TritonKernels:
         assert rotated is not None
         return _rotate(decode(layer.cache, batch.tables, rotated, sm_scale), rotations.value_back)
 
+    def plan_extend(self, batch: Batch) -> ExtendPlan | None:
+        """See :class:`sglang_oscar.kernels.Kernels`."""
+        if self._ragged is None:
+            return None
+        assert batch.prefix_lens is not None
+        assert batch.extend_lens is not None
+        return self._ragged.plan(batch.tables, batch.prefix_lens, batch.extend_lens)
+
     def extend(
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.kernels.Kernels`."""
-        assert batch.chunk_starts is not None
-        rotations = self._prepared[id(layer)]
-        values = _rotate(v, rotations.value)
-        rotated = _rotate(q, rotations.key)
-        out = extend(layer.cache, batch.tables, q, k, values, batch.chunk_starts, rotated, sm_scale)
+        rotations, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
+        assert starts is not None
+        # Without a prefix values need no rotation: nothing that is in the basis of the cache is attended to.
+        cached = plan is None or plan.has_prefix
+        values = _rotate(v, rotations.value) if cached else v
+        rotated = _rotate(q, rotations.key) if cached else None
+        if plan is None:
+            assert rotated is not None
+            out = extend(layer.cache, batch.tables, q, k, values, starts, rotated, sm_scale)
+        else:
+            assert self._ragged is not None
+            out = self._ragged.run(plan, layer.cache, batch.tables, q, k, values, starts, rotated, sm_scale)
         store(layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip)
-        return _rotate(out, rotations.value_back)
+        return _rotate(out, rotations.value_back) if cached else out
 
 
 def _prepare(layer: LayerParams, dtype: torch.dtype) -> PreparedLayer:

@@ -46,9 +46,9 @@ def test_plan_fits_its_budget(geometry: Geometry, budget: int, max_running: int 
     fewest = MemoryPlan(geometry, max_running or 1, budget)
     if fewest.side_bytes + 2 * page_size * geometry.cell_bytes > budget:
         with pytest.raises(Int2Error, match=f"{budget / GIB:.3f} GiB is too small"):
-            make_plan(geometry, budget, max_running, None, page_size)
+            make_plan(geometry, budget, max_running, page_size)
         return
-    plan = make_plan(geometry, budget, max_running, None, page_size)
+    plan = make_plan(geometry, budget, max_running, page_size)
     assert plan.side_bytes + 2 * page_size * geometry.cell_bytes <= budget
     assert plan.sink_blocks >= plan.max_running + 1
     assert plan.ring_rows == plan.max_running + 1
@@ -59,7 +59,7 @@ def test_plan_fits_its_budget(geometry: Geometry, budget: int, max_running: int 
 @given(geometries(), st.integers(16 * GIB, 400 * GIB))
 def test_derived_number_of_requests(geometry: Geometry, budget: int) -> None:
     """It is at least 1, at most the default, and above 1 leaves the larger share of the budget to history."""
-    plan = make_plan(geometry, budget, None, None, 64)
+    plan = make_plan(geometry, budget, None, 64)
     assert 1 <= plan.max_running <= DEFAULT_MAX_RUNNING
     if plan.max_running > 1:
         assert plan.side_bytes <= SIDE_SHARE * budget
@@ -69,7 +69,7 @@ def test_derived_number_of_requests(geometry: Geometry, budget: int) -> None:
 
 
 def test_more_memory_admits_more_requests() -> None:
-    running = [make_plan(QWEN3_8B, gib * GIB, None, None, 64).max_running for gib in (4, 16, 60, 400)]
+    running = [make_plan(QWEN3_8B, gib * GIB, None, 64).max_running for gib in (4, 16, 60, 400)]
     assert running == sorted(running)
     assert running[0] < running[1] < running[2]
     assert running[-1] == DEFAULT_MAX_RUNNING
@@ -77,7 +77,7 @@ def test_more_memory_admits_more_requests() -> None:
 
 def test_too_small_budget_says_what_to_change() -> None:
     with pytest.raises(Int2Error) as caught:
-        make_plan(QWEN3_8B, 4 * GIB, 200, None, 64)
+        make_plan(QWEN3_8B, 4 * GIB, 200, 64)
     message = str(caught.value)
     assert "4.000 GiB" in message
     assert "200 running requests" in message
@@ -87,7 +87,7 @@ def test_too_small_budget_says_what_to_change() -> None:
 
 
 def test_account_adds_up() -> None:
-    plan = make_plan(QWEN3_8B, 40 * GIB, 64, None, 64)
+    plan = make_plan(QWEN3_8B, 40 * GIB, 64, 64)
     history, side, bits = plan.lines(tokens=1_000_000)
     assert f"1000000 tokens x {QWEN3_8B.cell_bytes} bytes = {1_000_000 * QWEN3_8B.cell_bytes / GIB:.3f} GiB" in history
     assert "2.25 bits" in history
@@ -98,6 +98,6 @@ def test_account_adds_up() -> None:
 
 def test_without_windows_nothing_is_set_aside() -> None:
     geometry = Geometry(QWEN3_8B.layout, Windows(sink=0, recent=0, ring=0), torch.bfloat16, 36)
-    plan = make_plan(geometry, GIB, None, None, 64)
+    plan = make_plan(geometry, GIB, None, 64)
     assert plan.side_bytes == 0
     assert plan.max_running == DEFAULT_MAX_RUNNING

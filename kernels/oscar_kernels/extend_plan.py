@@ -1,0 +1,117 @@
+"""Who attends to what in an extend that goes through a workspace: decided once per forward pass, on the host.
+
+Prefixes are laid one after the other and cut where the workspace is full; each load of it is a *pass*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from oscar_kernels.cache import BatchTables
+
+MAX_PASSES = 8
+"""Most workspace loads per layer; what would need more is read in place."""
+MIN_CHUNK = 64
+"""Chunks of fewer tokens read their prefix in place: dequantizing it would cost more than it saves."""
+INT_WORKSPACE_BYTES = 8 << 20
+"""What FlashInfer allocates per wrapper for its plan."""
+
+
+class Ragged(Protocol):
+    """The part of FlashInfer's BatchPrefillWithRaggedKVCacheWrapper that is used here."""
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim_qk: int, **options: Any,
+    ) -> None:  # fmt: skip
+        """Decide who works on what; index tensors on the host."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any) -> torch.Tensor:
+        """[tokens, q_heads, head_dim]."""
+
+    def forward_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same and float32 [tokens, q_heads], the log2 of the sum of exp2 of the logits (times log2 e)."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions [begin, end) of a request's prefix."""
+
+    request: int
+    begin: int
+    end: int
+
+
+def cut_prefixes(
+    prefix_lens: list[int], chunk_lens: list[int], capacity: int
+) -> tuple[list[list[Span]], list[int]]:
+    """Which spans of which prefixes go through the workspace together.
+
+    Args:
+        prefix_lens: cached tokens per request.
+        chunk_lens: new tokens per request.
+        capacity: tokens that the workspace holds.
+
+    Returns:
+        the spans of every pass, in order of request and position, at most ``capacity`` tokens and MAX_PASSES passes;
+        and the requests whose prefix is to be read in place.
+
+    >>> cut_prefixes([0, 300, 50], [64, 64, 1], 256)
+    ([[Span(request=1, begin=0, end=256)], [Span(request=1, begin=256, end=300)]], [2])
+    """
+    passes: list[list[Span]] = []
+    in_place: list[int] = []
+    room = MAX_PASSES * capacity
+    free = 0
+    for request, (prefix, chunk) in enumerate(zip(prefix_lens, chunk_lens, strict=True)):
+        if prefix == 0 or chunk == 0:
+            continue
+        if chunk < MIN_CHUNK or prefix > room:
+            in_place.append(request)
+            continue
+        room -= prefix
+        begin = 0
+        while begin < prefix:
+            if free == 0:
+                passes.append([])
+                free = capacity
+            end = min(prefix, begin + free)
+            passes[-1].append(Span(request, begin, end))
+            free -= end - begin
+            begin = end
+    return passes, in_place
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One load of the workspace: spans on the device, and the slice of query tokens that attend to them."""
+
+    attention: Ragged
+    requests: torch.Tensor
+    begins: torch.Tensor
+    indptr: torch.Tensor
+    rows: int
+    tokens: slice
+
+
+@dataclass(frozen=True)
+class ExtendPlan:
+    """What every layer of a forward pass does.
+
+    ``in_place`` is the batch's tables with a length of 0 for every request whose prefix goes through the workspace;
+    None where no prefix is read in place.
+    """
+
+    tokens: int
+    passes: list[Pass]
+    in_place: BatchTables | None
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether anything is attended to but the chunks: only then are rotated queries needed."""
+        return bool(self.passes) or self.in_place is not None

@@ -1,0 +1,169 @@
+"""Extend with a stock 16-bit attention kernel: the chunk as it is, the cached prefix from a bounded workspace.
+
+The chunk of every request is attended to exactly, with the model's own keys and values and a causal mask. Prefixes
+are dequantized into a workspace of fixed size, in the rotated basis, and attended to with rotated queries; what does
+not fit at once is done in several passes. Chunks of few tokens (requests that decode within a mixed batch) are not
+worth that: for these our own kernel reads the prefix where it is. All results are merged by their log-sum-exp.
+
+The attention kernel is FlashInfer's ragged prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.extend_plan import ExtendPlan, Pass, Ragged, Span, cut_prefixes
+from oscar_kernels.layout import RowLayout
+from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.merge_states import merge_states_
+from oscar_kernels.triton.prefix import copy_prefixes
+
+
+class RaggedExtend:
+    """Args:
+    layout: of the cache.
+    q_heads: query heads of this rank.
+    dtype: of queries, keys and values, bfloat16 or float16.
+    capacity: tokens that the workspace holds.
+    device: where the cache is.
+    attention: makes an attention kernel; called once for chunks and once for each pass of prefixes.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        q_heads: int,
+        dtype: torch.dtype,
+        capacity: int,
+        device: torch.device,
+        attention: Callable[[], Ragged],
+    ) -> None:
+        self._layout, self._q_heads, self._dtype, self._device = layout, q_heads, dtype, device
+        self._capacity, self._attention = capacity, attention
+        self._workspace = torch.empty(2, capacity, layout.kv_heads, layout.head_dim, dtype=dtype, device=device)
+        self._chunk = attention()
+        self._prefixes: list[Ragged] = []
+        self._planned: torch.cuda.Event | None = None
+
+    def plan(self, tables: BatchTables, prefix_lens: list[int], chunk_lens: list[int]) -> ExtendPlan:
+        """Decide how a batch is worked on; once per forward pass, valid until the next call.
+
+        Args:
+            tables: the batch; ``kv_lens`` on the device equals ``prefix_lens``.
+            prefix_lens: cached tokens before the chunk, per request.
+            chunk_lens: new tokens per request.
+        """
+        if self._planned is not None:
+            # The kernels' plans are copied from host buffers that the next plan overwrites. The last ones were
+            # queued a forward pass ago: as a rule there is nothing to wait for.
+            self._planned.synchronize()
+        starts = _indptr(chunk_lens)
+        self._plan_attention(self._chunk, starts, starts, causal=True)
+        cuts, few = cut_prefixes(prefix_lens, chunk_lens, self._capacity)
+        while len(self._prefixes) < len(cuts):
+            self._prefixes.append(self._attention())
+        passes = [self._plan_pass(*cut, starts) for cut in zip(self._prefixes, cuts, strict=False)]
+        in_place = None
+        if few:
+            lengths = torch.zeros(len(prefix_lens), dtype=torch.int32)
+            lengths[few] = torch.tensor([prefix_lens[request] for request in few], dtype=torch.int32)
+            in_place = replace(tables, kv_lens=self._upload(lengths))
+        if self._device.type == "cuda":
+            self._planned = torch.cuda.Event()
+            self._planned.record()
+        return ExtendPlan(int(starts[-1]), passes, in_place)
+
+    def warm_up(self) -> None:
+        """Plan and run a chunk of one token: whatever the attention kernel compiles or loads, it does here."""
+        layout = self._layout
+        starts = _indptr([1])
+        self._plan_attention(self._chunk, starts, starts, causal=True)
+        q, k, v = (
+            torch.zeros(1, heads, layout.head_dim, dtype=self._dtype, device=self._device)
+            for heads in (self._q_heads, layout.kv_heads, layout.kv_heads)
+        )
+        self._chunk.forward_return_lse(q, k, v, causal=True, sm_scale=1.0)
+
+    def run(
+        self,
+        plan: ExtendPlan,
+        cache: LayerCache,
+        tables: BatchTables,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        q_rot: torch.Tensor | None,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """Attention of the planned batch in one layer, before its chunks are stored.
+
+        Args:
+            plan: of this forward pass.
+            cache: the layer's cache, without the chunks.
+            tables: the batch.
+            q: [tokens, q_heads, head_dim], not rotated.
+            k, v: [tokens, kv_heads, head_dim]; ``k`` not rotated, ``v`` in the basis of the cached values unless
+                nothing is cached.
+            qo_indptr: int32 [batch + 1], first token of every chunk, then the number of tokens; on the device.
+            q_rot: ``q`` rotated; None only where ``plan.has_prefix`` is false.
+            sm_scale: factor on the logits.
+
+        Returns:
+            [tokens, q_heads, head_dim] in the basis of ``v``.
+        """
+        if not plan.has_prefix:
+            return self._chunk.forward(q, k, v, causal=True, sm_scale=sm_scale)
+        assert q_rot is not None
+        out, lse = self._chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
+        for load in plan.passes:
+            keys, values = self._workspace[:, : load.rows]
+            copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, keys, values)
+            part = load.attention.forward_return_lse(q_rot[load.tokens], keys, values, causal=False, sm_scale=sm_scale)
+            merge_states_(out[load.tokens], lse[load.tokens], *part)
+        if plan.in_place is not None:
+            part_lse = torch.empty_like(lse)
+            part_out = extend(
+                cache, plan.in_place, q_rot, None, None, qo_indptr, q_rot, sm_scale, lse=part_lse, prefix_only=True
+            )
+            merge_states_(out, lse, part_out, part_lse)
+        return out
+
+    def _plan_pass(self, attention: Ragged, spans: list[Span], starts: torch.Tensor) -> Pass:
+        first, last = spans[0].request, spans[-1].request + 1
+        lengths = [0] * (last - first)
+        for span in spans:
+            lengths[span.request - first] += span.end - span.begin
+        own = starts[first : last + 1]
+        self._plan_attention(attention, own - own[0], _indptr(lengths), causal=False)
+        indptr = _indptr([span.end - span.begin for span in spans])
+        table = torch.tensor([(span.request, span.begin) for span in spans], dtype=torch.int32).T.contiguous()
+        requests, begins = self._upload(table)
+        tokens = slice(int(own[0]), int(own[-1]))
+        return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens)
+
+    def _plan_attention(
+        self, attention: Ragged, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, causal: bool
+    ) -> None:
+        layout = self._layout
+        if self._device.type == "cuda":
+            # Copies to the device then wait for nothing.
+            qo_indptr, kv_indptr = qo_indptr.pin_memory(), kv_indptr.pin_memory()
+        attention.plan(
+            qo_indptr, kv_indptr, self._q_heads, layout.kv_heads, layout.head_dim, causal=causal,
+            q_data_type=self._dtype,
+        )  # fmt: skip
+
+    def _upload(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
+
+
+def _indptr(lengths: list[int]) -> torch.Tensor:
+    """int32 [n + 1] on the host: running sums of ``lengths``, from 0."""
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    starts[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    return starts

@@ -1,0 +1,156 @@
+"""Cached prefixes as 16-bit keys and values: what a stock attention kernel needs to read the INT2 cache.
+
+The copy is in the rotated basis, so it is attended to with rotated queries. It lives in a workspace of fixed size;
+prefixes that do not fit are worked on span by span, and the results merged (:mod:`oscar_kernels.triton.merge_states`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.triton.arith import load_params, narrow, unit_start
+from oscar_kernels.triton.plan import split_lengths
+from oscar_kernels.triton.store import TRITON_DTYPES
+
+BLOCK = 64
+"""Positions per program."""
+
+
+@triton.jit
+def _copy_window(out_rows, window_rows, mask, D: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows of the sink store or the ring at pointers [BLOCK] to the workspace."""
+    channel = tl.arange(0, D)
+    x = tl.load(window_rows[:, None] + channel[None, :], mask=mask[:, None], other=0.0)
+    tl.store(out_rows[:, None] + channel[None, :], narrow(x.to(tl.float32), DTYPE), mask=mask[:, None])
+
+
+@triton.jit
+def _decode_rows(
+    out_rows, rows, mask, head, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One head of the history rows at byte pointers [BLOCK], dequantized, to the workspace."""
+    CODE_BYTES: tl.constexpr = D // 4
+    GROUPS: tl.constexpr = D // GROUP
+    UNIT: tl.constexpr = min(CODE_BYTES, GROUP)
+    params = rows + (KV_HEADS * CODE_BYTES + head * (2 * GROUPS * (SCALE_DTYPE.primitive_bitwidth // 8)))
+    scales, zeros = load_params(params, GROUPS, SCALE_DTYPE)
+    byte = tl.arange(0, UNIT)
+    for span in tl.static_range(CODE_BYTES // UNIT):
+        packed = tl.load(rows[:, None] + (head * CODE_BYTES + span * UNIT + byte)[None, :]).to(tl.int32)
+        for plane in tl.static_range(4):
+            scale = scales[unit_start(4 * span + plane, CODE_BYTES, UNIT) // GROUP]
+            zero = zeros[unit_start(4 * span + plane, CODE_BYTES, UNIT) // GROUP]
+            x = scale[:, None] * (((packed >> (2 * plane)) & 3).to(tl.float32) - zero[:, None])
+            channel = unit_start(4 * span + plane, CODE_BYTES, UNIT) + byte
+            tl.store(out_rows[:, None] + channel[None, :], narrow(x, DTYPE), mask=mask[:, None])
+
+
+@triton.jit
+def _copy_side(
+    out_ptr, rows_ptr, sink_ptr, ring_ptr, pages_ptr, position, out_row, live, head, sink_end, ring_begin, block, ring,
+    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of one head at positions [BLOCK] of a request, each from where it is read."""
+    out_rows = out_ptr + (out_row.to(tl.int64) * KV_HEADS + head) * D
+    history = live & (position >= sink_end) & (position < ring_begin)
+    if tl.max(history.to(tl.int32), 0) > 0:
+        page = tl.load(pages_ptr + position // PAGE, mask=history, other=0).to(tl.int64)
+        # Masked positions read the dummy page 0 and write nothing.
+        rows = rows_ptr + (page * PAGE + (position & (PAGE - 1))) * STRIDE
+        _decode_rows(out_rows, rows, history, head, KV_HEADS, D, GROUP, SCALE_DTYPE, DTYPE)
+    if SINK > 0:
+        sink = live & (position < sink_end)
+        if tl.max(sink.to(tl.int32), 0) > 0:
+            _copy_window(out_rows, sink_ptr + ((block * SINK + position) * KV_HEADS + head) * D, sink, D, DTYPE)
+    if RECENT > 0:
+        recent = live & (position >= ring_begin)
+        if tl.max(recent.to(tl.int32), 0) > 0:
+            at = ((ring * RING + position % RING) * KV_HEADS + head) * D
+            _copy_window(out_rows, ring_ptr + at, recent, D, DTYPE)
+
+
+@triton.jit(do_not_specialize=["spans", "page_table_stride"])
+def _prefix_kernel(
+    k_rows_ptr, v_rows_ptr, k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride,
+    kv_lens_ptr, ring_row_ptr, ring_start_ptr, sink_block_ptr, request_ptr, begin_ptr, indptr_ptr, k_out_ptr,
+    v_out_ptr, spans,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    RING: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads; tiles of BLOCK positions, at most one short one per span; keys and values)."""
+    head = tl.program_id(0)
+    work = tl.program_id(1)
+    ids = tl.arange(0, SPANS)
+    first = tl.load(indptr_ptr + ids, mask=ids < spans, other=0)
+    last = tl.load(indptr_ptr + ids + 1, mask=ids < spans, other=0)
+    tiles = (last - first + BLOCK - 1) // BLOCK
+    ends = tl.cumsum(tiles, 0)
+    span = tl.sum((ends <= work).to(tl.int32), 0)
+    if span >= spans:
+        return
+    offset = (work - tl.sum(tl.where(ids == span, ends - tiles, 0), 0)) * BLOCK + tl.arange(0, BLOCK)
+    out_first = tl.load(indptr_ptr + span)
+    live = offset < tl.load(indptr_ptr + span + 1) - out_first
+    request = tl.load(request_ptr + span)
+    position = tl.load(begin_ptr + span) + offset
+    kv_len = tl.load(kv_lens_ptr + request)
+    sink_end, ring_begin = split_lengths(kv_len, tl.load(ring_start_ptr + request), SINK, RECENT)
+    block = tl.load(sink_block_ptr + request).to(tl.int64)
+    ring = tl.load(ring_row_ptr + request).to(tl.int64)
+    pages_ptr = page_table_ptr + request.to(tl.int64) * page_table_stride
+    if tl.program_id(2) == 0:
+        _copy_side(
+            k_out_ptr, k_rows_ptr, k_sink_ptr, k_ring_ptr, pages_ptr, position, out_first + offset, live, head,
+            sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK, RECENT,
+            RING,
+        )  # fmt: skip
+    else:
+        _copy_side(
+            v_out_ptr, v_rows_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position, out_first + offset, live, head,
+            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK, RECENT,
+            RING,
+        )  # fmt: skip
+
+
+def copy_prefixes(
+    cache: LayerCache,
+    tables: BatchTables,
+    requests: torch.Tensor,
+    begins: torch.Tensor,
+    indptr: torch.Tensor,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+) -> None:
+    """Write spans of cached keys and values, one after the other, in 16 bits and in the rotated basis.
+
+    Args:
+        cache: the layer's cache.
+        tables: the batch; every span lies within ``kv_lens``.
+        requests: int32 [spans], request of each span, on the device like the next two.
+        begins: int32 [spans], first position of each span.
+        indptr: int32 [spans + 1], first row of each span in the outputs, then the number of rows.
+        k_out, v_out: [rows, kv_heads, head_dim] contiguous, bfloat16 or float16, with at least as many rows as
+            ``indptr`` counts. Only their shape decides how many programs run: pass views of the right length.
+    """
+    layout, windows = cache.layout, cache.windows
+    for name, out in (("k_out", k_out), ("v_out", v_out)):
+        if out.shape[1:] != (layout.kv_heads, layout.head_dim) or not out.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [rows, {layout.kv_heads}, {layout.head_dim}]")
+    spans = requests.shape[0]
+    if k_out.shape[0] == 0 or spans == 0:
+        return
+    _prefix_kernel[(layout.kv_heads, triton.cdiv(k_out.shape[0], BLOCK) + spans, 2)](
+        cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
+        tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, requests,
+        begins, indptr, k_out, v_out, spans, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
+        KV_HEADS=layout.kv_heads, D=layout.head_dim, GROUP=layout.group_size,
+        SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
+        SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1),
+        SPANS=max(triton.next_power_of_2(spans), 16), BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip

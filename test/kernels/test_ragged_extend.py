@@ -1,0 +1,200 @@
+"""Extend through a 16-bit attention kernel: cutting, dequantizing, merging, and all of it against float64.
+
+Without a GPU the attention kernel is a plain torch one with FlashInfer's interface; on a GPU it is FlashInfer's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import Shape, assert_as_good_as, filled_batch
+from test_extend import Chunks, exact, make
+
+from oscar_kernels import extend_plan, reference
+from oscar_kernels.cache import Windows
+from oscar_kernels.extend_plan import MAX_PASSES, MIN_CHUNK, cut_prefixes
+from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.triton.merge_states import merge_states_
+from oscar_kernels.triton.prefix import copy_prefixes
+
+LOG2_E = 1.4426950408889634
+
+
+class TorchRagged:
+    """Plain attention behind the interface of FlashInfer's ragged wrapper."""
+
+    def plan(self, qo_indptr, kv_indptr, q_heads, kv_heads, head_dim, *, causal, q_data_type) -> None:
+        assert qo_indptr.device.type == kv_indptr.device.type == "cpu"
+        self.q_spans, self.kv_spans = qo_indptr.tolist(), kv_indptr.tolist()
+        self.shape, self.causal, self.dtype = (q_heads, kv_heads, head_dim), causal, q_data_type
+
+    def forward(self, q, k, v, causal, sm_scale) -> torch.Tensor:
+        return self.forward_return_lse(q, k, v, causal, sm_scale)[0]
+
+    def forward_return_lse(self, q, k, v, causal, sm_scale) -> tuple[torch.Tensor, torch.Tensor]:
+        assert causal == self.causal
+        assert q.dtype == k.dtype == v.dtype == self.dtype
+        assert (q.shape[1], *k.shape[1:]) == self.shape
+        assert (len(q), len(k)) == (self.q_spans[-1], self.kv_spans[-1])
+        out = torch.zeros_like(q)
+        lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+        for i in range(len(self.q_spans) - 1):
+            own = slice(*self.q_spans[i : i + 2])
+            keys, values = (x[slice(*self.kv_spans[i : i + 2])].float() for x in (k, v))
+            if own.start == own.stop or len(keys) == 0:
+                continue
+            heads = q.shape[1] // k.shape[1]
+            logits = torch.einsum("qhd,thd->hqt", q[own].float(), keys.repeat_interleave(heads, 1)) * sm_scale
+            if causal:
+                count = own.stop - own.start
+                logits = logits.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+            values = values.repeat_interleave(heads, 1)
+            out[own] = torch.einsum("hqt,thd->qhd", logits.softmax(-1), values).to(q.dtype)
+            lse[own] = logits.logsumexp(-1).T * LOG2_E
+        return out, lse
+
+
+def attention_kernel(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return TorchRagged
+    if importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("needs FlashInfer")
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    scratch = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    return lambda: BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD")
+
+
+def run(case: Chunks, capacity: int, device: torch.device, sm_scale: float) -> torch.Tensor:
+    shape, tables = case.batch.shape, case.batch.tables
+    ragged = RaggedExtend(shape.layout, shape.q_heads, shape.dtype, capacity, device, attention_kernel(device))
+    ragged.warm_up()
+    plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
+    assert plan.tokens == len(case.q)
+    q_rot = case.q_rot if plan.has_prefix else None
+    return ragged.run(plan, case.batch.cache, tables, case.q, case.k, case.v, case.indptr, q_rot, sm_scale)
+
+
+def check(case: Chunks, capacity: int, device: torch.device) -> None:
+    sm_scale = 0.4 * case.q.shape[-1] ** -0.5
+    out = run(case, capacity, device, sm_scale)
+    assert out.dtype == case.q.dtype
+    assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+    count = draw(st.integers(1, 8))
+    prefixes = draw(st.lists(st.integers(0, 3000), min_size=count, max_size=count))
+    chunks = draw(st.lists(st.sampled_from([0, 1, MIN_CHUNK - 1, MIN_CHUNK, 500]), min_size=count, max_size=count))
+    return prefixes, chunks, draw(st.integers(1, 2000))
+
+
+@given(batches())
+def test_every_cached_position_is_attended_to_once(batch: tuple[list[int], list[int], int]) -> None:
+    """By a pass or in place; passes are bounded in size and number, their requests in order."""
+    prefixes, chunks, capacity = batch
+    passes, in_place = cut_prefixes(prefixes, chunks, capacity)
+    assert len(passes) <= MAX_PASSES
+    seen: dict[int, int] = dict.fromkeys(range(len(prefixes)), 0)
+    spans = [span for one in passes for span in one]
+    assert [(s.request, s.begin) for s in spans] == sorted((s.request, s.begin) for s in spans)
+    for span in spans:
+        assert span.begin == seen[span.request] < span.end
+        seen[span.request] = span.end
+    for one in passes:
+        assert 0 < sum(span.end - span.begin for span in one) <= capacity
+    for request, (prefix, chunk) in enumerate(zip(prefixes, chunks, strict=True)):
+        done = 0 if request in in_place else prefix if chunk else 0
+        assert seen[request] == done
+        assert chunk >= MIN_CHUNK or seen[request] == 0
+        assert request not in in_place or (prefix and chunk)
+
+
+SHAPES = [
+    Shape(),
+    Shape(gqa=1, kv_heads=3, head_dim=128, group=128, page_size=64),
+    Shape(kv_heads=2, head_dim=128, group=32, dtype=torch.float16, scale_dtype=torch.float16),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, scale_dtype=torch.float32),
+    Shape(windows=Windows(0, 0, 0)),
+    Shape(windows=Windows(0, 24, 24)),
+    Shape(windows=Windows(16, 0, 8), page_size=32),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefix_copies_equal_the_cache(shape: Shape, device: torch.device) -> None:
+    """Spans that begin and end anywhere, in any order; rows around them stay as they were."""
+    batch = filled_batch(shape, [150, 5, 90], device, ring_starts=[140, 0, 0])
+    spans = [(2, 13, 90), (0, 0, 150), (1, 0, 5), (0, 70, 71)]
+    indptr = torch.tensor([0, *(end - begin for _, begin, end in spans)]).cumsum(0).int()
+    requests, begins = (torch.tensor([span[i] for span in spans], dtype=torch.int32, device=device) for i in (0, 1))
+    rows = int(indptr[-1])
+    space = torch.full((2, rows + 1, shape.kv_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=device)
+    copy_prefixes(batch.cache, batch.tables, requests, begins, indptr.to(device), *space[:, :rows])
+    assert (space[:, rows] == 7).all()
+    for (request, begin, end), first in zip(spans, indptr.tolist(), strict=False):
+        wanted = reference.gather(batch.cache, batch.tables, request, int(batch.tables.kv_lens[request]))
+        for got, want in zip(space, wanted, strict=True):
+            copied = got[first : first + end - begin]
+            torch.testing.assert_close(copied, want[begin:end].to(shape.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_merge_of_states(dtype: torch.dtype, device: torch.device) -> None:
+    """Weights follow the log-sum-exp; a side over no keys counts for nothing, whatever it holds."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(37, 3, 64, generator=generator).to(dtype) for _ in range(2))
+    lse_a, lse_b = (4 * torch.randn(37, 3, generator=generator) for _ in range(2))
+    lse_a[3], lse_b[5], lse_a[7], lse_b[7] = (float("-inf"),) * 4
+    a[3], b[5], a[7], b[7] = (float("nan"),) * 4
+    weights = torch.stack([lse_a, lse_b]).double().mul(torch.log(torch.tensor(2.0).double())).softmax(0).nan_to_num()
+    wanted = sum(w[..., None] * x.double().nan_to_num() for w, x in zip(weights, (a, b), strict=True))
+    out, lse = a.clone().to(device), lse_a.clone().to(device)
+    merge_states_(out, lse, b.to(device), lse_b.to(device))
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(lse.cpu(), torch.logaddexp2(lse_a, lse_b))
+
+
+def test_merge_rejects_other_shapes(device: torch.device) -> None:
+    out, lse = torch.zeros(4, 2, 64, dtype=torch.bfloat16, device=device), torch.zeros(4, 2, device=device)
+    with pytest.raises(ValueError, match="alike"):
+        merge_states_(out, lse, out[:2], lse[:2])
+    with pytest.raises(ValueError, match="log-sum-exps"):
+        merge_states_(out, lse, out, lse.double())
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_extend_by_passes_and_in_place(shape: Shape, device: torch.device) -> None:
+    """Several passes, one that ends within a request, short chunks in place, requests without prefix between them."""
+    check(make(shape, [0, 1, 30, 150, 70], [70, 64, 3, 66, 0], device), 100, device)
+
+
+def test_extend_without_prefix_needs_no_rotated_queries(device: torch.device) -> None:
+    check(make(Shape(), [0, 0], [70, 1], device), 100, device)
+
+
+def test_prefixes_beyond_the_passes_are_read_in_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extend_plan, "MAX_PASSES", 2)
+    case = make(Shape(), [150, 90, 100], [64, 64, 64], device)
+    passes, in_place = cut_prefixes([150, 90, 100], [64, 64, 64], 100)
+    assert (len(passes), in_place) == (2, [1, 2])
+    check(case, 100, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(gqa=4, kv_heads=8, head_dim=128, group=128, windows=Windows(64, 256, 256), page_size=64),
+        Shape(gqa=5, kv_heads=8, head_dim=128, group=64, windows=Windows(64, 256, 256), page_size=64),
+    ],
+    ids=str,
+)
+def test_extend_at_size(shape: Shape, device: torch.device) -> None:
+    check(make(shape, [0, 20_000, 3000, 700, 1], [3000, 256, 1000, 1, 64], device), 8192, device)
