@@ -60,17 +60,22 @@ class CovarianceAccumulator:
         """float64 [head_dim, head_dim]: the mean over kv heads, for one rotation per layer."""
         return self.per_head().mean(0)
 
-    def _add(self, head: int, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
-        """sums[head] += left^T right; [rows, head_dim] each, ``right`` defaults to ``left``."""
-        other = left if right is None else right
-        for a, b in zip(left.split(GRAM_ROWS), other.split(GRAM_ROWS), strict=True):
-            self.sums[head] += (a.mT @ b).double()
+    def _heads(self) -> list[slice]:
+        """Which kv heads are worked on at a time: one on a CPU, to spare memory; all on a GPU, to fill it."""
+        width = 1 if self.device.type == "cpu" else self.kv_heads
+        return [slice(head, head + width) for head in range(0, self.kv_heads, width)]
 
-    def _head(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        """The rows of one kv head, or of its group of query heads, in working precision: [rows, head_dim]."""
+    def _rows(self, x: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Rows of some kv heads, or of their groups of query heads, in working precision: [heads, rows, head_dim]."""
         group = x.shape[1] // self.kv_heads
-        rows = x[:, head * group : (head + 1) * group].to(self.device)
-        return (rows if rows.dtype == torch.float64 else rows.float()).reshape(-1, self.head_dim)
+        rows = x[:, heads.start * group : heads.stop * group].to(self.device).unflatten(1, (-1, group)).transpose(0, 1)
+        return (rows if rows.dtype == torch.float64 else rows.float()).flatten(1, 2)
+
+    def _add(self, heads: slice, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """sums[heads] += left^T right; [heads, rows, head_dim] each, ``right`` defaults to ``left``."""
+        other = left if right is None else right
+        for a, b in zip(left.split(GRAM_ROWS, 1), other.split(GRAM_ROWS, 1), strict=True):
+            self.sums[heads] += (a.mT @ b).double()
 
 
 class QueryCovariance(CovarianceAccumulator):
@@ -78,8 +83,8 @@ class QueryCovariance(CovarianceAccumulator):
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""
-        for head in range(self.kv_heads):
-            self._add(head, self._head(q, head))
+        for heads in self._heads():
+            self._add(heads, self._rows(q, heads))
         self.rows += q.shape[0] * q.shape[1] // self.kv_heads
 
 
@@ -88,8 +93,8 @@ class KeyCovariance(CovarianceAccumulator):
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""
-        for head in range(self.kv_heads):
-            self._add(head, self._head(k, head))
+        for heads in self._heads():
+            self._add(heads, self._rows(k, heads))
         self.rows += k.shape[0]
 
 
@@ -98,8 +103,8 @@ class ValueCovariance(CovarianceAccumulator):
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""
-        for head in range(self.kv_heads):
-            self._add(head, self._head(v, head))
+        for heads in self._heads():
+            self._add(heads, self._rows(v, heads))
         self.rows += v.shape[0]
 
 
@@ -124,11 +129,11 @@ class ScoreValueCovariance(CovarianceAccumulator):
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""
         group = q.shape[1] // self.kv_heads
-        for head in range(self.kv_heads):
-            queries = self._head(q, head).view(-1, group, self.head_dim)
-            keys, values = self._head(k, head), self._head(v, head)
+        for heads in self._heads():
+            queries = self._rows(q, heads).unflatten(1, (-1, group))
+            keys, values = self._rows(k, heads), self._rows(v, heads)
             for outputs in attention_outputs(queries, keys, values, seq_lens, self.sm_scale):
-                self._add(head, outputs)
+                self._add(heads, outputs)
         self.rows += q.shape[0] * group
 
 
@@ -149,9 +154,9 @@ class ProxyValueCovariance(CovarianceAccumulator):
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; ``q`` and ``seq_lens`` do not count."""
-        for head in range(self.kv_heads):
-            keys, values = self._head(k, head), self._head(v, head)
-            metric = self.query_covariance[head].to(keys.dtype)
+        for heads in self._heads():
+            keys, values = self._rows(k, heads), self._rows(v, heads)
+            metric = self.query_covariance[heads].to(keys.dtype)
             weights = ((keys @ metric) * keys).sum(-1, keepdim=True)
-            self._add(head, values, values * weights)
+            self._add(heads, values, values * weights)
         self.rows += v.shape[0]

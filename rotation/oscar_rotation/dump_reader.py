@@ -38,8 +38,13 @@ class DumpChunk:
     seq_lens: tuple[int, ...]
 
     def to(self, device: torch.device) -> DumpChunk:
-        """The chunk with its activations on a device."""
-        return DumpChunk(self.q.to(device), self.k.to(device), self.v.to(device), self.seq_lens)
+        """The chunk with its activations on a device; from pinned memory the copy is asynchronous."""
+        q, k, v = (x.to(device, non_blocking=x.is_pinned()) for x in (self.q, self.k, self.v))
+        return DumpChunk(q, k, v, self.seq_lens)
+
+    def pinned(self) -> DumpChunk:
+        """The chunk in memory that a GPU can copy from by itself."""
+        return DumpChunk(self.q.pin_memory(), self.k.pin_memory(), self.v.pin_memory(), self.seq_lens)
 
     def split(self, requests: int) -> tuple[DumpChunk, DumpChunk]:
         """The first ``requests`` requests and the others, as views."""
@@ -106,14 +111,18 @@ class DumpReader:
         for chunk in chunks:
             yield self.load(layer, chunk)
 
-    def load(self, layer: int, chunk: int) -> DumpChunk:
+    def load(self, layer: int, chunk: int, *, check_values: bool = True) -> DumpChunk:
         """Load and check one chunk of one layer.
+
+        Args:
+            layer, chunk: which one.
+            check_values: False leaves out the look for NaN and infinite values, for callers that look themselves.
 
         Raises:
             DumpError: a truncated or unreadable file, a wrong shape or dtype, token counts that disagree, NaN or
                 infinite values, or heads that differ from the manifest or from other chunks.
         """
-        gathered = {kind: self._gather(layer, kind, chunk) for kind in TENSOR_KINDS}
+        gathered = {kind: self._gather(layer, kind, chunk, check_values) for kind in TENSOR_KINDS}
         q, k, v = (gathered[kind] for kind in TENSOR_KINDS)
         path = {kind: self._path(layer, kind, chunk) for kind in KINDS}
         for kind, other in (("k", k), ("v", v)):
@@ -202,7 +211,7 @@ class DumpReader:
     def _path(self, layer: int, kind: str, chunk: int, shard: int = 0) -> Path:
         return layer_folder(self.root, layer) / kind / chunk_name(chunk, shard, self._shards[layer, kind][chunk])
 
-    def _gather(self, layer: int, kind: str, chunk: int) -> torch.Tensor:
+    def _gather(self, layer: int, kind: str, chunk: int, check_values: bool) -> torch.Tensor:
         parts: list[torch.Tensor] = []
         for shard in range(self._shards[layer, kind][chunk]):
             path = self._path(layer, kind, chunk, shard)
@@ -211,7 +220,7 @@ class DumpReader:
                 raise DumpError(f"{path}: shape {list(part.shape)}, expected [tokens, heads, head_dim]")
             if not part.is_floating_point():
                 raise DumpError(f"{path}: dtype {part.dtype}, expected a floating-point one")
-            if not bool(part.isfinite().all()):
+            if check_values and not bool(part.isfinite().all()):
                 raise DumpError(f"{path}: holds NaN or infinite values; dump again")
             if parts and (part.shape[0], part.shape[2]) != (parts[0].shape[0], parts[0].shape[2]):
                 raise DumpError(f"{path}: shape {list(part.shape)} does not fit shard 0: {list(parts[0].shape)}")

@@ -12,6 +12,7 @@ from oscar_rotation.clip_fit import fit_clip_ratio
 from oscar_rotation.compose import COMPOSITIONS, RECIPES
 from oscar_rotation.covariance import CovarianceAccumulator, QueryCovariance, ScoreValueCovariance
 from oscar_rotation.dump import DumpError, DumpReader
+from oscar_rotation.dump_stream import stream_chunks
 from oscar_rotation.eigenbasis import eigenbasis
 from oscar_rotation.fit_options import FitOptions
 from oscar_rotation.hadamard import is_power_of_two
@@ -68,7 +69,14 @@ class LayerFitter:
         self.key_target = KEY_TARGETS[options.key_target]
         self.value_target = VALUE_TARGETS[options.value_target]
         self.two_passes = self.key_target.needs_query_covariance or self.value_target.needs_query_covariance
-        self.steps = reader.num_layers * len(self.chunks) * (1 + self.two_passes)
+        passes = [
+            (layer, chunk)
+            for layer in range(reader.num_layers)
+            for _ in range(1 + self.two_passes)
+            for chunk in self.chunks
+        ]
+        self.steps = len(passes)
+        self.stream = stream_chunks(reader, passes, device)
         self.done = 0
         self.seq_lens = {chunk: reader.seq_lens(0, chunk) for chunk in self.chunks}
         self.sampled = plan_samples(self.seq_lens, options.holdout_tokens) if options.needs_samples else {}
@@ -95,7 +103,7 @@ class LayerFitter:
         return sum(sum(self.seq_lens[chunk][first:]) for chunk, first in self.sampled.items())
 
     def run(self, layer: int) -> LayerFit:
-        """Rotations, clip ratios and report of one layer.
+        """Rotations, clip ratios and report of the next layer: layers must be asked for in order, each once.
 
         Raises:
             DumpError: a broken chunk.
@@ -160,13 +168,13 @@ class LayerFitter:
 
     def _pass(self, layer: int, *accumulators: CovarianceAccumulator) -> list[HeadSample]:
         samples: list[HeadSample] = []
-        for chunk_id, chunk in zip(self.chunks, self.reader.iterate(layer, self.chunks), strict=True):
-            if chunk.seq_lens != self.seq_lens[chunk_id]:
+        for chunk_id in self.chunks:
+            whole = next(self.stream)
+            if whole.seq_lens != self.seq_lens[chunk_id]:
                 raise DumpError(
                     f"{self.reader.root}: chunk {chunk_id} of layer {layer} holds other requests than in layer 0; "
                     "dump again"
                 )
-            whole = chunk.to(self.device)
             if chunk_id in self.sampled:
                 fitted, kept = whole.split(self.sampled[chunk_id])
                 samples += head_samples(kept.q, kept.k, kept.v, kept.seq_lens, self.sm_scale)

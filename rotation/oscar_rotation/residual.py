@@ -12,7 +12,7 @@ from oscar_rotation.quantized import DEFAULT_GROUP_SIZE, quantized
 from oscar_rotation.rotation_set import Side
 
 SLICE = 16384
-"""Rows quantized at a time: a sort needs several times their size."""
+"""Rows per head quantized at a time: a sort needs several times their size."""
 
 
 class ResidualCovariance(CovarianceAccumulator):
@@ -34,10 +34,10 @@ class ResidualCovariance(CovarianceAccumulator):
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""
         cached = k if self.side == "k" else v
-        for head in range(self.kv_heads):
-            for rows in self._head(cached, head).split(SLICE):
+        for heads in self._heads():
+            for rows in self._rows(cached, heads).split(SLICE, 1):
                 rotation = self.hadamard.to(rows.dtype)
                 rotated = rows @ rotation
                 lost = rotated - quantized(rotated, 1.0, DEFAULT_GROUP_SIZE).to(rows.dtype)
-                self._add(head, lost @ rotation.mT)
+                self._add(heads, lost @ rotation.mT)
         self.rows += cached.shape[0]

@@ -71,7 +71,7 @@ class HeadSample:
             exact if other is None else torch.cat([exact[: self.sink], other[self.sink :]])
             for exact, other in ((self.k, k), (self.v, v))
         )
-        return torch.cat(list(attention_outputs(self.q, keys, values, [len(keys)], self.sm_scale)))
+        return _outputs(self.q, keys, values, self.sm_scale)
 
     def error(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> float:
         """||outputs - exact||^2, summed over tokens, query heads and channels."""
@@ -105,7 +105,12 @@ def head_samples(
         for head in range(kv_heads):
             queries = q[span, head * group : (head + 1) * group].float().contiguous()
             keys, values = k[span, head].float().contiguous(), v[span, head].float().contiguous()
-            exact = torch.cat(list(attention_outputs(queries, keys, values, [len(keys)], sm_scale)))
+            exact = _outputs(queries, keys, values, sm_scale)
             samples.append(HeadSample(head, queries, keys, values, exact, sm_scale))
         begin += length
     return samples
+
+
+def _outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    """Attention outputs of one kv head of one request: [tokens * group, head_dim]."""
+    return torch.cat(list(attention_outputs(q[None], k[None], v[None], [len(k)], sm_scale)), 1)[0]

@@ -126,6 +126,20 @@ def test_streaming_equals_one_chunk(name: str) -> None:
     assert relative_error(parts.per_head(), whole.per_head()) < 1e-6
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_all_heads_at_once_equal_brute_force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # How a GPU works: every kv head in one batch, attention in blocks.
+    monkeypatch.setattr(CovarianceAccumulator, "_heads", lambda self: [slice(0, self.kv_heads)])
+    monkeypatch.setattr(attention, "_fused", attention._blocked)
+    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "BLOCK_SCORES", 1)
+    lengths = [7, 1, 40, 19]
+    q, k, v = random_activations(lengths, 6, 3)
+    target = build(name, q, k)
+    target.update(q, k, v, lengths)
+    assert relative_error(target.per_head(), brute_force(name, q, k, v, lengths)) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_attention_in_blocks_equals_the_fused_kernel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [33, 2, 17]

@@ -1,0 +1,161 @@
+"""How long a fit takes: a dump of random activations on disk, and ``fit`` as ``oscar fit`` runs it.
+
+    python benchmark/rotation/bench_fit.py
+    python benchmark/rotation/bench_fit.py --layers 2 --device cpu
+
+The default is 30K tokens of 36 layers with 32 query heads, 8 kv heads and head_dim 128. The dump is written first and
+is not part of the time; reading it is. It lies in the page cache as far as memory goes (13 GB by default) unless --cold
+drops it from there. Requests have the given lengths, each length the same share of the tokens, one request to a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from oscar_rotation.cli import fit_with_progress, save_fit
+from oscar_rotation.dump import DumpWriter
+from oscar_rotation.fit import FitOptions, choose_device
+
+WARMUP = 8
+
+
+def request_lengths(tokens: int, lengths: list[int]) -> list[int]:
+    """Request lengths that sum to ``tokens``; every length gets the same share of the tokens."""
+    share, out = -(-tokens // len(lengths)), []
+    for length in lengths:
+        left = min(share, tokens - sum(out))
+        out += [length] * (left // length) + ([left % length] if left % length else [])
+    return out
+
+
+def random_pool(numbers: int, head_dim: int) -> torch.Tensor:
+    """Normal numbers in BF16 whose scale grows along the channels."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.linspace(0.3, 2.0, head_dim)
+    pool = torch.empty(numbers // head_dim, head_dim, dtype=torch.bfloat16)
+    for rows in pool.split(1 << 16):
+        rows.copy_(torch.randn(rows.shape, generator=generator) * scales)
+    return pool.flatten()
+
+
+def reset_peak_memory() -> None:
+    """Start anew with the process's peak of resident memory; where that is not allowed, the pool counts as well."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_memory() -> float:
+    """The peak since then, in GB."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024 / 1e9
+
+
+def write_layer(
+    writer: DumpWriter, layer: int, lengths: list[int], heads: tuple[int, int, int], source: torch.Tensor
+) -> None:
+    """One layer of a dump, cut from a pool of random numbers at other places for every layer and chunk."""
+    q_heads, kv_heads, head_dim = heads
+    for chunk, length in enumerate([WARMUP, *lengths]):
+        width = (q_heads + 2 * kv_heads) * head_dim
+        begin = (layer * 7919 + chunk * 104729) % (source.numel() // head_dim - length * width // head_dim) * head_dim
+        q, k, v = (
+            source[begin : begin + length * width].view(length, -1, head_dim).split([q_heads, kv_heads, kv_heads], 1)
+        )
+        writer.write(layer, chunk, q, k, v, [length])
+
+
+def drop_from_cache(root: Path) -> None:
+    """Let the kernel forget the files, so that reading them is reading the disk."""
+    for path in root.rglob("*.pt"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 30000,
+    requests: Annotated[str, typer.Option(help="Request lengths, with commas.")] = "300,2048,7500",
+    layers: int = 36,
+    q_heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    method: Annotated[str, typer.Option(help="As in `oscar fit`.")] = "qqt_sst",
+    clip: Annotated[bool, typer.Option(help="Fit clip ratios, too.")] = False,
+    report: Annotated[bool, typer.Option(help="Measure errors, too.")] = False,
+    cold: Annotated[bool, typer.Option(help="Drop the dump from the page cache before the fit.")] = False,
+    folder: Annotated[Path | None, typer.Option(help="Where the dump goes; a temporary folder by default.")] = None,
+    out: Annotated[Path, typer.Option(help="JSON with the result.")] = Path("results/bench_fit.json"),
+) -> None:
+    """Write a dump, fit it, report seconds and memory."""
+    chosen = choose_device(device)
+    lengths = request_lengths(tokens, [int(length) for length in requests.split(",")])
+    source = random_pool((max(lengths) * (q_heads + 2 * kv_heads) + (1 << 17)) * head_dim, head_dim)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        root = Path(temporary) / "dump"
+        writer = DumpWriter(root, total_kv_heads=kv_heads)
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            heads = (q_heads, kv_heads, head_dim)
+            jobs = [pool.submit(write_layer, writer, layer, lengths, heads, source) for layer in range(layers)]
+            for job in jobs:
+                job.result()
+            del jobs
+        if cold:
+            drop_from_cache(root)
+        written = time.perf_counter() - begin
+        del source
+        size = sum(path.stat().st_size for path in root.rglob("*.pt"))
+        if chosen.type == "cuda":
+            torch.zeros(1, device=chosen)  # the CUDA context, which a process makes once
+        reset_peak_memory()
+        before = time.process_time()
+        begin = time.perf_counter()
+        options = FitOptions.of_method(method, fit_clip=clip, report=report)
+        result = fit_with_progress(root, options, device, allow_incomplete=False)
+        save_fit(result, Path(temporary) / "rotations")
+        seconds = time.perf_counter() - begin
+        cpu_seconds, peak = time.process_time() - before, peak_memory()
+    facts: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name() if chosen.type == "cuda" else None,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "command": shlex.join(["python", "benchmark/rotation/bench_fit.py", *sys.argv[1:]]),
+        "tokens": sum(lengths),
+        "requests": {length: len(list(same)) for length, same in itertools.groupby(lengths)},
+        "layers": layers,
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "dump_gigabytes": round(size / 1e9, 2),
+        "dump_from": "disk" if cold else "page cache as far as memory goes",
+        "write_seconds": round(written, 1),
+        "fit_seconds": round(seconds, 1),
+        "fit_cpu_seconds": round(cpu_seconds, 1),
+        "peak_resident_gigabytes": round(peak, 2),
+    }
+    if chosen.type == "cuda":
+        facts["peak_gpu_gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    typer.echo(json.dumps(facts, indent=2))
+
+
+if __name__ == "__main__":
+    typer.run(main)
