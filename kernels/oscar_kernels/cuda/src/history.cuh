@@ -193,7 +193,7 @@ DEVICE void attend_history(
     State& state, const QueryCodes& q, const Lane& lane, u32 keys, u32 values, int live_begin, int live_end) {
   constexpr int ROWS = TILE / 8;
   Param key_params[GROUPS], value_params[ROWS][GROUPS];
-  float above[ROWS][QK_BLOCKS];  // log2 weights, above the running maximum
+  float logits[ROWS][QK_BLOCKS];  // in fixed-point units of the query
 #pragma unroll
   for (int i = 0; i < ROWS; i += 2) {
     int products[GROUPS][QK_BLOCKS][4];
@@ -211,7 +211,7 @@ DEVICE void attend_history(
           float product = __int2float_rn(products[g][b][2 * j] * 256 + products[g][b][2 * j + 1]);
           sum += key_params[g].scale * (product - key_params[g].zero * q.sums[b][g]);
         }
-        above[i + j][b] = sum * q.unit[b] - state.top[b];
+        logits[i + j][b] = sum;
       }
     }
   }
@@ -220,7 +220,7 @@ DEVICE void attend_history(
     for (int i = 0; i < ROWS; i++) {
       int token = token_of_row(threadIdx.x % 32 / 4) + 8 * i;
       if (token < live_begin || token >= live_end) {
-        for (int b = 0; b < QK_BLOCKS; b++) above[i][b] = minus_infinity();
+        for (int b = 0; b < QK_BLOCKS; b++) logits[i][b] = minus_infinity();
         for (int g = 0; g < GROUPS; g++) value_params[i][g] = {0, 0};
       }
     }
@@ -230,9 +230,10 @@ DEVICE void attend_history(
   bool raised = false;
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
-    peak[b] = above[0][b];
-    for (int i = 1; i < ROWS; i++) peak[b] = fmaxf(peak[b], above[i][b]);
-    raised |= peak[b] > SLACK;
+    peak[b] = logits[0][b];
+    for (int i = 1; i < ROWS; i++) peak[b] = fmaxf(peak[b], logits[i][b]);
+    peak[b] *= q.unit[b];
+    raised |= peak[b] > state.top[b] + SLACK;
   }
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
@@ -240,14 +241,8 @@ DEVICE void attend_history(
   raised |= largest * state.factor > WEIGHT_PEAK;
   if (__any_sync(FULL_WARP, raised)) {
     for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-    float old[QK_BLOCKS];
-    for (int b = 0; b < QK_BLOCKS; b++) {
-      old[b] = state.top[b];
-      peak[b] += old[b];
-    }
-    state.raise(peak, largest * state.factor > WEIGHT_PEAK ? 0.5f * WEIGHT_PEAK / largest : state.factor);
-    for (int b = 0; b < QK_BLOCKS; b++)
-      for (int i = 0; i < ROWS; i++) above[i][b] += old[b] - state.top[b];
+    bool wider = largest * state.factor > WEIGHT_PEAK;
+    state.raise(peak, wider ? 0.5f * WEIGHT_PEAK / largest : state.factor);
   }
 
 #pragma unroll
@@ -257,7 +252,7 @@ DEVICE void attend_history(
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int b = 0; b < QK_BLOCKS; b++) {
-        float weight = exp2_fast(above[i + j][b]);
+        float weight = exp2_fast(logits[i + j][b] * q.unit[b] - state.top[b]);
         state.total[b] += weight;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {

@@ -1,54 +1,64 @@
 // Merge: the partial results of every request and query head, weighted by their log-sum-exp. Grid (Q_HEADS, batch).
 #include "config.cuh"
 
-constexpr int LANES = HEAD_DIM / 4;              // threads that cover a partial result, four channels each
+constexpr int LANES = HEAD_DIM / 4;          // threads that cover a partial result, four channels each
 constexpr int MERGE_THREADS = 256;
-constexpr int ROWS = MERGE_THREADS / LANES;      // partial results read at a time
+constexpr int MERGE_WARPS = MERGE_THREADS / 32;
+constexpr int ROWS = MERGE_THREADS / LANES;  // partial results read at a time
+constexpr int MAX_SLOTS = 1024;              // of a request: one for each block of oscar_decode, and two
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) oscar_merge(
     const float* out, const float* lse, const int4* slots, u16* result, i64 token_stride, i64 head_stride) {
-  __shared__ float peaks[ROWS];
+  __shared__ float weights[MAX_SLOTS];
+  __shared__ float reduced[MERGE_WARPS];
   __shared__ float4 sums[ROWS][LANES];
-  __shared__ float totals[ROWS];
-  int head = blockIdx.x, request = blockIdx.y, row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  int head = blockIdx.x, request = blockIdx.y, warp = threadIdx.x / 32;
   wait_for_predecessor();
   int4 range = slots[request];
+  int count = range.y - range.x, hole = range.z - range.x;
+  i64 first = (i64)range.x * Q_HEADS + head;
 
-  // Every row of threads merges each ROWS-th partial result, then one row merges the rows.
-  float top = minus_infinity(), total = 0;
-  float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-  for (int slot = range.x + row; slot < range.y; slot += ROWS) {
-    if (slot == range.z) continue;
-    i64 at = (i64)slot * Q_HEADS + head;
-    float weight = lse[at];
-    float4 x = *(const float4*)(out + at * HEAD_DIM + 4 * lane);
-    if (weight == minus_infinity()) continue;
-    float peak = fmaxf(top, weight);
-    float fade = exp2_fast(top - peak), w = exp2_fast(weight - peak);
-    top = peak;
-    total = total * fade + w;
-    sum = make_float4(sum.x * fade + x.x * w, sum.y * fade + x.y * w, sum.z * fade + x.z * w, sum.w * fade + x.w * w);
+  // The log-sum-exps, all at once: their maximum, then weights.
+  float top = minus_infinity();
+  for (int i = threadIdx.x; i < count; i += MERGE_THREADS) {
+    float x = i == hole ? minus_infinity() : lse[first + (i64)i * Q_HEADS];
+    weights[i] = x;
+    top = fmaxf(top, x);
   }
-  if (lane == 0) {
-    peaks[row] = top;
-    totals[row] = total;
+  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
+  if (threadIdx.x % 32 == 0) reduced[warp] = top;
+  __syncthreads();
+  for (float other : reduced) top = fmaxf(top, other);
+  for (int i = threadIdx.x; i < count; i += MERGE_THREADS) {
+    // fmaxf passes over a NaN, but the weight keeps it.
+    float x = weights[i];
+    weights[i] = x == minus_infinity() ? 0 : exp2_fast(x - top);
+  }
+  __syncthreads();
+
+  int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  float4 sum = make_float4(0, 0, 0, 0);
+  float total = 0;
+#pragma unroll 8
+  for (int i = row; i < count; i += ROWS) {
+    float w = weights[i];
+    // A slot of weight 0 may never have been written.
+    float4 x = w == 0 ? make_float4(0, 0, 0, 0) : *(const float4*)(out + (first + (i64)i * Q_HEADS) * HEAD_DIM + 4 * lane);
+    sum = make_float4(sum.x + w * x.x, sum.y + w * x.y, sum.z + w * x.z, sum.w + w * x.w);
+    total += w;
   }
   sums[row][lane] = sum;
   __syncthreads();
+  if (lane == 0) weights[row] = total;
+  __syncthreads();
   if (row > 0) return;
-  for (int other = 1; other < ROWS; other++) top = fmaxf(top, peaks[other]);
-  float x = 0, y = 0, z = 0, w = 0;
-  total = 0;
-  for (int other = 0; other < ROWS; other++) {
-    float weight = totals[other] > 0 ? exp2_fast(peaks[other] - top) : 0;
-    total += weight * totals[other];
-    x += weight * sums[other][lane].x;
-    y += weight * sums[other][lane].y;
-    z += weight * sums[other][lane].z;
-    w += weight * sums[other][lane].w;
+  for (int other = 1; other < ROWS; other++) {
+    float4 x = sums[other][lane];
+    sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+    total += weights[other];
   }
-  float inverse = total > 0 ? 1.0f / total : (total == 0 ? 0.0f : total);  // NaN stays NaN
+  float inverse = count > 0 ? 1.0f / total : 0;
   u16* at = result + request * token_stride + head * head_stride + 4 * lane;
-  *(uint2*)at = make_uint2(pack_halves<Q_BF16>(x * inverse, y * inverse), pack_halves<Q_BF16>(z * inverse, w * inverse));
+  *(uint2*)at = make_uint2(
+      pack_halves<Q_BF16>(sum.x * inverse, sum.y * inverse), pack_halves<Q_BF16>(sum.z * inverse, sum.w * inverse));
 }

@@ -57,26 +57,18 @@ DEVICE void attend_window(State& state, const QueryFloats& q, u32 keys, u32 valu
       mma_k16<WINDOW_BF16>(product[b], k.z, 0, k.w, 0, q.columns[b][2 * u + 1][0], q.columns[b][2 * u + 1][1]);
     }
   }
-  float above[QK_BLOCKS], peak[QK_BLOCKS];
+  float logits[QK_BLOCKS];
   bool raised = false;
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
-    above[b] = row < count ? (product[b][0] + product[b][1]) * q.unit - state.top[b] : minus_infinity();
-    raised |= above[b] > SLACK;
+    logits[b] = row < count ? (product[b][0] + product[b][1]) * q.unit : minus_infinity();
+    raised |= logits[b] > state.top[b] + SLACK;
   }
-  if (__any_sync(FULL_WARP, raised)) {
-    float old[QK_BLOCKS];
-    for (int b = 0; b < QK_BLOCKS; b++) {
-      old[b] = state.top[b];
-      peak[b] = above[b] + old[b];
-    }
-    state.raise(peak, state.factor);
-    for (int b = 0; b < QK_BLOCKS; b++) above[b] += old[b] - state.top[b];
-  }
+  if (__any_sync(FULL_WARP, raised)) state.raise(logits, state.factor);
   float weights[QK_BLOCKS];
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
-    weights[b] = exp2_fast(above[b]);
+    weights[b] = exp2_fast(logits[b] - state.top[b]);
     state.total[b] += weights[b];
   }
   u32 columns[PV_BLOCKS];
