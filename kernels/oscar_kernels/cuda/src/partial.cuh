@@ -99,8 +99,9 @@ DEVICE void write_partial(const State& state, const Plain& plain, const Partials
   for (int b = 0; b < QK_BLOCKS; b++) {
     if (!head_exists(b)) continue;
     i64 row = (i64)slot * Q_HEADS + kv_head * GQA + 4 * b + lane % 4;
-    float inverse = state.total[b] > 0 ? 1.0f / state.total[b] : 0.0f;
-    if (lane < 4) partials.lse[row] = state.total[b] > 0 ? state.top[b] + log2_fast(state.total[b]) : minus_infinity();
+    bool empty = state.total[b] == 0;  // a NaN is not: it is passed on
+    float inverse = empty ? 0.0f : 1.0f / state.total[b];
+    if (lane < 4) partials.lse[row] = empty ? minus_infinity() : state.top[b] + log2_fast(state.total[b]);
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
       float* at = partials.out + row * HEAD_DIM + output_channel(run);
