@@ -29,6 +29,7 @@ def store(
     v_rotation: torch.Tensor | None,
     k_clip: float,
     v_clip: float,
+    k_center: torch.Tensor | None = None,
 ) -> None:
     """Rotate, clip, quantize and write new tokens to the history pool, the ring and the sink store.
 
@@ -38,13 +39,17 @@ def store(
         k, v: [tokens, kv_heads, head_dim]; keys after RoPE.
         k_rotation, v_rotation: [head_dim, head_dim]; None where the vectors come rotated already.
         k_clip, v_clip: clip ratios.
+        k_center: float32 [kv_heads, head_dim], subtracted from the rotated keys before anything else; None for
+            nothing. Attention is the same: q . center shifts the logits of all tokens alike.
     """
     halves = (
-        (k, k_rotation, k_clip, cache.k_rows, cache.k_ring, cache.k_sink),
-        (v, v_rotation, v_clip, cache.v_rows, cache.v_ring, cache.v_sink),
+        (k, k_rotation, k_center, k_clip, cache.k_rows, cache.k_ring, cache.k_sink),
+        (v, v_rotation, None, v_clip, cache.v_rows, cache.v_ring, cache.v_sink),
     )
-    for x, rotation, clip_ratio, rows, ring, sink in halves:
+    for x, rotation, center, clip_ratio, rows, ring, sink in halves:
         y = rotate(x, rotation)
+        if center is not None:
+            y = y - center
         rows[slots.row] = encode_rows(y, cache.layout, clip_ratio)
         for window, index in ((ring, slots.ring), (sink, slots.sink)):
             kept = index >= 0

@@ -40,8 +40,8 @@ class TorchKernels:
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
         self._store(layer, batch, k, v)
-        out = reference.decode(layer.cache, batch.tables, q, layer.k_rotation, sm_scale)
-        return reference.rotate(out, None if layer.v_rotation is None else layer.v_rotation.T)
+        out = reference.decode(layer.cache, batch.tables, q, layer.query_matrix, sm_scale)
+        return reference.rotate(out, layer.output_matrix)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`Kernels`: nothing to decide."""
@@ -53,17 +53,20 @@ class TorchKernels:
         """See :class:`Kernels`."""
         assert batch.extend_lens is not None
         rotated = reference.rotate(v, layer.v_rotation)
+        center = layer.plain_center
+        chunk = k if center is None else k.float() - center
         out = reference.extend(
-            layer.cache, batch.tables, q, k, rotated, batch.extend_lens, layer.k_rotation, sm_scale
+            layer.cache, batch.tables, q, chunk, rotated, batch.extend_lens, layer.query_matrix, sm_scale
         )
         self._store(layer, batch, k, v)
-        return reference.rotate(out, None if layer.v_rotation is None else layer.v_rotation.T)
+        return reference.rotate(out, layer.output_matrix)
 
     @staticmethod
     def _store(layer: LayerParams, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
         reference.store(
-            layer.cache, batch.slots, k, v, layer.k_rotation, layer.v_rotation, layer.k_clip, layer.v_clip
-        )
+            layer.cache, batch.slots, k, v, layer.k_rotation, layer.v_rotation, layer.k_clip, layer.v_clip,
+            layer.k_center,
+        )  # fmt: skip
 
 
 def for_device(runtime: Runtime, dtype: torch.dtype) -> Kernels:

@@ -21,11 +21,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedLayer:
-    """Rotations of a layer in the form that the kernels take; None where nothing is rotated."""
+    """Rotations of a layer in the form that the kernels take; None where nothing is rotated.
+
+    ``chunk_center`` [kv_heads, head_dim] is what the keys of a chunk lose as they are, before any rotation.
+    """
 
     key: Rotation | None
     value: Rotation | None
     value_back: Rotation | None
+    query: Rotation | None
+    chunk_center: torch.Tensor | None
 
 
 class TritonKernels:
@@ -54,8 +59,9 @@ class TritonKernels:
         """See :class:`sglang_oscar.kernels.Kernels`."""
         rotations = self._prepared[id(layer)]
         rotated = store(
-            layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip, q=q
-        )
+            layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip, q=q,
+            k_center=layer.k_center, q_rotation=rotations.query,
+        )  # fmt: skip
         assert rotated is not None
         return _rotate(decode(layer.cache, batch.tables, rotated, sm_scale), rotations.value_back)
 
@@ -73,26 +79,34 @@ class TritonKernels:
         """See :class:`sglang_oscar.kernels.Kernels`."""
         rotations, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
         assert starts is not None
-        # Without a prefix values need no rotation: nothing that is in the basis of the cache is attended to.
+        # Without a prefix nothing that is in the basis of the cache is attended to: values need no rotation, keys
+        # need not be centered.
         cached = plan is None or plan.has_prefix
         values = _rotate(v, rotations.value) if cached else v
-        rotated = _rotate(q, rotations.key) if cached else None
+        rotated = _rotate(q, rotations.query) if cached else None
+        chunk = k
+        if cached and rotations.chunk_center is not None:
+            chunk = (k - rotations.chunk_center).to(k.dtype)
         if plan is None:
             assert rotated is not None
-            out = extend(layer.cache, batch.tables, q, k, values, starts, rotated, sm_scale)
+            out = extend(layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale)
         else:
             assert self._ragged is not None
-            out = self._ragged.run(plan, layer.cache, batch.tables, q, k, values, starts, rotated, sm_scale)
-        store(layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip)
+            out = self._ragged.run(plan, layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale)
+        store(
+            layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip,
+            k_center=layer.k_center,
+        )  # fmt: skip
         return _rotate(out, rotations.value_back) if cached else out
 
 
 def _prepare(layer: LayerParams, dtype: torch.dtype) -> PreparedLayer:
-    back = None if layer.v_rotation is None else layer.v_rotation.T.contiguous()
     return PreparedLayer(
         key=prepare_rotation(layer.k_rotation, dtype),
         value=prepare_rotation(layer.v_rotation, dtype),
-        value_back=prepare_rotation(back, dtype),
+        value_back=prepare_rotation(layer.output_matrix, dtype),
+        query=prepare_rotation(layer.query_matrix, dtype),
+        chunk_center=layer.plain_center,
     )
 
 

@@ -38,14 +38,17 @@ def split_rows(rows: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Te
     return codes.unflatten(-1, (layout.groups, -1)).double(), params[..., 0], params[..., 1]
 
 
-def assert_correctly_rounded(rows: torch.Tensor, y: torch.Tensor, shape: Shape, clip: float) -> None:
+def assert_correctly_rounded(
+    rows: torch.Tensor, y: torch.Tensor, shape: Shape, clip: float, length: torch.Tensor | None = None
+) -> None:
     """Every stored number is the rounding of its float64 value, up to the float32 rounding of the rotation.
 
     Each number is judged given the stored numbers before it (scale, then zero point, then codes), so a scale that
-    falls to the other side of a rounding boundary does not count against the codes that follow from it.
+    falls to the other side of a rounding boundary does not count against the codes that follow from it. ``length``
+    [tokens, heads, 1] is the length of what was rotated, where that is not ``y``.
     """
     index = clip_index(shape.head_dim, clip)
-    slack = ROUNDING * y.norm(dim=-1, keepdim=True)
+    slack = ROUNDING * (y.norm(dim=-1, keepdim=True) if length is None else length)
     if index is not None:
         tau = y.abs().sort(dim=-1).values[..., index : index + 1]
         y = y.clamp(-tau, tau)
@@ -108,6 +111,49 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     assert q_rot.dtype == q.dtype
     torch.testing.assert_close(q_rot.double(), wide, rtol=2.0 ** -MANTISSA[q.dtype] * 1.01, atol=1e-4)
     torch.testing.assert_close(rotate_queries(q, rk), q_rot, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[7]], ids=str)
+def test_centered_keys_match_reference(shape: Shape, device: torch.device) -> None:
+    """Keys less a center per kv head; queries by a matrix of their own; values untouched by either."""
+    tokens, d = 37, shape.head_dim
+    slots = random_slots(tokens, shape.windows, 96, 5, device)
+    k, v = (random_vectors((tokens, shape.kv_heads, d), shape.dtype, seed, device) for seed in (1, 2))
+    q = random_vectors((tokens, shape.q_heads, d), shape.dtype, 3, device)
+    rotation, other = random_rotation(d, 4, device), random_rotation(d, 5, device)
+    center = 3 * torch.randn(shape.kv_heads, d, generator=torch.Generator().manual_seed(6)).to(device)
+    caches = [empty_cache(shape, 6, 5, device, fill=7.0) for _ in range(3)]
+    q_rot = store(caches[0], slots, k, v, rotation, None, 0.96, 0.92, q=q, k_center=center, q_rotation=other)
+    reference.store(caches[1], slots, k, v, rotation, None, 0.96, 0.92, k_center=center)
+    store(caches[2], slots, k, v, rotation, None, 0.96, 0.92)
+    exact_keys = k.double() @ rotation.double() - center.double()
+    # The rotation rounds relative to the key before its center is taken off.
+    assert_correctly_rounded(
+        caches[0].k_rows[slots.row], exact_keys, shape, 0.96, k.double().norm(dim=-1, keepdim=True)
+    )
+    for window in ("ring", "sink"):
+        got, want = (getattr(cache, f"k_{window}").float() for cache in caches[:2])
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-4)
+        assert torch.equal(getattr(caches[0], f"v_{window}"), getattr(caches[2], f"v_{window}"))
+    assert torch.equal(caches[0].v_rows, caches[2].v_rows)
+    torch.testing.assert_close(q_rot, rotate_queries(q, other), rtol=0, atol=0)
+
+
+def test_center_of_zero_is_no_center(device: torch.device) -> None:
+    """Bit for bit, with and without a rotation; and a center that does not fit is refused."""
+    shape = SHAPES[1]
+    k = random_vectors((9, shape.kv_heads, shape.head_dim), shape.dtype, 1, device)
+    slots = StoreSlots(*(torch.arange(9, device=device),) * 3)
+    zero = torch.zeros(shape.kv_heads, shape.head_dim, device=device)
+    for rotation in (None, random_rotation(shape.head_dim, 2, device)):
+        caches = [empty_cache(shape, 2, 2, device) for _ in range(2)]
+        store(caches[0], slots, k, k, rotation, None, 0.96, 0.92)
+        store(caches[1], slots, k, k, rotation, None, 0.96, 0.92, k_center=zero)
+        for name in ("k_rows", "k_ring", "k_sink", "v_rows"):
+            assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
+    for wrong in (zero.double(), zero[0], zero.repeat(1, 2)):
+        with pytest.raises(ValueError, match="k_center"):
+            store(caches[0], slots, k, k, None, None, 0.96, 0.92, k_center=wrong)
 
 
 @pytest.mark.parametrize("clip", [0.96, 0.7, 0.01])

@@ -163,20 +163,23 @@ def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constex
 
 @triton.jit
 def _store_tile(
-    x_ptr, stride_token, stride_head, r_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
+    x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
     row_index_ptr, ring_index_ptr, sink_index_ptr, first, count,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, R_SCALE: tl.constexpr,
-    TERMS: tl.constexpr, RANK: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
+    TERMS: tl.constexpr, RANK: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr,
+    HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the three destinations."""
     x_rows, mask, token, head = _vectors(x_ptr, stride_token, stride_head, first, count, HEADS, BLOCK)
     y = _rotate(x_rows, mask, r_ptr, R_SCALE, TERMS, D, BLOCK)
+    if HAS_CENTER:
+        y = y - tl.load(center_ptr + head[:, None] * D + tl.arange(0, D)[None, :])
     if HAS_RING:
         _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS)
     if HAS_SINK:
         _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
     # float32 has 13 bits of mantissa more than float16 and 16 more than bfloat16.
-    ZERO_BITS: tl.constexpr = 0 if TERMS > 0 else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
+    ZERO_BITS: tl.constexpr = 0 if TERMS > 0 or HAS_CENTER else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
     packed, scale, zero = _quantize(_clip(y, mask, RANK, ZERO_BITS), GROUP, SCALE_DTYPE)
     CODE_BYTES: tl.constexpr = D // 4
     GROUPS: tl.constexpr = D // GROUP
@@ -192,13 +195,14 @@ def _store_tile(
 @triton.jit(do_not_specialize=["tokens"])
 def _store_kernel(
     k_ptr, k_stride_token, k_stride_head, v_ptr, v_stride_token, v_stride_head,
-    q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_terms_ptr, v_terms_ptr,
+    q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_terms_ptr, v_terms_ptr, q_terms_ptr, k_center_ptr,
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
     row_index_ptr, ring_index_ptr, sink_index_ptr, tokens,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_TERMS: tl.constexpr, V_TERMS: tl.constexpr,
-    K_RANK: tl.constexpr, V_RANK: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
+    K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
+    K_RANK: tl.constexpr, V_RANK: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr,
+    HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (key tiles + value tiles + query tiles); HEADS = 0 has queries only, Q_HEADS = 0 none."""
     tile = tl.program_id(0)
@@ -209,22 +213,23 @@ def _store_kernel(
             x_rows, mask, token, head = _vectors(
                 q_ptr, q_stride_token, q_stride_head, first, tokens * Q_HEADS, Q_HEADS, BLOCK
             )
-            y = _rotate(x_rows, mask, k_terms_ptr, K_SCALE, K_TERMS, D, BLOCK)
+            y = _rotate(x_rows, mask, q_terms_ptr, Q_SCALE, Q_TERMS, D, BLOCK)
             rows = q_out_ptr + (token * Q_HEADS + head) * D
             y = narrow(y, q_out_ptr.dtype.element_ty)
             tl.store(rows[:, None] + tl.arange(0, D)[None, :], y, mask=mask[:, None])
     elif HEADS > 0:
         if tile < kv_tiles:
             _store_tile(
-                k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_rows_ptr, k_row_stride, k_ring_ptr, k_sink_ptr,
-                row_index_ptr, ring_index_ptr, sink_index_ptr, tile * BLOCK, tokens * HEADS, HEADS, D, GROUP,
-                SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, HAS_RING, HAS_SINK, BLOCK,
+                k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
+                k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile * BLOCK, tokens * HEADS,
+                HEADS, D, GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, HAS_CENTER, HAS_RING, HAS_SINK, BLOCK,
             )  # fmt: skip
         else:
             _store_tile(
-                v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_rows_ptr, v_row_stride, v_ring_ptr, v_sink_ptr,
-                row_index_ptr, ring_index_ptr, sink_index_ptr, (tile - kv_tiles) * BLOCK, tokens * HEADS, HEADS, D,
-                GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, HAS_RING, HAS_SINK, BLOCK,
+                v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
+                v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, (tile - kv_tiles) * BLOCK,
+                tokens * HEADS, HEADS, D, GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, False, HAS_RING, HAS_SINK,
+                BLOCK,
             )  # fmt: skip
 
 
@@ -266,6 +271,8 @@ def store(
     v_clip: float,
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
+    k_center: torch.Tensor | None = None,
+    q_rotation: torch.Tensor | Rotation | None = None,
 ) -> torch.Tensor | None:
     """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
 
@@ -277,8 +284,11 @@ def store(
         k_rotation, v_rotation: from :func:`prepare_rotation`; a float32 matrix is split on the spot (slow); None
             where the vectors come rotated already.
         k_clip, v_clip: clip ratios.
-        q: [tokens, q_heads, head_dim] of the dtype of ``k``, to be rotated with ``k_rotation``.
+        q: [tokens, q_heads, head_dim] of the dtype of ``k``, to be rotated.
         q_out: where to; allocated where None.
+        k_center: float32 [kv_heads, head_dim], contiguous, subtracted from the rotated keys; None for nothing.
+        q_rotation: what queries are rotated with, where it is not ``k_rotation``: the inverse transpose of a key
+            transform that is not orthogonal.
 
     Returns:
         the rotated queries in the dtype of ``q``; None without ``q``.
@@ -286,7 +296,15 @@ def store(
     head_dim = cache.layout.head_dim
     for name, x in (("k", k), ("v", v)):
         _check_vectors(name, x, head_dim, k.dtype)
-    return _launch(cache, slots, k, v, _prepared(k_rotation, k.dtype), _prepared(v_rotation, k.dtype), k_clip, v_clip,
+    if k_center is not None:
+        wanted = (k.shape[1], head_dim)
+        if k_center.dtype != torch.float32 or tuple(k_center.shape) != wanted or not k_center.is_contiguous():
+            raise ValueError(
+                f"k_center must be contiguous float32 {list(wanted)}, got {k_center.dtype} {list(k_center.shape)}"
+            )
+    keys = _prepared(k_rotation, k.dtype)
+    queries = keys if q_rotation is None else _prepared(q_rotation, k.dtype)
+    return _launch(cache, slots, k, v, keys, _prepared(v_rotation, k.dtype), queries, k_center, k_clip, v_clip,
                    q, q_out)  # fmt: skip
 
 
@@ -294,7 +312,7 @@ def rotate_queries(
     q: torch.Tensor, k_rotation: torch.Tensor | Rotation | None, q_out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The query rotation of :func:`store` alone: [tokens, q_heads, head_dim] -> the same, contiguous."""
-    out = _launch(None, None, None, None, _prepared(k_rotation, q.dtype), None, 1.0, 1.0, q, q_out)
+    out = _launch(None, None, None, None, None, None, _prepared(k_rotation, q.dtype), None, 1.0, 1.0, q, q_out)
     assert out is not None
     return out
 
@@ -306,6 +324,8 @@ def _launch(
     v: torch.Tensor | None,
     k_rotation: Rotation | None,
     v_rotation: Rotation | None,
+    q_rotation: Rotation | None,
+    k_center: torch.Tensor | None,
     k_clip: float,
     v_clip: float,
     q: torch.Tensor | None,
@@ -342,13 +362,15 @@ def _launch(
     _store_kernel[(tiles,)](
         *strides(k), *strides(v), *strides(q), some if q_out is None else q_out,
         some if k_rotation is None else k_rotation.terms, some if v_rotation is None else v_rotation.terms,
-        *buffers, tokens,
+        some if q_rotation is None else q_rotation.terms, some if k_center is None else k_center, *buffers, tokens,
         HEADS=heads, Q_HEADS=q_heads, D=head_dim, GROUP=group, SCALE_DTYPE=TRITON_DTYPES[scale_dtype],
         K_SCALE=1.0 if k_rotation is None else k_rotation.scale,
         V_SCALE=1.0 if v_rotation is None else v_rotation.scale,
+        Q_SCALE=1.0 if q_rotation is None else q_rotation.scale,
         K_TERMS=0 if k_rotation is None else k_rotation.terms.shape[0],
         V_TERMS=0 if v_rotation is None else v_rotation.terms.shape[0],
+        Q_TERMS=0 if q_rotation is None else q_rotation.terms.shape[0],
         K_RANK=_clip_rank(head_dim, k_clip), V_RANK=_clip_rank(head_dim, v_clip),
-        HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
+        HAS_CENTER=k_center is not None, HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return q_out

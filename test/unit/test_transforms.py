@@ -1,0 +1,110 @@
+"""Transforms that are not orthogonal, and centered keys: the server's kernels compute the same attention with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oscar_kernels import reference
+from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows
+from oscar_kernels.layout import RowLayout
+from sglang_oscar.batch import Batch
+from sglang_oscar.kernels import TorchKernels
+from sglang_oscar.runtime import LayerParams
+
+D, HEADS, GQA, PAGE, SLOTS = 64, 2, 3, 16, 96
+SCALE = D**-0.5
+
+
+def matrix(seed: int) -> torch.Tensor:
+    """Well-conditioned and not orthogonal: float32 [D, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(D, D, generator=generator).double())
+    return (q * torch.linspace(0.5, 2.0, D).double()).float()
+
+
+def inverse_transpose(transform: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.inv(transform.double()).mT.float()
+
+
+def vectors(seed: int, tokens: int, heads: int) -> torch.Tensor:
+    return torch.randn(tokens, heads, D, generator=torch.Generator().manual_seed(seed)) + 0.7
+
+
+def lossless_cache(monkeypatch: pytest.MonkeyPatch, recent: int) -> LayerCache:
+    """Float32 rows and windows, so nothing but the algebra is left."""
+    monkeypatch.setattr(RowLayout, "code_bytes", property(lambda self: 4 * self.head_dim))
+    monkeypatch.setattr(RowLayout, "param_bytes", property(lambda self: 0))
+    monkeypatch.setattr(reference, "encode_rows", lambda y, *_: y.contiguous().view(len(y), -1).view(torch.uint8))
+    monkeypatch.setattr(
+        reference, "decode_rows", lambda rows, _: rows.contiguous().view(torch.float32).view(-1, HEADS, D)
+    )
+    layout = RowLayout(HEADS, D, D)
+    rows = [torch.zeros(SLOTS, layout.row_bytes, dtype=torch.uint8) for _ in range(2)]
+    side = [torch.zeros(2, size, HEADS, D) for size in (8, 8, recent, recent)]
+    return LayerCache(layout, Windows(8, recent, recent), *rows, *side)
+
+
+def batch(kv_len: int, first: int, count: int, recent: int, chunk: bool) -> Batch:
+    """One request on pages 1, 2, ...; tokens first .. first + count - 1 are new."""
+    positions = torch.arange(first, first + count)
+    ring = torch.where(positions >= first + count - recent, recent + positions % recent, -1)
+    slots = StoreSlots(PAGE + positions, ring, torch.where(positions < 8, 8 + positions, -1))
+    one, none = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    pages = torch.arange(1, 6, dtype=torch.int32)[None]
+    tables = BatchTables(PAGE, pages, torch.tensor([kv_len], dtype=torch.int32), one, none, one)
+    return Batch(tables=tables, slots=slots, extend_lens=[count] if chunk else None, chunk_starts=None)
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+def test_attention_is_the_same(monkeypatch: pytest.MonkeyPatch, absorbed: bool, centered: bool) -> None:
+    """Two chunks and three decoded tokens through sink, history and ring against plain attention."""
+    recent, lens = 12, [40, 13, 1, 1, 1]
+    t_k, t_v = matrix(1), matrix(2)
+    mean = 3 * torch.randn(HEADS, D, generator=torch.Generator().manual_seed(3))
+    layer = LayerParams(
+        lossless_cache(monkeypatch, recent),
+        t_k,
+        None if absorbed else t_v,
+        1.0,
+        1.0,
+        q_rotation=inverse_transpose(t_k),
+        v_back=None if absorbed else inverse_transpose(t_v),
+        k_center=mean @ t_k if centered else None,
+    )
+    total = sum(lens)
+    q, k, v = vectors(4, total, HEADS * GQA), vectors(5, total, HEADS), vectors(6, total, HEADS)
+    if centered:
+        torch.testing.assert_close(layer.plain_center, mean, atol=1e-4, rtol=1e-4)
+    kernels, out, first = TorchKernels(), [], 0
+    for count in lens:
+        span = slice(first, first + count)
+        chunk = count > 1
+        step = batch(first if chunk else first + 1, first, count, recent, chunk)
+        attend = kernels.extend if chunk else kernels.decode
+        out.append(attend(layer, step, q[span], k[span], v[span] @ t_v if absorbed else v[span], SCALE))
+        first += count
+    got = torch.cat(out).double()
+    if absorbed:
+        got = got @ torch.linalg.inv(t_v.double())
+    heads = [x.double().repeat_interleave(GQA, 1).transpose(0, 1) for x in (k, v)]
+    queries = q.double().transpose(0, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries, *heads, is_causal=True, scale=SCALE)
+    torch.testing.assert_close(got, expected.transpose(0, 1), atol=2e-4, rtol=2e-4)
+
+
+def test_orthogonal_layers_need_no_second_matrix() -> None:
+    rotation = torch.linalg.qr(torch.randn(D, D, generator=torch.Generator().manual_seed(7)))[0]
+    center = torch.randn(HEADS, D, generator=torch.Generator().manual_seed(8))
+    empty = torch.empty(0)
+    cache = LayerCache(RowLayout(HEADS, D, D), Windows(0, 0, 0), *(empty,) * 6)
+    layer = LayerParams(cache, rotation, rotation, 1.0, 1.0, k_center=center)
+    assert layer.query_matrix is rotation
+    assert layer.output_matrix is not None
+    torch.testing.assert_close(layer.output_matrix, rotation.T)
+    torch.testing.assert_close(layer.plain_center @ rotation, center, atol=1e-5, rtol=1e-5)
+    bare = LayerParams(cache, None, None, 1.0, 1.0, k_center=center)
+    assert bare.query_matrix is None
+    assert bare.output_matrix is None
+    assert bare.plain_center is center
