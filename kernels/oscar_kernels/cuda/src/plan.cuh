@@ -64,9 +64,14 @@ DEVICE void sum_stages(const Tables& tables, int* prefix) {
   }
 }
 
-DEVICE int share_begin(int stages, int block) { return (int)((i64)stages * block / gridDim.x); }
+// With fewer stages than blocks the last blocks stay idle, so that no block between two busy ones does.
+DEVICE int busy_blocks(int stages) { return min((int)gridDim.x, stages); }
+DEVICE int share_begin(int stages, int block) {
+  int blocks = busy_blocks(stages);
+  return block >= blocks ? stages : (int)((i64)stages * block / blocks);
+}
 // The block whose share holds a stage.
-DEVICE int owner(int stages, int stage) { return (int)((((i64)stage + 1) * gridDim.x - 1) / stages); }
+DEVICE int owner(int stages, int stage) { return (int)((((i64)stage + 1) * busy_blocks(stages) - 1) / stages); }
 
 struct Segment {
   int request;
