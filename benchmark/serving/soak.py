@@ -2,7 +2,9 @@
 
 Requests are drawn from five kinds: retrieval questions on fresh documents, questions on documents asked before (prefix
 hits), second turns on generated text, long unscored prompts, and requests that the client abandons. The server
-retracts requests at random (SGLANG_TEST_RETRACT) and checks its memory accounts strictly while idle and busy.
+retracts requests at random (SGLANG_TEST_RETRACT) and checks its memory accounts strictly while idle and busy. The
+history pool is small against what passes through it, so prefixes are evicted and requests retracted for want of room
+all the time.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ MODEL = ROOT / "models" / "reference"
 KINDS = {"fresh": 0.35, "again": 0.3, "turns": 0.15, "long": 0.1, "abandoned": 0.1}
 SYSTEM_PROMPTS = 8
 FACTS = 4
+LARGEST_DROP = 3.0
+"""Standard errors by which the score may fall between the beginning and the end."""
 
 
 @dataclass
@@ -44,11 +48,23 @@ class Tally:
     errors: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     cached_tokens: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def scored(self, part: slice) -> list[float]:
+        """Scores of the scored requests of a part."""
+        return [score for score in self.scores[part] if score is not None]
 
     def score(self, part: slice) -> float:
         """Mean of the scored requests of a part."""
-        scored = [score for score in self.scores[part] if score is not None]
-        return sum(scored) / max(len(scored), 1)
+        return sum(self.scored(part)) / max(len(self.scored(part)), 1)
+
+    def drop(self, part: int) -> float:
+        """How much lower the score of the last ``part`` requests is than that of the first, in standard errors."""
+        first, last = self.scored(slice(0, part)), self.scored(slice(-part, None))
+        pooled = (sum(first) + sum(last)) / max(len(first) + len(last), 1)
+        error = (pooled * (1 - pooled) * (1 / max(len(first), 1) + 1 / max(len(last), 1))) ** 0.5
+        return (self.score(slice(0, part)) - self.score(slice(-part, None))) / error if error else 0.0
 
 
 class Client:
@@ -87,6 +103,8 @@ class Client:
             answer = await reply.json()
         details = answer["usage"].get("prompt_tokens_details") or {}
         self.tally.cached_tokens += details.get("cached_tokens") or 0
+        self.tally.prompt_tokens += answer["usage"]["prompt_tokens"]
+        self.tally.completion_tokens += answer["usage"]["completion_tokens"]
         return answer["choices"][0]["text"]
 
     async def one(self, kind: str, number: int) -> None:
@@ -139,7 +157,8 @@ def main(
     concurrency: Annotated[int, typer.Option(min=1)] = 64,
     longest: Annotated[int, typer.Option(help="tokens of the longest prompt")] = 30000,
     group: Annotated[int, typer.Option(help="quantization group size")] = 64,
-    tokens: Annotated[int, typer.Option(help="tokens of the history pool: small ones force eviction")] = 200_000,
+    tokens: Annotated[int, typer.Option(help="tokens of the history pool: small ones force eviction")] = 65_536,
+    part: Annotated[int, typer.Option(min=5, help="requests at the beginning and at the end that are compared")] = 500,
     server_args: Annotated[str, typer.Option(help="further flags for the server")] = "",
     out: Annotated[Path, typer.Option(help="result as JSON; the log goes beside it")] = Path("soak.json"),
 ) -> None:
@@ -167,24 +186,30 @@ def main(
         seconds = time.monotonic() - begin
         time.sleep(2)
         alive, log = server.healthy(), server.text()
-    quarter = len(tally.scores) // 4
     faults = [line for line in log.splitlines() if "Traceback" in line or "leak" in line.lower()]
+    usage = [float(found) for found in re.findall(r"token usage: ([0-9.]+)", log)]
     result: dict[str, Any] = {
         **describe(),
         "requests": requests,
         "seconds": round(seconds, 1),
         "counts": tally.counts,
+        "pool_tokens": tokens,
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": tally.completion_tokens,
         "cached_tokens": tally.cached_tokens,
+        "largest_pool_usage": max(usage, default=0.0),
         "retractions": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log))),
-        "first_quarter": round(tally.score(slice(0, quarter)), 4),
-        "last_quarter": round(tally.score(slice(-quarter, None)), 4),
+        "compared_requests": part,
+        "first": round(tally.score(slice(0, part)), 4),
+        "last": round(tally.score(slice(-part, None)), 4),
+        "drop_in_standard_errors": round(tally.drop(part), 2),
         "errors": tally.errors[:20],
         "log_faults": faults[:20],
         "alive": alive,
     }
     out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-    if tally.errors or faults or not alive:
+    if tally.errors or faults or not alive or tally.drop(part) > LARGEST_DROP:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,132 @@
+"""Requests whose answers by the CPU server are kept in test/data, to compare a GPU server's with.
+
+Texts are made of words here and depend on nothing but their seed, so that every machine asks the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from support.compare import LOGPROBS
+from support.reference import DIGITS, question, token_ids
+from support.servers import Server
+
+DATA = Path(__file__).parents[1] / "data"
+ANSWERS = DATA / "reference_answers.json.gz"
+ROTATIONS = {
+    f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(DATA / f"reference_{side.lower()}_rotation.safetensors") for side in "KV"
+}
+"""Fitted once: eigenvectors of two machines differ in sign, and codes with them."""
+ARGS = ("--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-fp32-lm-head")
+WHOLE = ("--chunked-prefill-size", "-1")
+"""Prompts are never cut, so that answers do not depend on what else runs."""
+CHUNKED = ("--chunked-prefill-size", "512")
+LENGTHS = (90, 300, 700, 1100, 1500, 2300, 3400, 6000)
+TOKENS = 12
+FACTS = 3
+NAMES = """
+    buffer cache chunk count cursor delta entry field filter frame graph group handle header index item key label layer
+    line list map mask match merge name node offset option order page path point pool query queue range rank record
+    result row scale score seed shape slot span state step store stream table text token tree value vector view width
+"""
+WORDS = "amber canyon falcon ginger harbor jungle lantern marble nectar orchid pebble quartz saddle tiger velvet zebra"
+
+
+def lines(rng: random.Random) -> list[str]:
+    """One small function."""
+    a, b, c, d, e = (rng.choice(NAMES.split()) for _ in range(5))
+    number = rng.randrange(100)
+    bodies = [
+        [f"    {c} = {a} + {number}\n", f"    return {c} * {b}\n"],
+        [f"    for {c} in {a}:\n", f"        {b}.append({c} + {number})\n", f"    return {b}\n"],
+        [f"    if not {a}:\n", f"        raise ValueError('no {a}')\n", f"    return {a}.{c}({b}, {number})\n"],
+        [f'    """The {c} of a {a}."""\n', f"    return [{d} for {d} in {a} if {d} != {b}]\n"],
+    ]
+    return [f"def {d}_{e}({a}, {b}):\n", *rng.choice(bodies), "\n"]
+
+
+def document(length: int, seed: int) -> tuple[str, dict[str, str]]:
+    """A text of about ``length`` tokens with facts at random depths, and the facts."""
+    rng = random.Random(1000 * seed + length)
+    facts = {word: str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for word in rng.sample(WORDS.split(), FACTS)}
+    text = [f"# Module {rng.choice(NAMES.split())} number {rng.randrange(1000)}\n"]
+    # A line has some 7 tokens.
+    while 7 * len(text) < length - 60:
+        text += lines(rng)
+    for word, number in facts.items():
+        text.insert(rng.randrange(1, len(text)), f"# The magic number for {word} is {number}.\n")
+    return "".join(text), facts
+
+
+def prompts(seeds: range) -> list[tuple[list[int], str]]:
+    """Token ids of a question for every length and seed, and the right answer."""
+    made = []
+    for seed in seeds:
+        for length in LENGTHS:
+            text, facts = document(length, seed)
+            word = sorted(facts)[seed % FACTS]
+            made.append((token_ids(text + question(word)), facts[word]))
+    return made
+
+
+def many(server: Server, workers: int) -> list[dict[str, Any]]:
+    """Answers to 64 questions about 64 documents, on an empty cache."""
+    server.flush()
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda asked: server.generate(asked[0], TOKENS, **LOGPROBS), prompts(range(8))))
+
+
+def conversations(server: Server, before: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Answers to three questions per document, one at a time: cold, on a prefix hit, and after the first answer.
+
+    Args:
+        server: to ask.
+        before: answers of another server, whose first answer the third question then follows.
+    """
+    server.flush()
+    answers: list[dict[str, Any]] = []
+    for length in LENGTHS:
+        text, facts = document(length, 100)
+        first, second, third = (token_ids(question(word)) for word in sorted(facts))
+        ids = token_ids(text)
+        answers.append(server.generate(ids + first, 4 * TOKENS, **LOGPROBS))
+        told = ids + first + (before or answers)[len(answers) - 1]["output_ids"]
+        answers.append(server.generate(ids + second, TOKENS, **LOGPROBS))
+        answers.append(server.generate(told + token_ids("\n") + third, TOKENS, **LOGPROBS))
+    return answers
+
+
+def condensed(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of /generate's answers is compared: tokens, their log probabilities and the two best of each step."""
+    return [
+        {
+            "output_ids": answer["output_ids"],
+            "meta_info": {
+                "cached_tokens": answer["meta_info"]["cached_tokens"],
+                "output_token_logprobs": [
+                    [round(value, 4), token] for value, token, *_ in answer["meta_info"]["output_token_logprobs"]
+                ],
+                "output_top_logprobs": [
+                    [[round(value, 4), token] for value, token, *_ in step]
+                    for step in answer["meta_info"]["output_top_logprobs"]
+                ],
+            },
+        }
+        for answer in answers
+    ]
+
+
+def save(answers: dict[str, list[dict[str, Any]]]) -> None:
+    """Write the answers of all sets."""
+    content = json.dumps({name: condensed(each) for name, each in answers.items()}, separators=(",", ":"))
+    ANSWERS.write_bytes(gzip.compress(content.encode(), mtime=0))
+
+
+def load() -> dict[str, list[dict[str, Any]]]:
+    """The kept answers: ``many``, ``conversations`` and ``chunked`` (the conversations with chunked prefill)."""
+    return json.loads(gzip.decompress(ANSWERS.read_bytes()))
