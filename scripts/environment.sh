@@ -28,7 +28,7 @@ current() {  # current NAME SUM: whether the environment was made for this check
 
 make_environment() {
   local python version packages project
-  packages=$({ grep -E '^(dependencies|dev) ' "$root/pyproject.toml" && cat "$root"/scripts/constraints/*.txt; } | sha256sum)
+  packages=$({ grep -E '^(dependencies|plots|eval|dev) ' "$root/pyproject.toml" && cat "$root"/scripts/constraints/*.txt; } | sha256sum)
   project=$(sha256sum <"$root/pyproject.toml")
   if ! current packages "$packages"; then
     python=$(find_python)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
-from sglang_oscar.evaluation.harness import RunRequest, harness_python, run
+from sglang_oscar.evaluation.harness import RunRequest, run
 from sglang_oscar.evaluation.ruler import write_niah
 from support.answering import answering_endpoint
 from support.benchmark_data import ROWS, write_rows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _harness() -> None:
-    if subprocess.run([harness_python(), "-c", "import evalscope"], capture_output=True, check=False).returncode:
-        pytest.skip("no evalscope here; name an interpreter that has it in OSCAR_HARNESS_PYTHON")
-
 
 EXPECTED = {"gpqa": 75, "humaneval": 50, "lcb_v6": 50, "aime25": 200 / 3, "math500": 80, "niah_4k": 50}
 

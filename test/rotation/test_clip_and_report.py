@@ -165,7 +165,6 @@ def test_commands(tmp_path: Path, make_dump: MakeDump) -> None:
 
 
 def test_plots(tmp_path: Path, make_dump: MakeDump) -> None:
-    pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     runner.invoke(app, ["fit", str(make_dump(tmp_path / "dump")), "--out", str(out), "--report"])
     result = runner.invoke(app, ["report", str(out), "--plots", str(tmp_path / "plots")])

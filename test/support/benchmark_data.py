@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,11 @@ def humaneval_rows() -> list[dict[str, Any]]:
     ]
 
 
+def packed(tests: list[dict[str, str]]) -> str:
+    """Private tests as livecodebench/code_generation_lite has them: JSON, pickled, compressed, in base 64."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
 def livecodebench_rows() -> list[dict[str, Any]]:
     """Rows of livecodebench/code_generation_lite, one for standard input and one for a function."""
     common = {
@@ -52,7 +60,7 @@ def livecodebench_rows() -> list[dict[str, Any]]:
             "question_id": "q1",
             "starter_code": "",
             "public_test_cases": json.dumps([{"input": "3\n", "output": "6\n", "testtype": "stdin"}]),
-            "private_test_cases": json.dumps([{"input": "5\n", "output": "10\n", "testtype": "stdin"}]),
+            "private_test_cases": packed([{"input": "5\n", "output": "10\n", "testtype": "stdin"}]),
             "metadata": "{}",
         },
         common

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_oscar.drivers.errors import DataError
 
 Chat = list[dict[str, str]]
+LocalData = Mapping[str, Path]
+"""Data set of the hub -> local copy of it."""
 
 HUB_SETS: dict[str, tuple[str, str, str]] = {
     "GPQA": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
@@ -20,6 +22,23 @@ HUB_SETS: dict[str, tuple[str, str, str]] = {
 
 SHORTEST_TEXT = 200
 """Characters; WikiText has many headings and empty lines."""
+
+
+def local_data_sets(text: str, dataset: str) -> LocalData:
+    """Local copies of hub sets from an option: a path, which is one of ``dataset``, or ``name=path,...``.
+
+    Raises:
+        ValueError: a name that is no data set of the hub.
+    """
+    if not text:
+        return {}
+    if "=" not in text:
+        return {dataset: Path(text)}
+    pairs = dict(part.split("=", 1) for part in text.split(","))
+    unknown = sorted(set(pairs) - set(HUB_SETS))
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(HUB_SETS)}")
+    return {name: Path(path) for name, path in pairs.items()}
 
 
 def dataset_label(dataset: str) -> str:

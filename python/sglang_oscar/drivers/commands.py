@@ -14,25 +14,21 @@ import typer
 
 from oscar_rotation.cli import one_line_errors
 from oscar_rotation.fit import FitOptions
-from oscar_rotation.model_table import ModelSettings, known_models, model_settings
+from oscar_rotation.model_table import known_models, model_settings
 from oscar_rotation.targets import DEFAULT_METHOD
-from sglang_oscar.drivers.calibration_data import dataset_label
 from sglang_oscar.drivers.dump_driver import DumpRequest, run_dump
 from sglang_oscar.drivers.errors import DataError, HarnessError
-from sglang_oscar.drivers.folders import CalibrationFolder, latest_calibration
+from sglang_oscar.drivers.folders import CalibrationFolder
+from sglang_oscar.drivers.option_groups import (
+    NAME,
+    TOKENS,
+    CalibrationOptions,
+    DataOptions,
+    ServerOptions,
+    with_groups,
+)
 from sglang_oscar.drivers.rotation_driver import run_fit
 from sglang_oscar.local_server import ServerFailedError
-
-NAME = Annotated[str, typer.Argument(help="Folder name of the model table, hub id or path.")]
-MODEL = Annotated[str | None, typer.Option(envvar="MODEL", help="Another hub id or path for this model.")]
-ROOT = Annotated[Path, typer.Option(envvar="OSCAR_ROOT", help="Where <model>/<DATASET>/... are.")]
-DATASET = Annotated[str, typer.Option(envvar="DATASET", help="GPQA, MMLU, WikiText or a local .jsonl.")]
-LOCAL = Annotated[Path | None, typer.Option(envvar="DATASET_PATH", help="Local copy of the data set.")]
-TOKENS = Annotated[int, typer.Option(envvar="DUMP_KVCACHE_TOKENS", min=1, help="Calibration tokens.")]
-GROUP = Annotated[int | None, typer.Option(envvar="GROUP_SIZE", help="Channels per quantization group.")]
-TP = Annotated[int | None, typer.Option(envvar="TP_SIZE", help="Tensor parallelism.")]
-GPU = Annotated[str | None, typer.Option(envvar="GPU", help="CUDA_VISIBLE_DEVICES.")]
-SERVER_ARGS = Annotated[str, typer.Option(envvar="SERVER_ARGS", help="Further flags for every server.")]
 
 
 @contextmanager
@@ -44,11 +40,6 @@ def driver_errors() -> Iterator[None]:
         except (DataError, HarnessError, ServerFailedError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
-
-
-def settings_of(name: str, model: str | None, group: int | None, gpu: str | None) -> ModelSettings:
-    """The table's settings with what the user changed."""
-    return model_settings(name).overridden(model=model, group_size=group, gpu=gpu)
 
 
 def add_driver_commands(app: typer.Typer) -> None:
@@ -65,35 +56,32 @@ def models_command() -> None:
         typer.echo(f"{name}: {settings.model}, TP {settings.tp_dump} to dump, {settings.tp_eval} to evaluate")
 
 
+@with_groups
 def dump_command(
     name: NAME,
-    model: MODEL = None,
-    root: ROOT = Path("rotation"),
-    dataset: DATASET = "GPQA",
-    dataset_path: LOCAL = None,
+    calibration: CalibrationOptions,
+    data: DataOptions,
+    servers: ServerOptions,
     tokens: TOKENS = 30000,
-    group_size: GROUP = None,
-    tp: TP = None,
-    gpu: GPU = None,
     covariances: Annotated[
         bool, typer.Option("--covariances", envvar="STREAM", help="Keep covariances instead of activations.")
     ] = False,
-    server_args: SERVER_ARGS = "",
 ) -> None:
     """Record queries, keys and values of a model on a data set, through an ordinary server."""
-    settings = settings_of(name, model, group_size, gpu).overridden(tp_dump=tp)
-    extra = tuple(server_args.split())
+    settings = servers.settings(name, calibration.group_size)
+    dataset, local = calibration.dataset, data.local(calibration.dataset)
+    assert tokens is not None
     with driver_errors():
-        folder = run_dump(DumpRequest(settings, root, dataset, tokens, dataset_path, covariances, extra))
+        request = DumpRequest(settings, calibration.root, dataset, tokens, local, covariances, servers.flags)
+        folder = run_dump(request)
     typer.echo(f"dump: {folder.dump}")
 
 
+@with_groups
 def calibrate_command(
     name: NAME,
-    root: ROOT = Path("rotation"),
-    dataset: DATASET = "GPQA",
-    tokens: Annotated[int | None, typer.Option(envvar="DUMP_KVCACHE_TOKENS", help="Of the dump; any if unset.")] = None,
-    group_size: GROUP = None,
+    calibration: CalibrationOptions,
+    tokens: TOKENS = None,
     dump_dir: Annotated[Path | None, typer.Option(envvar="DUMP_DIR", help="This dump, not the newest one.")] = None,
     method: Annotated[str, typer.Option(envvar="METHOD", help="Pair of targets, as in `oscar fit`.")] = DEFAULT_METHOD,
     composition: Annotated[str, typer.Option(envvar="COMPOSITION", help="As in `oscar fit`.")] = "r_h_pbr",
@@ -101,15 +89,12 @@ def calibrate_command(
     report: Annotated[bool, typer.Option(envvar="REPORT", help="Measure errors per layer.")] = True,
     device: Annotated[str, typer.Option(envvar="DEVICE", help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Fit the rotations of a model from its newest complete dump."""
+    """Fit the rotations of a model from its newest complete dump, of as many tokens as asked for if asked."""
     if clip not in ("none", "fit"):
         raise typer.BadParameter(f"{clip!r} is neither none nor fit", param_hint="--clip")
-    settings = settings_of(name, None, group_size, None)
+    settings = model_settings(name).overridden(group_size=calibration.group_size)
     with driver_errors():
-        if dump_dir is not None:
-            folder = CalibrationFolder(dump_dir.parent)
-        else:
-            folder = latest_calibration(root, settings.name, dataset_label(dataset), tokens, settings.group_size)
+        folder = CalibrationFolder(dump_dir.parent) if dump_dir else calibration.latest(settings, tokens)
         options = FitOptions.of_method(
             method, composition=composition, fit_clip=clip == "fit", report=report, group_size=settings.group_size
         )

@@ -7,7 +7,7 @@ import os
 import shutil
 import urllib.request
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.progress import track
 
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
-from sglang_oscar.drivers.calibration_data import Chat, calibration_chats, dataset_label
+from sglang_oscar.drivers.calibration_data import Chat, LocalData, calibration_chats, dataset_label
 from sglang_oscar.drivers.errors import DataError
 from sglang_oscar.drivers.folders import CalibrationFolder, dump_state
 from sglang_oscar.local_server import LocalServer, serve
@@ -26,13 +26,13 @@ LONGEST_PROMPT = 8192
 
 @dataclass(frozen=True)
 class DumpRequest:
-    """What to dump; ``dataset`` and ``local`` as in :func:`calibration_chats`, ``covariances`` streams."""
+    """What to dump; ``dataset`` as in :func:`calibration_chats`, ``covariances`` streams."""
 
     settings: ModelSettings
     root: Path
     dataset: str = "GPQA"
     tokens: int = 30000
-    local: Path | None = None
+    local: LocalData = field(default_factory=dict)
     covariances: bool = False
     server_args: tuple[str, ...] = ()
 
@@ -94,7 +94,10 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
 
     settings = request.settings
     tokenizer = AutoTokenizer.from_pretrained(settings.model, trust_remote_code=True)
-    prompts = choose_prompts(tokenizer, calibration_chats(request.dataset, request.local), request.tokens)
+    chats = calibration_chats(request.dataset, request.local.get(request.dataset))
+    prompts = choose_prompts(tokenizer, chats, request.tokens)
+    if (found := sum(map(len, prompts))) < request.tokens:
+        print(f"note: {request.dataset} holds {found} tokens, not the {request.tokens} asked for")
     label = dataset_label(request.dataset)
     folder = CalibrationFolder.of(request.root, settings.name, label, request.tokens, len(prompts), settings.group_size)
     state = dump_state(folder.dump)

@@ -116,9 +116,7 @@ def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationF
     folder, rotations = base, base.rotations
     if variant.calibration is not None:
         dataset, tokens = variant.calibration
-        folder = run_dump(
-            replace(dump, dataset=dataset, tokens=tokens, local=None if dataset != dump.dataset else dump.local)
-        )
+        folder = run_dump(replace(dump, dataset=dataset, tokens=tokens))
         rotations = folder.rotations
     if variant.fit is not None:
         rotations = base.path / "ablations" / variant.name

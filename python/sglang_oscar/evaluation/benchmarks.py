@@ -33,7 +33,8 @@ class Benchmark:
     runs_code: bool = False
 
 
-_CODE = "livecodebench/code_generation_lite"
+_CODE = "marianna13/livecodebench_code_generation_lite_parquet"
+"""The harness's copy of livecodebench/code_generation_lite, which is a script that `datasets` no longer runs."""
 _LCB = (
     "question_content",
     "starter_code",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,21 +10,16 @@ import typer
 
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.drivers.calibration_data import dataset_label
-from sglang_oscar.drivers.commands import (
-    DATASET,
-    GPU,
-    GROUP,
-    LOCAL,
-    MODEL,
-    NAME,
-    ROOT,
-    SERVER_ARGS,
-    TP,
-    driver_errors,
-    settings_of,
-)
+from sglang_oscar.drivers.commands import driver_errors
 from sglang_oscar.drivers.dump_driver import DumpRequest
-from sglang_oscar.drivers.folders import CalibrationFolder, latest_calibration
+from sglang_oscar.drivers.folders import CalibrationFolder
+from sglang_oscar.drivers.option_groups import (
+    NAME,
+    CalibrationOptions,
+    DataOptions,
+    ServerOptions,
+    with_groups,
+)
 from sglang_oscar.evaluation.ablations import ABLATIONS, variant_method
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS, NIAH_SUITE, PAPER_SUITE
 from sglang_oscar.evaluation.methods import TITLES, Method, make_method
@@ -31,17 +27,58 @@ from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
 from sglang_oscar.evaluation.table import collect, write_tables
 
 SUITES = {"paper": PAPER_SUITE, "niah": NIAH_SUITE}
-BENCHMARKS_OPTION = Annotated[
-    str, typer.Option("--benchmarks", envvar="BENCHMARKS", help="Names with commas, or paper, or niah.")
-]
-SEEDS = Annotated[int | None, typer.Option(envvar="SEEDS", min=1, help="Runs per benchmark.")]
-LIMIT = Annotated[int | None, typer.Option(envvar="LIMIT", min=1, help="Questions per benchmark at most.")]
-DATA = Annotated[
-    str, typer.Option("--data", envvar="EVAL_DATA", help="Local data sets: name=path, with commas; or a folder.")
-]
-MAX_TOKENS = Annotated[int | None, typer.Option(envvar="MAX_TOKENS", min=1, help="Generation length.")]
-ROT_DIR = Annotated[Path | None, typer.Option(envvar="ROT_DIR", help="Rotations; the newest calibration's if unset.")]
-CONCURRENCY = Annotated[int | None, typer.Option(envvar="CONCURRENCY", min=1, help="Requests in flight.")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is asked, how often and how.
+
+    Raises:
+        typer.BadParameter: an unknown benchmark, or local data that are not given in a known form.
+    """
+
+    benchmarks: Annotated[str, typer.Option(envvar="BENCHMARKS", help="Names with commas, or paper, or niah.")] = (
+        "paper"
+    )
+    seeds: Annotated[int | None, typer.Option(envvar="SEEDS", min=1, help="Runs per benchmark.")] = None
+    data: Annotated[
+        str, typer.Option(envvar="EVAL_DATA", help="Local data sets: name=path, with commas; or a folder.")
+    ] = ""
+    limit: Annotated[int | None, typer.Option(envvar="LIMIT", min=1, help="Questions per benchmark at most.")] = None
+    max_tokens: Annotated[int | None, typer.Option(envvar="MAX_TOKENS", min=1, help="Generation length.")] = None
+    concurrency: Annotated[int | None, typer.Option(envvar="CONCURRENCY", min=1, help="Requests in flight.")] = None
+
+    def __post_init__(self) -> None:
+        benchmark_names(self.benchmarks)
+        local_data(self.data)
+
+    def settings(self, settings: ModelSettings) -> ModelSettings:
+        """Settings of a model with what the user changed."""
+        lengths: dict[str, int] | None = None if self.max_tokens is None else {}
+        return settings.overridden(
+            seeds=self.seeds, max_tokens=self.max_tokens, max_tokens_of=lengths, concurrency=self.concurrency
+        )
+
+    def plan(
+        self,
+        settings: ModelSettings,
+        folder: CalibrationFolder,
+        methods: list[Method],
+        server_args: tuple[str, ...],
+        url: str | None = None,
+    ) -> EvaluationPlan:
+        """What to evaluate, with which methods, into which folder."""
+        return EvaluationPlan(
+            settings=settings,
+            folder=folder.path,
+            benchmarks=benchmark_names(self.benchmarks),
+            methods=tuple(methods),
+            seeds=tuple(range(settings.seeds)),
+            local=local_data(self.data),
+            limit=self.limit,
+            server_args=server_args,
+            url=url,
+        )
 
 
 def add_evaluation_commands(app: typer.Typer) -> None:
@@ -84,58 +121,49 @@ def local_data(text: str) -> dict[str, Path]:
     return {name: Path(path) for name, path in pairs.items()}
 
 
+@with_groups
 def eval_command(
     name: NAME,
-    benchmarks: BENCHMARKS_OPTION = "paper",
+    run: RunOptions,
+    calibration: CalibrationOptions,
+    servers: ServerOptions,
     methods: Annotated[str, typer.Option(envvar="METHODS", help=f"Of {', '.join(TITLES)}.")] = "bf16,oscar",
-    rot_dir: ROT_DIR = None,
-    model: MODEL = None,
-    root: ROOT = Path("rotation"),
-    dataset: DATASET = "GPQA",
-    group_size: GROUP = None,
-    tp: TP = None,
-    gpu: GPU = None,
-    seeds: SEEDS = None,
-    data: DATA = "",
-    limit: LIMIT = None,
-    max_tokens: MAX_TOKENS = None,
-    concurrency: CONCURRENCY = None,
+    rot_dir: Annotated[
+        Path | None, typer.Option(envvar="ROT_DIR", help="Rotations; the newest calibration's if unset.")
+    ] = None,
     file_clips: Annotated[
         bool, typer.Option("--file-clips", envvar="FILE_CLIPS", help="Use the files' clips.")
     ] = False,
     url: Annotated[str | None, typer.Option(envvar="SERVER_URL", help="A server that runs; start none.")] = None,
-    server_args: SERVER_ARGS = "",
 ) -> None:
     """Evaluate methods on benchmarks and write a table; finished runs are kept, interrupted ones continued."""
-    settings = _settings(settings_of(name, model, group_size, gpu), tp, seeds, max_tokens, concurrency)
-    names, chosen, local = benchmark_names(benchmarks), methods.split(","), local_data(data)
+    settings = run.settings(servers.settings(name, calibration.group_size))
+    chosen = methods.split(",")
     with driver_errors():
-        folder = _calibration(settings, root, dataset, rot_dir, needed="oscar" in chosen)
+        if rot_dir is not None:
+            folder = CalibrationFolder(rot_dir.resolve().parent)
+        elif "oscar" in chosen:
+            folder = calibration.latest(settings)
+        else:
+            folder = CalibrationFolder(
+                calibration.root / settings.name / dataset_label(calibration.dataset) / "uncalibrated"
+            )
         rotations = rot_dir or folder.rotations
         made = [make_method(method, settings, rotations, file_clips=file_clips) for method in chosen]
-        plan = _plan(settings, folder, names, made, local, limit, server_args, url)
+        plan = run.plan(settings, folder, made, servers.flags, url)
         evaluate(plan, typer.echo)
         _tables(plan, "results", f"{settings.title}: accuracy")
 
 
+@with_groups
 def ablation_command(
     ablation: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATIONS)}.")],
     name: NAME,
-    benchmarks: BENCHMARKS_OPTION = "paper",
+    run: RunOptions,
+    calibration: CalibrationOptions,
+    data_options: DataOptions,
+    servers: ServerOptions,
     only: Annotated[str, typer.Option(envvar="ONLY", help="Variants, with commas; all if empty.")] = "",
-    model: MODEL = None,
-    root: ROOT = Path("rotation"),
-    dataset: DATASET = "GPQA",
-    dataset_path: LOCAL = None,
-    group_size: GROUP = None,
-    tp: TP = None,
-    gpu: GPU = None,
-    seeds: SEEDS = None,
-    data: DATA = "",
-    limit: LIMIT = None,
-    max_tokens: MAX_TOKENS = None,
-    concurrency: CONCURRENCY = None,
-    server_args: SERVER_ARGS = "",
 ) -> None:
     """Run one of the paper's ablations and write its table."""
     if ablation not in ABLATIONS:
@@ -146,59 +174,16 @@ def ablation_command(
     if unknown:
         known = ", ".join(variant.name for variant in variants)
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {known}", param_hint="--only")
-    settings = _settings(settings_of(name, model, group_size, gpu), tp, seeds, max_tokens, concurrency)
-    names, local, extra = benchmark_names(benchmarks), local_data(data), tuple(server_args.split())
+    settings = run.settings(servers.settings(name, calibration.group_size))
+    dataset, local = calibration.dataset, data_options.local(calibration.dataset)
     with driver_errors():
-        folder = latest_calibration(root, settings.name, dataset_label(dataset), None, settings.group_size)
-        dump = DumpRequest(settings, root, dataset, local=dataset_path, server_args=extra)
+        folder = calibration.latest(settings)
+        dump = DumpRequest(settings, calibration.root, dataset, local=local, server_args=servers.flags)
         chosen = [variant for variant in variants if not wanted or variant.name in wanted]
         made = [variant_method(variant, settings, folder, dump) for variant in chosen]
-        plan = _plan(settings, folder, names, [make_method("bf16", settings), *made], local, limit, server_args, None)
+        plan = run.plan(settings, folder, [make_method("bf16", settings), *made], servers.flags)
         evaluate(plan, typer.echo)
         _tables(plan, f"ablation_{ablation}", f"{settings.title}: {ablation}")
-
-
-def _settings(
-    settings: ModelSettings, tp: int | None, seeds: int | None, max_tokens: int | None, concurrency: int | None
-) -> ModelSettings:
-    lengths: dict[str, int] | None = None if max_tokens is None else {}
-    return settings.overridden(
-        tp_eval=tp, seeds=seeds, max_tokens=max_tokens, max_tokens_of=lengths, concurrency=concurrency
-    )
-
-
-def _calibration(
-    settings: ModelSettings, root: Path, dataset: str, rot_dir: Path | None, *, needed: bool
-) -> CalibrationFolder:
-    """The folder that results go to: that of the rotations, else the model's own."""
-    if rot_dir is not None:
-        return CalibrationFolder(rot_dir.resolve().parent)
-    if needed:
-        return latest_calibration(root, settings.name, dataset_label(dataset), None, settings.group_size)
-    return CalibrationFolder(root / settings.name / dataset_label(dataset) / "uncalibrated")
-
-
-def _plan(
-    settings: ModelSettings,
-    folder: CalibrationFolder,
-    names: tuple[str, ...],
-    methods: list[Method],
-    local: dict[str, Path],
-    limit: int | None,
-    server_args: str,
-    url: str | None,
-) -> EvaluationPlan:
-    return EvaluationPlan(
-        settings=settings,
-        folder=folder.path,
-        benchmarks=names,
-        methods=tuple(methods),
-        seeds=tuple(range(settings.seeds)),
-        local=local,
-        limit=limit,
-        server_args=tuple(server_args.split()),
-        url=url,
-    )
 
 
 def _tables(plan: EvaluationPlan, stem: str, title: str) -> None:
