@@ -66,12 +66,12 @@ def prepare(variant: Variant) -> tuple[Any, Any]:
 
 
 def _slots(device: torch.device, batch: int) -> int:
-    return _processors(device.index or 0) + 2 * batch
+    return _processors(device.index or 0) + batch
 
 
 def workspace_numel(cache: LayerCache, q_heads: int, batch: int) -> int:
     """float32 elements that :func:`decode` needs for partial results of up to ``batch`` requests."""
-    return _slots(cache.k_rows.device, batch) * q_heads * (cache.layout.head_dim + 1) + 4 * batch + 4
+    return _slots(cache.k_rows.device, batch) * q_heads * (cache.layout.head_dim + 1) + 4 * batch
 
 
 def decode(
@@ -121,7 +121,7 @@ def decode(
         workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
     elif workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
-    # [slot ranges of the requests, 16 bytes each][partial outputs][their log-sum-exps]
+    # [slot ranges of the requests, 8 bytes each and as many unused][partial outputs][their log-sum-exps]
     ranges = workspace.data_ptr()
     partial = ranges + 16 * batch
     lse = partial + 4 * slots * q_heads * head_dim
@@ -137,6 +137,7 @@ def decode(
     launch(
         decode_kernel, (blocks, 1), variant.threads, variant.shared_bytes,
         [query, buffers, described, _Partials(partial, lse), _POINTER(ranges)],
+        overlap=True,
     )  # fmt: skip
     launch(
         merge_kernel, (q_heads, batch), MERGE_THREADS, 0,

@@ -59,8 +59,9 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the math warps and one that issues copies."""
-        return (self.layout.kv_heads * self.warps_per_head + 1) * 32
+        """Threads of a block: the math warps and one that issues copies, with companions where registers move."""
+        warps = self.layout.kv_heads * self.warps_per_head
+        return (warps + (4 if warps == 16 else 1)) * 32
 
     def _fixed_bytes(self) -> int:
         partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 2) * 4

@@ -34,7 +34,10 @@ constexpr int minimum(int a, int b) { return a < b ? a : b; }
 constexpr int TILE = 32;
 constexpr int TILES_PER_STAGE = largest_power_of_two(MAX_WARPS / KV_HEADS);
 constexpr int MATH_WARPS = KV_HEADS * TILES_PER_STAGE;
-constexpr int THREADS = (MATH_WARPS + 1) * 32;  // and a warp that issues copies
+// One more warp issues copies. Sixteen math warps want more registers than an even share, and registers change hands
+// in groups of four warps only: then the copying warp gets three idle companions, which give theirs away too.
+constexpr bool REGISTERS_MOVE = MATH_WARPS == 16;
+constexpr int THREADS = (MATH_WARPS + (REGISTERS_MOVE ? 4 : 1)) * 32;
 constexpr int STAGE_TOKENS = TILE * TILES_PER_STAGE;
 constexpr int COPY_TOKENS = minimum(PAGE, STAGE_TOKENS);
 constexpr int COPIES = STAGE_TOKENS / COPY_TOKENS;

@@ -30,8 +30,8 @@ DEVICE u32 empty_barrier(u32 shared, int stage) { return full_barrier(shared, st
 DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buffers& buffers, u32 shared, Turn& turn) {
   int lane = threadIdx.x % 32;
   const int* pages = tables.page_table + (i64)segment.request * tables.page_stride;
-  int first_copy = (segment.borders.first_stage() + segment.begin) * COPIES;
-  int end_copy = (segment.borders.first_stage() + segment.end) * COPIES;
+  int first_copy = (segment.borders.first_stage() + segment.history_begin) * COPIES;
+  int end_copy = (segment.borders.first_stage() + segment.history_end) * COPIES;
   int live_end = (segment.borders.ring_begin + COPY_TOKENS - 1) / COPY_TOKENS;  // copies that have a page
   int live_begin = segment.borders.sink_end / COPY_TOKENS;
   auto slot_of = [&](int copy) {
@@ -70,7 +70,7 @@ DEVICE void copy_window(const Segment& segment, const Tables& tables, const Buff
   i64 sink_row = (i64)tables.sink_block[segment.request] * SINK;
   i64 ring_row = (i64)tables.ring_row[segment.request] * RING;
   int tokens = borders.window_tokens();
-  for (int stage = segment.begin; stage < segment.end; stage++) {
+  for (int stage = segment.window_begin; stage < segment.window_end; stage++) {
     int first = stage * WINDOW_TOKENS;
     int count = min(WINDOW_TOKENS, tokens - first);
     barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);

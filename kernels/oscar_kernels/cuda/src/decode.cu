@@ -25,51 +25,60 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
     Segment segment = segments.next();
     const u16* q = query.q + segment.request * query.token_stride + head * GQA * query.head_stride;
     State state;
-    Plain plain;
-    if (segment.window) {
+    state.clear(1);
+    if (segment.window_begin < segment.window_end) {
       QueryFloats columns;
       columns.load(q, query.head_stride, query.sm_scale);
-      state.clear(1);
-      int tokens = segment.borders.window_tokens();
-      for (int stage = segment.begin; stage < segment.end; stage++, turn.advance()) {
+      int left = segment.borders.window_tokens() - segment.window_begin * WINDOW_TOKENS;
+      for (int stage = segment.window_begin; stage < segment.window_end; stage++, turn.advance(), left -= WINDOW_TOKENS) {
         u32 keys = stage_address(base, turn.stage) + head * HEAD_DIM * 2;
         barrier_wait(full_barrier(base, turn.stage), turn.parity);
         for (int tile = part; tile < WINDOW_TILES; tile += TILES_PER_STAGE) {
           int first = tile * WINDOW_TILE;
-          int count = min(min(WINDOW_TOKENS, tokens - stage * WINDOW_TOKENS) - first, WINDOW_TILE);
+          int count = min(min(WINDOW_TOKENS, left) - first, WINDOW_TILE);
           u32 offset = first * WINDOW_STRIDE;
           if (count > 0) attend_window(state, columns, keys + offset, keys + SIDE_BYTES + offset, count);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
       }
-      const float factors[4] = {1, 1, 1, 1};
-      settle(state, factors, false, plain);
-    } else {
+    }
+    float factors[4] = {1, 1, 1, 1};
+    if (segment.history_begin < segment.history_end) {
+      begin_history(state);
       QueryCodes codes;
       codes.load(q, query.head_stride, query.sm_scale);
-      state.clear(1e30f);
-      int position = (segment.borders.first_stage() + segment.begin) * STAGE_TOKENS + part * TILE;
-      for (int stage = segment.begin; stage < segment.end; stage++, turn.advance(), position += STAGE_TOKENS) {
+      int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
+      int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
+      for (int stage = segment.history_begin; stage < segment.history_end; stage++, turn.advance()) {
         u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
-        int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
         barrier_wait(full_barrier(base, turn.stage), turn.parity);
         if (live_begin < TILE && live_end > 0)
           attend_history(state, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
+        live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
       }
-      float factors[4];
-      for (int plane = 0; plane < 4; plane++) factors[plane] = history_factor(state.factor, plane);
-      settle(state, factors, true, plain);
+      for (int plane = 0; plane < 4; plane++) factors[plane] = 1 / history_unit(state.factor, plane);
     }
+    Plain plain;
+    settle(state, factors, plain);
     combine(state, plain, exchange, head, part);
     if (part == 0) write_partial(state, plain, partials, segment.slot, head);
   }
 }
 
+DEVICE void copy(const Tables& tables, const Buffers& buffers, const int* prefix, u32 shared) {
+  Turn turn;
+  for (Segments segments(tables, prefix); !segments.done();) {
+    Segment segment = segments.next();
+    copy_window(segment, tables, buffers, shared, turn);
+    copy_history(segment, tables, buffers, shared, turn);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
-    Query query, Buffers buffers, Tables tables, Partials partials, int4* slots) {
+    Query query, Buffers buffers, Tables tables, Partials partials, int2* slots) {
   extern __shared__ __align__(128) char shared[];
   u32 base = shared_address(shared);
   int* prefix = (int*)(shared + PREFIX_OFFSET);
@@ -80,21 +89,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
     }
     barrier_init_done();
   }
+  wait_for_predecessor();
+  let_successor_start();
   sum_stages(tables, prefix);
   __syncthreads();
-  let_successor_start();
   for (int request = blockIdx.x + gridDim.x * threadIdx.x; request < tables.batch; request += gridDim.x * THREADS)
     slots[request] = slots_of(tables, prefix, request);
-  if (threadIdx.x / 32 == MATH_WARPS) {
-    Turn turn;
-    for (Segments segments(tables, prefix); !segments.done();) {
-      Segment segment = segments.next();
-      if (segment.window)
-        copy_window(segment, tables, buffers, base, turn);
-      else
-        copy_history(segment, tables, buffers, base, turn);
-    }
+  if (threadIdx.x >= MATH_WARPS * 32) {
+    if (REGISTERS_MOVE) give_registers<24>();
+    if (threadIdx.x / 32 == MATH_WARPS) copy(tables, buffers, prefix, base);
   } else {
+    if (REGISTERS_MOVE) take_registers<120>();
     attend(query, tables, partials, prefix, shared);
   }
 }

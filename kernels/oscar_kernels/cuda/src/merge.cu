@@ -5,23 +5,23 @@ constexpr int LANES = HEAD_DIM / 4;          // threads that cover a partial res
 constexpr int MERGE_THREADS = 256;
 constexpr int MERGE_WARPS = MERGE_THREADS / 32;
 constexpr int ROWS = MERGE_THREADS / LANES;  // partial results read at a time
-constexpr int MAX_SLOTS = 1024;              // of a request: one for each block of oscar_decode, and two
+constexpr int MAX_SLOTS = 1024;              // of a request: at most one for each block of oscar_decode
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) oscar_merge(
-    const float* out, const float* lse, const int4* slots, u16* result, i64 token_stride, i64 head_stride) {
+    const float* out, const float* lse, const int2* slots, u16* result, i64 token_stride, i64 head_stride) {
   __shared__ float weights[MAX_SLOTS];
   __shared__ float reduced[MERGE_WARPS];
   __shared__ float4 sums[ROWS][LANES];
   int head = blockIdx.x, request = blockIdx.y, warp = threadIdx.x / 32;
   wait_for_predecessor();
-  int4 range = slots[request];
-  int count = range.y - range.x, hole = range.z - range.x;
+  int2 range = slots[request];
+  int count = range.y - range.x;
   i64 first = (i64)range.x * Q_HEADS + head;
 
   // The log-sum-exps, all at once: their maximum, then weights.
   float top = minus_infinity();
   for (int i = threadIdx.x; i < count; i += MERGE_THREADS) {
-    float x = i == hole ? minus_infinity() : lse[first + (i64)i * Q_HEADS];
+    float x = lse[first + (i64)i * Q_HEADS];
     weights[i] = x;
     top = fmaxf(top, x);
   }
@@ -42,8 +42,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) oscar_merge(
 #pragma unroll 8
   for (int i = row; i < count; i += ROWS) {
     float w = weights[i];
-    // A slot of weight 0 may never have been written.
-    float4 x = w == 0 ? make_float4(0, 0, 0, 0) : *(const float4*)(out + (first + (i64)i * Q_HEADS) * HEAD_DIM + 4 * lane);
+    float4 x = *(const float4*)(out + (first + (i64)i * Q_HEADS) * HEAD_DIM + 4 * lane);
     sum = make_float4(sum.x + w * x.x, sum.y + w * x.y, sum.z + w * x.z, sum.w + w * x.w);
     total += w;
   }

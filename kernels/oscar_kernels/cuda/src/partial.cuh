@@ -30,14 +30,14 @@ DEVICE constexpr int group_of_run(int run) {
   return HEAD_DIM == 64 ? run * PLANE / GROUP : (run % 4 * PLANE + run / 4 * 32) / GROUP;
 }
 
-// Takes totals and shifts over all tokens and leaves the outputs in ``plain``. ``factors`` [plane] belong to acc.
-DEVICE void settle(State& state, const float (&factors)[4], bool history, Plain& plain) {
+// Takes totals and shifts over all tokens and leaves the outputs in ``plain``: acc times ``factors`` [plane], and shift.
+DEVICE void settle(State& state, const float (&factors)[4], Plain& plain) {
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     state.total[b] = sum_tokens(state.total[b]);
     float shift[GROUPS];
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) shift[g] = history ? sum_tokens(state.shift[b][g]) : 0;
+    for (int g = 0; g < GROUPS; g++) shift[g] = sum_tokens(state.shift[b][g]);
 #pragma unroll
     for (int run = 0; run < RUNS; run++)
 #pragma unroll

@@ -1,6 +1,6 @@
 // Who works on what. The work of a batch is a list of stages, request after request: of each first the window stages,
 // then the history stages. Every block takes an equal run of it, so all finish together whatever the lengths are. The
-// part of a run that lies in one request's windows, or in its history, is a segment and yields one partial result.
+// part of a run that belongs to one request is a segment and yields one partial result.
 #pragma once
 
 #include "config.cuh"
@@ -75,9 +75,9 @@ DEVICE int owner(int stages, int stage) { return (int)((((i64)stage + 1) * busy_
 
 struct Segment {
   int request;
-  bool window;
-  int begin, end;  // stages, counted from the request's first window or history stage
-  int slot;        // of the partial result
+  int window_begin, window_end;    // stages, counted from the request's first window stage
+  int history_begin, history_end;  // and from its first history stage
+  int slot;                        // of the partial result
   Borders borders;
 };
 
@@ -106,30 +106,21 @@ struct Segments {
     Segment segment;
     segment.request = request;
     segment.borders = borders_of(tables, request);
-    int history = prefix[request] + segment.borders.window_stages();
-    segment.window = stage < history;
-    int base = segment.window ? prefix[request] : history;
-    int last = min(end, segment.window ? history : prefix[request + 1]);
-    segment.begin = stage - base;
-    segment.end = last - base;
-    // From segment to segment the block, or the request and kind, or both count up: no two share a slot.
-    segment.slot = blockIdx.x + 2 * request + (segment.window ? 0 : 1);
-    stage = last;
+    int windows = segment.borders.window_stages();
+    int first = stage - prefix[request], last = min(end, prefix[request + 1]) - prefix[request];
+    segment.window_begin = min(first, windows);
+    segment.window_end = min(last, windows);
+    segment.history_begin = max(first - windows, 0);
+    segment.history_end = max(last - windows, 0);
+    segment.slot = blockIdx.x + request;  // from segment to segment one of the two counts up, so no two share a slot
+    stage = prefix[request] + last;
     return segment;
   }
 };
 
-// Where merge.cu finds the partial results of a request: slots [first, end) except ``hole``.
-DEVICE int4 slots_of(const Tables& tables, const int* prefix, int request) {
+// Where merge.cu finds the partial results of a request: slots [x, y).
+DEVICE int2 slots_of(const Tables& tables, const int* prefix, int request) {
   int total = prefix[tables.batch], begin = prefix[request], end = prefix[request + 1];
-  if (begin == end) return make_int4(0, 0, -1, 0);
-  int history = begin + borders_of(tables, request).window_stages();
-  int first = owner(total, begin) + 2 * request + (history > begin ? 0 : 1);
-  int last = owner(total, end - 1) + 2 * request + (history < end ? 1 : 0);
-  int hole = -1;
-  if (begin < history && history < end) {
-    int left = owner(total, history - 1);
-    if (owner(total, history) != left) hole = left + 2 * request + 1;
-  }
-  return make_int4(first, last + 1, hole, 0);
+  if (begin == end) return make_int2(0, 0);
+  return make_int2(owner(total, begin) + request, owner(total, end - 1) + request + 1);
 }

@@ -6,18 +6,15 @@
 
 #include "config.cuh"
 
-// Weights enter the tensor cores as float16 with this factor, so small ones stay normal numbers and a logit may exceed
-// the running maximum by SLACK (log2) before everything is scaled anew.
-constexpr float WEIGHT_PEAK = 4096.0f;
-constexpr float SLACK = 3.0f;
-constexpr float LOWEST = -1e30f;
+constexpr float SLACK = 3.0f;     // by how much (log2) a window's logit may exceed the running maximum
+constexpr float LOWEST = -1e30f;  // running maximum of nothing
 
 struct State {
   float acc[PV_BLOCKS][TILES_M][4];  // unnormalized output
   float top[QK_BLOCKS];              // running maximum of log2 weights
   float total[QK_BLOCKS];            // sum of weights, this lane's tokens only
   float shift[QK_BLOCKS][GROUPS];    // sum of weight * scale * zero point, this lane's tokens only
-  float factor;                      // acc holds weights times this; WEIGHT_PEAK over a bound of the value scales
+  float factor;                      // acc holds weights times this, about the inverse of the largest value scale
 
   DEVICE void clear(float first_factor) {
     for (auto& block : acc)
