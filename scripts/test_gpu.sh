@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# All tests that need an NVIDIA GPU: kernels, servers, compute-sanitizer, and several GPUs where there are several.
+#
+# PYTHON chooses the interpreter, whose environment must have the project and pytest; python3 by default.
+# OSCAR_TEST_SERVER_ARGS adds flags to every server. Arguments go to pytest. Takes under 8 minutes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+"$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || {
+  echo "error: $python sees no NVIDIA GPU" >&2
+  exit 1
+}
+"$python" -c 'import importlib.metadata as m; m.entry_points(group="sglang.srt.plugins")["oscar"]' 2>/dev/null || {
+  echo "error: sglang-oscar is not installed in the environment of $python; pip install -e ." >&2
+  exit 1
+}
+root=$PWD
+export PYTHONPATH="$root/python:$root/kernels:$root/rotation:$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1
+
+# Parts that need little of the GPU, or wait for compilers, run beside each other.
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+declare -A parts=(
+  [sanitizer]="test/gpu/test_sanitizer.py"
+  [kernels]="test/kernels"
+  [servers]="test/gpu --ignore test/gpu/test_sanitizer.py"
+)
+declare -A jobs
+for part in "${!parts[@]}"; do
+  # shellcheck disable=SC2086 (several arguments)
+  "$python" -m pytest -q -s -rs -p no:cacheprovider ${parts[$part]} "$@" >"$logs/$part" 2>&1 &
+  jobs[$part]=$!
+done
+status=0
+for part in "${!jobs[@]}"; do
+  wait "${jobs[$part]}" || status=1
+  echo "== $part"
+  cat "$logs/$part"
+done
+exit "$status"

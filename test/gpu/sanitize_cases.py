@@ -1,0 +1,57 @@
+"""Small store, decode and extend launches for compute-sanitizer; prints what it did."""
+
+from __future__ import annotations
+
+import torch
+from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_slots, random_vectors
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.merge_states import merge_states_
+from oscar_kernels.triton.prefix import copy_prefixes
+from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
+
+SHAPES = [
+    Shape(kv_heads=2, gqa=4, head_dim=128, group=64, page_size=64, windows=Windows(16, 24, 32)),
+    Shape(kv_heads=1, gqa=2, head_dim=64, group=32, page_size=16, windows=Windows(16, 24, 24)),
+]
+LENGTHS = [1, 30, 150, 300]
+
+
+def run(shape: Shape, device: torch.device) -> None:
+    """Every kernel once."""
+    tokens = 37
+    rotation = prepare_rotation(random_rotation(shape.head_dim, 1, device), shape.dtype)
+    q, k, v = (
+        random_vectors((tokens, heads, shape.head_dim), shape.dtype, seed, device)
+        for seed, heads in enumerate((shape.q_heads, shape.kv_heads, shape.kv_heads))
+    )
+    cache = empty_cache(shape, 8, 4, device)
+    slots = random_slots(tokens, shape.windows, 8 * shape.page_size, 4, device)
+    store(cache, slots, k, v, rotation, rotation, 0.96, 0.92, q=q)
+    batch = filled_batch(shape, LENGTHS, device)
+    q_rot = rotate_queries(q, rotation)
+    decode(batch.cache, batch.tables, q_rot[: len(LENGTHS)].contiguous(), 0.1)
+    starts = torch.tensor([0, 1, 10, 30, tokens], dtype=torch.int32, device=device)
+    lse = torch.empty(tokens, shape.q_heads, device=device)
+    out = extend(batch.cache, batch.tables, q, k, v, starts, q_rot, 0.1, lse=lse)
+    requests = torch.arange(len(LENGTHS), dtype=torch.int32, device=device)
+    rows = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
+    space = torch.empty(2, sum(LENGTHS), shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+    copy_prefixes(batch.cache, batch.tables, requests, torch.zeros_like(requests), rows, space[0], space[1])
+    merge_states_(out, lse, out.clone(), lse.clone())
+    torch.cuda.synchronize()
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(space).all()
+
+
+def main() -> None:
+    device = torch.device("cuda")
+    for shape in SHAPES:
+        run(shape, device)
+    print(f"{len(SHAPES)} shapes done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The servers that GPU tests ask. They all start at once, because start-up takes longer than the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support import golden
+from support.reference import MODEL
+from support.servers import STRICT, Server, serve
+
+from reference_model.quantize_fp8 import quantize  # isort: skip (support.reference finds it)
+
+PLUGIN = {"PYTHONPATH": str(Path(__file__).parent / "gpu_checks_plugin")}
+FLASHINFER = importlib.util.find_spec("flashinfer") is not None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a server of the fleet is started."""
+
+    args: tuple[str, ...] = golden.WHOLE
+    env: dict[str, str] = field(default_factory=dict)
+    model: Callable[[Path], Path] = lambda folder: MODEL
+
+
+def checked(*what: str) -> dict[str, str]:
+    """Environment of a server that the test plugin watches."""
+    return PLUGIN | {"GPU_CHECKS": ",".join(what)}
+
+
+FLEET = {
+    "plain": Launch(env=STRICT),
+    "triton": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton"}),
+    "chunked": Launch(args=golden.CHUNKED, env=STRICT),
+    "retract": Launch(env=STRICT | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}),
+    "online": Launch(env={"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}),
+    "watched": Launch(env=checked("nan", "sync")),
+    "broken_by_nan": Launch(env=checked("nan_everywhere")),
+    "broken_by_wait": Launch(env=checked("sync", "wait")),
+    "fp8_block": Launch(model=lambda folder: quantize("block", folder / "block")),
+    "fp8_tensor": Launch(model=lambda folder: quantize("tensor", folder / "tensor")),
+}
+MEMORY = ("--mem-fraction-static", "0.85", "--max-total-tokens", "262144", "--max-running-requests", "128")
+"""The pools are small; the fraction is of what the GPU has free while the rest of the fleet is on it, too."""
+
+
+class Fleet:
+    """Starts servers together; each is waited for when it is asked for."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self._stack = contextlib.ExitStack()
+        self._starters = ThreadPoolExecutor(len(names) or 1)
+        self._servers: dict[str, Future[Server]] = {
+            name: self._starters.submit(self._start, name, folder) for name in names
+        }
+        self.logs = {name: folder / f"{name}.log" for name in names}
+
+    def _start(self, name: str, folder: Path) -> Server:
+        launch = FLEET[name]
+        own = folder / name
+        own.mkdir()
+        args = (*golden.ARGS, *launch.args, *MEMORY, "--enable-cache-report")
+        server = serve(launch.model(own), folder / f"{name}.log", *args, env=golden.ROTATIONS | launch.env)
+        return self._stack.enter_context(server)
+
+    def __getitem__(self, name: str) -> Server:
+        return self._servers[name].result()
+
+    def close(self) -> None:
+        """Stop all servers."""
+        for server in self._servers.values():
+            with contextlib.suppress(Exception):
+                server.result()
+        self._stack.close()

@@ -1,0 +1,81 @@
+"""Test plugin for SGLang: watches a running int2 server on a GPU. GPU_CHECKS lists what to do, with commas between.
+
+``nan``: before every forward pass whatever padded rows of a CUDA graph use is NaN: page 0, ring row 0, sink block 0.
+``nan_everywhere``: the same for page 1 on, ring row 1 on, sink block 1 on; a fault, to prove that NaN shows.
+``sync``: PyTorch raises wherever the backend would wait for the GPU.
+``wait``: the backend waits for the GPU in every decode step; a fault, to prove that this is noticed.
+``ranks``: every pass over a prompt prints a digest of what this tensor-parallel rank believes about sinks and rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+
+CHECKS = set(filter(None, os.environ.get("GPU_CHECKS", "").split(",")))
+BACKEND = "sglang_oscar.backend.OscarAttentionBackend."
+calls = 0
+
+
+def poison() -> None:
+    from sglang_oscar import runtime
+
+    state = runtime.current()
+    for layer in state.layers:
+        cache = layer.cache
+        everything = "nan_everywhere" in CHECKS
+        pages = slice(state.page_size, None) if everything else slice(0, state.page_size)
+        rows = slice(1, None) if everything else slice(0, 1)
+        for buffer in (cache.k_rows, cache.v_rows):
+            buffer[pages].fill_(0xFF)  # NaN in every scale
+        for window in (cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink):
+            window[rows].fill_(float("nan"))
+
+
+def digest() -> str:
+    """State of the sink store and of the rows, evictions included."""
+    from sglang_oscar import runtime
+
+    state = runtime.current()
+    sinks = state.sinks
+    parts = (list(sinks._block_of.items()), sinks._free, sorted(sinks._pins.items()))
+    return hashlib.sha256(repr((parts, sorted(state.rows._block_of_row.items()))).encode()).hexdigest()[:16]
+
+
+def metadata(original, self, *args, **kwargs):
+    """Around the building of a batch's tables."""
+    global calls
+    calls += 1
+    if calls == 1:
+        print(f"gpu_checks: {','.join(sorted(CHECKS))}", flush=True)
+    if "ranks" in CHECKS and original.__name__ == "init_forward_metadata":
+        print(f"gpu_checks: rank {torch.distributed.get_rank()} {digest()}", flush=True)
+    if "nan" in CHECKS or "nan_everywhere" in CHECKS:
+        poison()
+    return strict(original, self, *args, **kwargs)
+
+
+def strict(original, self, *args, **kwargs):
+    """Around everything that the backend does in a forward pass."""
+    if "sync" not in CHECKS:
+        return original(self, *args, **kwargs)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = original(self, *args, **kwargs)
+        if "wait" in CHECKS and calls > 1 and original.__name__.startswith("init"):
+            self.runtime.rows.ring_start.sum().item()
+        return result
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
+        HookRegistry.register(BACKEND + name, metadata, HookType.AROUND)
+    for name in ("forward_decode", "forward_extend"):
+        HookRegistry.register(BACKEND + name, strict, HookType.AROUND)
