@@ -27,6 +27,12 @@ declare -A parts=(
   [servers]="test/gpu --ignore test/gpu/test_sanitizer.py"
 )
 declare -A jobs
+interrupted() {
+  kill "${jobs[@]}" 2>/dev/null
+  tail -n 100 "$logs"/*
+  exit 143
+}
+trap interrupted TERM INT
 for part in "${!parts[@]}"; do
   # shellcheck disable=SC2086 (several arguments)
   "$python" -m pytest -q -s -rs -p no:cacheprovider ${parts[$part]} "$@" >"$logs/$part" 2>&1 &
