@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
     if (REGISTERS_MOVE) give_registers<24>();
     if (threadIdx.x / 32 == MATH_WARPS) copy(tables, buffers, prefix, base);
   } else {
-    if (REGISTERS_MOVE) take_registers<120>();
+    if (REGISTERS_MOVE) take_registers<112>();
     attend(query, tables, partials, prefix, shared);
   }
 }
