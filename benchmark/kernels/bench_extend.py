@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 
 import flashinfer_baseline
 import torch
@@ -17,6 +18,7 @@ from harness import random_cache, read_bandwidth, report, shuffled_tables, time_
 from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
 from sglang_oscar import extend_backend
@@ -37,7 +39,9 @@ class Case:
 
     def __init__(self, batch: int, prefix: int, chunk: int, rotation: torch.Tensor) -> None:
         self.lens = [prefix] * batch, [chunk] * batch
-        self.tables, slots = shuffled_tables(self.lens[0], PAGE)
+        # Room for the token that is stored before it is decoded, where a chunk has one only.
+        tables, slots = shuffled_tables([prefix + 1] * batch, PAGE)
+        self.tables = replace(tables, kv_lens=tables.kv_lens - 1)
         self.cache = random_cache(slots, batch, LAYOUT, Windows(64, 256, 256))
         tokens = batch * chunk
         self.rotation = prepare_rotation(rotation, torch.bfloat16)
@@ -61,9 +65,13 @@ class Case:
 
         def call() -> object:
             rotated = rotate_queries(self.q, self.rotation) if plan.has_prefix else None
-            return ragged.run(
+            out = ragged.run(
                 plan, self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE
             )
+            if plan.decoding is not None:
+                own = plan.decoding.tokens
+                out[own] = decode(self.cache, plan.decoding.tables, rotated[own], SM_SCALE)
+            return out
 
         return call
 

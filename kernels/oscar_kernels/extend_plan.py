@@ -100,18 +100,30 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """Chunks of one token on a prefix: requests that decode within a mixed batch.
+
+    ``tokens`` int64 says where their queries are, ``tables`` where their caches are once the token is stored.
+    """
+
+    tokens: torch.Tensor
+    tables: BatchTables
+
+
+@dataclass(frozen=True)
 class ExtendPlan:
     """What every layer of a forward pass does.
 
-    ``in_place`` is the batch's tables with a length of 0 for every request whose prefix goes through the workspace;
-    None where no prefix is read in place.
+    ``in_place`` is the batch's tables with a length of 0 for every request whose prefix is read in another way; None
+    where no prefix is read in place. ``decoding`` is left to the caller, who stores before it decodes.
     """
 
     tokens: int
     passes: list[Pass]
     in_place: BatchTables | None
+    decoding: Decoding | None
 
     @property
     def has_prefix(self) -> bool:
         """Whether anything is attended to but the chunks: only then are rotated queries needed."""
-        return bool(self.passes) or self.in_place is not None
+        return bool(self.passes) or self.in_place is not None or self.decoding is not None

@@ -2,8 +2,9 @@
 
 The chunk of every request is attended to exactly, with the model's own keys and values and a causal mask. Prefixes
 are dequantized into a workspace of fixed size, in the rotated basis, and attended to with rotated queries; what does
-not fit at once is done in several passes. Chunks of few tokens (requests that decode within a mixed batch) are not
-worth that: for these our own kernel reads the prefix where it is. All results are merged by their log-sum-exp.
+not fit at once is done in several passes. Chunks of few tokens are not worth that: for these our own kernel reads the
+prefix where it is. All results are merged by their log-sum-exp. Chunks of one token, which are requests that decode
+within a mixed batch, are left to the decode kernel: it splits a long prefix among many programs.
 
 The attention kernel is FlashInfer's ragged prefill.
 """
@@ -16,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
-from oscar_kernels.extend_plan import ExtendPlan, Pass, Ragged, Span, cut_prefixes
+from oscar_kernels.extend_plan import Decoding, ExtendPlan, Pass, Ragged, Span, cut_prefixes
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
@@ -53,7 +54,8 @@ class RaggedExtend:
         """Decide how a batch is worked on; once per forward pass, valid until the next call.
 
         Args:
-            tables: the batch; ``kv_lens`` on the device equals ``prefix_lens``.
+            tables: the batch; ``kv_lens`` on the device equals ``prefix_lens``. The page table covers the first token
+                of every chunk, too.
             prefix_lens: cached tokens before the chunk, per request.
             chunk_lens: new tokens per request.
         """
@@ -67,15 +69,18 @@ class RaggedExtend:
         while len(self._prefixes) < len(cuts):
             self._prefixes.append(self._attention())
         passes = [self._plan_pass(*cut, starts) for cut in zip(self._prefixes, cuts, strict=False)]
+        single = [request for request in few if chunk_lens[request] == 1]
+        others = [request for request in few if chunk_lens[request] > 1]
         in_place = None
-        if few:
+        if others:
             lengths = torch.zeros(len(prefix_lens), dtype=torch.int32)
-            lengths[few] = torch.tensor([prefix_lens[request] for request in few], dtype=torch.int32)
+            lengths[others] = torch.tensor([prefix_lens[request] for request in others], dtype=torch.int32)
             in_place = replace(tables, kv_lens=self._upload(lengths))
+        decoding = self._plan_decoding(tables, single, starts) if single else None
         if self._device.type == "cuda":
             self._planned = torch.cuda.Event()
             self._planned.record()
-        return ExtendPlan(int(starts[-1]), passes, in_place)
+        return ExtendPlan(int(starts[-1]), passes, in_place, decoding)
 
     def warm_up(self) -> None:
         """Plan and run a chunk of one token: whatever the attention kernel compiles or loads, it does here."""
@@ -114,7 +119,7 @@ class RaggedExtend:
             sm_scale: factor on the logits.
 
         Returns:
-            [tokens, q_heads, head_dim] in the basis of ``v``.
+            [tokens, q_heads, head_dim] in the basis of ``v``; of ``plan.decoding``, without the prefix.
         """
         if not plan.has_prefix:
             return self._chunk.forward(q, k, v, causal=True, sm_scale=sm_scale)
@@ -145,6 +150,19 @@ class RaggedExtend:
         requests, begins = self._upload(table)
         tokens = slice(int(own[0]), int(own[-1]))
         return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens)
+
+    def _plan_decoding(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> Decoding:
+        index = torch.tensor(requests, dtype=torch.int64)
+        rows = self._upload(torch.stack([index, starts[index].long()]))
+        own = BatchTables(
+            page_size=tables.page_size,
+            page_table=tables.page_table[rows[0]],
+            kv_lens=tables.kv_lens[rows[0]] + 1,
+            ring_row=tables.ring_row[rows[0]],
+            ring_start=tables.ring_start[rows[0]],
+            sink_block=tables.sink_block[rows[0]],
+        )
+        return Decoding(rows[1], own)
 
     def _plan_attention(
         self, attention: Ragged, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, causal: bool

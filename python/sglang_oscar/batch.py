@@ -85,7 +85,8 @@ def extend_batch(runtime: Runtime, forward_batch: Any) -> Batch:
     blocks = runtime.rows.sink_block[rows]
     tables = BatchTables(
         page_size=runtime.page_size,
-        page_table=page_numbers(runtime, rows, max(prefix_lens, default=0)),
+        # One more than the prefix: a chunk of one token is decoded once it is stored.
+        page_table=page_numbers(runtime, rows, max(prefix_lens, default=0) + 1),
         kv_lens=prefix.int(),
         ring_row=rows.int(),
         ring_start=runtime.rows.ring_start[rows],

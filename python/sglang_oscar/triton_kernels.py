@@ -97,6 +97,10 @@ class TritonKernels:
             layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip,
             k_center=layer.k_center,
         )  # fmt: skip
+        if plan is not None and plan.decoding is not None:
+            assert rotated is not None
+            own = plan.decoding.tokens
+            out[own] = decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale)
         return _rotate(out, rotations.value_back) if cached else out
 
 

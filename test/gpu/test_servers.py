@@ -89,6 +89,16 @@ def test_chunked_prefill(fleet: Fleet, expected: dict) -> None:
     healthy(server)
 
 
+@pytest.mark.uses("mixed")
+def test_mixed_batches(fleet: Fleet) -> None:
+    """Prompts come in chunks together with requests that decode; SGLang mixes only without log probabilities."""
+    server = fleet["mixed"]
+    score = right(golden.many(server, workers=64, tokens=100, logprobs=False))
+    print(f"mixed: {score} of 64 right")
+    assert score >= 56
+    healthy(server)
+
+
 @pytest.mark.uses("triton")
 def test_triton_extend(fleet: Fleet, expected: dict) -> None:
     server = fleet["triton"]

@@ -197,4 +197,21 @@ def test_prefixes_beyond_the_passes_are_read_in_place(device: torch.device, monk
     ids=str,
 )
 def test_extend_at_size(shape: Shape, device: torch.device) -> None:
-    check(make(shape, [0, 20_000, 3000, 700, 1], [3000, 256, 1000, 1, 64], device), 8192, device)
+    check(make(shape, [0, 20_000, 3000, 700, 1], [3000, 256, 1000, 2, 64], device), 8192, device)
+
+
+def test_single_tokens_are_decoded(device: torch.device) -> None:
+    """A chunk of one token is left to decode; its tables are those of a batch in which the token is stored."""
+    shape = Shape()
+    case = make(shape, [150, 0, 90, 31, 64], [1, 1, 64, 1, 2], device)
+    tables = case.batch.tables
+    ragged = RaggedExtend(shape.layout, shape.q_heads, shape.dtype, 100, device, attention_kernel(device))
+    plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
+    assert plan.decoding is not None
+    assert plan.in_place is not None
+    assert plan.in_place.kv_lens.tolist() == [0, 0, 0, 0, 64]
+    assert plan.decoding.tokens.tolist() == [0, 66]
+    own = plan.decoding.tables
+    assert own.kv_lens.tolist() == [151, 32]
+    for name in ("page_table", "ring_row", "ring_start", "sink_block"):
+        assert torch.equal(getattr(own, name), getattr(tables, name)[[0, 3]])

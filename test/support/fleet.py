@@ -37,6 +37,7 @@ FLEET = {
     "plain": Launch(env=STRICT),
     "triton": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton"}),
     "chunked": Launch(args=golden.CHUNKED, env=STRICT),
+    "mixed": Launch(args=(*golden.CHUNKED, "--enable-mixed-chunk"), env=STRICT),
     "retract": Launch(env=STRICT | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}),
     "online": Launch(env={"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}),
     "watched": Launch(env=checked("nan", "sync")),
