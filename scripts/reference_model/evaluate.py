@@ -1,9 +1,9 @@
-"""Held-out loss and retrieval accuracy of the model, with exact and with simulated INT2 caches."""
+"""Retrieval questions as batches of tokens, and the held-out loss."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,15 +11,28 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 from reference_model.model import ReferenceModel
-from reference_model.retrieval import DIGITS, WORDS, build_document, question
-from reference_model.simulate import BF16, Recipe, greedy
+from reference_model.retrieval import WORDS, build_document, question
 
-REGIMES = ("one chunk", "prefix hit", "uncapped hit")
-"""Where a prompt meets quantized history. One chunk: only in decoding. Prefix hit: the document is cached, and its
-last 256 tokens are computed again together with the question, as the server does by default. Uncapped hit: only the
-question is computed."""
+RECENT = 256
 
-PAGE, RECENT = 64, 256
+
+@dataclass(frozen=True)
+class Questions:
+    """Retrieval prompts of one length.
+
+    Attributes:
+        prompts: int64 [questions, n], document and question.
+        answers: int64 [questions, answer tokens].
+        document_tokens: tokens of the document in each prompt.
+        depths: float32 [questions], where in the document the fact is, 0 to 1.
+        documents: int64 [questions], number of the document, for confidence intervals.
+    """
+
+    prompts: torch.Tensor
+    answers: torch.Tensor
+    document_tokens: int
+    depths: torch.Tensor
+    documents: torch.Tensor
 
 
 def equal_words(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -29,13 +42,13 @@ def equal_words(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(word for word, length in lengths.items() if length == common)
 
 
-def prompts_and_answers(
+def retrieval_questions(
     tokenizer: Tokenizer, length: int, documents: int, questions: int, facts: int, seed: int, last: int = RECENT
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Retrieval prompts of one length; no fact in the last ``last`` tokens of a document.
+) -> Questions:
+    """Retrieval questions about documents of ``length`` tokens; no fact in the last ``last`` tokens of a document.
 
-    Returns:
-        prompts int64 [documents * questions, n], answers int64 [same, DIGITS], document tokens in each prompt.
+    Raises:
+        ValueError: the tokenizer gives answers of different lengths (it must keep every digit apart).
     """
 
     def encode(text: str) -> list[int]:
@@ -49,53 +62,24 @@ def prompts_and_answers(
     texts = [encode(document.text) for document in built]
     # Documents differ by a few tokens; a batch wants them equal, and their first lines hold no fact.
     shortest = min(map(len, texts))
-    prompts, answers = [], []
-    for document, ids in zip(built, texts, strict=True):
-        for word, number in list(document.facts.items())[:: max(1, facts // questions)][:questions]:
+    prompts, answers, depths, numbers = [], [], [], []
+    for number, (document, ids) in enumerate(zip(built, texts, strict=True)):
+        chosen = list(document.facts.items())[:: max(1, facts // questions)][:questions]
+        for word, answer in chosen:
             prompts.append(ids[len(ids) - shortest :] + encode(question(word)))
-            answers.append(encode(number))
-    return torch.tensor(prompts), torch.tensor(answers), shortest
+            answers.append(encode(answer))
+            depths.append(document.text.index(f" {word} is {answer}") / len(document.text))
+            numbers.append(number)
+    if len({len(answer) for answer in answers}) != 1 or len({len(prompt) for prompt in prompts}) != 1:
+        raise ValueError("questions or answers differ in length: the tokenizer does not keep digits apart")
+    return Questions(
+        torch.tensor(prompts), torch.tensor(answers), shortest, torch.tensor(depths), torch.tensor(numbers)
+    )
 
 
-def calibration_prompts(tokenizer: Tokenizer) -> torch.Tensor:
-    """Eight prompts of about 1K tokens that no evaluation uses: int64 [8, n]."""
-    return prompts_and_answers(tokenizer, 1024, 8, 1, 8, seed=977)[0]
-
-
-def prefix_length(regime: str, prompt: int, document: int) -> int:
-    """Tokens of a prompt that come from the prefix cache."""
-    if regime == "one chunk":
-        return 0
-    return (prompt - RECENT if regime == "prefix hit" else document) // PAGE * PAGE
-
-
-def retrieval(
-    model: ReferenceModel,
-    recipe: Recipe,
-    prompts: torch.Tensor,
-    answers: torch.Tensor,
-    prefix: int,
-    batch: int,
-) -> float:
-    """Share of prompts whose DIGITS greedy tokens are all right."""
-    device = next(model.parameters()).device
-    right = 0
-    for begin in range(0, len(prompts), batch):
-        chunk = prompts[begin : begin + batch].to(device)
-        out = greedy(model, recipe, chunk, DIGITS, prefix).cpu()
-        right += int((out == answers[begin : begin + batch]).all(1).sum())
-    return right / len(prompts)
-
-
-def retrieval_by_length(
-    model: ReferenceModel, tokenizer: Tokenizer, lengths: Sequence[int], documents: int, seed: int
-) -> dict[int, float]:
-    """BF16 retrieval for each document length, 4 questions to a document."""
-    found = {}
-    for length in lengths:
-        prompts, answers, _ = prompts_and_answers(tokenizer, length, documents, 4, 8, seed, last=0)
-        found[length] = retrieval(model, BF16, prompts, answers, 0, max(1, 65536 // length))
-    return found
+def calibration_prompts(tokenizer: Tokenizer, documents: int = 8) -> torch.Tensor:
+    """Prompts of about 1K tokens that no evaluation uses: int64 [documents, n]."""
+    return retrieval_questions(tokenizer, 1024, documents, 1, 8, seed=977).prompts
 
 
 @torch.no_grad()

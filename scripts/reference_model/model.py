@@ -88,6 +88,7 @@ SIZES = {
     "small": ModelConfig(layers=3, hidden=128, heads=4, kv_heads=2, ffn=384),
     "medium": ModelConfig(layers=4, hidden=192, heads=4, kv_heads=2, ffn=512),
     "large": ModelConfig(layers=6, hidden=384, heads=8, kv_heads=2, ffn=1024),
+    "strong": ModelConfig(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1408),
 }
 
 

@@ -1,4 +1,4 @@
-"""Key outliers by an exact change of coordinates.
+"""Key and value outliers by an exact change of coordinates.
 
 Large models have a few key channels that are much larger than the rest and that queries hardly read; small models
 trained for minutes do not, and a cache format cannot be told good from bad without them. Attention only sees
@@ -43,6 +43,34 @@ def scale_pair(
         weight[[pair, pair + head_dim // 2]] *= f
         out[key] = weight
     return out
+
+
+def scale_value_channel(
+    state: dict[str, torch.Tensor], layer: int, kv_head: int, channel: int, factor: float, head_dim: int = 128
+) -> dict[str, torch.Tensor]:
+    """Multiply one value channel of one kv head by ``factor`` and divide the columns of o_proj that read it.
+
+    Attention mixes values token by token and never across channels, so the layer's output is what it was, bit by bit
+    for a power of two.
+
+    Args:
+        state: state dict with Qwen3's parameter names; not changed.
+        layer, kv_head, channel: which.
+        factor: a power of two; 1/factor undoes it.
+
+    Raises:
+        ValueError: if the factor is not a power of two or the channel does not exist.
+    """
+    if factor <= 0 or math.frexp(factor)[0] != 0.5:
+        raise ValueError(f"factor must be a power of two, got {factor}")
+    v_key, o_key = (f"model.layers.{layer}.self_attn.{name}.weight" for name in ("v_proj", "o_proj"))
+    v_weight, o_weight = state[v_key].clone(), state[o_key].clone()
+    kv_heads = v_weight.shape[0] // head_dim
+    if not (0 <= kv_head < kv_heads and 0 <= channel < head_dim):
+        raise ValueError(f"kv head must be in 0..{kv_heads - 1} and channel in 0..{head_dim - 1}")
+    v_weight.view(kv_heads, head_dim, -1)[kv_head, channel] *= factor
+    o_weight.view(o_weight.shape[0], kv_heads, -1, head_dim)[:, kv_head, :, channel] *= 1 / factor
+    return {**state, v_key: v_weight, o_key: o_weight}
 
 
 MAX_GROWTH = 1.02

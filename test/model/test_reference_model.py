@@ -10,11 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation")]
 
-from reference_model import corpus, evaluate, export, retrieval, simulate  # noqa: E402
+from accuracy.calibration import calibrate  # noqa: E402
+from accuracy.measures.retrieval import Retrieval  # noqa: E402
+from accuracy.methods import all_methods  # noqa: E402
+from accuracy.models import load  # noqa: E402
+from oscar_rotation.covariance import KeyCovariance, QueryCovariance  # noqa: E402
+from reference_model import corpus, evaluate, export, retrieval  # noqa: E402
 from reference_model.model import SIZES, ReferenceModel  # noqa: E402
-from reference_model.outliers import choose_pair, scale_pair  # noqa: E402
+from reference_model.outliers import choose_pair, scale_pair, scale_value_channel  # noqa: E402
 
 MODEL = ROOT / "models" / "reference"
 
@@ -35,6 +40,11 @@ def hf():
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
 
 
+@pytest.fixture(scope="module")
+def hf32():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
 def test_folder_is_complete_and_small():
     files = {path.name: path.stat().st_size for path in MODEL.iterdir()}
     wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
@@ -42,13 +52,12 @@ def test_folder_is_complete_and_small():
     assert sum(files.values()) <= 8 * 2**20
 
 
-def test_transformers_agrees_with_our_forward(hf, model, tokenizer):
+def test_transformers_agrees_with_our_forward(hf32, model, tokenizer):
     ids = torch.tensor([tokenizer.encode("def scale(x):\n    return 1234 * x\n" * 8).ids])
-    assert type(hf).__name__ == "Qwen3ForCausalLM"
-    assert hf.config.head_dim == 128
+    assert type(hf32).__name__ == "Qwen3ForCausalLM"
+    assert hf32.config.head_dim == 128
     with torch.no_grad():
-        theirs, ours = hf.float()(ids).logits, model(ids)
-    hf.bfloat16()
+        theirs, ours = hf32(ids).logits, model(ids)
     torch.testing.assert_close(theirs, ours, atol=2e-3, rtol=1e-3)
 
 
@@ -71,17 +80,43 @@ def test_outliers_leave_bf16_logits_bit_identical(hf, tokenizer, factor):
     assert torch.equal(before, after)
 
 
-def test_outlier_arguments_are_checked():
+@pytest.mark.parametrize("factor", [1 / 4, 16])
+def test_value_outliers_leave_bf16_logits_bit_identical(hf, tokenizer, factor):
+    ids = torch.tensor([tokenizer.encode("def scale(x):\n    return 1234 * x\n" * 20).ids])
+    state = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+    changed = state
+    for layer in range(hf.config.num_hidden_layers):
+        for head in range(hf.config.num_key_value_heads):
+            changed = scale_value_channel(changed, layer, head, 5 * layer + head, factor)
+    for name in ("v_proj", "o_proj"):
+        key = f"model.layers.1.self_attn.{name}.weight"
+        assert not torch.equal(changed[key], state[key])
+    with torch.no_grad():
+        before = hf(ids).logits
+        hf.load_state_dict(changed)
+        after = hf(ids).logits
+        hf.load_state_dict(state)
+    assert torch.equal(before, after)
+
+
+def test_outlier_arguments_are_checked(hf):
+    state = hf.state_dict()
+    with pytest.raises(ValueError, match="power of two"):
+        scale_value_channel(state, 0, 0, 3, 6)
+    with pytest.raises(ValueError, match=r"kv head must be in 0\.\.1"):
+        scale_value_channel(state, 0, 2, 3, 8)
     with pytest.raises(ValueError, match="power of two"):
         scale_pair({}, 0, 3, 6)
     with pytest.raises(ValueError, match=r"0\.\.63"):
         scale_pair({}, 0, 64, 8)
 
 
-def test_shipped_model_has_the_outliers_it_claims(model, tokenizer):
+def test_shipped_model_has_the_outliers_it_claims(hf32, tokenizer):
     """One pair per layer carries most of the key energy, in the two directions that queries read least."""
-    moments = simulate.second_moments(model, evaluate.calibration_prompts(tokenizer)[:2])
-    for q_cov, k_cov in zip(moments["q"], moments["k"], strict=True):
+    calibration = calibrate(hf32, evaluate.calibration_prompts(tokenizer, 2))
+    for layer in range(len(calibration.layers)):
+        q_cov = calibration.covariance(layer, QueryCovariance).shared()
+        k_cov = calibration.covariance(layer, KeyCovariance).shared()
         pairs = k_cov.diagonal().unflatten(0, (2, -1)).sum(0)
         assert pairs.max() > 4 * (pairs.sum() - pairs.max())
         lowest = torch.linalg.eigh(q_cov.double()).eigenvectors[:, :2]
@@ -127,25 +162,32 @@ def test_documents_are_deterministic_and_fit(tokenizer):
         retrieval.build_document(count, 300, 8, seed=3)
 
 
-def test_retrieval_at_1k(model, tokenizer):
+def test_retrieval_at_1k(hf32, tokenizer):
     """BF16 recalls; OSCAR INT2 nearly as well and naive INT2 nothing, document cached and question behind it."""
-    prompts, answers, document = evaluate.prompts_and_answers(tokenizer, 1024, 2, 4, 8, seed=2)
-    prefix = evaluate.prefix_length("prefix hit", prompts.shape[1], document)
-    moments = simulate.second_moments(model, evaluate.calibration_prompts(tokenizer))
-    recipes = {"bf16": simulate.BF16} | {
-        recipe.name: recipe
-        for recipe in [
-            *simulate.baselines(64, 128, model.config.layers, prompts.device),
-            *simulate.fitted(moments, 64),
-        ]
-    }
-    found = {
-        name: evaluate.retrieval(model, recipes[name], prompts, answers, prefix, 4)
-        for name in ("bf16", "naive", "oscar")
-    }
-    assert found["bf16"] >= 0.9
-    assert found["naive"] <= 0.1
-    assert found["oscar"] >= 0.75
+    task = Retrieval(hf32, evaluate.retrieval_questions(tokenizer, 1024, 2, 4, 8, seed=2), 4)
+    calibration = calibrate(hf32, evaluate.calibration_prompts(tokenizer))
+    methods = all_methods()
+    found = {}
+    for name in ("BF16", "naive INT2 g128", "OSCAR g64", "OSCAR g128", "plus g128"):
+        methods[name].fit(calibration)
+        found[name] = task.correct(methods[name]).float().mean().item()
+    assert found["BF16"] >= 0.9
+    assert found["naive INT2 g128"] <= 0.1
+    assert found["OSCAR g64"] >= 0.75
+    # Two outlier directions per layer and one group-constant row: what balancing is for.
+    assert found["OSCAR g128"] <= 0.25
+    assert found["plus g128"] >= 0.75
+
+
+def test_loading_takes_the_outliers_out(hf32, tokenizer):
+    """The laboratory starts from the model as trained: same logits, no outliers."""
+    trained, _ = load(MODEL, "cpu")
+    ids = torch.tensor([tokenizer.encode("import os\n" * 30).ids])
+    with torch.no_grad():
+        torch.testing.assert_close(trained(ids).logits, hf32(ids).logits, atol=1e-3, rtol=1e-3)
+    norm = trained.model.layers[0].self_attn.k_norm.weight
+    assert norm.max() < 16
+    assert hf32.model.layers[0].self_attn.k_norm.weight.max() > 20
 
 
 def test_chat_template_and_chat_retrieval(hf, tokenizer):

@@ -1,0 +1,215 @@
+"""Attention over a cache of any format inside a Hugging Face model: exact for token-by-token decoding, in one forward.
+
+Teacher forcing fixes every token in advance, so decoding step by step and one forward over the whole sequence see the
+same queries, keys and values, provided that each query reads each earlier token in the form in which the cache held it
+at that step: exactly, if the token was computed in the query's own chunk or lies in a 16-bit window, else as the
+quantizer gives it back. A token is quantized once, so its quantized form does not depend on who reads it, and a
+:class:`Schedule` says from which position on a query reads exact keys and values. Queries of different layers meet
+the consequences of the layers before, as in a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "cache_laboratory"
+BLOCK_SCORES = 1 << 26
+"""Scores of a block of queries: 256 MB in float32."""
+
+Quantizer = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, [batch, kv_heads, n, head_dim]) -> float32 of the same shape: what the cache gives back for each token."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a sequence of n tokens reached the cache.
+
+    Attributes:
+        chunk_starts: int64 [n]; for each token the first position of the chunk in which it was computed. A decoded
+            token is a chunk of its own that is stored before it is attended to.
+        decode_from: tokens from here on were decoded.
+        ring_start: first position that the request's recent window may hold: the length of a prefix hit.
+    """
+
+    chunk_starts: torch.Tensor
+    decode_from: int
+    ring_start: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return len(self.chunk_starts)
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """int64 [n]: tokens in the cache when a token attends: all before its chunk, itself included if decoded."""
+        positions = torch.arange(self.length)
+        return torch.where(positions >= self.decode_from, positions + 1, self.chunk_starts)
+
+
+def prefill_then_decode(length: int, prompt: int, chunk: int = 0, prefix: int = 0) -> Schedule:
+    """The usual life of a request.
+
+    Args:
+        length: all tokens.
+        prompt: tokens of the prompt; the rest is decoded.
+        chunk: chunked-prefill size; 0 computes what is left of the prompt in one chunk.
+        prefix: tokens of the prompt that come from the prefix cache, where they were computed in one chunk.
+
+    Raises:
+        ValueError: if the parts do not nest.
+    """
+    if not 0 <= prefix <= prompt <= length or chunk < 0:
+        raise ValueError(f"need 0 <= prefix {prefix} <= prompt {prompt} <= length {length} and chunk {chunk} >= 0")
+    positions = torch.arange(length)
+    starts = torch.where(positions < prefix, 0, prefix)
+    if chunk:
+        starts = torch.where(positions < prefix, 0, prefix + (positions - prefix) // chunk * chunk)
+    return Schedule(torch.where(positions < prompt, starts, positions), prompt, prefix)
+
+
+def sliding_window(schedule: Schedule, recent: int) -> torch.Tensor:
+    """First position of the newest tokens that each query reads exactly: int64 [n].
+
+    As in the server: its chunk and the last ``recent`` tokens cached before it, none of them before ``ring_start``;
+    a decoded token counts itself among the ``recent``, and with no window at all it reads itself quantized.
+    """
+    begin = (schedule.seen - recent).clamp_min(0)
+    positions = torch.arange(schedule.length)
+    if recent:
+        floor = torch.where(positions >= schedule.ring_start, schedule.ring_start, 0)
+        begin = torch.maximum(begin, floor)
+    decoded = positions >= schedule.decode_from
+    return torch.where(decoded, begin, torch.minimum(begin, schedule.chunk_starts))
+
+
+@dataclass
+class CacheView:
+    """What attention reads.
+
+    Attributes:
+        keys, values: quantizers; None reads everything exactly.
+        sink: leading tokens that are exact.
+        key_exact_from, value_exact_from: int64 [n], from :func:`sliding_window` or a method's own rule.
+        observe: called with (layer, q, k, v, module) of every layer; for calibration and measurements.
+    """
+
+    keys: Quantizer | None = None
+    values: Quantizer | None = None
+    sink: int = 0
+    key_exact_from: torch.Tensor | None = None
+    value_exact_from: torch.Tensor | None = None
+    observe: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any], None] | None = None
+
+
+_view: CacheView | None = None
+
+
+@contextmanager
+def reading(model: Any, view: CacheView) -> Iterator[None]:
+    """Let every attention layer of ``model`` read its keys and values through ``view``."""
+    global _view
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    _view = view
+    try:
+        yield
+    finally:
+        _view = None
+        model.set_attn_implementation(before)
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls: q [batch, q_heads, n, d], k and v [batch, kv_heads, n, d]."""
+    assert _view is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if _view.observe is not None:
+        _view.observe(module.layer_idx, query, key, value, module)
+    out = composed_attention(module.layer_idx, query, key, value, scale, _view)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def first_quantized_query(view: CacheView) -> int:
+    """Queries before this one read nothing quantized; n where none does."""
+    assert view.key_exact_from is not None
+    assert view.value_exact_from is not None
+    positions = torch.arange(len(view.key_exact_from))
+    reads = (torch.minimum(view.key_exact_from, positions + 1) > view.sink) | (
+        torch.minimum(view.value_exact_from, positions + 1) > view.sink
+    )
+    found = reads.nonzero()
+    return int(found[0]) if len(found) else len(positions)
+
+
+def composed_attention(
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, view: CacheView
+) -> torch.Tensor:
+    """Causal attention in which every query reads exact or quantized keys and values as ``view`` says.
+
+    Args:
+        q: [batch, q_heads, m, d], the last m of the n tokens.
+        k, v: [batch, kv_heads, n, d].
+
+    Returns:
+        [batch, q_heads, m, d] in the dtype of ``q``.
+    """
+    m, n, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    offset = n - m
+    wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    exact = view.keys is None and view.values is None
+    begin = m if exact else min(max(first_quantized_query(view) - offset, 0), m)
+    out = torch.empty_like(q)
+    if begin:
+        out[:, :, :begin] = exact_attention(q[:, :, :begin], wide_k, wide_v, offset, scale)
+    if begin == m:
+        return out
+    k_exact, v_exact = wide_k.float(), wide_v.float()
+    k_coded = k_exact if view.keys is None else view.keys(layer, k).repeat_interleave(group, 1)
+    v_coded = v_exact if view.values is None else view.values(layer, v).repeat_interleave(group, 1)
+    assert view.key_exact_from is not None
+    assert view.value_exact_from is not None
+    positions = torch.arange(n, device=q.device)
+    step = max(1, BLOCK_SCORES // (q.shape[0] * q.shape[1] * n))
+    for start in range(begin, m, step):
+        stop = min(start + step, m)
+        last = offset + stop
+        rows = slice(offset + start, last)
+        queries = q[:, :, start:stop].float() * scale
+        before = positions[:last]
+        keys_from, values_from = (x[rows, None].to(q.device) for x in (view.key_exact_from, view.value_exact_from))
+        exact_keys = (before < view.sink) | (before >= keys_from)
+        exact_values = (before < view.sink) | (before >= values_from)
+        scores = torch.where(exact_keys, queries @ k_exact[:, :, :last].mT, queries @ k_coded[:, :, :last].mT)
+        weights = scores.masked_fill_(before > positions[rows, None], float("-inf")).softmax(-1)
+        mixed = weights.masked_fill(~exact_values, 0) @ v_exact[:, :, :last]
+        mixed += weights.masked_fill_(exact_values, 0) @ v_coded[:, :, :last]
+        out[:, :, start:stop] = mixed.to(q.dtype)
+    return out
+
+
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int, scale: float) -> torch.Tensor:
+    """Causal attention of queries at positions ``offset`` and on; k and v have as many heads as q and may go on."""
+    m, last = q.shape[2], offset + q.shape[2]
+    k, v = k[:, :, :last], v[:, :, :last]
+    if offset == 0:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    visible = torch.ones(m, last, dtype=torch.bool, device=q.device).tril(offset)
+    return scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)

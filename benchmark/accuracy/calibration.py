@@ -1,0 +1,99 @@
+"""What a method may see before it is used: activations of calibration text and the weights that read values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accuracy.attention import CacheView, reading
+from oscar_rotation.covariance import CovarianceAccumulator
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """One layer: q [tokens, q_heads, d] after RoPE, k [tokens, kv_heads, d] after RoPE, v alike, all float32."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Activations of all layers over sequences of one length.
+
+    Attributes:
+        layers: per layer.
+        seq_lens: lengths of the sequences, which lie one after the other.
+        readers: per layer W_o W_o^T by kv head, summed over its query heads: float32 [kv_heads, d, d].
+        head_dim, kv_heads: geometry.
+    """
+
+    layers: list[LayerActivations]
+    seq_lens: list[int]
+    readers: list[torch.Tensor]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.layers[0].k.shape[-1]
+
+    @property
+    def kv_heads(self) -> int:
+        """kv heads of a layer."""
+        return self.layers[0].k.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the activations are."""
+        return self.layers[0].k.device
+
+    def covariance(self, layer: int, kind: Callable[..., CovarianceAccumulator]) -> CovarianceAccumulator:
+        """A target of :mod:`oscar_rotation.covariance` over all sequences of a layer."""
+        accumulator = kind(self.kv_heads, self.head_dim, self.device)
+        x = self.layers[layer]
+        accumulator.update(x.q, x.k, x.v, self.seq_lens)
+        return accumulator
+
+    def first(self, sequences: int) -> Calibration:
+        """The same with the first ``sequences`` only."""
+        tokens = sum(self.seq_lens[:sequences])
+        layers = [LayerActivations(x.q[:tokens], x.k[:tokens], x.v[:tokens]) for x in self.layers]
+        return Calibration(layers, self.seq_lens[:sequences], self.readers)
+
+
+def output_readers(attention: Any, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """W_o W_o^T of an attention module by kv head: float32 [kv_heads, head_dim, head_dim]."""
+    weight = attention.o_proj.weight.detach().float()
+    heads = weight.view(weight.shape[0], kv_heads, -1, head_dim)
+    return torch.einsum("ohgd,ohge->hde", heads, heads)
+
+
+@torch.no_grad()
+def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
+    """Run calibration text through a model and keep what its attention layers see.
+
+    Args:
+        model: a Hugging Face causal language model.
+        ids: [sequences, n].
+        batch: sequences at a time.
+    """
+    parts: dict[int, list[LayerActivations]] = {}
+    readers: dict[int, torch.Tensor] = {}
+
+    def observe(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> None:
+        flat = [x.float().transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        parts.setdefault(layer, []).append(LayerActivations(*flat))
+        readers.setdefault(layer, output_readers(module, k.shape[1], k.shape[3]))
+
+    for chunk in ids.split(batch):
+        with reading(model, CacheView(observe=observe)):
+            model.model(chunk.to(model.device), use_cache=False)
+    layers = [
+        LayerActivations(*(torch.cat([getattr(part, name) for part in parts[layer]]) for name in ("q", "k", "v")))
+        for layer in range(len(parts))
+    ]
+    return Calibration(layers, [ids.shape[1]] * len(ids), [readers[layer] for layer in range(len(parts))])

@@ -1,0 +1,79 @@
+"""What a run measures: sizes, data, and which methods in which regime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from accuracy.methods.base import Method
+from accuracy.models import REGIMES
+
+EVALUATION_SEED = 31
+"""Documents of the report. The recipe ``plus`` was chosen on documents of seed 5 and on the text before
+:data:`EVALUATION_TEXT`."""
+
+CALIBRATION_TEXT, EVALUATION_TEXT = 0, 64_000
+"""First tokens, within the held-out modules, of calibration text and of the text that perplexity is measured on."""
+
+FIGURES = ("naive INT2 g128", "QuaRot-INT2 g128", "OSCAR g128, no rotation", "OSCAR g128", "plus g128")
+"""Methods drawn in the figures, as in the paper: naive, Hadamard, clipping alone, OSCAR; and ``plus``."""
+
+EVERYWHERE = ("methods", "plus")
+ABLATED = dict.fromkeys(("factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
+ONCE = {"windows": REGIMES[1:2], "clip": REGIMES[1:2], "calibration": REGIMES[1:2]}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        contexts, context, tail: language: sequences, their tokens, decoded tokens of each.
+        lengths: documents of retrieval, in tokens; ablations are asked about the first only.
+        documents, questions: of retrieval, per length.
+        long_contexts: lengths at which the attention KL of :data:`FIGURES` is measured.
+        tables: of methods; others are left out.
+        regimes: how many.
+        batch_tokens: retrieval, at a time.
+    """
+
+    contexts: int = 16
+    context: int = 2048
+    tail: int = 256
+    lengths: tuple[int, ...] = (1024, 4096)
+    documents: int = 12
+    questions: int = 4
+    long_contexts: tuple[int, ...] = (1024, 2048, 4096)
+    tables: tuple[str, ...] = (*EVERYWHERE, *ABLATED, *ONCE)
+    regimes: int = len(REGIMES)
+    batch_tokens: int = 65536
+
+
+SIZES = {
+    "full": Size(),
+    "reduced": Size(3, 1024, 128, (1024,), 3, 4, (), ("methods",), 3, 8192),
+    "tiny": Size(2, 640, 32, (700,), 1, 2, (640,), ("methods",), 2, 4096),
+}
+
+
+def wanted(method: Method, regime: str, size: Size) -> bool:
+    """Whether a method is measured in a regime."""
+    if method.table not in size.tables:
+        return False
+    regimes = REGIMES if method.table in EVERYWHERE else (ABLATED | ONCE)[method.table]
+    return regime in {r.name for r in regimes}
+
+
+def text_windows(tokens: np.ndarray, begin: int, count: int, length: int) -> torch.Tensor:
+    """Consecutive windows of text, wrapping around before ``begin``: int64 [count, length].
+
+    Raises:
+        ValueError: fewer tokens than one window needs.
+    """
+    usable = tokens[begin:] if len(tokens) > begin + length else tokens
+    if len(usable) < length:
+        raise ValueError(f"{len(tokens)} tokens of held-out text do not make a context of {length}")
+    starts = np.linspace(0, len(usable) - length, count).astype(int)
+    return torch.stack([torch.from_numpy(usable[s : s + length].astype(np.int64)) for s in starts])

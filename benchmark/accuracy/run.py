@@ -1,0 +1,184 @@
+"""The accuracy laboratory: measure every method on every model and regime, and write the report.
+
+    python benchmark/accuracy/run.py                                  # the shipped model, on the GPU where there is one
+    python benchmark/accuracy/run.py --model models/reference --model DIR --size full
+    python benchmark/accuracy/run.py --size reduced                   # for two CPU cores
+    python benchmark/accuracy/run.py --from results.json              # the report again
+
+Writes RESULTS (JSON), docs/accuracy.md and docs/figures/accuracy-*.svg. Plots need the extra ``plots``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation")]
+
+from accuracy import plan  # noqa: E402
+from accuracy.calibration import Calibration, calibrate  # noqa: E402
+from accuracy.measures.language import Language  # noqa: E402
+from accuracy.measures.layers import Layers  # noqa: E402
+from accuracy.measures.outliers import common_direction, outlier_statistics  # noqa: E402
+from accuracy.measures.retrieval import Retrieval  # noqa: E402
+from accuracy.methods import all_methods  # noqa: E402
+from accuracy.methods.base import Method  # noqa: E402
+from accuracy.models import REGIMES, Regime, apply_regime, load  # noqa: E402
+from reference_model.corpus import held_out_tokens  # noqa: E402
+from reference_model.evaluate import calibration_prompts, retrieval_questions  # noqa: E402
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", help="model folder or id (default: models/reference); repeatable")
+    parser.add_argument("--size", choices=[*plan.SIZES], help="default: full on a GPU, reduced on a CPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", help="methods whose name contains this, and BF16")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "accuracy.json", help="results")
+    parser.add_argument("--from", dest="source", type=Path, help="make the report from these results")
+    parser.add_argument("--report", type=Path, default=ROOT / "docs" / "accuracy.md")
+    parser.add_argument("--measure-only", action="store_true", help="no report")
+    return parser.parse_args(argv)
+
+
+class Bench:
+    """One model in one regime.
+
+    Args:
+        model: in that regime.
+        tokenizer: its tokenizer.
+        size: how much to measure.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, size: plan.Size) -> None:
+        text = held_out_tokens(tokenizer)
+        prompts = calibration_prompts(tokenizer)
+        source = plan.text_windows(text[: plan.EVALUATION_TEXT // 2], plan.CALIBRATION_TEXT, *prompts.shape)
+        self.calibrations: dict[str, Calibration] = {
+            "retrieval": calibrate(model, prompts),
+            "text": calibrate(model, source),
+        }
+        ids = plan.text_windows(text, plan.EVALUATION_TEXT, size.contexts, size.context)
+        self.language = Language(model, ids, size.tail)
+        self.layers = Layers(self.language.session)
+        self.long = {
+            n: Layers(Language(model, plan.text_windows(text, plan.EVALUATION_TEXT, 4, n), 64).session)
+            for n in size.long_contexts
+        }
+        self.retrieval = {
+            length: Retrieval(
+                model,
+                retrieval_questions(tokenizer, length, size.documents, size.questions, 8, plan.EVALUATION_SEED),
+                max(1, size.batch_tokens // length),
+            )
+            for length in size.lengths
+        }
+
+    @torch.no_grad()
+    def row(self, method: Method) -> dict[str, Any]:
+        """Fit a method and measure everything."""
+        calibration = self.calibrations[getattr(method, "domain", "retrieval")]
+        method.fit(calibration)
+        row: dict[str, Any] = {
+            "table": method.table,
+            "source": method.source,
+            "bits": {str(n): method.bits_per_element(calibration.head_dim, n) for n in (2048, 32768, 131072)},
+            "language": self.language.measure(method),
+            "retrieval": {
+                str(n): task.measure(method)
+                for index, (n, task) in enumerate(self.retrieval.items())
+                if index == 0 or method.table == "methods"
+            },
+        }
+        if method.table in plan.EVERYWHERE or method.name in plan.FIGURES:
+            row["layers"] = self.layers.measure(method)
+        if method.name in plan.FIGURES:
+            row["kl_by_length"] = {
+                str(n): vars_of(layers.measure(method), "attention_kl") for n, layers in self.long.items()
+            }
+        return row
+
+
+def vars_of(measured: dict[str, Any], name: str) -> dict[str, float]:
+    """The interval of one measurement."""
+    return measured["intervals"][name]
+
+
+def measure_model(source: str, size: plan.Size, device: str, only: str | None) -> dict[str, Any]:
+    """All regimes and methods on one model."""
+    model, tokenizer = load(source, device)
+    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prompts = calibration_prompts(tokenizer)
+    out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "regimes": {}}
+    for regime in REGIMES[: size.regimes]:
+        begin = time.time()
+        apply_regime(model, trained, prompts, regime)
+        bench = Bench(model, tokenizer, size)
+        calibration = bench.calibrations["retrieval"]
+        found: dict[str, Any] = {
+            "factors": {"keys": regime.keys, "values": regime.values},
+            "outliers": outlier_statistics(calibration),
+            "outlier_alignment": common_direction(calibration),
+            "rows": rows(bench, regime, size, only),
+        }
+        found["seconds"] = round(time.time() - begin, 1)
+        out["regimes"][regime.name] = found
+        print(f"{source}, {regime.name}: {found['seconds']:.0f} s", flush=True)
+    return out
+
+
+def rows(bench: Bench, regime: Regime, size: plan.Size, only: str | None) -> dict[str, Any]:
+    """Rows of all methods that are wanted in a regime."""
+    measured = {}
+    for name, method in all_methods().items():
+        if not plan.wanted(method, regime.name, size) or (only and only not in name and name != "BF16"):
+            continue
+        begin = time.time()
+        row = measured[name] = bench.row(method)
+        recalled = " ".join(f"{x['accuracy']['mean']:.2f}" for x in row["retrieval"].values())
+        language = row["language"]
+        line = f"ppl {language['perplexity']['mean']:9.3f}  kl {language['kl']['mean']:8.5f}  retrieval {recalled}"
+        print(f"{name:44s} {row['bits']['131072']:6.3f} bits  {line}  {time.time() - begin:5.1f} s", flush=True)
+    return measured
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, save, report."""
+    args = parse_args(argv)
+    if args.source:
+        results = json.loads(args.source.read_text(encoding="utf-8"))
+    else:
+        size_name = args.size or ("full" if args.device.startswith("cuda") else "reduced")
+        begin = time.time()
+        torch.set_grad_enabled(False)
+        sources = args.model or [str(ROOT / "models" / "reference")]
+        models = {
+            Path(source).name: measure_model(source, plan.SIZES[size_name], args.device, args.only)
+            for source in sources
+        }
+        results = {
+            "size": size_name,
+            "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU",
+            "seconds": round(time.time() - begin),
+            "models": models,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+        print(f"wrote {args.out} after {results['seconds']} s", flush=True)
+    if not args.measure_only:
+        from accuracy.report import write_report
+
+        write_report(results, args.report)
+        print(f"wrote {args.report}")
+
+
+if __name__ == "__main__":
+    main()
