@@ -14,6 +14,8 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +114,10 @@ def vars_of(measured: dict[str, Any], name: str) -> dict[str, float]:
     return measured["intervals"][name]
 
 
-def measure_model(source: str, size: plan.Size, device: str, only: str | None) -> dict[str, Any]:
-    """All regimes and methods on one model."""
+def measure_model(
+    source: str, size: plan.Size, device: str, only: str | None, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """All regimes and methods on one model; ``save`` is given what there is after every regime."""
     model, tokenizer = load(source, device)
     trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prompts = calibration_prompts(tokenizer)
@@ -131,6 +135,7 @@ def measure_model(source: str, size: plan.Size, device: str, only: str | None) -
         }
         found["seconds"] = round(time.time() - begin, 1)
         out["regimes"][regime.name] = found
+        save(out)
         print(f"{source}, {regime.name}: {found['seconds']:.0f} s", flush=True)
     return out
 
@@ -150,6 +155,27 @@ def rows(bench: Bench, regime: Regime, size: plan.Size, only: str | None) -> dic
     return measured
 
 
+def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
+    """Every model of the command line; the results are written to ``args.out`` as they come."""
+    torch.set_grad_enabled(False)
+    begin = time.time()
+    results: dict[str, Any] = {
+        "size": size_name,
+        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU",
+        "models": {},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def save(name: str, found: dict[str, Any]) -> None:
+        results["models"][name] = found
+        results["seconds"] = round(time.time() - begin)
+        args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+
+    for source in args.model or [str(ROOT / "models" / "reference")]:
+        measure_model(source, plan.SIZES[size_name], args.device, args.only, partial(save, Path(source).name))
+    return results
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, save, report."""
     args = parse_args(argv)
@@ -157,21 +183,7 @@ def main(argv: list[str] | None = None) -> None:
         results = json.loads(args.source.read_text(encoding="utf-8"))
     else:
         size_name = args.size or ("full" if args.device.startswith("cuda") else "reduced")
-        begin = time.time()
-        torch.set_grad_enabled(False)
-        sources = args.model or [str(ROOT / "models" / "reference")]
-        models = {
-            Path(source).name: measure_model(source, plan.SIZES[size_name], args.device, args.only)
-            for source in sources
-        }
-        results = {
-            "size": size_name,
-            "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU",
-            "seconds": round(time.time() - begin),
-            "models": models,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+        results = measure(args, size_name)
         print(f"wrote {args.out} after {results['seconds']} s", flush=True)
     if not args.measure_only:
         from accuracy.report import write_report
