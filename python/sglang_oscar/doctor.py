@@ -170,7 +170,7 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, and an estimate of its memory account."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_oscar import gate, refusals
+    from sglang_oscar import extend_backend, gate, refusals
     from sglang_oscar.memory_plan import Geometry, make_plan
     from sglang_oscar.rotations import load_rotations
     from sglang_oscar.settings import Settings
@@ -200,6 +200,13 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
         loaded["layout"] = gate.row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
         return f"{loaded['layout'].group_size} channels, {loaded['layout'].bits_per_element:.2f} bits per element"
 
+    def prompts() -> str:
+        import torch
+
+        names = {None: "the torch reference", "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return f"attention by {names[extend_backend.choose(loaded['settings'].extend_backend, device)]}"
+
     def rotations() -> str:
         config = loaded["model"]
         found = load_rotations(loaded["settings"], config.num_hidden_layers, config.head_dim)
@@ -216,6 +223,7 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     if all(check.ok for check in checks):
         checks.append(attempt("group size", group))
         checks.append(attempt("rotations", rotations))
+        checks.append(attempt("prompts", prompts))
     if "layout" in loaded:
         checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))
     return checks

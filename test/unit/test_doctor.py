@@ -75,6 +75,15 @@ def test_variables(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SGLANG_OSCAR_V_CLIP_RATIO='7'" in failed(doctor.model_checks(str(model), None, 8 * GIB), "variables")
 
 
+def test_prompts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is nothing to choose."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checks = by_name(doctor.model_checks(str(model), None, 8 * GIB))
+    assert checks["prompts"].detail == "attention by the torch reference"
+    monkeypatch.setenv("SGLANG_OSCAR_EXTEND_BACKEND", "triton")
+    assert "--device cuda" in failed(doctor.model_checks(str(model), None, 8 * GIB), "prompts")
+
+
 @pytest.mark.parametrize("value", [None, "/nonexistent/k.pt"])
 def test_rotations(value: str | None, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_OSCAR_K_ROTATION_PATH")
