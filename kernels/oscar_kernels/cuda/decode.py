@@ -135,12 +135,12 @@ def decode(
     )  # fmt: skip
     blocks = _processors(q_rot.device.index or 0)
     launch(
-        decode_kernel, (blocks, 1), variant.threads, variant.shared_bytes,
+        decode_kernel, (blocks, 1, 1), variant.threads, variant.shared_bytes,
         [query, buffers, described, _Partials(partial, lse), _POINTER(ranges)],
         overlap=True,
     )  # fmt: skip
     launch(
-        merge_kernel, (q_heads, batch), MERGE_THREADS, 0,
+        merge_kernel, (q_heads, batch, 4 if batch * q_heads < 512 else 1), MERGE_THREADS, 0,
         [_POINTER(partial), _POINTER(lse), _POINTER(ranges), _POINTER(out.data_ptr()), ctypes.c_int64(out.stride(0)),
          ctypes.c_int64(out.stride(1))],
         overlap=True,

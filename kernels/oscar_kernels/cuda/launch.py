@@ -12,7 +12,7 @@ from oscar_kernels.cuda.jit import _check
 
 def launch(
     function: Any,
-    grid: tuple[int, int],
+    grid: tuple[int, int, int],
     threads: int,
     shared_bytes: int,
     arguments: list[ctypes._SimpleCData[Any] | ctypes.Structure],
@@ -22,7 +22,7 @@ def launch(
 
     Args:
         function: from :func:`oscar_kernels.cuda.jit.load`.
-        grid: blocks in x and y.
+        grid: blocks in x, y and z.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         arguments: the kernel's parameters as ctypes values.
@@ -31,7 +31,7 @@ def launch(
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = torch.cuda.current_stream().cuda_stream

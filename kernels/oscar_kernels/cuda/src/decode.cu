@@ -24,8 +24,28 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
   for (Segments segments(tables, prefix); !segments.done();) {
     Segment segment = segments.next();
     const u16* q = query.q + segment.request * query.token_stride + head * GQA * query.head_stride;
-    State state;
-    state.clear(1);
+    Softmax softmax;
+    Output output;
+    softmax.clear();
+    output.clear();
+    if (segment.history_begin < segment.history_end) {
+      QueryCodes codes;
+      Values values;
+      codes.load(q, query.head_stride, query.sm_scale);
+      values.clear();
+      int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
+      int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
+      for (int stage = segment.history_begin; stage < segment.history_end; stage++, turn.advance()) {
+        u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
+        barrier_wait(full_barrier(base, turn.stage), turn.parity);
+        attend_history(softmax, values, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
+        live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
+        if (stage % Values::TILES_TO_HALVE == Values::TILES_TO_HALVE - 1) values.halve(softmax);
+      }
+      values.finish(output);
+    }
     if (segment.window_begin < segment.window_end) {
       QueryFloats columns;
       columns.load(q, query.head_stride, query.sm_scale);
@@ -37,34 +57,16 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
           int first = tile * WINDOW_TILE;
           int count = min(min(WINDOW_TOKENS, left) - first, WINDOW_TILE);
           u32 offset = first * WINDOW_STRIDE;
-          if (count > 0) attend_window(state, columns, keys + offset, keys + SIDE_BYTES + offset, count);
+          if (count > 0) attend_window(softmax, output, columns, keys + offset, keys + SIDE_BYTES + offset, count);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
       }
     }
-    float factors[4] = {1, 1, 1, 1};
-    if (segment.history_begin < segment.history_end) {
-      begin_history(state);
-      QueryCodes codes;
-      codes.load(q, query.head_stride, query.sm_scale);
-      int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
-      int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
-      for (int stage = segment.history_begin; stage < segment.history_end; stage++, turn.advance()) {
-        u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
-        barrier_wait(full_barrier(base, turn.stage), turn.parity);
-        if (live_begin < TILE && live_end > 0)
-          attend_history(state, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
-        live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
-      }
-      for (int plane = 0; plane < 4; plane++) factors[plane] = 1 / history_unit(state.factor, plane);
-    }
     Plain plain;
-    settle(state, factors, plain);
-    combine(state, plain, exchange, head, part);
-    if (part == 0) write_partial(state, plain, partials, segment.slot, head);
+    settle(softmax, output, plain);
+    combine(softmax, plain, exchange, head, part);
+    if (part == 0) write_partial(softmax, plain, partials, segment.slot, head);
   }
 }
 
@@ -72,8 +74,8 @@ DEVICE void copy(const Tables& tables, const Buffers& buffers, const int* prefix
   Turn turn;
   for (Segments segments(tables, prefix); !segments.done();) {
     Segment segment = segments.next();
-    copy_window(segment, tables, buffers, shared, turn);
     copy_history(segment, tables, buffers, shared, turn);
+    copy_window(segment, tables, buffers, shared, turn);
   }
 }
 

@@ -4,16 +4,13 @@
 // bits 0-1 of a byte is worth itself, one at bits 2-3 four times that, which the query divides out; those at bits 4-7 are
 // worth 16 times as much and have sums of their own. Queries are 16-bit fixed-point numbers in two columns, high byte and
 // low byte, so their rounding is finer than that of bfloat16.
-// Values: O' = V' P', float16 products. The code at bits 2j of a 16-bit half is the subnormal number code 4^j 2^-24; the
-// tensor cores multiply subnormals exactly, and the end of the segment divides 4^j 2^-24 out.
+// Values: O' = V' P', see values_fixed.cuh and values_float.cuh.
 // Scales and zero points never touch a code: q.k = s (q.c - z sum(q)) and sum(p v) = sum((p s) c) - sum(p s z).
 #pragma once
 
-#include "softmax.cuh"
-
-// Which token of a set of eight a row of a product is: chosen so that the rows that are loaded at the same time, in pairs
-// of lanes for keys and for values, lie in different banks where a row is 8 words longer than a multiple of 32.
-DEVICE int token_of_row(int row) { return row % 2 == 0 ? row / 2 : (row / 2 ^ 2) + 4; }
+#include "tile.cuh"
+#include "values_fixed.cuh"
+#include "values_float.cuh"
 
 // The queries of a kv head as columns of products: column 2 h is the high byte of head h, column 2 h + 1 the low byte.
 struct QueryCodes {
@@ -82,37 +79,6 @@ DEVICE void QueryCodes::load(const u16* q, i64 head_stride, float sm_scale) {
   }
 }
 
-struct Param {
-  float scale, zero;
-};
-
-DEVICE void load_params(Param (&params)[GROUPS], u32 address) {
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    if (SCALE_BYTES == 4) {
-      params[g] = {as_float(load_shared(address + 8 * g)), as_float(load_shared(address + 8 * g + 4))};
-    } else {
-      u32 word = load_shared(address + 4 * g);
-      params[g] = {low_half<SCALE_BF16>(word), high_half<SCALE_BF16>(word)};
-    }
-  }
-}
-
-// Where this lane reads in a tile; byte offsets of this warp's kv head.
-struct Lane {
-  int key, value_even, value_odd, params;
-
-  DEVICE explicit Lane(int head) {
-    int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
-    int codes = head * CODE_BYTES;
-    key = token_of_row(row) * ROW_BYTES + codes + (HEAD_DIM == 64 ? 4 : 8) * c;
-    int value = codes + (HEAD_DIM == 64 ? 2 : 4) * row;
-    value_even = token_of_row(2 * c) * ROW_BYTES + value;
-    value_odd = token_of_row(2 * c + 1) * ROW_BYTES + value;
-    params = token_of_row(row) * ROW_BYTES + PARAMS_OFFSET + head * PARAM_BYTES;
-  }
-};
-
 // Products of the 16 tokens at ``tile`` with all queries: per group, and per nibble of the keys' bytes.
 using KeyProducts = int[GROUPS][2][QK_BLOCKS][4];
 
@@ -161,64 +127,24 @@ DEVICE float key_product(const KeyProducts& products, int group, int block, int 
   return __int2float_rn(whole(0) * 16 + whole(1));
 }
 
-// Weighted sums of the values of the 16 tokens at ``tile``; columns[g] are the weights times the scales of group g.
-DEVICE void value_products(
-    State& state, const u32 (&columns)[GROUPS][PV_BLOCKS][2], u32 tile_even, u32 tile_odd) {
-  auto multiply = [&](int group, int index, u32 mixed0, u32 mixed1) {  // 16 codes of two tokens each
-    u32 next0 = mixed0 >> 8, next1 = mixed1 >> 8;
-#pragma unroll
-    for (int plane = 0; plane < 4; plane++) {
-      u32 mask = 0x00030003u << (2 * plane);
-      int g = GROUPS == 1 ? 0 : (plane * PLANE + group) / GROUP;
-#pragma unroll
-      for (int n = 0; n < PV_BLOCKS; n++)
-        mma_k16<false>(state.acc[n][4 * index + plane], mixed0 & mask, next0 & mask, mixed1 & mask, next1 & mask,
-                       columns[g][n][0], columns[g][n][1]);
-    }
-  };
-  if (HEAD_DIM == 64) {
-    u32 mixed[2];
-#pragma unroll
-    for (int set = 0; set < 2; set++) {
-      u32 at = 8 * set * ROW_BYTES;
-      mixed[set] = __byte_perm(load_shared_u16(tile_even + at), load_shared_u16(tile_odd + at), 0x5410);
-    }
-    multiply(0, 0, mixed[0], mixed[1]);
-  } else {
-#pragma unroll
-    for (int span = 0; span < HEAD_DIM / 128; span++) {
-      u32 even0 = load_shared(tile_even + 32 * span), odd0 = load_shared(tile_odd + 32 * span);
-      u32 even1 = load_shared(tile_even + 32 * span + 8 * ROW_BYTES);
-      u32 odd1 = load_shared(tile_odd + 32 * span + 8 * ROW_BYTES);
-      multiply(32 * span, 2 * span, __byte_perm(even0, odd0, 0x5410), __byte_perm(even1, odd1, 0x5410));
-      multiply(32 * span, 2 * span + 1, __byte_perm(even0, odd0, 0x7632), __byte_perm(even1, odd1, 0x7632));
-    }
-  }
-}
-
-// Weights of 32 tokens as columns of products with values, eight tokens to a row; see columns_of.
-struct Weights {
-  float plain[TILE / 8][QK_BLOCKS];
-  u32 scaled[TILE / 16][GROUPS][PV_BLOCKS][2];  // times value scale and factor: two float16 numbers
-
-  // Whether a number is 2 or more, infinite or NaN: its second bit tells.
-  DEVICE bool too_large() const {
-    u32 bits = 0;
-    for (const auto& pair : scaled)
-      for (const auto& group : pair)
-        for (const auto& block : group) bits |= block[0] | block[1];
-    return bits & 0x40004000u;
-  }
+// Values of up to four query heads are summed in integers, of more in floats.
+template <bool FIXED>
+struct ValuesOf {
+  using type = FixedValues;
 };
+template <>
+struct ValuesOf<false> {
+  using type = FloatValues;
+};
+using Values = ValuesOf<PAIRED>::type;
 
 // The tile's tokens [live_begin, live_end) count; the rest of the tile may hold anything.
-DEVICE void attend_history(
-    State& state, const QueryCodes& q, const Lane& lane, u32 keys, u32 values, int live_begin, int live_end) {
-  constexpr int ROWS = TILE / 8;
-  Param value_params[ROWS][GROUPS];
-  float logits[ROWS][QK_BLOCKS];  // in sixteenths of the query's units
+DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, const Lane& lane, u32 keys, u32 values,
+                           int live_begin, int live_end) {
+  Param value_params[TOKENS][GROUPS];
+  float logits[TOKENS][QK_BLOCKS];  // in sixteenths of the query's units
 #pragma unroll
-  for (int i = 0; i < ROWS; i += 2) {
+  for (int i = 0; i < TOKENS; i += 2) {
     KeyProducts products;
     key_products(products, q, keys + lane.key + 8 * i * ROW_BYTES);
 #pragma unroll
@@ -239,7 +165,7 @@ DEVICE void attend_history(
   }
   if (live_begin > 0 || live_end < TILE) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    for (int i = 0; i < TOKENS; i++) {
       int token = token_of_row(threadIdx.x % 32 / 4) + 8 * i;
       if (token < live_begin || token >= live_end) {
         for (int b = 0; b < QK_BLOCKS; b++) logits[i][b] = minus_infinity();
@@ -248,89 +174,35 @@ DEVICE void attend_history(
     }
   }
 
-  Weights weights;
+  float weights[TOKENS][QK_BLOCKS];
+  Values::Columns columns;
   for (bool raised = false;; raised = true) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i += 2) {
+    for (int i = 0; i < TOKENS; i++)
 #pragma unroll
-      for (int j = 0; j < 2; j++)
-#pragma unroll
-        for (int b = 0; b < QK_BLOCKS; b++)
-          weights.plain[i + j][b] = exp2_fast(logits[i + j][b] * q.unit[b] - state.top[b]);
-#pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
-        float first = value_params[i][g].scale * state.factor, second = value_params[i + 1][g].scale * state.factor;
-#pragma unroll
-        for (int n = 0; n < PV_BLOCKS; n++) {
-          const auto& x = weights.plain[i];
-          const auto& y = weights.plain[i + 1];
-          u32(&pair)[2] = weights.scaled[i / 2][g][n];
-          if (PAIRED) {
-            pair[0] = pair[1] = pack_half(x[0] * first, y[0] * second);
-          } else {
-            pair[0] = pack_half(x[State::left(n)] * first, x[State::right(n)] * first);
-            pair[1] = pack_half(y[State::left(n)] * second, y[State::right(n)] * second);
-          }
-        }
-      }
-    }
-    // Weights beyond their maximum so far, or values with scales beyond theirs, are rare after the first tiles.
-    if (raised || !__any_sync(FULL_WARP, weights.too_large())) break;
+      for (int b = 0; b < QK_BLOCKS; b++) weights[i][b] = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
+    bool fits = sums.round(columns, weights, value_params);
+    // Weights far above their maximum so far, or values with scales above theirs, are rare after the first tiles.
+    if (raised || !__any_sync(FULL_WARP, !fits)) break;
     float peak[QK_BLOCKS], largest = 0;
     for (int b = 0; b < QK_BLOCKS; b++) {
       peak[b] = LOWEST;
-      for (int i = 0; i < ROWS; i++) peak[b] = fmaxf(peak[b], logits[i][b] * q.unit[b]);
+      for (int i = 0; i < TOKENS; i++) peak[b] = fmaxf(peak[b], logits[i][b] * q.unit[b]);
     }
-    for (int i = 0; i < ROWS; i++)
+    for (int i = 0; i < TOKENS; i++)
       for (int g = 0; g < GROUPS; g++) largest = fmaxf(largest, value_params[i][g].scale);
     for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-    state.raise(peak, largest * state.factor > 1 ? 0.5f / largest : state.factor);
+    sums.scale(softmax.raise(peak), largest);
   }
 
 #pragma unroll
-  for (int i = 0; i < ROWS; i++)
+  for (int i = 0; i < TOKENS; i++)
 #pragma unroll
     for (int b = 0; b < QK_BLOCKS; b++) {
-      state.total[b] += weights.plain[i][b];
+      softmax.total[b] += weights[i][b];
 #pragma unroll
       for (int g = 0; g < GROUPS; g++)
-        state.shift[b][g] += weights.plain[i][b] * value_params[i][g].scale * value_params[i][g].zero;
+        softmax.shift[b][g] += weights[i][b] * value_params[i][g].scale * value_params[i][g].zero;
     }
-#pragma unroll
-  for (int i = 0; i < ROWS; i += 2) {
-    u32 columns[GROUPS][PV_BLOCKS][2];
-    bool odd = threadIdx.x & 4;
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++)
-#pragma unroll
-      for (int n = 0; n < PV_BLOCKS; n++) {
-        const u32(&pair)[2] = weights.scaled[i / 2][g][n];
-        if (PAIRED) {
-          // Column 2 h gets the weights of the first eight tokens and column 2 h + 1 those of the other eight; each is
-          // multiplied with its own eight only, and the two columns are summed in the end.
-          u32 both = transpose_8x8(pair[0]);
-          columns[g][n][0] = odd ? 0 : both;
-          columns[g][n][1] = odd ? both : 0;
-        } else {
-          columns[g][n][0] = transpose_8x8(pair[0]);
-          columns[g][n][1] = transpose_8x8(pair[1]);
-        }
-      }
-    u32 at = values + 8 * i * ROW_BYTES;
-    value_products(state, columns, at + lane.value_even, at + lane.value_odd);
-  }
-}
-
-// What the accumulator of history holds for each unit of output: of the channels of a plane.
-DEVICE float history_unit(float factor, int plane) { return factor * ((1 << (2 * plane)) / 16777216.0f); }
-
-// Turns the outputs of a window into an accumulator of history.
-DEVICE void begin_history(State& state) {
-  state.factor = 1e30f;  // no scale has been seen: the first tile lowers it
-#pragma unroll
-  for (auto& block : state.acc)
-#pragma unroll
-    for (int i = 0; i < TILES_M; i++)
-#pragma unroll
-      for (float& x : block[i]) x *= history_unit(1e30f, i % 4);
+  sums.add(columns, values + lane.value_even, values + lane.value_odd);
 }

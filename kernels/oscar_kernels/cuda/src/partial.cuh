@@ -14,8 +14,7 @@ DEVICE float sum_tokens(float x) {
   return x;
 }
 
-// State of this lane's heads as plain numbers: totals summed over tokens, outputs with scale and zero point in them.
-// Channel 4 q + i of run r of a head, see output_channel, is out[b][r][i].
+// Outputs of this lane's heads with scale and zero point in them, still unnormalized: channel output_channel(run) + i.
 constexpr int RUN = HEAD_DIM == 64 ? 2 : 4;         // neighbouring channels that a lane holds
 constexpr int RUNS = HEAD_DIM / (8 * RUN);
 struct Plain {
@@ -30,33 +29,27 @@ DEVICE constexpr int group_of_run(int run) {
   return HEAD_DIM == 64 ? run * PLANE / GROUP : (run % 4 * PLANE + run / 4 * 32) / GROUP;
 }
 
-// Takes totals and shifts over all tokens and leaves the outputs in ``plain``: acc times ``factors`` [plane], and shift.
-DEVICE void settle(State& state, const float (&factors)[4], Plain& plain) {
+// Sums totals over all tokens and brings outputs and zero points together.
+DEVICE void settle(Softmax& softmax, const Output& output, Plain& plain) {
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
-    state.total[b] = sum_tokens(state.total[b]);
+    softmax.total[b] = sum_tokens(softmax.total[b]);
     float shift[GROUPS];
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) shift[g] = sum_tokens(state.shift[b][g]);
+    for (int g = 0; g < GROUPS; g++) shift[g] = sum_tokens(softmax.shift[b][g]);
 #pragma unroll
     for (int run = 0; run < RUNS; run++)
 #pragma unroll
       for (int i = 0; i < RUN; i++) {
-        int plane = run % 4, tile = run / 4 * 8 + i / 2 * 4 + plane;
-        float x;
-        if (PAIRED) {
-          const float* acc = state.acc[0][tile];
-          x = i % 2 ? acc[2] + acc[3] : acc[0] + acc[1];
-        } else {
-          x = state.acc[b / 2][tile][2 * (i % 2) + b % 2];
-        }
-        plain.out[b][run][i] = x * factors[plane] - shift[group_of_run(run)];
+        const float* acc = output.acc[b / 2][run / 4 * 8 + i / 2 * 4 + run % 4];
+        float x = PAIRED ? acc[2 * (i % 2)] + acc[2 * (i % 2) + 1] : acc[2 * (i % 2) + b % 2];
+        plain.out[b][run][i] = x - shift[group_of_run(run)];
       }
   }
 }
 
-// Folds the states of the TILES_PER_STAGE warps of a head into the first one's. Every warp of the head takes part.
-DEVICE void combine(State& state, Plain& plain, float* exchange, int head, int part) {
+// Folds the results of the TILES_PER_STAGE warps of a head into the first one's. Every warp of the head takes part.
+DEVICE void combine(Softmax& softmax, Plain& plain, float* exchange, int head, int part) {
   if (TILES_PER_STAGE == 1) return;
   int lane = threadIdx.x % 32;
   for (int width = TILES_PER_STAGE / 2; width > 0; width /= 2) {
@@ -67,8 +60,8 @@ DEVICE void combine(State& state, Plain& plain, float* exchange, int head, int p
       for (int b = 0; b < QK_BLOCKS; b++) {
         float* numbers = box + (4 * b + lane % 4) * (HEAD_DIM + 2);
         if (lane < 4) {
-          numbers[HEAD_DIM] = state.top[b];
-          numbers[HEAD_DIM + 1] = state.total[b];
+          numbers[HEAD_DIM] = softmax.top[b];
+          numbers[HEAD_DIM + 1] = softmax.total[b];
         }
         for (int run = 0; run < RUNS; run++)
           for (int i = 0; i < RUN; i++) numbers[output_channel(run) + i] = plain.out[b][run][i];
@@ -80,10 +73,10 @@ DEVICE void combine(State& state, Plain& plain, float* exchange, int head, int p
       for (int b = 0; b < QK_BLOCKS; b++) {
         const float* numbers = box + (4 * b + lane % 4) * (HEAD_DIM + 2);
         float other = numbers[HEAD_DIM];
-        float top = fmaxf(state.top[b], other);
-        float mine = exp2_fast(state.top[b] - top), theirs = exp2_fast(other - top);
-        state.top[b] = top;
-        state.total[b] = state.total[b] * mine + numbers[HEAD_DIM + 1] * theirs;
+        float top = fmaxf(softmax.top[b], other);
+        float mine = exp2_fast(softmax.top[b] - top), theirs = exp2_fast(other - top);
+        softmax.top[b] = top;
+        softmax.total[b] = softmax.total[b] * mine + numbers[HEAD_DIM + 1] * theirs;
         for (int run = 0; run < RUNS; run++)
           for (int i = 0; i < RUN; i++)
             plain.out[b][run][i] = plain.out[b][run][i] * mine + numbers[output_channel(run) + i] * theirs;
@@ -93,15 +86,15 @@ DEVICE void combine(State& state, Plain& plain, float* exchange, int head, int p
   }
 }
 
-DEVICE void write_partial(const State& state, const Plain& plain, const Partials& partials, int slot, int kv_head) {
+DEVICE void write_partial(const Softmax& softmax, const Plain& plain, const Partials& partials, int slot, int kv_head) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     if (!head_exists(b)) continue;
     i64 row = (i64)slot * Q_HEADS + kv_head * GQA + 4 * b + lane % 4;
-    bool empty = state.total[b] == 0;  // a NaN is not: it is passed on
-    float inverse = empty ? 0.0f : 1.0f / state.total[b];
-    if (lane < 4) partials.lse[row] = empty ? minus_infinity() : state.top[b] + log2_fast(state.total[b]);
+    bool empty = softmax.total[b] == 0;  // a NaN is not: it is passed on
+    float inverse = empty ? 0.0f : 1.0f / softmax.total[b];
+    if (lane < 4) partials.lse[row] = empty ? minus_infinity() : softmax.top[b] + log2_fast(softmax.total[b]);
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
       float* at = partials.out + row * HEAD_DIM + output_channel(run);

@@ -1,5 +1,5 @@
-// Who works on what. The work of a batch is a list of stages, request after request: of each first the window stages,
-// then the history stages. Every block takes an equal run of it, so all finish together whatever the lengths are. The
+// Who works on what. The work of a batch is a list of stages, request after request: of each first the history stages,
+// then the window stages. Every block takes an equal run of it, so all finish together whatever the lengths are. The
 // part of a run that belongs to one request is a segment and yields one partial result.
 #pragma once
 
@@ -75,8 +75,8 @@ DEVICE int owner(int stages, int stage) { return (int)((((i64)stage + 1) * busy_
 
 struct Segment {
   int request;
-  int window_begin, window_end;    // stages, counted from the request's first window stage
-  int history_begin, history_end;  // and from its first history stage
+  int history_begin, history_end;  // stages, counted from the request's first history stage
+  int window_begin, window_end;    // and from its first window stage
   int slot;                        // of the partial result
   Borders borders;
 };
@@ -106,12 +106,12 @@ struct Segments {
     Segment segment;
     segment.request = request;
     segment.borders = borders_of(tables, request);
-    int windows = segment.borders.window_stages();
+    int history = segment.borders.history_stages();
     int first = stage - prefix[request], last = min(end, prefix[request + 1]) - prefix[request];
-    segment.window_begin = min(first, windows);
-    segment.window_end = min(last, windows);
-    segment.history_begin = max(first - windows, 0);
-    segment.history_end = max(last - windows, 0);
+    segment.history_begin = min(first, history);
+    segment.history_end = min(last, history);
+    segment.window_begin = max(first - history, 0);
+    segment.window_end = max(last - history, 0);
     segment.slot = blockIdx.x + request;  // from segment to segment one of the two counts up, so no two share a slot
     stage = prefix[request] + last;
     return segment;

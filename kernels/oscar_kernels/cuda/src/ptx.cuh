@@ -59,6 +59,11 @@ DEVICE float log2_fast(float x) {
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEVICE float add_toward_zero(float x, float y) {
+  float z;
+  asm("add.rz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
 DEVICE float half_to_float(u32 bits) {
   float y;
   asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(y) : "r"(bits));
@@ -90,6 +95,11 @@ DEVICE u32 pack_halves(float low, float high) {
 }
 
 // ---- tensor cores ------------------------------------------------------------------------------------------------
+// c[16x8] += a[16x32] * b[32x8], both u8
+DEVICE void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 // c[16x8] += a[16x32] (u8) * b[32x8] (s8)
 DEVICE void mma_codes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm(

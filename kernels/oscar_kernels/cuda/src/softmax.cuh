@@ -9,54 +9,73 @@
 constexpr float SLACK = 3.0f;     // by how much (log2) a window's logit may exceed the running maximum
 constexpr float LOWEST = -1e30f;  // running maximum of nothing
 
-struct State {
-  float acc[PV_BLOCKS][TILES_M][4];  // unnormalized output
-  float top[QK_BLOCKS];              // running maximum of log2 weights
-  float total[QK_BLOCKS];            // sum of weights, this lane's tokens only
-  float shift[QK_BLOCKS][GROUPS];    // sum of weight * scale * zero point, this lane's tokens only
-  float factor;                      // acc holds weights times this, about the inverse of the largest value scale
+struct Softmax {
+  float top[QK_BLOCKS];            // running maximum of log2 weights
+  float total[QK_BLOCKS];          // sum of weights, this lane's tokens only
+  float shift[QK_BLOCKS][GROUPS];  // sum of weight * value scale * zero point, this lane's tokens only
 
-  DEVICE void clear(float first_factor) {
-    for (auto& block : acc)
-      for (auto& tile : block)
-        for (float& x : tile) x = 0;
+  DEVICE void clear() {
+#pragma unroll
     for (int b = 0; b < QK_BLOCKS; b++) {
       top[b] = LOWEST;
       total[b] = 0;
       for (float& x : shift[b]) x = 0;
     }
-    factor = first_factor;
   }
 
-  // New maxima of this lane's heads over the warp, given this lane's; everything so far is scaled to them.
-  DEVICE void raise(const float (&lane_top)[QK_BLOCKS], float new_factor) {
-    float fade[QK_BLOCKS];
+  // Halves every weight so far and to come.
+  DEVICE void halve() {
+#pragma unroll
+    for (int b = 0; b < QK_BLOCKS; b++) {
+      top[b] += 1;
+      total[b] *= 0.5f;
+      for (float& x : shift[b]) x *= 0.5f;
+    }
+  }
+
+  // New maxima of this lane's heads over the warp, given this lane's. Returns what everything so far is scaled by.
+  struct Fade {
+    float of[QK_BLOCKS];
+  };
+  DEVICE Fade raise(const float (&lane_top)[QK_BLOCKS]) {
+    Fade fade;
 #pragma unroll
     for (int b = 0; b < QK_BLOCKS; b++) {
       float peak = lane_top[b];
       for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(FULL_WARP, peak, step));
       peak = fmaxf(peak, top[b]);
-      fade[b] = exp2_fast(top[b] - peak);
+      fade.of[b] = exp2_fast(top[b] - peak);
       top[b] = peak;
-      total[b] *= fade[b];
-      for (float& x : shift[b]) x *= fade[b];
+      total[b] *= fade.of[b];
+      for (float& x : shift[b]) x *= fade.of[b];
     }
-    float ratio = new_factor / factor;
-    factor = new_factor;
+    return fade;
+  }
+};
+
+// Blocks of heads that the even and odd columns of output block n belong to.
+DEVICE constexpr int left_block(int n) { return PAIRED ? 0 : 2 * n; }
+DEVICE constexpr int right_block(int n) { return PAIRED ? 0 : (2 * n + 1 < QK_BLOCKS ? 2 * n + 1 : 2 * n); }
+
+// Unnormalized outputs. Tile i holds, in rows l / 4 and l / 4 + 8, channels output_channel(...) of partial.cuh; of PAIRED
+// columns the sum counts.
+struct Output {
+  float acc[PV_BLOCKS][TILES_M][4];
+
+  DEVICE void clear() {
+    for (auto& block : acc)
+      for (auto& tile : block)
+        for (float& x : tile) x = 0;
+  }
+
+  DEVICE void scale(const Softmax::Fade& fade, float factor) {
 #pragma unroll
     for (int n = 0; n < PV_BLOCKS; n++)
 #pragma unroll
-      for (int i = 0; i < TILES_M; i++) {
-        acc[n][i][0] *= ratio * fade[left(n)];
-        acc[n][i][1] *= ratio * fade[right(n)];
-        acc[n][i][2] *= ratio * fade[left(n)];
-        acc[n][i][3] *= ratio * fade[right(n)];
-      }
+      for (auto& tile : acc[n])
+#pragma unroll
+        for (int i = 0; i < 4; i++) tile[i] *= factor * fade.of[i % 2 ? right_block(n) : left_block(n)];
   }
-
-  // Blocks of heads that the even and odd columns of output block n belong to.
-  DEVICE static constexpr int left(int n) { return PAIRED ? 0 : 2 * n; }
-  DEVICE static constexpr int right(int n) { return PAIRED ? 0 : (2 * n + 1 < QK_BLOCKS ? 2 * n + 1 : 2 * n); }
 };
 
 // Query heads 4 b + l % 4 that exist.

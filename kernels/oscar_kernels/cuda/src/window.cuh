@@ -46,7 +46,7 @@ DEVICE void QueryFloats::load(const u16* q, i64 head_stride, float sm_scale) {
 DEVICE int row_of_token(int token) { return WINDOW_TOKENS < WINDOW_TILE ? min(token, WINDOW_TOKENS - 1) : token; }
 
 // ``keys`` and ``values``: this warp's kv head of the tile's first token. Tokens from ``count`` on may hold anything.
-DEVICE void attend_window(State& state, const QueryFloats& q, u32 keys, u32 values, int count) {
+DEVICE void attend_window(Softmax& softmax, Output& output, const QueryFloats& q, u32 keys, u32 values, int count) {
   int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
   float product[QK_BLOCKS][4];
   for (auto& block : product)
@@ -65,14 +65,14 @@ DEVICE void attend_window(State& state, const QueryFloats& q, u32 keys, u32 valu
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     logits[b] = row < count ? (product[b][0] + product[b][1]) * q.unit : minus_infinity();
-    raised |= logits[b] > state.top[b] + SLACK;
+    raised |= logits[b] > softmax.top[b] + SLACK;
   }
-  if (__any_sync(FULL_WARP, raised)) state.raise(logits, state.factor);
+  if (__any_sync(FULL_WARP, raised)) output.scale(softmax.raise(logits), 1);
   float weights[QK_BLOCKS];
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
-    weights[b] = exp2_fast(logits[b] - state.top[b]);
-    state.total[b] += weights[b];
+    weights[b] = exp2_fast(logits[b] - softmax.top[b]);
+    softmax.total[b] += weights[b];
   }
   u32 columns[PV_BLOCKS];
 #pragma unroll
@@ -82,7 +82,7 @@ DEVICE void attend_window(State& state, const QueryFloats& q, u32 keys, u32 valu
       split(weights[0], high, low);
       columns[n] = transpose_8x8(pack_halves<WINDOW_BF16>(high, low));
     } else {
-      columns[n] = transpose_8x8(pack_halves<WINDOW_BF16>(weights[State::left(n)], weights[State::right(n)]));
+      columns[n] = transpose_8x8(pack_halves<WINDOW_BF16>(weights[left_block(n)], weights[right_block(n)]));
     }
   }
   // A token that is not there has weight 0, but its bits may be a NaN.
@@ -91,7 +91,7 @@ DEVICE void attend_window(State& state, const QueryFloats& q, u32 keys, u32 valu
   auto multiply = [&](int tile, u32 x, u32 y) {  // two channels of two tokens
     u32 first = __byte_perm(x, y, 0x5410) & keep, second = __byte_perm(x, y, 0x7632) & keep;
 #pragma unroll
-    for (int n = 0; n < PV_BLOCKS; n++) mma_k8<WINDOW_BF16>(state.acc[n][tile], first, second, columns[n]);
+    for (int n = 0; n < PV_BLOCKS; n++) mma_k8<WINDOW_BF16>(output.acc[n][tile], first, second, columns[n]);
   };
 #pragma unroll
   for (int plane = 0; plane < 4; plane++) {

@@ -1,0 +1,100 @@
+// Sums of weights times value codes in floats, for more than four query heads per kv head.
+//
+// The code at bits 2j of a 16-bit half is the subnormal float16 number code 4^j 2^-24. The tensor cores multiply subnormals
+// exactly, and the end of the segment divides 4^j 2^-24 out.
+#pragma once
+
+#include "tile.cuh"
+
+struct FloatValues {
+  Output sums;
+  float factor;  // the sums are of weights times this, about the inverse of the largest value scale
+
+  // Weights times value scale as columns of the products: column 2 c is head c of an output block, column 2 c + 1 head 4 + c.
+  struct Columns {
+    u32 pair[TOKENS][GROUPS][PV_BLOCKS];  // two float16 numbers
+  };
+
+  DEVICE void clear() {
+    sums.clear();
+    factor = 1e30f;  // no scale has been seen: the first tile lowers it
+  }
+
+  // False if a number is 2 or more, infinite or NaN.
+  DEVICE bool round(Columns& columns, const float (&weights)[TOKENS][QK_BLOCKS], const Param (&params)[TOKENS][GROUPS]) const {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS; i++)
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        float scale = params[i][g].scale * factor;
+#pragma unroll
+        for (int n = 0; n < PV_BLOCKS; n++) {
+          columns.pair[i][g][n] = pack_half(weights[i][left_block(n)] * scale, weights[i][right_block(n)] * scale);
+          bits |= columns.pair[i][g][n];
+        }
+      }
+    return !(bits & 0x40004000u);  // the second bit of a float16 tells
+  }
+
+  static constexpr int TILES_TO_HALVE = 1 << 30;  // floats do not overflow
+  DEVICE void halve(Softmax&) {}
+
+  DEVICE void scale(const Softmax::Fade& fade, float largest) {
+    float old = factor;
+    if (largest * factor > 1) factor = 0.5f / largest;
+    sums.scale(fade, factor / old);
+  }
+
+  DEVICE void add(const Columns& columns, u32 even, u32 odd) {
+#pragma unroll
+    for (int i = 0; i < TOKENS; i += 2) {
+      u32 b[GROUPS][PV_BLOCKS][2];
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+        for (int n = 0; n < PV_BLOCKS; n++) {
+          b[g][n][0] = transpose_8x8(columns.pair[i][g][n]);
+          b[g][n][1] = transpose_8x8(columns.pair[i + 1][g][n]);
+        }
+      auto multiply = [&](int first_channel, int index, u32 mixed0, u32 mixed1) {  // 16 codes of two tokens each
+        u32 next0 = mixed0 >> 8, next1 = mixed1 >> 8;
+#pragma unroll
+        for (int plane = 0; plane < 4; plane++) {
+          u32 mask = 0x00030003u << (2 * plane);
+          int g = GROUPS == 1 ? 0 : (plane * PLANE + first_channel) / GROUP;
+#pragma unroll
+          for (int n = 0; n < PV_BLOCKS; n++)
+            mma_k16<false>(sums.acc[n][4 * index + plane], mixed0 & mask, next0 & mask, mixed1 & mask, next1 & mask,
+                           b[g][n][0], b[g][n][1]);
+        }
+      };
+      u32 at = 8 * i * ROW_BYTES;
+      if (HEAD_DIM == 64) {
+        u32 mixed[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++, at += 8 * ROW_BYTES)
+          mixed[j] = __byte_perm(load_shared_u16(even + at), load_shared_u16(odd + at), 0x5410);
+        multiply(0, 0, mixed[0], mixed[1]);
+      } else {
+#pragma unroll
+        for (int span = 0; span < HEAD_DIM / 128; span++, at += 32) {
+          u32 x0 = load_shared(even + at), y0 = load_shared(odd + at);
+          u32 x1 = load_shared(even + at + 8 * ROW_BYTES), y1 = load_shared(odd + at + 8 * ROW_BYTES);
+          multiply(32 * span, 2 * span, __byte_perm(x0, y0, 0x5410), __byte_perm(x1, y1, 0x5410));
+          multiply(32 * span, 2 * span + 1, __byte_perm(x0, y0, 0x7632), __byte_perm(x1, y1, 0x7632));
+        }
+      }
+    }
+  }
+
+  DEVICE void finish(Output& output) const {
+    float unit = 16777216.0f / factor;
+#pragma unroll
+    for (int n = 0; n < PV_BLOCKS; n++)
+#pragma unroll
+      for (int tile = 0; tile < TILES_M; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) output.acc[n][tile][i] = sums.acc[n][tile][i] * (unit / (1 << (2 * (tile % 4))));
+  }
+};
