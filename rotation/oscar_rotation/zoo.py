@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import httpx
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -22,6 +23,8 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files import SUFFIXES, read_rotation_file
 
 REPO_VARIABLE = "OSCAR_ZOO_REPO"
+FAILURES = (HfHubHTTPError, EntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError)
+"""What the hub's client raises; errors of the connection come from httpx and are no OSError."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def list_zoo(repo: str, revision: str | None = None, *, endpoint: str | None = N
     """
     try:
         info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, timeout=30)
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+    except (*FAILURES, OSError) as error:
         raise _explain(repo, revision, error) from error
     folders: dict[str, list[str]] = defaultdict(list)
     for sibling in info.siblings or []:
@@ -99,7 +102,7 @@ def get_rotations(
             local = hf_hub_download(
                 repo, path, revision=revision, local_files_only=offline, endpoint=endpoint, cache_dir=cache_dir
             )
-        except (HfHubHTTPError, EntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        except (*FAILURES, OSError) as error:
             raise _explain(f"{repo}/{path}", revision, error) from error
         read_rotation_file(local)
         found.append(Path(local))

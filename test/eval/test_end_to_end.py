@@ -3,65 +3,46 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from oscar_rotation.convert import convert
-from oscar_rotation.fit import FitOptions, fit
-from oscar_rotation.model_table import model_settings
-from sglang_oscar.drivers.dump_driver import DumpRequest, run_dump
-from sglang_oscar.drivers.folders import CalibrationFolder, dump_state
-from sglang_oscar.drivers.rotation_driver import rotation_files, run_fit
-from sglang_oscar.evaluation.harness import check_harness, harness_python
+from oscar_rotation.fit import fit
+from sglang_oscar.drivers.dump_driver import run_dump
+from sglang_oscar.drivers.folders import CalibrationFolder
+from sglang_oscar.drivers.rotation_driver import rotation_files
 from sglang_oscar.evaluation.methods import make_method
-from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate, method_server, scores_of
-from sglang_oscar.evaluation.table import collect, markdown
+from sglang_oscar.evaluation.runner import EvaluationPlan, method_server
 from sglang_oscar.local_server import ServerFailedError
-from support.benchmark_data import aime_rows, write_rows
+from support.benchmark_data import ROWS, write_rows
+from support.calibration import (
+    GROUP,
+    SMALL,
+    calibrate,
+    calibration_data,
+    dump_request,
+    interrupt,
+    run_script,
+    script,
+    settings,
+)
 from support.reference import MODEL, document
 
 pytestmark = pytest.mark.server
 
-SMALL = ("--mem-fraction-static", "0.2", "--max-total-tokens", "16384")
-TOKENS = 1500
-
 
 @pytest.fixture(scope="module")
 def calibration_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [{"text": document(450, 900 + seed, facts=1).text} for seed in range(5)]
-    return write_rows(tmp_path_factory.mktemp("data") / "calibration.jsonl", rows)
-
-
-def request(root: Path, data: Path, covariances: bool = False) -> DumpRequest:
-    settings = model_settings(str(MODEL)).overridden(group_size=64, server_args=())
-    return DumpRequest(settings, root, str(data), TOKENS, covariances=covariances, server_args=SMALL)
+    return calibration_data(tmp_path_factory.mktemp("data") / "calibration.jsonl")
 
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory, calibration_file: Path) -> CalibrationFolder:
-    """A calibration whose first dump was interrupted."""
-    root = tmp_path_factory.mktemp("rotation")
-    command = [sys.executable, "-m", "sglang_oscar", "dump", str(MODEL), "--root", str(root)]
-    command += ["--dataset", str(calibration_file), "--tokens", str(TOKENS), "--group-size", "64"]
-    command += ["--server-args", " ".join(SMALL)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 600
-    while not (manifests := list(root.rglob("manifest.json"))) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()  # the hardest interruption; the server dies with the process that started it
-    process.wait()
-    (manifest,) = manifests
-    assert dump_state(manifest.parent) == "interrupted"
-    folder = run_dump(request(root, calibration_file))
-    assert folder.dump == manifest.parent
-    assert dump_state(folder.dump) == "complete"
-    run_fit(folder, FitOptions(fit_clip=True, report=True, group_size=64, holdout_tokens=200), "cpu")
-    return folder
+    return calibrate(tmp_path_factory.mktemp("rotation") / "root", calibration_file)
 
 
 def test_calibration_leaves_a_fit_of_this_model(calibrated: CalibrationFolder) -> None:
@@ -77,7 +58,7 @@ def test_calibration_leaves_a_fit_of_this_model(calibrated: CalibrationFolder) -
 def test_streamed_covariances_give_the_same_rotations(
     tmp_path: Path, calibrated: CalibrationFolder, calibration_file: Path
 ) -> None:
-    streamed = run_dump(request(tmp_path, calibration_file, covariances=True))
+    streamed = run_dump(dump_request(tmp_path, calibration_file, covariances=True))
     assert not list(streamed.dump.glob("layer_*"))
     dumped_fit, streamed_fit = fit(calibrated.dump, device="cpu"), fit(streamed.dump, device="cpu")
     for first, second in ((dumped_fit.key, streamed_fit.key), (dumped_fit.value, streamed_fit.value)):
@@ -88,35 +69,106 @@ def test_streamed_covariances_give_the_same_rotations(
         assert first.metadata.calibration["tokens"] == second.metadata.calibration["tokens"]
 
 
-def test_evaluation_through_the_harness(tmp_path: Path, calibrated: CalibrationFolder) -> None:
-    if subprocess.run([harness_python(), "-c", "import evalscope"], capture_output=True, check=False).returncode:
-        pytest.skip("no evalscope here; name an interpreter that has it in OSCAR_HARNESS_PYTHON")
-    check_harness()
-    settings = model_settings(str(MODEL)).overridden(
-        group_size=64, server_args=(), max_tokens=12, concurrency=2, seeds=1
-    )
-    plan = EvaluationPlan(
-        settings,
-        tmp_path,
-        ("aime25",),
-        (make_method("oscar", settings, calibrated.rotations, file_clips=True),),
-        (0,),
-        {"aime25": write_rows(tmp_path / "aime25.jsonl", aime_rows())},
-        server_args=SMALL,
-    )
-    evaluate(plan)
-    (result,) = scores_of(tmp_path, ["aime25"], "oscar")["aime25"]
-    assert len(result["scores"]) == 3
-    assert "| OSCAR |" in markdown(collect([("oscar", "OSCAR", 2.5, tmp_path)], ["aime25"]), "reference")
-    assert "effective bits per element" in (tmp_path / "server_oscar.log").read_text()
-
-
 def test_a_file_of_another_model_stops_the_server(tmp_path: Path, calibrated: CalibrationFolder) -> None:
     for path in rotation_files(calibrated.rotations):
         convert(path, tmp_path / "foreign" / path.name, model_id="somebody/another-model")
-    settings = model_settings(str(MODEL)).overridden(group_size=64, server_args=())
-    method = make_method("oscar", settings, tmp_path / "foreign")
-    plan = EvaluationPlan(settings, tmp_path, ("aime25",), (method,), (0,), server_args=SMALL)
+    method = make_method("oscar", settings(), tmp_path / "foreign")
+    plan = EvaluationPlan(settings(), tmp_path, ("aime25",), (method,), (0,), server_args=SMALL)
     with pytest.raises(ServerFailedError, match="fitted for somebody/another-model, not for"):
         with method_server(plan, method):
             pass
+
+
+@pytest.fixture(scope="module")
+def benchmark_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small copy of every data set."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    for name, rows in (ROWS | {"lcb_v6_128k": ROWS["lcb_v6"]}).items():
+        write_rows(folder / f"{name}.jsonl", rows())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def common(calibrated: CalibrationFolder, calibration_file: Path, benchmark_data: Path) -> list[str]:
+    """Variables of every script."""
+    root = calibrated.path.parents[2]
+    variables = {"MODEL": MODEL, "OSCAR_ROOT": root, "DATASET": calibration_file, "EVAL_DATA": benchmark_data}
+    variables |= {"GROUP_SIZE": GROUP, "SEEDS": 1, "MAX_TOKENS": 12, "CONCURRENCY": 1}
+    variables |= {"SERVER_ARGS": " ".join(SMALL)}
+    return [f"{name}={value}" for name, value in variables.items()]
+
+
+def test_every_benchmark_interrupted_and_resumed(
+    tmp_path: Path, calibrated: CalibrationFolder, common: list[str]
+) -> None:
+    names = ["math500", "humaneval", "lcb_v6", "aime25", "niah_4k"]
+    runs = {name: calibrated.path / f"_eval_{name}_oscar/seed0" for name in [*names, "lcb_v6_128k"]}
+    method = make_method("oscar", settings(), calibrated.rotations)
+    with method_server(
+        EvaluationPlan(settings(), calibrated.path, (), (method,), (0,), server_args=SMALL), method
+    ) as s:
+        asked = [*common, "METHODS=oscar", f"SERVER_URL={s.url}", "LIMIT=5"]
+        every = [*asked, f"BENCHMARKS={','.join(names)}"]
+
+        def predictions() -> list[str]:
+            files = (runs["math500"] / "predictions").rglob("*.jsonl")
+            return [
+                line for path in files for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
+            ]
+
+        interrupt(script("eval_oscar.sh", *every), {}, tmp_path / "log", lambda: len(predictions()) >= 2)
+        kept = predictions()
+        assert 2 <= len(kept) < 5
+        assert not (runs["math500"] / "result.json").exists()
+        said = run_script("eval_oscar.sh", *every)
+        assert "OSCAR: 0 runs done, 5 to do" in said
+        assert len(predictions()) == 5
+        assert set(kept) <= set(predictions())
+        heads = "| Method | BPE | MATH500 | HumanE | LCB v6 | AIME25 | NIAH 4k | Mean | Drop |"
+        assert heads in (calibrated.path / "results.md").read_text()
+        run_script("eval_oscar_lcb.sh", *asked)
+    for name, count in zip(runs, (5, 2, 2, 3, 5, 2), strict=True):
+        result = json.loads((runs[name] / "result.json").read_text())
+        assert len(result["scores"]) == count, name
+        assert set(result["scores"].values()) <= {0.0, 1.0}
+
+
+@pytest.fixture(scope="module")
+def table(calibrated: CalibrationFolder, common: list[str]) -> str:
+    """GPQA with BF16 and OSCAR, servers and all."""
+    run_script("eval_oscar_gpqa.sh", *common, "FILE_CLIPS=1")
+    return (calibrated.path / "results.md").read_text()
+
+
+def test_table_of_two_methods(table: str, calibrated: CalibrationFolder) -> None:
+    assert "| BF16 | 16.00 |" in table
+    assert "| OSCAR | 2.5" in table
+    assert "Paired differences from BF16" in table
+    server = (calibrated.path / "server_oscar.log").read_text()
+    assert "effective bits per element" in server
+
+
+@pytest.mark.parametrize(
+    ("ablation", "variant", "row"),
+    [
+        ("windows", "windows_32_128", "| (S, R) = (32, 128) | 2.5"),
+        ("clip", "clip_0.92_0.88", "| c_K = 0.92, c_V = 0.88 | 2.5"),
+        ("calibration", "calibration_MMLU_2000", "| MMLU, 2k tokens | 2.5"),
+        ("rotation", "rotation_r_h", "| w/o P | 2.5"),
+        ("group-size", "group_32", "| group size 32 | 3.0"),
+    ],
+)
+def test_ablations(
+    tmp_path: Path, table: str, calibrated: CalibrationFolder, common: list[str], ablation: str, variant: str, row: str
+) -> None:
+    questions = [{"question": document(400, seed, 1).text, "choices": ["a", "b"], "answer": 0} for seed in range(3)]
+    mmlu = write_rows(tmp_path / "mmlu.jsonl", questions)
+    variables = dict(variable.split("=", 1) for variable in common)
+    command = [sys.executable, "-m", "sglang_oscar", "ablation", ablation, str(MODEL), "--only", variant]
+    command += ["--benchmarks", "gpqa", "--dataset-path", f"MMLU={mmlu}"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "BF16: 1 runs done, 0 to do" in done.stdout
+    result = (calibrated.path / f"ablation_{ablation}.md").read_text()
+    assert row in result
+    assert "Paired differences from BF16" in result

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -132,6 +135,41 @@ def test_a_zoo_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "name its hub repository with --repo or OSCAR_ZOO_REPO" in result.stderr
     monkeypatch.setenv("OSCAR_ZOO_REPO", "some/zoo")
     assert zoo_repo(None) == "some/zoo"
+
+
+def oscar(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user of that hub with an own cache."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "OSCAR_ZOO_REPO": "some/zoo", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "oscar_rotation", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_zoo_commands_online_and_offline(hub: Hub, tmp_path: Path, rotation_set: RotationSet) -> None:
+    home, name = tmp_path / "home", "Qwen3-8B/k_rotation_qqt_r_h_pbr.pt"
+    listed = oscar(hub, home, "zoo", "list")
+    assert listed.returncode == 0, listed.stderr
+    assert COMMIT in listed.stdout
+    assert "Qwen3-8B" in listed.stdout
+    fetched = oscar(hub, home, "zoo", "get", name, "--revision", COMMIT, "--out", str(tmp_path / "here"))
+    assert fetched.returncode == 0, fetched.stderr
+    place = tmp_path / "here" / Path(name).name
+    assert fetched.stdout.strip() == str(place)
+    assert torch.equal(read_rotation_file(place).rotations, rotation_set.rotations)
+    hub.shutdown()
+    hub.server_close()
+    again = oscar(hub, home, "zoo", "get", name, "--revision", COMMIT, "--offline")
+    assert again.returncode == 0, again.stderr
+    cached = Path(again.stdout.strip())
+    assert cached.is_relative_to(home)
+    assert COMMIT in cached.parts
+    other = oscar(hub, home, "zoo", "get", "Qwen3-8B/none.pt", "--revision", COMMIT, "--offline")
+    assert other.returncode == 1
+    assert "not in the cache and the hub is not reached" in other.stderr
+    assert other.stderr.count("\n") == 1
+    gone = oscar(hub, home, "zoo", "list")
+    assert gone.returncode == 1
+    assert "the hub cannot be reached" in gone.stderr
 
 
 def test_conversion_keeps_everything(tmp_path: Path, rotation_set: RotationSet) -> None:
