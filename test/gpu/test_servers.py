@@ -120,7 +120,7 @@ def test_retraction(fleet: Fleet, expected: dict) -> None:
     """A retracted request computes its newest tokens again, from a prefix in 2 bits: certain digits stay."""
     server = fleet["retract"]
     got = golden.many(server, workers=64)
-    assert retracted(server) > 10
+    assert retracted(server) > 3
     certain = 0
     for want, have in zip(expected["many"], got, strict=True):
         tops = want["meta_info"]["output_top_logprobs"][: golden.DIGITS]

@@ -48,6 +48,7 @@ FLEET = {
 }
 MEMORY = ("--mem-fraction-static", "0.85", "--max-total-tokens", "262144", "--max-running-requests", "128")
 """The pools are small; the fraction is of what the GPU has free while the rest of the fleet is on it, too."""
+LOG = ("--decode-log-interval", "1", "--enable-cache-report")
 
 
 class Fleet:
@@ -65,7 +66,7 @@ class Fleet:
         launch = FLEET[name]
         own = folder / name
         own.mkdir()
-        args = (*golden.ARGS, *launch.args, *MEMORY, "--enable-cache-report")
+        args = (*golden.ARGS, *launch.args, *MEMORY, *LOG)
         server = serve(launch.model(own), folder / f"{name}.log", *args, env=golden.ROTATIONS | launch.env)
         return self._stack.enter_context(server)
 
