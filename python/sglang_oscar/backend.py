@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.runtime_context import get_parallel
 
 from oscar_kernels.cache import StoreSlots
 from sglang_oscar import kernels, runtime
@@ -41,7 +42,8 @@ class OscarAttentionBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.runtime = state
         try:
-            self.kernels = kernels.for_device(state, model_runner.dtype)
+            q_heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+            self.kernels = kernels.for_device(state, model_runner.dtype, q_heads)
         except Int2Error as error:
             fatal(error)
         self.batch: Batch | None = None

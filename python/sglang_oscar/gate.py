@@ -12,7 +12,7 @@ from typing import Any
 
 from oscar_kernels.layout import RowLayout
 from oscar_rotation.identity import ModelIdentity
-from sglang_oscar import dump_hook, extend_backend, flags, refusals
+from sglang_oscar import decode_backend, dump_hook, extend_backend, flags, refusals
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.rotations import load_rotations
 from sglang_oscar.settings import Settings
@@ -122,6 +122,7 @@ def check(args: Any, settings: Settings) -> None:
     model = args.get_model_config()
     refusals.check_model(model)
     check_device(args.device)
+    decode_backend.check(settings.decode_backend, args.device)
     extend_backend.choose(settings.extend_backend, args.device)
     layout = row_layout(args, settings, model, kv_heads=1)
     identity = ModelIdentity(model_id=args.model_path, kv_heads=model.get_total_num_kv_heads())

@@ -69,19 +69,20 @@ class TorchKernels:
         )  # fmt: skip
 
 
-def for_device(runtime: Runtime, dtype: torch.dtype) -> Kernels:
+def for_device(runtime: Runtime, dtype: torch.dtype, q_heads: int) -> Kernels:
     """Kernels for the device that the cache is on.
 
     Args:
         runtime: of this process.
         dtype: dtype of queries, keys and values.
+        q_heads: query heads on this rank.
 
     Raises:
         Int2Error: the kernels cannot be built on this machine.
     """
     device = runtime.rows.device
     if device.type == "cuda":
-        from sglang_oscar.triton_kernels import TritonKernels
+        from sglang_oscar.gpu_kernels import GpuKernels
 
-        return TritonKernels(runtime, dtype, device)
+        return GpuKernels(runtime, dtype, device, q_heads)
     return TorchKernels()

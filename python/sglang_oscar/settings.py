@@ -36,6 +36,7 @@ class Settings(BaseModel):
     allow_other_model: bool = Field(False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL")
     absorb_v_rotation: bool = Field(True, alias="SGLANG_OSCAR_ABSORB_V_ROTATION")
     recompute_recent: bool = Field(True, alias="SGLANG_OSCAR_RECOMPUTE_RECENT")
+    decode_backend: Literal["auto", "cuda", "triton"] = Field("auto", alias="SGLANG_OSCAR_DECODE_BACKEND")
     extend_backend: Literal["auto", "flashinfer", "triton"] = Field("auto", alias="SGLANG_OSCAR_EXTEND_BACKEND")
     windows_enabled: bool = Field(True, alias="SGLANG_ENABLE_MIXED_KV_WINDOWS")
     sink_tokens: int = Field(64, alias="SGLANG_MIXED_KV_PREFIX_TOKENS", ge=0, le=4096)

@@ -73,6 +73,7 @@ VARIABLES = [
     ("SGLANG_MIXED_KV_HP_DTYPE", "float32"),
     ("SGLANG_MIXED_KV_SCALE_DTYPE", "int8"),
     ("SGLANG_MIXED_KV_HP_MAX_SPLITS", "0"),
+    ("SGLANG_OSCAR_DECODE_BACKEND", "cuda"),
     ("SGLANG_OSCAR_EXTEND_BACKEND", "flashinfer"),
     ("SGLANG_OSCAR_EXTEND_BACKEND", "fa3"),
     ("SGLANG_OSCAR_K_ROTATION", "hadamard"),

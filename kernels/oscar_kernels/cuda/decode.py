@@ -23,7 +23,8 @@ def _struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
 _POINTER = ctypes.c_void_p
 _Query = _struct("Query", [("q", _POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                            ("sm_scale", ctypes.c_float)])  # fmt: skip
-_Buffers = _struct("Buffers", [(n, _POINTER) for n in ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")])
+_BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
+_Buffers = _struct("Buffers", [(name, _POINTER) for name in _BUFFERS])
 _Tables = _struct("Tables", [("page_table", _POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", _POINTER),
                              ("ring_row", _POINTER), ("ring_start", _POINTER), ("sink_block", _POINTER),
                              ("batch", ctypes.c_int32)])  # fmt: skip
@@ -41,12 +42,17 @@ def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.d
     return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q_dtype, cache.k_ring.dtype)
 
 
-def unsupported(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype) -> str | None:
+def unsupported(
+    cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, max_batch: int = 1
+) -> str | None:
     """Why :func:`decode` cannot run on this cache on this device, in a few words; None where it can."""
     device = cache.k_rows.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the GPU is not of compute capability 9.0"
-    return variant_of(cache, page_size, q_heads, q_dtype).unsupported()
+    if max_batch > MAX_BATCH:
+        return f"the CUDA kernel takes {MAX_BATCH} requests at a time, not {max_batch}"
+    reason = variant_of(cache, page_size, q_heads, q_dtype).unsupported()
+    return reason and f"the CUDA kernel does not support {reason}"
 
 
 def prepare(variant: Variant) -> tuple[Any, Any]:
@@ -127,7 +133,7 @@ def decode(
     lse = partial + 4 * slots * q_heads * head_dim
 
     query = _Query(q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale)
-    buffers = _Buffers(*(getattr(cache, name).data_ptr() for name, _ in _Buffers._fields_))
+    buffers = _Buffers(*(getattr(cache, name).data_ptr() for name in _BUFFERS))
     pages = tables.page_table
     described = _Tables(
         pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),

@@ -1,4 +1,4 @@
-"""Store and attention on a GPU: the Triton kernels behind the interface of :mod:`sglang_oscar.kernels`."""
+"""Store and attention on a GPU behind the interface of :mod:`sglang_oscar.kernels`: CUDA, Triton and FlashInfer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.ragged_extend import RaggedExtend
-from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import Rotation, prepare_rotation, rotate_queries, store
+from sglang_oscar import decode_backend
 from sglang_oscar.batch import Batch
 from sglang_oscar.extend_backend import ragged_extend
 from sglang_oscar.runtime import LayerParams, Runtime
@@ -33,18 +33,23 @@ class PreparedLayer:
     chunk_center: torch.Tensor | None
 
 
-class TritonKernels:
+class GpuKernels:
     """Args:
     runtime: of this process.
     dtype: dtype of queries, keys and values, bfloat16 or float16.
     device: the GPU.
+    q_heads: query heads on this rank.
 
     Raises:
-        Int2Error: FlashInfer is to be used and cannot build its kernels.
+        Int2Error: kernels that are asked for cannot be built, or cannot do this.
     """
 
-    def __init__(self, runtime: Runtime, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, runtime: Runtime, dtype: torch.dtype, device: torch.device, q_heads: int) -> None:
         self._prepared = {id(layer): _prepare(layer, dtype) for layer in runtime.layers}
+        self._decode = decode_backend.choose(
+            runtime.settings.decode_backend, runtime.layers[0].cache, runtime.page_size, q_heads, dtype,
+            runtime.rows.ring_start.shape[0],
+        )  # fmt: skip
         plan = runtime.plan
         self._ragged: RaggedExtend | None = None
         if plan.extend is None:
@@ -63,7 +68,7 @@ class TritonKernels:
             k_center=layer.k_center, q_rotation=rotations.query,
         )  # fmt: skip
         assert rotated is not None
-        return _rotate(decode(layer.cache, batch.tables, rotated, sm_scale), rotations.value_back)
+        return _rotate(self._decode(layer.cache, batch.tables, rotated, sm_scale), rotations.value_back)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`sglang_oscar.kernels.Kernels`."""
@@ -100,7 +105,7 @@ class TritonKernels:
         if plan is not None and plan.decoding is not None:
             assert rotated is not None
             own = plan.decoding.tokens
-            out[own] = decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale)
+            out[own] = self._decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale)
         return _rotate(out, rotations.value_back) if cached else out
 
 

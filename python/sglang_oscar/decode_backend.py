@@ -1,0 +1,70 @@
+"""Which kernel decodes on a GPU: CUDA C++ on Hopper, Triton elsewhere.
+
+The choice follows from the GPU and the shape of the model, is made once, at start-up, and said in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, Protocol
+
+import torch
+
+from oscar_kernels.cache import BatchTables, LayerCache
+from sglang_oscar.errors import Int2Error
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SGLANG_OSCAR_DECODE_BACKEND"
+Setting = Literal["auto", "cuda", "triton"]
+
+
+class Decode(Protocol):
+    """Attention of one new token per request; see :func:`oscar_kernels.triton.decode.decode`."""
+
+    def __call__(
+        self, cache: LayerCache, tables: BatchTables, q_rot: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor: ...
+
+
+def check(setting: Setting, device: str) -> None:
+    """Refuse a kernel that a device cannot run, before anything is loaded.
+
+    Raises:
+        Int2Error: a GPU kernel is asked for without a GPU.
+    """
+    if setting != "auto" and device != "cuda":
+        raise Int2Error(f"{VARIABLE}={setting} needs --device cuda; unset it")
+
+
+def choose(
+    setting: Setting, cache: LayerCache, page_size: int, q_heads: int, dtype: torch.dtype, max_batch: int
+) -> Decode:
+    """The kernel for a cache on a GPU, compiled and loaded.
+
+    Args:
+        setting: of the variable.
+        cache: of any layer.
+        page_size: tokens of a page.
+        q_heads: query heads on this rank.
+        dtype: of queries, keys and values.
+        max_batch: requests of a batch at most.
+
+    Raises:
+        Int2Error: ``cuda`` is asked for and cannot do this.
+    """
+    from oscar_kernels.cuda import decode as cuda
+    from oscar_kernels.triton import decode as triton
+
+    reason = f"{VARIABLE}=triton"
+    if setting != "triton":
+        unsupported = cuda.unsupported(cache, page_size, q_heads, dtype, max_batch)
+        if unsupported is None:
+            cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype))
+            logger.info("int2 decode: CUDA kernel")
+            return cuda.decode
+        if setting == "cuda":
+            raise Int2Error(f"{VARIABLE}=cuda: {unsupported}; set it to auto or triton")
+        reason = unsupported
+    logger.info("int2 decode: Triton kernel, because %s", reason)
+    return triton.decode
