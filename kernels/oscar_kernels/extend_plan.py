@@ -16,6 +16,12 @@ MAX_PASSES = 8
 """Most workspace loads per layer; what would need more is read in place."""
 MIN_CHUNK = 64
 """Chunks of fewer tokens read their prefix in place: dequantizing it would cost more than it saves."""
+MAX_SPLITS = 8
+"""Most pieces that the keys of a pass are cut into."""
+MIN_PIECE = 1024
+"""Fewest keys of the longest piece of a cut pass."""
+QUERY_TILE = 128
+"""Queries of one head that FlashInfer's FA3 kernel gives to one block."""
 INT_WORKSPACE_BYTES = 8 << 20
 """What FlashInfer allocates per wrapper for its plan."""
 
@@ -87,9 +93,46 @@ def cut_prefixes(
     return passes, in_place
 
 
+def count_splits(works: int, processors: int, longest: int) -> int:
+    """Pieces to cut the keys of a pass into, so that few queries on many keys fill the GPU.
+
+    Args:
+        works: blocks that the attention kernel has, of a tile of queries and a head each.
+        processors: multiprocessors to fill.
+        longest: keys of the longest span.
+
+    >>> count_splits(works=64, processors=132, longest=32768), count_splits(works=512, processors=132, longest=32768)
+    (2, 1)
+    """
+    best, waves = 1, float(-(-works // processors))
+    for splits in range(2, min(MAX_SPLITS, longest // MIN_PIECE) + 1):
+        # Pieces have to be merged: only a clear gain counts.
+        if -(-works * splits // processors) / splits < 0.9 * waves:
+            best, waves = splits, -(-works * splits // processors) / splits
+    return best
+
+
+def cut_spans(spans: list[Span], splits: int) -> list[Span]:
+    """The first piece of every span, then the second, and so on.
+
+    >>> [(span.request, span.begin, span.end) for span in cut_spans([Span(0, 0, 9), Span(3, 4, 6)], 2)]
+    [(0, 0, 4), (3, 4, 5), (0, 4, 9), (3, 5, 6)]
+    """
+    pieces = []
+    for piece in range(splits):
+        for span in spans:
+            size = span.end - span.begin
+            ends = (span.begin + size * edge // splits for edge in (piece, piece + 1))
+            pieces.append(Span(span.request, *ends))
+    return pieces
+
+
 @dataclass(frozen=True)
 class Pass:
-    """One load of the workspace: spans on the device, and the slice of query tokens that attend to them."""
+    """One load of the workspace: spans on the device, and the slice of query tokens that attend to them.
+
+    Keys are cut into ``splits`` pieces; the queries are repeated as often, one copy for each piece.
+    """
 
     attention: Ragged
     requests: torch.Tensor
@@ -97,6 +140,7 @@ class Pass:
     indptr: torch.Tensor
     rows: int
     tokens: slice
+    splits: int
 
 
 @dataclass(frozen=True)

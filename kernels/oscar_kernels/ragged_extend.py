@@ -17,7 +17,17 @@ from dataclasses import replace
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
-from oscar_kernels.extend_plan import Decoding, ExtendPlan, Pass, Ragged, Span, cut_prefixes
+from oscar_kernels.extend_plan import (
+    QUERY_TILE,
+    Decoding,
+    ExtendPlan,
+    Pass,
+    Ragged,
+    Span,
+    count_splits,
+    cut_prefixes,
+    cut_spans,
+)
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
@@ -32,6 +42,7 @@ class RaggedExtend:
     capacity: tokens that the workspace holds.
     device: where the cache is.
     attention: makes an attention kernel; called once for chunks and once for each pass of prefixes.
+    processors: multiprocessors that a pass is to fill; 1 where the attention kernel splits keys itself.
     """
 
     def __init__(
@@ -42,9 +53,10 @@ class RaggedExtend:
         capacity: int,
         device: torch.device,
         attention: Callable[[], Ragged],
+        processors: int = 1,
     ) -> None:
         self._layout, self._q_heads, self._dtype, self._device = layout, q_heads, dtype, device
-        self._capacity, self._attention = capacity, attention
+        self._capacity, self._attention, self._processors = capacity, attention, processors
         self._workspace = torch.empty(2, capacity, layout.kv_heads, layout.head_dim, dtype=dtype, device=device)
         self._chunk = attention()
         self._prefixes: list[Ragged] = []
@@ -128,8 +140,10 @@ class RaggedExtend:
         for load in plan.passes:
             keys, values = self._workspace[:, : load.rows]
             copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, keys, values)
-            part = load.attention.forward_return_lse(q_rot[load.tokens], keys, values, causal=False, sm_scale=sm_scale)
-            merge_states_(out[load.tokens], lse[load.tokens], *part)
+            queries = q_rot[load.tokens].repeat(load.splits, 1, 1) if load.splits > 1 else q_rot[load.tokens]
+            parts = load.attention.forward_return_lse(queries, keys, values, causal=False, sm_scale=sm_scale)
+            for part in zip(*(x.chunk(load.splits) for x in parts), strict=True):
+                merge_states_(out[load.tokens], lse[load.tokens], *part)
         if plan.in_place is not None:
             part_lse = torch.empty_like(lse)
             part_out = extend(
@@ -140,16 +154,22 @@ class RaggedExtend:
 
     def _plan_pass(self, attention: Ragged, spans: list[Span], starts: torch.Tensor) -> Pass:
         first, last = spans[0].request, spans[-1].request + 1
-        lengths = [0] * (last - first)
-        for span in spans:
-            lengths[span.request - first] += span.end - span.begin
         own = starts[first : last + 1]
-        self._plan_attention(attention, own - own[0], _indptr(lengths), causal=False)
-        indptr = _indptr([span.end - span.begin for span in spans])
-        table = torch.tensor([(span.request, span.begin) for span in spans], dtype=torch.int32).T.contiguous()
+        chunks = (own[1:] - own[:-1]).tolist()
+        tiles = sum(-(-chunk // QUERY_TILE) for chunk in chunks)
+        splits = count_splits(
+            tiles * self._q_heads, self._processors, max(span.end - span.begin for span in spans)
+        )
+        pieces = cut_spans(spans, splits)
+        lengths = [0] * (splits * (last - first))
+        for number, piece in enumerate(pieces):
+            lengths[number // len(spans) * (last - first) + piece.request - first] = piece.end - piece.begin
+        self._plan_attention(attention, _indptr(chunks * splits), _indptr(lengths), causal=False)
+        indptr = _indptr([piece.end - piece.begin for piece in pieces])
+        table = torch.tensor([(piece.request, piece.begin) for piece in pieces], dtype=torch.int32).T.contiguous()
         requests, begins = self._upload(table)
         tokens = slice(int(own[0]), int(own[-1]))
-        return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens)
+        return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens, splits)
 
     def _plan_decoding(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> Decoding:
         index = torch.tensor(requests, dtype=torch.int64)

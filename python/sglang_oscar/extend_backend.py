@@ -109,7 +109,10 @@ def ragged_extend(size: Workspace, layout: RowLayout, device: torch.device) -> R
     """
     from oscar_kernels.ragged_extend import RaggedExtend
 
-    made = RaggedExtend(layout, size.q_heads, size.dtype, size.tokens, device, _wrappers(size, device))
+    # FA2 splits long prefixes itself.
+    fa3 = size.kernels == "fa3"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
+    made = RaggedExtend(layout, size.q_heads, size.dtype, size.tokens, device, _wrappers(size, device), processors)
     try:
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()

@@ -17,7 +17,7 @@ from test_extend import Chunks, exact, make
 
 from oscar_kernels import extend_plan, reference
 from oscar_kernels.cache import Windows
-from oscar_kernels.extend_plan import MAX_PASSES, MIN_CHUNK, cut_prefixes
+from oscar_kernels.extend_plan import MAX_PASSES, MIN_CHUNK, count_splits, cut_prefixes
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
@@ -70,9 +70,11 @@ def attention_kernel(device: torch.device) -> Any:
     return lambda: BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD")
 
 
-def run(case: Chunks, capacity: int, device: torch.device, sm_scale: float) -> torch.Tensor:
+def run(case: Chunks, capacity: int, device: torch.device, sm_scale: float, processors: int = 132) -> torch.Tensor:
     shape, tables = case.batch.shape, case.batch.tables
-    ragged = RaggedExtend(shape.layout, shape.q_heads, shape.dtype, capacity, device, attention_kernel(device))
+    ragged = RaggedExtend(
+        shape.layout, shape.q_heads, shape.dtype, capacity, device, attention_kernel(device), processors
+    )
     ragged.warm_up()
     plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.tokens == len(case.q)
@@ -173,6 +175,21 @@ def test_merge_rejects_other_shapes(device: torch.device) -> None:
 def test_extend_by_passes_and_in_place(shape: Shape, device: torch.device) -> None:
     """Several passes, one that ends within a request, short chunks in place, requests without prefix between them."""
     check(make(shape, [0, 1, 30, 150, 70], [70, 64, 3, 66, 0], device), 100, device)
+
+
+def test_keys_are_cut_to_fill_the_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of two requests, one of which is shorter than there are pieces, with one that has no prefix between."""
+    monkeypatch.setattr(extend_plan, "MIN_PIECE", 16)
+    assert count_splits(8 * 3, 132, 150) == 5
+    check(make(Shape(), [150, 0, 3, 90], [64, 70, 64, 65], device), 1000, device)
+
+
+@given(st.integers(1, 2000), st.integers(1, 200), st.integers(0, 100_000))
+def test_splits_only_where_that_fills_the_gpu_better(works: int, processors: int, longest: int) -> None:
+    splits = count_splits(works, processors, longest)
+    waves = [-(-works * count // processors) / count for count in (1, splits)]
+    assert 1 <= splits <= extend_plan.MAX_SPLITS
+    assert splits == 1 or (waves[1] < 0.9 * waves[0] and longest // splits >= extend_plan.MIN_PIECE)
 
 
 def test_extend_without_prefix_needs_no_rotated_queries(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.extend_backend import Workspace, choose
 from sglang_oscar.memory_plan import GIB, Geometry, make_plan
 
-WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "fa3", 1 << 20)
+WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "fa2", 1 << 20)
 
 
 @pytest.mark.parametrize("installed", [False, True])
