@@ -1,0 +1,42 @@
+"""The heads that SGLang gives to each tensor-parallel rank, written rank by rank, are the whole model's when read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oscar_rotation.dump import DumpReader, DumpWriter
+
+HIDDEN, HEAD_DIM, Q_HEADS, TOKENS = 16, 8, 8, 5
+
+
+def rank_heads(x: torch.Tensor, weights: dict[str, torch.Tensor], rank: int, size: int) -> list[torch.Tensor]:
+    """q, k and v of one rank, computed by SGLang's own layer from the weights of the whole model."""
+    from sglang.srt.layers.linear import QKVParallelLinear
+
+    kv_heads = weights["k"].shape[0] // HEAD_DIM
+    layer = QKVParallelLinear(
+        HIDDEN, HEAD_DIM, Q_HEADS, kv_heads, bias=False, params_dtype=torch.float32, tp_rank=rank, tp_size=size
+    )
+    for name, weight in weights.items():
+        layer.weight_loader(layer.weight, weight, name)
+    widths = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+    return list((x @ layer.weight.T).unflatten(-1, (-1, HEAD_DIM)).split(widths, 1))
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(1, 2), (2, 4), (2, 2), (4, 2), (4, 1), (8, 2), (8, 1)])
+def test_ranks_of_sglang_are_gathered(tmp_path: Path, size: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    heads = {"q": Q_HEADS, "k": kv_heads, "v": kv_heads}
+    weights = {name: torch.randn(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}
+    x = torch.randn(TOKENS, HIDDEN)
+    for rank in range(size):
+        writer = DumpWriter(tmp_path, total_kv_heads=kv_heads, tp_rank=rank, tp_size=size)
+        writer.write(0, 1, *rank_heads(x, weights, rank, size), [TOKENS])
+    gathered = DumpReader(tmp_path).load(0, 1)
+    for name, weight in weights.items():
+        expected = (x @ weight.T).unflatten(-1, (-1, HEAD_DIM))
+        assert torch.allclose(getattr(gathered, name), expected, atol=1e-6)
+    assert len(list((tmp_path / "layer_0/k").iterdir())) == min(size, kv_heads)
