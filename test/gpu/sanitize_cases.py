@@ -1,6 +1,8 @@
-"""Small store, decode and extend launches for compute-sanitizer; prints what it did."""
+"""Small launches for compute-sanitizer: of our Triton kernels, or with ``cuda`` of the CUDA decode kernel."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_slots, random_vectors
@@ -46,11 +48,30 @@ def run(shape: Shape, device: torch.device) -> None:
     assert torch.isfinite(space).all()
 
 
+def run_cuda_decode(device: torch.device) -> None:
+    """Few requests on many blocks, windows and all."""
+    from oscar_kernels.cuda.decode import decode as cuda_decode
+    from oscar_kernels.cuda.decode import unsupported
+
+    shape = Shape(kv_heads=2, gqa=4, head_dim=128, group=128, page_size=64, windows=Windows(64, 256, 256))
+    batch = filled_batch(shape, [1, 70, 700, 1500], device)
+    reason = unsupported(batch.cache, shape.page_size, shape.q_heads, shape.dtype)
+    if reason is not None:
+        raise SystemExit(f"skipped: {reason}")
+    q_rot = random_vectors((4, shape.q_heads, shape.head_dim), shape.dtype, 3, device)
+    out = cuda_decode(batch.cache, batch.tables, q_rot, 0.1)
+    torch.cuda.synchronize()
+    assert torch.isfinite(out).all()
+
+
 def main() -> None:
     device = torch.device("cuda")
-    for shape in SHAPES:
-        run(shape, device)
-    print(f"{len(SHAPES)} shapes done")
+    if sys.argv[1:] == ["cuda"]:
+        run_cuda_decode(device)
+    else:
+        for shape in SHAPES:
+            run(shape, device)
+    print("all cases done")
 
 
 if __name__ == "__main__":

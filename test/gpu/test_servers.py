@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 
 from support import golden
 from support.api import loads, retracted
@@ -68,6 +69,7 @@ def test_conversations_through_graphs_and_prefix_hits(fleet: Fleet, expected: di
     text = server.text()
     assert re.search(r"Decode batch.*cuda graph: True", text)
     assert ("int2 extend: FlashInfer" in text) == FLASHINFER
+    assert ("int2 decode: CUDA" in text) == (torch.cuda.get_device_capability() == (9, 0))
     assert "absorbed into the weights" in text
     healthy(server)
 
@@ -100,9 +102,10 @@ def test_mixed_batches(fleet: Fleet) -> None:
 
 
 @pytest.mark.uses("triton")
-def test_triton_extend(fleet: Fleet, expected: dict) -> None:
+def test_triton_kernels_only(fleet: Fleet, expected: dict) -> None:
     server = fleet["triton"]
     assert "int2 extend: Triton" in server.text()
+    assert "int2 decode: Triton" in server.text()
     compare("triton", expected["many"], golden.many(server, workers=16))
     healthy(server)
 
