@@ -10,6 +10,7 @@ import torch
 
 from accuracy.attention import CacheView, reading
 from oscar_rotation.covariance import CovarianceAccumulator
+from oscar_rotation.output_weights import reader_of
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,6 @@ class Calibration:
         return Calibration(layers, self.seq_lens[:sequences], self.readers)
 
 
-def output_readers(attention: Any, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """W_o W_o^T of an attention module by kv head: float32 [kv_heads, head_dim, head_dim]."""
-    weight = attention.o_proj.weight.detach().float()
-    heads = weight.view(weight.shape[0], kv_heads, -1, head_dim)
-    return torch.einsum("ohgd,ohge->hde", heads, heads)
-
-
 @torch.no_grad()
 def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
     """Run calibration text through a model and keep what its attention layers see.
@@ -87,7 +81,7 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
     def observe(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> None:
         flat = [x.float().transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         parts.setdefault(layer, []).append(LayerActivations(*flat))
-        readers.setdefault(layer, output_readers(module, k.shape[1], k.shape[3]))
+        readers.setdefault(layer, reader_of(module.o_proj.weight, k.shape[1], k.shape[3]))
 
     for chunk in ids.split(batch):
         with reading(model, CacheView(observe=observe)):

@@ -92,13 +92,13 @@ def absorb(model: nn.Module, settings: Settings) -> None:
         logger.warning("int2 rotates values online instead of absorbing the rotation: %s", reason)
         return
     head_dim = layers[0][1].head_dim
-    rotations = load_rotations(settings, num_layers=len(layers), head_dim=head_dim).value.rotation
-    assert rotations is not None
+    side = load_rotations(settings, num_layers=len(layers), head_dim=head_dim).value
+    assert side.rotation is not None
+    assert side.reading is not None
     with torch.no_grad():
         for qkv, attn, o_proj in layers:
-            rotation = rotations[attn.layer_id].to(qkv.weight.device)
-            rotate_value_rows(qkv, rotation)
-            rotate_output_columns(o_proj, rotation)
+            rotate_value_rows(qkv, side.rotation[attn.layer_id].to(qkv.weight.device))
+            rotate_output_columns(o_proj, side.reading[attn.layer_id].to(qkv.weight.device))
     setattr(model, MARK, True)
 
 
@@ -151,7 +151,7 @@ def rotate_output_columns(o_proj: Any, rotation: torch.Tensor) -> None:
 
     Args:
         o_proj: RowParallelLinear; weight [hidden, q_heads * head_dim].
-        rotation: [head_dim, head_dim].
+        rotation: [head_dim, head_dim]; of a transform that is not orthogonal, its dual.
     """
     weight = o_proj.weight
     heads = weight.float().view(weight.shape[0], -1, rotation.shape[0])

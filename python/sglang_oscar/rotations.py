@@ -21,12 +21,21 @@ class Side:
     """Rotation of keys or of values.
 
     ``rotation`` is float32 [layers, head_dim, head_dim], or None for the identity, which costs nothing;
-    ``clip_ratios`` has one ratio per layer.
+    ``clip_ratios`` has one ratio per layer. Of the recipe ``plus``: ``dual`` is float32 like ``rotation``, what reads
+    the rotated vectors is multiplied by it (None: by ``rotation``); ``centers`` float32 [layers, kv_heads of the
+    model, head_dim] is subtracted from rotated keys (None: nothing).
     """
 
     source: str
     rotation: torch.Tensor | None
     clip_ratios: list[float]
+    dual: torch.Tensor | None = None
+    centers: torch.Tensor | None = None
+
+    @property
+    def reading(self) -> torch.Tensor | None:
+        """What reads the rotated vectors is multiplied by it: the rotation itself where it is orthogonal."""
+        return self.rotation if self.dual is None else self.dual
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,12 @@ def load_rotations(
         model: the model to be served; what SGLang has published in this process where None.
 
     Raises:
-        Int2Error: a variable is unset or a file is missing, broken or made for another model.
+        Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe.
     """
     model = None if settings.allow_other_model else model or served_model()
 
     def load(side: Literal["k", "v"], source: str | None, override: float | None, default: float) -> Side:
-        return _load(side, source, override, default, num_layers, head_dim, model)
+        return _load(side, source, override, default, num_layers, head_dim, model, settings.recipe)
 
     return Rotations(
         key=load("k", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP),
@@ -82,6 +91,7 @@ def _load(
     layers: int,
     head_dim: int,
     model: ModelIdentity | None,
+    recipe: str,
 ) -> Side:
     variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
     if source is None:
@@ -93,6 +103,22 @@ def _load(
         found = load_rotation(source, num_layers=layers, head_dim=head_dim, side=side, model=model)
     except RotationFileError as error:
         raise Int2Error(f"{variable}: {error}") from None
+    if found.recipe != recipe:
+        remedy = (
+            "set SGLANG_OSCAR_RECIPE=plus"
+            if found.recipe == "plus"
+            else "fit one with `oscar fit --recipe plus`, or set SGLANG_OSCAR_RECIPE=paper"
+        )
+        raise Int2Error(
+            f"{variable}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE is {recipe}; {remedy}"
+        )
+    if found.centers is not None and model and model.kv_heads and found.centers.shape[1] != model.kv_heads:
+        raise Int2Error(
+            f"{variable}: {source} has centers of {found.centers.shape[1]} kv heads, the model has {model.kv_heads}; "
+            "use this model's file"
+        )
+    if found.centers is not None and side == "v":
+        raise Int2Error(f"{variable}: {source} centers values, which is not served; use this model's value file")
     stored = found.clip_ratios or (default,) * layers
     clips = list(stored) if override is None else [override] * layers
-    return Side(source, None if source == IDENTITY else found.rotations, clips)
+    return Side(source, None if source == IDENTITY else found.rotations, clips, found.duals, found.centers)

@@ -18,6 +18,7 @@ from sglang_oscar.errors import Int2Error
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
 DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]
 FloatName = Literal["bfloat16", "float16", "float32"]
+RecipeName = Literal["paper", "plus"]
 
 
 class Settings(BaseModel):
@@ -31,6 +32,7 @@ class Settings(BaseModel):
 
     k_rotation: str | None = Field(None, alias="SGLANG_OSCAR_K_ROTATION_PATH", min_length=1)
     v_rotation: str | None = Field(None, alias="SGLANG_OSCAR_V_ROTATION_PATH", min_length=1)
+    recipe: RecipeName = Field("paper", alias="SGLANG_OSCAR_RECIPE")
     k_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_K_CLIP_RATIO", gt=0, le=1)
     v_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_V_CLIP_RATIO", gt=0, le=1)
     allow_other_model: bool = Field(False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL")

@@ -146,7 +146,7 @@ def build_pool(configurator: Any, sizes: Any, req_to_token_pool: Any) -> Any:
             req_to_token_pool=req_to_token_pool,
             rows=RowTables(rows, device),
             sinks=SinkStore(plan.sink_blocks),
-            layers=layer_params(rotations, buffers.layer_caches(pool), device, absorbed),
+            layers=layer_params(rotations, buffers.layer_caches(pool), device, absorbed, own_heads(plan)),
         )
     )
     for line in plan.lines(sizes.max_total_num_tokens):
@@ -171,21 +171,51 @@ def check_layers(model: Any, layers: int) -> None:
         )
 
 
-def layer_params(rotations: Rotations, caches: list[Any], device: str, absorbed: bool) -> list[Any]:
-    """Constants of every layer, on the device; ``absorbed`` values come rotated out of their projection."""
-    sides = (rotations.key, rotations.value)
-    k_rotations, v_rotations = (None if side.rotation is None else side.rotation.to(device) for side in sides)
-    if v_rotations is not None:
+def own_heads(plan: MemoryPlan) -> slice:
+    """The kv heads of the model that this tensor-parallel rank keeps."""
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+
+    parallel, kept = get_parallel(), plan.geometry.layout.kv_heads
+    total = get_server_args().get_model_config().get_total_num_kv_heads()
+    # Fewer kv heads than ranks: neighbouring ranks keep the same one.
+    first = parallel.attn_tp_rank * total // parallel.attn_tp_size
+    return slice(first, first + kept)
+
+
+def layer_params(rotations: Rotations, caches: list[Any], device: str, absorbed: bool, heads: slice) -> list[Any]:
+    """Constants of every layer, on the device; ``absorbed`` values come rotated out of their projection.
+
+    ``heads`` are the model's kv heads that the caches hold.
+    """
+
+    def placed(tensor: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return [None] * len(caches) if tensor is None else list(tensor.to(device))
+
+    key, value = rotations.key, rotations.value
+    if value.rotation is not None:
         logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
-    if absorbed:
-        v_rotations = None
+    online = not absorbed
+    centers = None if key.centers is None else key.centers[:, heads].contiguous()
     return [
         runtime.LayerParams(
             cache=cache,
-            k_rotation=None if k_rotations is None else k_rotations[index],
-            v_rotation=None if v_rotations is None else v_rotations[index],
-            k_clip=rotations.key.clip_ratios[index],
-            v_clip=rotations.value.clip_ratios[index],
+            k_rotation=k_rotation,
+            v_rotation=v_rotation,
+            k_clip=k_clip,
+            v_clip=v_clip,
+            q_rotation=q_rotation,
+            v_back=v_back,
+            k_center=center,
         )
-        for index, cache in enumerate(caches)
+        for cache, k_rotation, v_rotation, k_clip, v_clip, q_rotation, v_back, center in zip(
+            caches,
+            placed(key.rotation),
+            placed(value.rotation if online else None),
+            key.clip_ratios,
+            value.clip_ratios,
+            placed(key.dual),
+            placed(value.dual if online else None),
+            placed(centers),
+            strict=True,
+        )
     ]

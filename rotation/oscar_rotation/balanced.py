@@ -7,12 +7,12 @@ queries that error has the energy
 
     tr(T^-1 C_Q T^-T) tr(T^T C_K T) / d * (a constant of the quantizer).
 
-Only M = T T^T matters in it, and its minimum over all positive definite M is the matrix geometric mean of C_K^-1 and
-C_Q (set the derivative to zero: M^-1 C_Q M^-1 is a multiple of C_K), where it is (sum of sigma)^2 / d, with sigma the
-singular values of C_Q^(1/2) C_K^(1/2). By the Cauchy-Schwarz inequality that is never more than tr(C_Q) tr(C_K) / d,
-which every orthogonal T gives. At the minimum both second moments are the same matrix, with eigenvalues sigma, and it
-does not change if keys are multiplied by any invertible matrix and queries by its inverse transpose: outliers that are
-a matter of coordinates vanish, however strong they are.
+Only M = T T^T matters in it, and its minimum over all positive definite M is where the derivative is zero, that is
+where M C_K M is a multiple of C_Q: M is the matrix geometric mean of C_K^-1 and C_Q. There the product is
+(sum of sigma)^2 / d, with sigma the singular values of C_Q^(1/2) C_K^(1/2). By the Cauchy-Schwarz inequality that is
+never more than tr(C_Q) tr(C_K) / d, which every orthogonal T gives. At the minimum both second moments are the same
+matrix, with eigenvalues sigma, and it does not change if keys are multiplied by any invertible matrix and queries by
+its inverse transpose: outliers that are a matter of coordinates vanish, however strong they are.
 
 In that common eigenbasis there is no choice between directions of much key energy and of much query energy. The
 first d/G rows of a Hadamard matrix in bit-reversed order are constant inside a group of G channels; what lies along
@@ -31,7 +31,7 @@ import torch
 from oscar_rotation.eigenbasis import eigenbasis
 from oscar_rotation.hadamard import bit_reversal_matrix, sylvester_hadamard
 
-FLOOR = 1e-7
+FLOOR = 1e-9
 """Smallest eigenvalue of a second moment, relative to its largest: below lies what calibration did not see."""
 
 
@@ -50,23 +50,17 @@ class Balanced:
     sigma: torch.Tensor
 
 
-def power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
-    """A power of a symmetric positive semidefinite matrix, its eigenvalues bounded from below by :data:`FLOOR`.
+def root(moment: torch.Tensor) -> torch.Tensor:
+    """Symmetric square root of a second moment, its eigenvalues bounded from below by :data:`FLOOR`.
 
     Raises:
-        ValueError: if the matrix is not square, not finite or zero.
+        ValueError: if the moment is not square, not finite or zero.
     """
-    values, vectors = eigenbasis(matrix.double().cpu())
+    values, vectors = eigenbasis(moment.double().cpu())
     largest = float(values[-1])
     if largest <= 0:
         raise ValueError("a second moment is zero: calibration saw nothing")
-    return (vectors * values.clamp_min(FLOOR * largest) ** exponent) @ vectors.mT
-
-
-def geometric_mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The matrix geometric mean A # B = A^(1/2) (A^(-1/2) B A^(-1/2))^(1/2) A^(1/2), float64 [d, d]."""
-    root, inverse_root = power(a, 0.5), power(a, -0.5)
-    return root @ power(inverse_root @ b.double().cpu() @ inverse_root, 0.5) @ root
+    return (vectors * values.clamp_min(FLOOR * largest).sqrt()) @ vectors.mT
 
 
 def balance(stored: torch.Tensor, reading: torch.Tensor) -> Balanced:
@@ -82,16 +76,19 @@ def balance(stored: torch.Tensor, reading: torch.Tensor) -> Balanced:
     if stored.shape != reading.shape:
         raise ValueError(f"second moments must have one shape, got {list(stored.shape)} and {list(reading.shape)}")
     d = stored.shape[0]
-    half = power(geometric_mean(power(stored, -1), reading), 0.5)
-    sigma, vectors = eigenbasis(half @ stored.double().cpu() @ half, "descending")
-    spread = vectors @ sylvester_hadamard(d) @ bit_reversal_matrix(d)
-    # The scale is free. Rows keep their mean energy, so that 16-bit windows hold numbers of the usual size.
+    stored_root, reading_root = root(stored), root(reading)
+    left, sigma, right = torch.linalg.svd(reading_root @ stored_root)
+    transform, dual = reading_root @ left / sigma.sqrt(), stored_root @ right.mT / sigma.sqrt()
+    # The sign of a singular vector is free; the largest entry of a column of T is positive, so that a refit agrees.
+    largest = transform.abs().argmax(0)
+    signs = transform[largest, torch.arange(d)].sign()
+    spread = sylvester_hadamard(d) @ bit_reversal_matrix(d)
+    # So is the scale. Rows keep their mean energy, so that 16-bit windows hold numbers of the usual size.
     scale = float((stored.double().trace() / sigma.sum()).sqrt())
-    inverse_half = torch.linalg.inv(half)
-    return Balanced(scale * half @ spread, inverse_half @ spread / scale, sigma)
+    return Balanced(scale * (transform * signs) @ spread, (dual * signs) @ spread / scale, sigma)
 
 
 def gain(stored: torch.Tensor, reading: torch.Tensor) -> float:
     """(sum of sigma)^2 / (tr tr): the error that balancing leaves of what a rotation has, at most 1."""
-    sigma = torch.linalg.svdvals(power(stored, 0.5) @ power(reading, 0.5))
+    sigma = torch.linalg.svdvals(root(reading) @ root(stored))
     return float(sigma.sum() ** 2 / (stored.double().trace() * reading.double().trace()))

@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 a file or dump cannot be used, 2 wrong usage. Errors are o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,8 @@ from oscar_rotation.files import SUFFIXES, rotation_file_name, save_rotation_fil
 from oscar_rotation.fit import FitOptions, FitResult, choose_device, fit
 from oscar_rotation.fit_options import SHARES
 from oscar_rotation.inspect import describe, render
+from oscar_rotation.output_weights import OutputWeights
+from oscar_rotation.plus_fit import fit_plus
 from oscar_rotation.quantized import DEFAULT_GROUP_SIZE
 from oscar_rotation.report import REPORT_NAME, ReportError, read_report, render_report, write_report
 from oscar_rotation.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
@@ -51,6 +53,7 @@ def _choice(text: str, known: Iterable[str], *names: str) -> Any:
 
 
 CLIPS = ("none", "fit")
+RECIPE_NAMES = ("paper", "plus")
 FORMATS = {"pt": (".pt",), "safetensors": (".safetensors",), "both": tuple(SUFFIXES)}
 
 
@@ -72,6 +75,14 @@ def _fail(message: str) -> None:
 
 def fit_with_progress(dump: Path, options: FitOptions, device: str, allow_incomplete: bool) -> FitResult:
     """:func:`oscar_rotation.fit.fit` with a progress bar on stderr."""
+    source = dump if is_covariance_dump(dump) else DumpReader(dump, allow_incomplete=allow_incomplete)
+    with progress_bar() as progress:
+        return fit(source, options, device=device, progress=progress)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal; gives what is to be called with (done, total)."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -79,16 +90,26 @@ def fit_with_progress(dump: Path, options: FitOptions, device: str, allow_incomp
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    source = dump if is_covariance_dump(dump) else DumpReader(dump, allow_incomplete=allow_incomplete)
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("fitting", total=None)
-        return fit(
-            source,
-            options,
-            device=device,
-            progress=lambda done, total: bars.update(task, completed=done, total=total),
-        )
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def fit_plus_with_progress(dump: Path, model: str | None, device: str, allow_incomplete: bool) -> FitResult:
+    """The recipe ``plus`` with a progress bar on stderr; ``model`` defaults to the one that the dump names.
+
+    Raises:
+        DumpError: the dump holds covariances only, or nobody says which model's output projections to read.
+    """
+    if is_covariance_dump(dump):
+        raise DumpError(f"{dump}: holds covariances; the recipe plus needs a dump of activations")
+    reader = DumpReader(dump, allow_incomplete=allow_incomplete)
+    source = model or (reader.manifest.model_id if reader.manifest else "")
+    if not source:
+        raise DumpError(f"{dump}: does not name its model; give the folder or id of its weights with --model")
+    with progress_bar() as progress:
+        return fit_plus(reader, OutputWeights(source), device=device, progress=progress)
 
 
 def save_fit(result: FitResult, out: Path, suffixes: tuple[str, ...] = (".pt",)) -> list[Path]:
@@ -109,8 +130,15 @@ def save_fit(result: FitResult, out: Path, suffixes: tuple[str, ...] = (".pt",))
 
 @app.command("fit")
 def fit_command(
+    context: typer.Context,
     dump: Annotated[Path, typer.Argument(help="Folder of a dump: layer_0, layer_1, ...")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the rotation files.")],
+    recipe: Annotated[
+        str, _choice("The published method, or key centers and balanced transforms.", RECIPE_NAMES)
+    ] = "paper",
+    model: Annotated[
+        str | None, typer.Option(help="For plus: folder or id of the weights; default: what the dump names.")
+    ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
     value_target: Annotated[str | None, _choice("Instead of the method's.", VALUE_TARGETS)] = None,
@@ -131,6 +159,11 @@ def fit_command(
     ] = None,
 ) -> None:
     """Fit rotations to a dump and write one file for K and one for V."""
+    if recipe == "plus":
+        _fit_plus(context, dump, out, model, device, allow_incomplete)
+        return
+    if model is not None:
+        raise typer.BadParameter("is read by --recipe plus only", param_hint="--model")
     if file_format is None:
         file_format = "pt" if share == "layer" else "safetensors"
     chosen: dict[str, Any] = {"key_target": key_target, "value_target": value_target}
@@ -159,6 +192,36 @@ def fit_command(
         paths = save_fit(result, out, FORMATS[file_format])
         if result.report:
             paths.append(write_report(out, result.report))
+    _print_fit(result, paths)
+
+
+PLUS_OPTIONS = {"context", "dump", "out", "recipe", "model", "device", "allow_incomplete"}
+"""Options of ``fit`` that the recipe plus takes; it has no choice of targets, order, composition or sharing."""
+
+
+def _fit_plus(
+    context: typer.Context, dump: Path, out: Path, model: str | None, device: str, allow_incomplete: bool
+) -> None:
+    given = [
+        name
+        for name in context.params
+        if name not in PLUS_OPTIONS and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given and not (given == ["file_format"] and context.params["file_format"] == "safetensors"):
+        raise typer.BadParameter(
+            "has no meaning for --recipe plus", param_hint=f"--{given[0].replace('file_format', 'format')}"
+        )
+    try:
+        choose_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    with one_line_errors():
+        result = fit_plus_with_progress(dump, model, device, allow_incomplete)
+        paths = save_fit(result, out, FORMATS["safetensors"])
+    _print_fit(result, paths)
+
+
+def _print_fit(result: FitResult, paths: list[Path]) -> None:
     for remark in result.remarks:
         typer.echo(f"note: {remark}", err=True)
     calibration = result.key.metadata.calibration

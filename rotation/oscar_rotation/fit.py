@@ -108,7 +108,7 @@ def fit(
     return FitResult(
         pack([layer.key for layer in layers], metadata["k"]),
         pack([layer.value for layer in layers], metadata["v"]),
-        _remarks(fitter.tokens, fitter.head_dim),
+        remarks(fitter.tokens, fitter.head_dim),
         report,
     )
 
@@ -124,11 +124,13 @@ def _fit_streamed(root: Path, options: FitOptions, progress: Progress | None) ->
         "kv_heads": manifest.kv_heads,
     }
     metadata = _metadata(manifest, options, calibration)
-    remarks = _remarks(streamed.tokens, manifest.head_dim)
-    return FitResult(pack(keys, metadata["k"]), pack(values, metadata["v"]), remarks)
+    return FitResult(
+        pack(keys, metadata["k"]), pack(values, metadata["v"]), remarks(streamed.tokens, manifest.head_dim)
+    )
 
 
-def _remarks(tokens: int, head_dim: int) -> tuple[str, ...]:
+def remarks(tokens: int, head_dim: int) -> tuple[str, ...]:
+    """What is to be said about the size of a calibration set."""
     enough = FEW_TOKENS_PER_CHANNEL * head_dim
     if tokens >= enough:
         return ()
@@ -162,14 +164,15 @@ def _metadata(
             eigen_order=options.order,
             model_id=manifest.model_id if manifest else "",
             model_hash=manifest.model_hash if manifest else "",
-            version=_version(),
+            version=package_version(),
             calibration=calibration,
         )
         for side, target, known in sides
     }
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Version of the installed distribution; empty where it is not installed."""
     try:
         return importlib.metadata.version("sglang-oscar")
     except importlib.metadata.PackageNotFoundError:

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from oscar_rotation.files import read_rotation_file, recorded_side
-from oscar_rotation.rotation_set import orthogonality_errors
+from oscar_rotation.rotation_set import inversion_errors, orthogonality_errors
 
 TOP_EIGENVALUES = 8
 
@@ -47,16 +47,21 @@ def describe(path: str | Path) -> dict[str, Any]:
         path: rotation file, .pt or .safetensors.
 
     Returns:
-        ``path``, ``num_layers``, ``head_dim``, ``side``, ``objective``, the other metadata fields,
-        ``orthogonality_error`` (largest of all layers) and ``layers``: one dict per layer with ``layer``,
-        ``orthogonality_error``, ``clip_ratio`` and ``spectrum`` (see :func:`spectrum_summary`), the last two None
-        where the file has none.
+        ``path``, ``num_layers``, ``head_dim``, ``recipe``, ``centers`` (lengths of the key centers, by layer and kv
+        head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error`` (largest of
+        all layers; of transforms with duals, how far they are from inverting each other) and ``layers``: one dict
+        per layer with ``layer``, ``orthogonality_error``, ``clip_ratio`` and ``spectrum`` (see
+        :func:`spectrum_summary`), the last two None where the file has none.
 
     Raises:
         RotationFileError: if the file cannot be used.
     """
     loaded = read_rotation_file(path)
-    errors = orthogonality_errors(loaded.rotations).reshape(loaded.num_layers, -1).amax(1).tolist()
+    if loaded.duals is None:
+        exactness = orthogonality_errors(loaded.rotations)
+    else:
+        exactness = inversion_errors(loaded.rotations, loaded.duals)
+    errors = exactness.reshape(loaded.num_layers, -1).amax(1).tolist()
     layers = [
         {
             "layer": layer,
@@ -71,6 +76,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         "num_layers": loaded.num_layers,
         "head_dim": loaded.head_dim,
         "rotations_per_layer": loaded.rotations.shape[1] if loaded.per_head else 1,
+        "recipe": loaded.recipe,
+        "centers": [] if loaded.centers is None else loaded.centers.norm(dim=-1).tolist(),
         **vars(loaded.metadata),
         "side": recorded_side(loaded, Path(path)),
         "orthogonality_error": max(errors),
@@ -89,9 +96,11 @@ def render(description: dict[str, Any]) -> Group:
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
     for name, value in description.items():
-        if name in ("path", "layers") or value in ("", {}):
+        if name in ("path", "layers") or value in ("", {}, []):
             continue
         shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
+        if name == "centers":
+            shown = f"one per kv head, of length {min(map(min, value)):.3g} to {max(map(max, value)):.3g}"
         facts.add_row(name.replace("_", " "), f"{shown:.2e}" if isinstance(shown, float) else str(shown))
     layers = Table(box=None, header_style="bold")
     for name in (

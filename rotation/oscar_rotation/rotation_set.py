@@ -76,12 +76,23 @@ class RotationSet:
             (data-free recipes).
         clip_ratios: one per layer, each in (0, 1], or None where the file does not say.
         metadata: provenance.
+        duals: float32 like ``rotations``, the inverse transposes of transforms that are not orthogonal (recipe
+            "plus"): what reads x @ rotations[layer] is multiplied by duals[layer]. None: rotations, their own duals.
+        centers: float32 [layers, kv_heads, head_dim], subtracted from x @ rotations[layer] before it is stored; None
+            for nothing. Keys only.
     """
 
     rotations: torch.Tensor
     eigenvalues: torch.Tensor | None = None
     clip_ratios: tuple[float, ...] | None = None
     metadata: RotationMetadata = field(default_factory=RotationMetadata)
+    duals: torch.Tensor | None = None
+    centers: torch.Tensor | None = None
+
+    @property
+    def recipe(self) -> str:
+        """"plus" where transforms are not orthogonal or keys are centered, else "paper"."""
+        return "paper" if self.duals is None and self.centers is None else "plus"
 
     @property
     def num_layers(self) -> int:
@@ -106,6 +117,12 @@ def orthogonality_errors(rotations: torch.Tensor) -> torch.Tensor:
     return (gram - torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)).abs().amax((-2, -1))
 
 
+def inversion_errors(transforms: torch.Tensor, duals: torch.Tensor) -> torch.Tensor:
+    """max |T D^T - I| of each pair, computed in float64; [..., d, d] twice -> [...]."""
+    product = transforms.double() @ duals.double().mT
+    return (product - torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)).abs().amax((-2, -1))
+
+
 def check_rotation_set(loaded: RotationSet, source: str) -> None:
     """Refuse rotations that no model could use.
 
@@ -127,18 +144,44 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
     bad = (~rotations.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
     if bad:
         raise RotationFileError(f"{source}: the rotation of layer {bad[0]} holds NaN or infinite entries; fit it again")
-    errors = orthogonality_errors(rotations).flatten(1).amax(1) if loaded.per_head else orthogonality_errors(rotations)
+    if loaded.duals is None:
+        all_errors, what, formula = orthogonality_errors(rotations), "is not orthogonal", "|R^T R - I|"
+    else:
+        _check_duals(loaded, source)
+        all_errors = inversion_errors(rotations, loaded.duals)
+        what, formula = "does not have the inverse that the file states", "|T D^T - I|"
+    errors = all_errors.flatten(1).amax(1) if loaded.per_head else all_errors
     worst = int(errors.argmax())
     if float(errors[worst]) > ORTHOGONALITY_TOLERANCE:
         raise RotationFileError(
-            f"{source}: the rotation of layer {worst} is not orthogonal: "
-            f"max |R^T R - I| is {float(errors[worst]):.3g}, allowed is {ORTHOGONALITY_TOLERANCE:g}; fit it again"
+            f"{source}: the rotation of layer {worst} {what}: "
+            f"max {formula} is {float(errors[worst]):.3g}, allowed is {ORTHOGONALITY_TOLERANCE:g}; fit it again"
         )
     _check_companions(loaded, source)
 
 
+def _check_duals(loaded: RotationSet, source: str) -> None:
+    duals = loaded.duals
+    assert duals is not None
+    if duals.shape != loaded.rotations.shape or duals.dtype != torch.float32 or not bool(duals.isfinite().all()):
+        raise RotationFileError(
+            f"{source}: duals are {duals.dtype} {list(duals.shape)}, expected finite torch.float32 "
+            f"{list(loaded.rotations.shape)}; fit the file again"
+        )
+
+
 def _check_companions(loaded: RotationSet, source: str) -> None:
     layers = loaded.num_layers
+    centers = loaded.centers
+    if centers is not None:
+        wanted = (layers, centers.shape[1] if centers.ndim == 3 else 0, loaded.head_dim)
+        if centers.ndim != 3 or tuple(centers.shape) != wanted or centers.dtype != torch.float32 or 0 in centers.shape:
+            raise RotationFileError(
+                f"{source}: centers are {centers.dtype} {list(centers.shape)}, expected torch.float32 "
+                f"[{layers}, kv_heads, {loaded.head_dim}]"
+            )
+        if not bool(centers.isfinite().all()):
+            raise RotationFileError(f"{source}: the centers hold NaN or infinite entries; fit the file again")
     eigenvalues = loaded.eigenvalues
     if eigenvalues is not None:
         if eigenvalues.shape != loaded.rotations.shape[:-1] or eigenvalues.dtype != torch.float32:

@@ -1,6 +1,7 @@
 """Rotation files as safetensors: all layers in one tensor, provenance in the header.
 
-Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` float32 [layers, d]. Header strings:
+Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` float32 [layers, d], ``duals`` float32
+[layers, d, d] and ``centers`` float32 [layers, kv_heads, d] (see ``RotationSet``). Header strings:
 ``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata`` and ``clip_ratios``
 (a JSON list, one per layer).
 """
@@ -19,7 +20,7 @@ from oscar_rotation.rotation_set import RotationMetadata, RotationSet
 
 FORMAT = "oscar-rotation"
 FORMAT_VERSION = "1"
-_TENSORS = {"rotations", "eigenvalues"}
+_OPTIONAL = ("eigenvalues", "duals", "centers")
 
 
 def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
@@ -33,8 +34,10 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
         OSError: if the file cannot be written.
     """
     tensors = {"rotations": rotation_set.rotations.detach().cpu().contiguous()}
-    if rotation_set.eigenvalues is not None:
-        tensors["eigenvalues"] = rotation_set.eigenvalues.detach().cpu().contiguous()
+    for name in _OPTIONAL:
+        tensor = getattr(rotation_set, name)
+        if tensor is not None:
+            tensors[name] = tensor.detach().cpu().contiguous()
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, **rotation_set.metadata.to_strings()}
     if rotation_set.clip_ratios is not None:
         header["clip_ratios"] = json.dumps(list(rotation_set.clip_ratios))
@@ -75,11 +78,13 @@ def read_safetensors(path: Path) -> RotationSet:
         raise RotationFileError(
             f"{path}: format_version is {version!r}, this release reads {FORMAT_VERSION!r}; update sglang-oscar"
         )
-    if "rotations" not in tensors or set(tensors) - _TENSORS:
-        raise RotationFileError(f"{path}: holds tensors {sorted(tensors)}, expected 'rotations' and 'eigenvalues'")
+    if "rotations" not in tensors or set(tensors) - {"rotations", *_OPTIONAL}:
+        expected = f"'rotations' and perhaps {', '.join(_OPTIONAL)}"
+        raise RotationFileError(f"{path}: holds tensors {sorted(tensors)}, expected {expected}")
     try:
         metadata = RotationMetadata.from_strings(header)
         clip_ratios = tuple(float(x) for x in json.loads(header["clip_ratios"])) if "clip_ratios" in header else None
     except (ValueError, TypeError) as error:
         raise RotationFileError(f"{path}: the header cannot be read ({error})") from error
-    return RotationSet(tensors["rotations"], tensors.get("eigenvalues"), clip_ratios, metadata)
+    optional = {name: tensors.get(name) for name in _OPTIONAL}
+    return RotationSet(tensors["rotations"], clip_ratios=clip_ratios, metadata=metadata, **optional)

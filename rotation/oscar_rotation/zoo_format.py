@@ -31,12 +31,17 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
         rotation_set: what to write; float32 on any device.
 
     Raises:
-        RotationFileError: one rotation per kv head, which the schema cannot hold.
+        RotationFileError: one rotation per kv head, or transforms of the recipe "plus": the schema holds neither.
         OSError: if the file cannot be written.
     """
     if rotation_set.per_head:
         raise RotationFileError(
             f"{path}: a .pt file holds one rotation per layer, these are one per kv head; save them as .safetensors"
+        )
+    if rotation_set.recipe != "paper":
+        raise RotationFileError(
+            f"{path}: a .pt file holds rotations, these are transforms of the recipe {rotation_set.recipe}; save them "
+            "as .safetensors"
         )
     layers: dict[int, dict[str, Any]] = {}
     for layer in range(rotation_set.num_layers):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from oscar_rotation.files import save_rotation_file
+from oscar_rotation.rotation_set import RotationSet
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
 from support.servers import HADAMARD, STRICT, Server, serve
@@ -113,6 +115,33 @@ def test_configurations_equal_stock(name: str, qwen3: Path, expected: list[dict]
         assert server.alive()
         if "SGLANG_TEST_RETRACT" in env:
             assert "retract" in server.text().lower()
+
+
+def plus_files(folder: Path, layers: int = 3, kv_heads: int = 2, head_dim: int = 64) -> dict[str, str]:
+    """Transforms of the recipe plus that are far from orthogonal, and centers far from zero."""
+    generator = torch.Generator().manual_seed(5)
+
+    def transforms() -> tuple[torch.Tensor, torch.Tensor]:
+        basis = torch.linalg.qr(torch.randn(layers, head_dim, head_dim, generator=generator).double())[0]
+        found = basis * torch.linspace(0.5, 2, head_dim).double()
+        return found.float(), torch.linalg.inv(found).mT.float()
+
+    centers = 2 * torch.randn(layers, kv_heads, head_dim, generator=generator)
+    for side, center in (("k", centers), ("v", None)):
+        transform, dual = transforms()
+        save_rotation_file(folder / f"{side}.safetensors", RotationSet(transform, duals=dual, centers=center))
+    paths = {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(folder / f"{side}.safetensors") for side in "kv"}
+    return paths | {"SGLANG_OSCAR_RECIPE": "plus"}
+
+
+@pytest.mark.parametrize("absorb", ["1", "0"])
+def test_recipe_plus_equals_stock(absorb: str, qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
+    """Centered keys and transforms that are not orthogonal: chunks, prefixes and decoded tokens agree with stock."""
+    env = LOSSLESS | STRICT | plus_files(tmp_path) | {"SGLANG_OSCAR_ABSORB_V_ROTATION": absorb}
+    with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
+        for _ in range(2):
+            assert_same(expected, ask(server, prompts(PROMPTS), workers=4), NEAR_TIE, DRIFT)
+        assert server.alive()
 
 
 def test_poison_is_seen(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:

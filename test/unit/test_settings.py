@@ -15,6 +15,7 @@ from sglang_oscar.settings import Settings
 DEFAULTS = {
     "SGLANG_OSCAR_K_ROTATION_PATH": None,
     "SGLANG_OSCAR_V_ROTATION_PATH": None,
+    "SGLANG_OSCAR_RECIPE": "paper",
     "SGLANG_OSCAR_K_CLIP_RATIO": None,
     "SGLANG_OSCAR_V_CLIP_RATIO": None,
     "SGLANG_OSCAR_ALLOW_OTHER_MODEL": False,
@@ -34,6 +35,7 @@ OTHERS = {
     "SGLANG_OSCAR_V_ROTATION_PATH": ("hadamard", "hadamard"),
     "SGLANG_OSCAR_K_CLIP_RATIO": ("0.5", 0.5),
     "SGLANG_OSCAR_V_CLIP_RATIO": ("1", 1.0),
+    "SGLANG_OSCAR_RECIPE": ("plus", "plus"),
     "SGLANG_OSCAR_ALLOW_OTHER_MODEL": ("1", True),
     "SGLANG_OSCAR_ABSORB_V_ROTATION": ("0", False),
     "SGLANG_OSCAR_RECOMPUTE_RECENT": ("false", False),
@@ -51,6 +53,7 @@ WRONG = {
     "SGLANG_OSCAR_V_ROTATION_PATH": [""],
     "SGLANG_OSCAR_K_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "inf", "", "most"],
     "SGLANG_OSCAR_V_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "-inf", "", "most"],
+    "SGLANG_OSCAR_RECIPE": ["best", "Plus", ""],
     "SGLANG_OSCAR_ALLOW_OTHER_MODEL": ["2", ""],
     "SGLANG_OSCAR_ABSORB_V_ROTATION": ["2", "perhaps", ""],
     "SGLANG_OSCAR_RECOMPUTE_RECENT": ["2", ""],
@@ -144,3 +147,67 @@ def test_dump_settings() -> None:
 def test_wrong_dump_settings(name: str, text: str) -> None:
     with pytest.raises(Int2Error, match=f"^{name}='{text}': "):
         DumpSettings.from_env({name: text})
+
+
+@pytest.fixture
+def plus_files(tmp_path):
+    """Rotation files of the recipe plus for a model of 2 layers, 3 kv heads and head_dim 64."""
+    from oscar_rotation.files import recipe_rotation, save_rotation_file
+    from oscar_rotation.rotation_set import RotationSet
+
+    base = recipe_rotation("hadamard", num_layers=2, head_dim=64, side="k").rotations
+    key = RotationSet(2 * base, duals=base / 2, centers=torch.arange(2 * 3 * 64).float().view(2, 3, 64))
+    value = RotationSet(4 * base, duals=base / 4)
+    for side, content in (("k", key), ("v", value)):
+        save_rotation_file(tmp_path / f"{side}.safetensors", content)
+    return {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(tmp_path / f"{side}.safetensors") for side in "kv"}
+
+
+def test_recipe_and_files_must_agree(plus_files):
+    """A server is told which recipe it serves; files of another one are refused, whichever way round."""
+    from sglang_oscar.rotations import load_rotations
+
+    with pytest.raises(Int2Error, match="set SGLANG_OSCAR_RECIPE=plus"):
+        load_rotations(Settings.from_env(plus_files), 2, 64)
+    plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
+    loaded = load_rotations(plus, 2, 64)
+    assert loaded.key.centers.shape == (2, 3, 64)
+    assert torch.equal(loaded.key.reading * 4, loaded.key.rotation)
+    assert torch.equal(loaded.value.reading * 16, loaded.value.rotation)
+    mixed = plus_files | {"SGLANG_OSCAR_RECIPE": "plus", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
+    with pytest.raises(Int2Error, match="V_ROTATION_PATH: hadamard is of the recipe paper"):
+        load_rotations(Settings.from_env(mixed), 2, 64)
+    with pytest.raises(Int2Error, match="SGLANG_OSCAR_RECIPE='best'"):
+        Settings.from_env({"SGLANG_OSCAR_RECIPE": "best"})
+    swapped = plus_files | {"SGLANG_OSCAR_RECIPE": "plus"}
+    swapped["SGLANG_OSCAR_V_ROTATION_PATH"] = plus_files["SGLANG_OSCAR_K_ROTATION_PATH"]
+    with pytest.raises(Int2Error, match="centers values, which is not served"):
+        load_rotations(Settings.from_env(swapped), 2, 64)
+
+
+def test_centers_of_another_model(plus_files):
+    from oscar_rotation.identity import ModelIdentity
+    from sglang_oscar.rotations import load_rotations
+
+    plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
+    load_rotations(plus, 2, 64, ModelIdentity(kv_heads=3))
+    with pytest.raises(Int2Error, match="centers of 3 kv heads, the model has 2"):
+        load_rotations(plus, 2, 64, ModelIdentity(kv_heads=2))
+
+
+def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
+    """Tensor parallelism slices centers as it slices kv heads; matrices are the same on all ranks."""
+    from types import SimpleNamespace
+
+    from sglang_oscar.rotations import load_rotations
+    from sglang_oscar.sizing import layer_params
+
+    plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
+    loaded = load_rotations(plus, 2, 64)
+    for absorbed in (False, True):
+        layers = layer_params(loaded, [SimpleNamespace()] * 2, "cpu", absorbed, slice(1, 2))
+        assert torch.equal(layers[1].k_center, loaded.key.centers[1, 1:2])
+        assert layers[0].k_center.is_contiguous()
+        assert torch.equal(layers[0].query_matrix, loaded.key.dual[0])
+        assert (layers[0].v_rotation is None) == absorbed
+        assert absorbed or torch.equal(layers[0].output_matrix, loaded.value.dual[0].T)

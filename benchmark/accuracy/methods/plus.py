@@ -11,19 +11,12 @@ import torch
 from accuracy.calibration import Calibration
 from accuracy.methods.base import RowMethod, Transforms
 from oscar_rotation.balanced import balance
-from oscar_rotation.covariance import QueryCovariance, ScoreValueCovariance
+from oscar_rotation.covariance import ScoreValueCovariance
 from oscar_rotation.eigenbasis import eigenbasis
 from oscar_rotation.fit_options import FitOptions
 from oscar_rotation.hadamard import bit_reversal_matrix, sylvester_hadamard
 from oscar_rotation.layer_fit import compose_side
-
-SINK = 64
-
-
-def centered_moment(x: torch.Tensor, center: torch.Tensor | None) -> torch.Tensor:
-    """Mean over tokens and heads of (x - center)^T (x - center): [tokens, heads, d] -> float64 [d, d]."""
-    rest = (x if center is None else x - center).double().flatten(0, 1)
-    return rest.mT @ rest / len(rest)
+from oscar_rotation.plus_fit import Moments
 
 
 @dataclass
@@ -55,41 +48,37 @@ class Plus(RowMethod):
 
     def fit(self, calibration: Calibration) -> None:
         """Transforms of all layers."""
-        layers = range(len(calibration.layers))
-        centers = torch.stack([history(calibration, layer).mean(0) for layer in layers])
-        center = centers if self.centered else None
-        keys = [self._keys(calibration, layer, None if center is None else centers[layer]) for layer in layers]
-        values = [self._values(calibration, layer) for layer in layers]
+        pairs, centers = [], []
+        for layer, x in enumerate(calibration.layers):
+            moments = Moments(calibration.kv_heads, calibration.head_dim, calibration.device)
+            moments.update(x.q, x.k, x.v, calibration.seq_lens)
+            pairs.append((self._keys(moments), self._values(calibration, layer, moments)))
+            centers.append(moments.center.float().to(calibration.device))
         device = calibration.device
-        self.key = Transforms(*(torch.stack(part).float().to(device) for part in zip(*keys, strict=True)), center)
-        self.value = Transforms(*(torch.stack(part).float().to(device) for part in zip(*values, strict=True)))
+        self.key, self.value = (
+            Transforms(*(torch.stack([pair[side][n] for pair in pairs]).float().to(device) for n in (0, 1)))
+            for side in (0, 1)
+        )
+        if self.centered:
+            self.key.center = torch.stack(centers)
 
-    def _keys(
-        self, calibration: Calibration, layer: int, center: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        reading = calibration.covariance(layer, QueryCovariance).shared().cpu()
-        stored = centered_moment(history(calibration, layer), center).cpu()
+    def _keys(self, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
+        stored, reading = moments.stored_keys(self.centered), moments.queries.shared().cpu()
         if self.keys_by == "balance":
             found = balance(stored, reading)
             return found.transform, found.dual.mT
         if self.keys_by == "zero_point":
-            rotation = zero_point_order(stored, reading, max(1, calibration.head_dim // self.group))
+            rotation = zero_point_order(stored, reading, max(1, len(stored) // self.group))
         else:
             rotation = compose_side(reading, FitOptions())[0]
         return rotation, rotation.mT
 
-    def _values(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _values(self, calibration: Calibration, layer: int, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
         if self.values_by == "paper":
             rotation = compose_side(calibration.covariance(layer, ScoreValueCovariance).shared(), FitOptions())[0]
             return rotation, rotation.mT
-        found = balance(centered_moment(calibration.layers[layer].v, None), calibration.readers[layer].mean(0))
+        found = balance(moments.values.shared(), calibration.readers[layer].mean(0))
         return found.transform, found.dual.mT
-
-
-def history(calibration: Calibration, layer: int) -> torch.Tensor:
-    """Keys behind the sink of every calibration sequence: [tokens, kv_heads, d]."""
-    parts = calibration.layers[layer].k.split(calibration.seq_lens)
-    return torch.cat([part[min(SINK, len(part) // 2) :] for part in parts])
 
 
 def zero_point_order(stored: torch.Tensor, reading: torch.Tensor, free: int) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""The weights that read attention outputs, from a checkpoint: what the recipe ``plus`` measures value errors with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from oscar_rotation.errors import DumpError
+
+_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.o_proj\.weight$")
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+INDEX = "model.safetensors.index.json"
+
+
+class OutputWeights:
+    """Output projections of a model.
+
+    Args:
+        model: folder with safetensors weights, or an id of the Hub, whose weights are fetched if they are not cached.
+
+    Raises:
+        DumpError: no such model, no safetensors files, or layers without an output projection.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        self.folder = _folder(model)
+        self._files: dict[int, tuple[Path, str]] = {}
+        for path, name in _tensors(self.folder):
+            if match := _NAME.search(name):
+                self._files[int(match[1])] = (path, name)
+        if not self._files:
+            raise DumpError(
+                f"{self.folder}: no weights named layers.<n>.self_attn.o_proj.weight; recipe plus needs them"
+            )
+
+    def reader(self, layer: int, kv_heads: int, head_dim: int) -> torch.Tensor:
+        """W_o W_o^T of one layer by kv head, summed over the query heads of its group.
+
+        Args:
+            layer, kv_heads, head_dim: which layer, and the model's geometry.
+
+        Returns:
+            float32 [kv_heads, head_dim, head_dim]: e @ reader @ e.T is the energy of a value error e behind o_proj.
+
+        Raises:
+            DumpError: the layer is missing, unreadable, quantized, or of another geometry.
+        """
+        if layer not in self._files:
+            raise DumpError(f"{self.folder}: no output projection of layer {layer}")
+        path, name = self._files[layer]
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                weight = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise DumpError(f"{path}: cannot be read ({error})") from error
+        if weight.dtype not in _PLAIN:
+            raise DumpError(f"{path}: {name} is {weight.dtype}; the recipe plus needs weights that are not quantized")
+        if weight.ndim != 2 or weight.shape[1] % (kv_heads * head_dim):
+            raise DumpError(
+                f"{path}: {name} is {list(weight.shape)}, which does not fit {kv_heads} kv heads of {head_dim}"
+            )
+        return reader_of(weight, kv_heads, head_dim)
+
+
+def reader_of(weight: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """W_o W_o^T by kv head of an output projection [hidden, q_heads * head_dim]: float32 [kv_heads, d, d]."""
+    heads = weight.detach().float().view(weight.shape[0], kv_heads, -1, head_dim)
+    return torch.einsum("ohgd,ohge->hde", heads, heads)
+
+
+def _folder(model: str | Path) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise DumpError(f"{model}: is not a folder, and not to be had from the Hub ({first})") from error
+
+
+def _tensors(folder: Path) -> list[tuple[Path, str]]:
+    """Every tensor's file and name, from the index where there is one."""
+    index = folder / INDEX
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [(folder / file, name) for name, file in names.items()]
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                found += [(path, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise DumpError(f"{path}: not a readable safetensors file ({error})") from error
+    return found

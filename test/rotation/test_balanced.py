@@ -1,0 +1,241 @@
+"""The transform of the recipe plus: what its derivation says, and the fit, files and command around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from oscar_rotation.balanced import balance, gain
+from oscar_rotation.cli import app
+from oscar_rotation.dump import DumpError, DumpReader
+from oscar_rotation.files import load_rotation, read_rotation_file, save_rotation_file
+from oscar_rotation.output_weights import OutputWeights
+from oscar_rotation.plus_fit import Moments, fit_plus
+from oscar_rotation.rotation_set import RotationSet
+
+K_NAME, V_NAME = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
+runner = CliRunner()
+
+
+def moment(seed: int, d: int = 32) -> torch.Tensor:
+    """A second moment with a spread of eigenvalues: float64 [d, d]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * d, d, generator=generator, dtype=torch.float64)
+    mixed = x * torch.logspace(-1, 1, d, dtype=torch.float64) @ torch.linalg.qr(x[:d])[0]
+    return mixed.mT @ mixed / len(x)
+
+
+def loss(transform: torch.Tensor, stored: torch.Tensor, reading: torch.Tensor) -> float:
+    """tr(T^-1 C_Q T^-T) tr(T^T C_K T)."""
+    inverse = torch.linalg.inv(transform)
+    return float((inverse @ reading @ inverse.mT).trace() * (transform.mT @ stored @ transform).trace())
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_derivation(seed: int) -> None:
+    """Both sides get one spectrum, evenly spread; the loss is (sum sigma)^2 and no other transform is below it."""
+    stored, reading = moment(seed), moment(seed + 1)
+    found = balance(stored, reading)
+    t, d = found.transform, len(stored)
+    torch.testing.assert_close(t @ found.dual.mT, torch.eye(d, dtype=t.dtype), atol=1e-8, rtol=0)
+    keys, queries = t.mT @ stored @ t, found.dual.mT @ reading @ found.dual
+    torch.testing.assert_close(keys / keys.trace(), queries / queries.trace(), atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(keys.diagonal(), keys.diagonal().mean().expand(d), atol=0, rtol=1e-6)
+    torch.testing.assert_close(keys.trace(), stored.trace(), atol=0, rtol=1e-6)
+    best = loss(t, stored, reading)
+    assert best == pytest.approx(float(found.sigma.sum()) ** 2, rel=1e-6)
+    assert best == pytest.approx(gain(stored, reading) * float(stored.trace() * reading.trace()), rel=1e-6)
+    assert best <= float(stored.trace() * reading.trace()) * (1 + 1e-9)
+    generator = torch.Generator().manual_seed(seed)
+    for size in (1e-3, 1e-1, 1.0):
+        other = t @ (torch.eye(d, dtype=t.dtype) + size * torch.randn(d, d, generator=generator).double() / d)
+        assert loss(other, stored, reading) >= best * (1 - 1e-9)
+
+
+@given(st.integers(0, 10_000), st.floats(1.0, 64.0))
+@settings(max_examples=20, deadline=None)
+def test_outliers_of_coordinates_vanish(seed: int, factor: float) -> None:
+    """Keys times A and queries times A^-T: what is stored has the same distribution up to a common scale."""
+    stored, reading = moment(seed), moment(seed + 1)
+    a = torch.eye(len(stored), dtype=torch.float64)
+    a[3, 3] = a[7, 7] = factor
+    inverse = torch.linalg.inv(a)
+    plain, moved = balance(stored, reading), balance(a.mT @ stored @ a, inverse @ reading @ inverse.mT)
+    torch.testing.assert_close(moved.sigma, plain.sigma, rtol=1e-5, atol=0)
+    both = [a @ moved.transform, plain.transform]
+    grams = [x @ x.mT / (x @ x.mT).trace() for x in both]
+    torch.testing.assert_close(grams[0], grams[1], rtol=1e-4, atol=1e-8)
+
+
+def test_largest_directions_are_constant_in_a_group() -> None:
+    """A key along the i-th common eigendirection, i < d/G, shifts whole groups of G channels."""
+    stored, reading = moment(1), moment(2)
+    found, d = balance(stored, reading), 32
+    keys = found.transform.mT @ stored @ found.transform
+    values, vectors = torch.linalg.eigh(keys)
+    assert values.flip(0)[0] > 1.5 * values.flip(0)[4]
+    for groups in (1, 2, 4):
+        for i in range(groups):
+            pattern = vectors[:, d - 1 - i].view(groups, -1)
+            torch.testing.assert_close(pattern, pattern[:, :1].expand_as(pattern), atol=1e-6, rtol=0)
+
+
+def test_geometric_mean() -> None:
+    """M = T T^T solves M C_K M ~ C_Q; of diagonal moments it is the root of the ratio, by hand."""
+    stored, reading = moment(3), moment(4)
+    m = balance(stored, reading).transform
+    m = m @ m.mT
+    both = m @ stored @ m
+    torch.testing.assert_close(both / both.trace(), reading / reading.trace(), rtol=1e-6, atol=1e-9)
+    found = balance(*(torch.diag(torch.tensor(x, dtype=torch.float64)) for x in ([1.0, 4.0], [9.0, 16.0])))
+    torch.testing.assert_close(found.sigma, torch.tensor([8.0, 3.0], dtype=torch.float64))
+    m = found.transform @ found.transform.mT
+    torch.testing.assert_close(m, m[1, 1] * torch.diag(torch.tensor([1.5, 1.0], dtype=torch.float64)))
+
+
+def test_balance_refuses_what_it_cannot_invert() -> None:
+    with pytest.raises(ValueError, match="zero"):
+        balance(torch.zeros(4, 4), torch.eye(4))
+    with pytest.raises(ValueError, match="one shape"):
+        balance(torch.eye(4), torch.eye(8))
+    with pytest.raises(ValueError, match="power of two"):
+        balance(torch.eye(6), torch.eye(6))
+
+
+def test_moments_leave_the_sink_out_of_what_is_stored() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(300, heads, 8, generator=generator) for heads in (4, 2, 2))
+    k[:64] += 100
+    k[200:250] -= 100
+    moments = Moments(2, 8)
+    moments.update(q, k, v, (200, 100))
+    kept = torch.cat([k[64:200], k[250:]]).double()
+    torch.testing.assert_close(moments.center, kept.mean(0), rtol=1e-6, atol=1e-6)
+    rest = kept - kept.mean(0)
+    expected = torch.einsum("thd,the->de", rest, rest) / (2 * len(kept))
+    torch.testing.assert_close(moments.stored_keys(), expected, rtol=1e-4, atol=1e-4)
+    assert moments.queries.rows == 600
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with the output projections of a model of two layers, four query heads and head_dim 32."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(4)
+    weights = {
+        f"model.layers.{n}.self_attn.o_proj.weight": torch.randn(48, 128, generator=generator).bfloat16()
+        for n in range(2)
+    }
+    save_file(weights, str(folder / "model.safetensors"))
+    return folder
+
+
+def test_fit_files_and_command(tmp_path: Path, make_dump: Callable[..., Path], model: Path) -> None:
+    dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
+    done = runner.invoke(app, ["fit", str(dump), "--out", str(out), "--recipe", "plus", "--model", str(model)])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in out.iterdir()) == [K_NAME, V_NAME]
+    key = load_rotation(out / K_NAME, num_layers=2, head_dim=32, side="k")
+    value = load_rotation(out / V_NAME, num_layers=2, head_dim=32, side="v")
+    assert key.recipe == value.recipe == "plus"
+    assert key.centers is not None
+    assert key.centers.shape == (2, 2, 32)
+    assert value.centers is None
+    for side in (key, value):
+        assert side.duals is not None
+        product = side.rotations.double() @ side.duals.double().mT
+        torch.testing.assert_close(product, torch.eye(32).double().expand(2, -1, -1), atol=1e-4, rtol=0)
+        gram = side.rotations.mT @ side.rotations
+        assert (gram - torch.eye(32)).abs().max() > 0.01
+    shown = runner.invoke(app, ["inspect", str(out / K_NAME)])
+    assert "plus" in shown.output
+    assert "one per kv head" in shown.output
+    refused = runner.invoke(app, ["convert", str(out / K_NAME), str(out / "k.pt")])
+    assert refused.exit_code == 1
+    assert "recipe plus" in refused.output
+    again = fit_plus(DumpReader(dump), OutputWeights(model), device="cpu")
+    torch.testing.assert_close(again.key.rotations, key.rotations, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        (["--recipe", "plus"], 1, "does not name its model"),
+        (["--recipe", "plus", "--model", "MODEL", "--order", "descending"], 2, "no meaning"),
+        (["--recipe", "plus", "--model", "MODEL", "--format", "pt"], 2, "no meaning"),
+        (["--model", "MODEL"], 2, "--recipe plus only"),
+        (["--recipe", "better"], 2, "paper, plus"),
+    ],
+)
+def test_command_refusals(
+    args: list[str], status: int, message: str, tmp_path: Path, make_dump: Callable[..., Path], model: Path
+) -> None:
+    dump = make_dump(tmp_path / "dump")
+    given = [str(model) if arg == "MODEL" else arg for arg in args]
+    done = runner.invoke(app, ["fit", str(dump), "--out", str(tmp_path / "out"), *given])
+    assert done.exit_code == status
+    assert message in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_do_not_do(tmp_path: Path, model: Path) -> None:
+    weights = OutputWeights(model)
+    assert weights.reader(1, 2, 32).shape == (2, 32, 32)
+    with pytest.raises(DumpError, match="layer 2"):
+        weights.reader(2, 2, 32)
+    with pytest.raises(DumpError, match="does not fit"):
+        weights.reader(0, 3, 32)
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    tensor = torch.zeros(48, 128).to(torch.float8_e4m3fn)
+    save_file({"model.layers.0.self_attn.o_proj.weight": tensor}, str(quantized / "model.safetensors"))
+    with pytest.raises(DumpError, match="not quantized"):
+        OutputWeights(quantized).reader(0, 2, 32)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DumpError, match="o_proj"):
+        OutputWeights(empty)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"duals": torch.eye(64).expand(3, -1, -1) * 2}, "inverse"),
+        ({"duals": torch.eye(64)}, "duals are"),
+        ({"duals": torch.full((3, 64, 64), float("nan"))}, "duals are"),
+        ({"centers": torch.zeros(2, 1, 64)}, "centers are"),
+        ({"centers": torch.zeros(3, 1, 64).double()}, "centers are"),
+        ({"centers": torch.full((3, 1, 64), float("inf"))}, "NaN or infinite"),
+    ],
+)
+def test_broken_transforms_are_refused(
+    change: dict[str, torch.Tensor], message: str, rotation_set: RotationSet, tmp_path: Path
+) -> None:
+    from oscar_rotation.errors import RotationFileError
+
+    broken = RotationSet(rotation_set.rotations, metadata=rotation_set.metadata, **change)
+    with pytest.raises(RotationFileError, match=message):
+        save_rotation_file(tmp_path / "k.safetensors", broken)
+
+
+def test_centers_alone_are_a_file_too(rotation_set: RotationSet, tmp_path: Path) -> None:
+    """Rotations with centers, for instance of the zero-point-aware order, round-trip as recipe plus."""
+    centers = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(5))
+    save_rotation_file(
+        tmp_path / "k.safetensors",
+        RotationSet(rotation_set.rotations, metadata=rotation_set.metadata, centers=centers),
+    )
+    loaded = read_rotation_file(tmp_path / "k.safetensors")
+    assert loaded.recipe == "plus"
+    assert loaded.duals is None
+    assert loaded.centers is not None
+    assert torch.equal(loaded.centers, centers)
