@@ -22,7 +22,8 @@ export PYTHONUNBUFFERED=1
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 declare -A parts=(
-  [sanitizer]="test/gpu/test_sanitizer.py"
+  [memcheck]="test/gpu/test_sanitizer.py -k memcheck"
+  [racecheck]="test/gpu/test_sanitizer.py -k racecheck"
   [kernels]="test/kernels"
   [servers]="test/gpu --ignore test/gpu/test_sanitizer.py"
 )
