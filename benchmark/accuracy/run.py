@@ -3,7 +3,8 @@
     python benchmark/accuracy/run.py                                  # the shipped model, on the GPU where there is one
     python benchmark/accuracy/run.py --model models/reference --model DIR --size full
     python benchmark/accuracy/run.py --size reduced                   # for two CPU cores
-    python benchmark/accuracy/run.py --from results.json              # the report again
+    python benchmark/accuracy/run.py --server-only --out server.json  # real servers of the shipped model, over HTTP
+    python benchmark/accuracy/run.py --from a.json --from b.json      # the report again, of several runs
 
 Writes RESULTS (JSON), docs/accuracy.md and docs/figures/accuracy-*.svg. Plots need the extra ``plots``.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from accuracy import plan  # noqa: E402
 from accuracy.calibration import Calibration, calibrate  # noqa: E402
@@ -36,6 +37,8 @@ from accuracy.models import REGIMES, Regime, apply_regime, load  # noqa: E402
 from reference_model.corpus import held_out_tokens  # noqa: E402
 from reference_model.evaluate import calibration_prompts, retrieval_questions  # noqa: E402
 
+MODEL = ROOT / "models" / "reference"
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -45,7 +48,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", help="methods whose name contains this, and BF16")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "accuracy.json", help="results")
-    parser.add_argument("--from", dest="source", type=Path, help="make the report from these results")
+    parser.add_argument(
+        "--from", dest="sources", action="append", type=Path, help="report on these results; repeatable"
+    )
+    parser.add_argument("--no-server", action="store_true", help="start no servers")
+    parser.add_argument("--server-only", action="store_true", help="nothing but servers")
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "accuracy.md")
     parser.add_argument("--measure-only", action="store_true", help="no report")
     return parser.parse_args(argv)
@@ -171,16 +178,34 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
         results["seconds"] = round(time.time() - begin)
         args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
 
-    for source in args.model or [str(ROOT / "models" / "reference")]:
+    sources = [] if args.server_only else args.model or [str(MODEL)]
+    for source in sources:
         measure_model(source, plan.SIZES[size_name], args.device, args.only, partial(save, Path(source).name))
+    if not args.no_server:
+        from accuracy.server import measure_server
+
+        results["server"] = measure_server(MODEL)
+    results["seconds"] = round(time.time() - begin)
+    args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
     return results
+
+
+def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs' results as one; facts about the run are those of the first."""
+    out = {**runs[0], "models": {}}
+    for run in runs:
+        out["models"] |= run["models"]
+        out["seconds"] = max(out["seconds"], run["seconds"])
+        if "server" in run:
+            out["server"] = run["server"]
+    return out
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, save, report."""
     args = parse_args(argv)
-    if args.source:
-        results = json.loads(args.source.read_text(encoding="utf-8"))
+    if args.sources:
+        results = merged([json.loads(path.read_text(encoding="utf-8")) for path in args.sources])
     else:
         size_name = args.size or ("full" if args.device.startswith("cuda") else "reduced")
         results = measure(args, size_name)
