@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -119,8 +120,10 @@ def test_shards_of_two_ranks(model: Path, expected: dict[int, Activations], tmp_
 
 
 def test_fit_serves(model: Path, one_rank: Path, tmp_path: Path) -> None:
-    """``oscar fit`` on the dump writes both files; a server that loads them answers."""
-    command = [str(Path(sys.executable).with_name("oscar")), "fit", str(one_rank), "--out", str(tmp_path)]
+    """``oscar fit`` on a dump in the public layout writes both files; a server that loads them answers."""
+    public = shutil.copytree(one_rank, tmp_path / "public", ignore=shutil.ignore_patterns("manifest.json"))
+    assert int(torch.load(public / "layer_0/seq_lens/0.pt").sum()) < min(LENGTHS), "chunk 0 is the short warm-up"
+    command = [str(Path(sys.executable).with_name("oscar")), "fit", str(public), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     files = [tmp_path / "k_rotation_qqt_r_h_pbr.pt", tmp_path / "v_rotation_sst_r_h_pbr.pt"]
