@@ -14,6 +14,8 @@ from oscar_kernels.cuda.launch import launch
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
 
 MERGE_THREADS = 256
+FEW_PARTIALS = 8
+"""Partial results of a request, on average, up to which a thread merges them all."""
 
 
 def _struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
@@ -55,11 +57,11 @@ def unsupported(
     return reason and f"the CUDA kernel does not support {reason}"
 
 
-def prepare(variant: Variant) -> tuple[Any, Any]:
-    """Compile (or find in the cache) and load both kernels: some seconds the first time.
+def prepare(variant: Variant) -> tuple[Any, Any, Any]:
+    """Compile (or find in the cache) and load the kernels: a few seconds the first time.
 
     Returns:
-        the decode and the merge kernel.
+        the decode kernel and the merge kernels for few and for many partial results.
 
     Raises:
         ValueError: the variant is not supported.
@@ -68,7 +70,8 @@ def prepare(variant: Variant) -> tuple[Any, Any]:
     if reason:
         raise ValueError(f"the CUDA decode kernel does not support {reason}")
     defines = variant.defines()
-    return load("decode.cu", "oscar_decode", defines, variant.shared_bytes), load("merge.cu", "oscar_merge", defines, 0)
+    merges = (load("merge.cu", f"oscar_merge_{name}", defines, 0) for name in ("few", "many"))
+    return load("decode.cu", "oscar_decode", defines, variant.shared_bytes), *merges
 
 
 def _slots(device: torch.device, batch: int) -> int:
@@ -121,7 +124,7 @@ def decode(
     if batch == 0:
         return out
     variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype)
-    decode_kernel, merge_kernel = prepare(variant)
+    decode_kernel, merge_few, merge_many = prepare(variant)
     slots, numel = _slots(q_rot.device, batch), workspace_numel(cache, q_heads, batch)
     if workspace is None:
         workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
@@ -145,8 +148,11 @@ def decode(
         [query, buffers, described, _Partials(partial, lse), _POINTER(ranges)],
         overlap=True,
     )  # fmt: skip
+    merge, grid = merge_many, (q_heads, batch, head_dim // 32)
+    if blocks <= FEW_PARTIALS * batch:
+        merge, grid = merge_few, (-(-q_heads * (head_dim // 4) // MERGE_THREADS), batch, 1)
     launch(
-        merge_kernel, (q_heads, batch, 4 if batch * q_heads < 512 else 1), MERGE_THREADS, 0,
+        merge, grid, MERGE_THREADS, 0,
         [_POINTER(partial), _POINTER(lse), _POINTER(ranges), _POINTER(out.data_ptr()), ctypes.c_int64(out.stride(0)),
          ctypes.c_int64(out.stride(1))],
         overlap=True,
