@@ -43,10 +43,8 @@ constexpr int COPY_TOKENS = minimum(PAGE, STAGE_TOKENS);
 constexpr int COPIES = STAGE_TOKENS / COPY_TOKENS;
 constexpr int SIDE_BYTES = (STAGE_TOKENS * ROW_BYTES + 127) / 128 * 128;  // keys, or values, of a stage
 
-// A window row in shared memory is padded by 16 bytes, which spreads tokens over the banks.
-constexpr int WINDOW_ROW = KV_HEADS * HEAD_DIM * 2;
-constexpr int WINDOW_STRIDE = WINDOW_ROW + 16;
-constexpr int WINDOW_FIT = SIDE_BYTES / WINDOW_STRIDE;
+constexpr int WINDOW_ROW = KV_HEADS * HEAD_DIM * 2;  // bytes of one token's keys, or values, in a window
+constexpr int WINDOW_FIT = SIDE_BYTES / WINDOW_ROW;
 constexpr int WINDOW_TILE = 8;  // window tokens that a warp works on at a time
 constexpr int WINDOW_TOKENS = WINDOW_FIT >= WINDOW_TILE ? WINDOW_FIT / WINDOW_TILE * WINDOW_TILE : WINDOW_FIT;
 constexpr int WINDOW_TILES = (WINDOW_TOKENS + WINDOW_TILE - 1) / WINDOW_TILE;

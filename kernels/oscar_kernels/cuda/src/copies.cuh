@@ -65,27 +65,29 @@ DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buf
 }
 
 DEVICE void copy_window(const Segment& segment, const Tables& tables, const Buffers& buffers, u32 shared, Turn& turn) {
-  int lane = threadIdx.x % 32;
+  if (segment.window_begin == segment.window_end) return;
   const Borders& borders = segment.borders;
   i64 sink_row = (i64)tables.sink_block[segment.request] * SINK;
   i64 ring_row = (i64)tables.ring_row[segment.request] * RING;
   int tokens = borders.window_tokens();
   for (int stage = segment.window_begin; stage < segment.window_end; stage++) {
-    int first = stage * WINDOW_TOKENS;
-    int count = min(WINDOW_TOKENS, tokens - first);
+    int token = stage * WINDOW_TOKENS, end = min(token + WINDOW_TOKENS, tokens);
     barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);
-    u32 full = full_barrier(shared, turn.stage);
-    if (lane == 0) barrier_arrive_expect(full, count * 2 * WINDOW_ROW);
-    __syncwarp();
-    for (int i = lane; i < count; i += 32) {
-      int token = first + i;
-      bool sink = token < borders.sink_end;
-      int position = borders.ring_begin + token - borders.sink_end;
-      i64 row = sink ? sink_row + token : ring_row + (RING > 0 ? position % (RING > 0 ? RING : 1) : 0);
-      u32 destination = stage_address(shared, turn.stage) + i * WINDOW_STRIDE;
-      bulk_copy(destination, (sink ? buffers.k_sink : buffers.k_ring) + row * WINDOW_ROW, WINDOW_ROW, full);
-      bulk_copy(destination + SIDE_BYTES, (sink ? buffers.v_sink : buffers.v_ring) + row * WINDOW_ROW, WINDOW_ROW, full);
+    if (threadIdx.x % 32 == 0) {
+      u32 full = full_barrier(shared, turn.stage), destination = stage_address(shared, turn.stage);
+      barrier_arrive_expect(full, (end - token) * 2 * WINDOW_ROW);
+      while (token < end) {  // what lies side by side in one copy: it ends with the sinks, and where the ring wraps around
+        bool sink = token < borders.sink_end;
+        int row = sink ? token : (borders.ring_begin + token - borders.sink_end) % max(RING, 1);
+        int run = min(end - token, sink ? borders.sink_end - token : RING - row);
+        i64 source = (sink ? sink_row + row : ring_row + row) * WINDOW_ROW;
+        bulk_copy(destination, (sink ? buffers.k_sink : buffers.k_ring) + source, run * WINDOW_ROW, full);
+        bulk_copy(destination + SIDE_BYTES, (sink ? buffers.v_sink : buffers.v_ring) + source, run * WINDOW_ROW, full);
+        destination += run * WINDOW_ROW;
+        token += run;
+      }
     }
+    __syncwarp();
     turn.advance();
   }
 }

@@ -56,7 +56,7 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
         for (int tile = part; tile < WINDOW_TILES; tile += TILES_PER_STAGE) {
           int first = tile * WINDOW_TILE;
           int count = min(min(WINDOW_TOKENS, left) - first, WINDOW_TILE);
-          u32 offset = first * WINDOW_STRIDE;
+          u32 offset = first * WINDOW_ROW;
           if (count > 0) attend_window(softmax, output, columns, keys + offset, keys + SIDE_BYTES + offset, count);
         }
         __syncwarp();

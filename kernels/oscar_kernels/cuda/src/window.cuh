@@ -53,7 +53,7 @@ DEVICE void attend_window(Softmax& softmax, Output& output, const QueryFloats& q
     for (float& x : block) x = 0;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    uint4 k = load_shared4(keys + row_of_token(row) * WINDOW_STRIDE + 64 * u + 16 * c);
+    uint4 k = load_shared4(keys + row_of_token(row) * WINDOW_ROW + 64 * u + 16 * c);
 #pragma unroll
     for (int b = 0; b < QK_BLOCKS; b++) {
       mma_k16<WINDOW_BF16>(product[b], k.x, 0, k.y, 0, q.columns[b][2 * u][0], q.columns[b][2 * u][1]);
@@ -87,7 +87,7 @@ DEVICE void attend_window(Softmax& softmax, Output& output, const QueryFloats& q
   }
   // A token that is not there has weight 0, but its bits may be a NaN.
   u32 keep = (2 * c < count ? 0x0000ffffu : 0) | (2 * c + 1 < count ? 0xffff0000u : 0);
-  u32 even = values + row_of_token(2 * c) * WINDOW_STRIDE, odd = values + row_of_token(2 * c + 1) * WINDOW_STRIDE;
+  u32 even = values + row_of_token(2 * c) * WINDOW_ROW, odd = values + row_of_token(2 * c + 1) * WINDOW_ROW;
   auto multiply = [&](int tile, u32 x, u32 y) {  // two channels of two tokens
     u32 first = __byte_perm(x, y, 0x5410) & keep, second = __byte_perm(x, y, 0x7632) & keep;
 #pragma unroll
