@@ -14,7 +14,7 @@ from oscar_rotation.dump_manifest import DumpManifest
 from oscar_rotation.errors import DumpError, RotationFileError
 from oscar_rotation.model_table import known_models, model_settings
 from sglang_oscar.cli import app
-from sglang_oscar.drivers.calibration_data import calibration_chats, dataset_label, explain_hub_failure
+from sglang_oscar.drivers.calibration_data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
 from sglang_oscar.drivers.dump_driver import choose_prompts
 from sglang_oscar.drivers.errors import DataError
 from sglang_oscar.drivers.folders import CalibrationFolder, dump_state, latest_calibration
@@ -94,6 +94,12 @@ def test_calibration_data_from_local_files(tmp_path: Path) -> None:
     assert "A) 2\nB) 3" in next(calibration_chats("MMLU", mmlu))[0]["content"]  # type: ignore[index]
     wiki = write_rows(tmp_path / "wiki.jsonl", [{"text": " = Heading = "}, {"text": "x" * 300}])
     assert list(calibration_chats("WikiText", wiki)) == ["x" * 300]
+
+
+def test_local_copies_of_one_or_several_data_sets() -> None:
+    assert local_data_sets("", "GPQA") == {}
+    assert local_data_sets("a.csv", "GPQA") == {"GPQA": Path("a.csv")}
+    assert local_data_sets("MMLU=a.jsonl,WikiText=b", "GPQA") == {"MMLU": Path("a.jsonl"), "WikiText": Path("b")}
 
 
 def test_broken_calibration_data_are_named(tmp_path: Path) -> None:
@@ -222,6 +228,7 @@ def test_ablations_cover_the_papers_tables() -> None:
         (["ablation", "weather", "m"], "not one of windows, clip"),
         (["ablation", "clip", "m", "--only", "x"], "not one of clip_0.88_0.88"),
         (["calibrate", "m", "--clip", "x"], "neither none nor fit"),
+        (["dump", "m", "--dataset-path", "MMMLU=x"], "not one of GPQA, MMLU, WikiText"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], fault: str) -> None:
