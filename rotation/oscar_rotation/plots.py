@@ -55,6 +55,7 @@ def draw_report(report: dict[str, Any], folder: Path) -> list[Path]:
             for name in NAMES:
                 axes.plot(index, [value(layer, name) for layer in layers], marker=".", label=name)
             axes.set(title=label, xlabel="layer", yscale="log")
+            axes.xaxis.get_major_locator().set_params(integer=True)
         figure.axes[0].legend()
         written.append(_save(figure, folder / f"{title}.png"))
     figure = Figure(figsize=(8, 3.2), layout="constrained")
