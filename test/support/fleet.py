@@ -36,6 +36,8 @@ def checked(*what: str) -> dict[str, str]:
 FLEET = {
     "plain": Launch(env=STRICT),
     "triton": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton", "SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
+    "triton_extend": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton"}),
+    "triton_decode": Launch(env={"SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
     "chunked": Launch(args=golden.CHUNKED, env=STRICT),
     "mixed": Launch(args=(*golden.CHUNKED, "--enable-mixed-chunk"), env=STRICT),
     "retract": Launch(env=STRICT | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}),

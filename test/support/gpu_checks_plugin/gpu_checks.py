@@ -1,9 +1,10 @@
-"""Test plugin for SGLang: watches a running int2 server on a GPU. GPU_CHECKS lists what to do, with commas between.
+"""Test plugin for SGLang: watches a running int2 server. GPU_CHECKS lists what to do, with commas between.
 
 ``nan``: before every forward pass whatever padded rows of a CUDA graph use is NaN: page 0, ring row 0, sink block 0.
 ``nan_everywhere``: the same for page 1 on, ring row 1 on, sink block 1 on; a fault, to prove that NaN shows.
 ``sync``: PyTorch raises wherever the backend would wait for the GPU.
 ``wait``: the backend waits for the GPU in every decode step; a fault, to prove that this is noticed.
+``noise``: queries, keys and values change by what one rounding to BF16 may change, as on another machine.
 ``ranks``: every pass over a prompt prints a digest of what this tensor-parallel rank believes about sinks and rows.
 """
 
@@ -16,6 +17,7 @@ import torch
 
 CHECKS = set(filter(None, os.environ.get("GPU_CHECKS", "").split(",")))
 BACKEND = "sglang_oscar.backend.OscarAttentionBackend."
+ROUNDING = 2.0**-8
 calls = 0
 
 
@@ -57,6 +59,16 @@ def metadata(original, self, *args, **kwargs):
     return strict(original, self, *args, **kwargs)
 
 
+def attention(original, self, q, k, v, *args, **kwargs):
+    """Around attention."""
+    if "noise" in CHECKS:
+        q, k, v = (
+            (x.float() * (1 + ROUNDING * (2 * torch.rand_like(x, dtype=torch.float32) - 1))).to(x.dtype)
+            for x in (q, k, v)
+        )
+    return strict(original, self, q, k, v, *args, **kwargs)
+
+
 def strict(original, self, *args, **kwargs):
     """Around everything that the backend does in a forward pass."""
     if "sync" not in CHECKS:
@@ -78,4 +90,4 @@ def register():
     for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
         HookRegistry.register(BACKEND + name, metadata, HookType.AROUND)
     for name in ("forward_decode", "forward_extend"):
-        HookRegistry.register(BACKEND + name, strict, HookType.AROUND)
+        HookRegistry.register(BACKEND + name, attention, HookType.AROUND)
