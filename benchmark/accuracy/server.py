@@ -52,8 +52,13 @@ def environment_of(method: Method, folder: Path) -> tuple[list[str], dict[str, s
     return ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(method.group)], env
 
 
-def ask(url: str, questions: Questions, prefix: int) -> tuple[list[float], list[bool]]:
+def ask(url: str, questions: Questions, prefix: int | None) -> tuple[list[float], list[bool]]:
     """Nats per question token, and whether the greedy answer is right, for each question.
+
+    Args:
+        url: of the server.
+        questions: what to ask.
+        prefix: tokens of a prompt that must come from the prefix cache; None where it makes no difference (BF16).
 
     Raises:
         RuntimeError: the server found less, or more, in its prefix cache than the laboratory assumes.
@@ -71,7 +76,7 @@ def ask(url: str, questions: Questions, prefix: int) -> tuple[list[float], list[
         generate(prompt[:document], 1)
         found = generate(prompt, len(answer), return_logprob=True, logprob_start_len=document)
         meta = found["meta_info"]
-        if meta["cached_tokens"] != prefix:
+        if prefix is not None and meta["cached_tokens"] != prefix:
             raise RuntimeError(f"the server took {meta['cached_tokens']} tokens from its cache, expected {prefix}")
         scored = [entry[0] for entry in meta["input_token_logprobs"]][-(len(prompt) - document - 1) :]
         losses.append(-sum(scored) / len(scored))
@@ -112,7 +117,8 @@ def measure_server(model: Path, names: tuple[str, ...] = METHODS) -> dict[str, A
             base = {k: v for k, v in os.environ.items() if not k.startswith(OUR_PREFIXES)}
             sizes = ["--mem-fraction-static", "0.3" if has_gpu() else "0.2", "--max-total-tokens", "16384"]
             with serve(model, Path(folder) / "log", [*args, *sizes], environment(base) | env) as server:
-                losses, right = ask(server.url, questions, session.schedule.ring_start)
+                prefix = session.schedule.ring_start if isinstance(method, RowMethod) else None
+                losses, right = ask(server.url, questions, prefix)
         served = torch.tensor(losses)
         rows.append(
             {

@@ -1,0 +1,81 @@
+"""Intervals, and a run from the command line to the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
+
+from accuracy.measures.intervals import bootstrap, wilson  # noqa: E402
+from accuracy.report import lines, share  # noqa: E402
+
+
+def test_wilson_interval() -> None:
+    """8 of 10: 0.4902 to 0.9433; nothing right in 10 still leaves 0.2775 possible."""
+    found = wilson(8, 10)
+    assert (round(found.low, 4), round(found.high, 4)) == (0.4902, 0.9433)
+    assert round(wilson(0, 10).high, 4) == 0.2775
+    assert wilson(10, 10).high == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="trials"):
+        wilson(3, 2)
+
+
+def test_bootstrap_covers_the_mean_and_respects_clusters() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(200):
+        x = rng.normal(3.0, 1.0, 40)
+        found = bootstrap(x)
+        assert found.low <= found.mean <= found.high
+        hits += found.low <= 3.0 <= found.high
+    assert 178 <= hits <= 199
+    repeated = np.repeat(rng.normal(size=10), 20)
+    apart, together = bootstrap(repeated), bootstrap(repeated, np.repeat(np.arange(10), 20))
+    assert together.high - together.low > 3 * (apart.high - apart.low)
+    with pytest.raises(ValueError, match="observations"):
+        bootstrap([])
+
+
+def test_share_of_a_gap() -> None:
+    assert share(0.04, 0.01) == "75%"
+    assert share(0.001, 0.0) == "-"
+
+
+def test_a_run_end_to_end(tmp_path: Path) -> None:
+    """The shipped model, two regimes, a few methods: results, then every table of the report."""
+    command = [sys.executable, str(ROOT / "benchmark" / "accuracy" / "run.py")]
+    out = tmp_path / "results.json"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    args = ["--size", "tiny", "--only", "g128", "--device", "cpu", "--no-server", "--measure-only", "--out", str(out)]
+    subprocess.run([*command, *args], check=True, env=env, timeout=600)
+    results = json.loads(out.read_text())
+    regimes = results["models"]["reference"]["regimes"]
+    assert list(regimes) == ["as trained", "keys x4"]
+    for data in regimes.values():
+        assert data["rows"]["BF16"]["language"]["kl"]["mean"] == pytest.approx(0, abs=1e-6)
+        assert data["rows"]["BF16"]["retrieval"]["700"]["accuracy"]["mean"] == 1.0
+        naive, plus = (data["rows"][name]["language"]["kl"]["mean"] for name in ("naive INT2 g128", "plus g128"))
+        assert plus < naive / 10
+        layers = data["rows"]["OSCAR g128"]["layers"]
+        assert len(layers["k"]) == 4
+        assert all(0 < x < 1 for x in layers["attention_output"])
+    keys = [regimes[name]["outliers"][0]["k"]["channel_ratio"] for name in regimes]
+    assert keys[1] > 1.5 * keys[0]
+    text = "\n".join(lines(results, {}))
+    for wanted in ("| plus g128 | 2.28 |", "| BF16 | 16.00 |", "## Does plus beat", "### reference, keys x4"):
+        assert wanted in text
+    if importlib.util.find_spec("matplotlib"):
+        report = tmp_path / "docs" / "accuracy.md"
+        subprocess.run([*command, "--from", str(out), "--report", str(report)], check=True, env=env, timeout=300)
+        drawn = sorted(path.name for path in (report.parent / "figures").iterdir())
+        assert drawn == ["accuracy-reference-as-trained.svg", "accuracy-reference-keys-x4.svg"]
+        assert all(f"figures/{name}" in report.read_text() for name in drawn)
