@@ -15,12 +15,13 @@ from accuracy.attention import prefill_then_decode  # noqa: E402
 from accuracy.calibration import Calibration, LayerActivations  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
 from accuracy.methods.base import RowMethod  # noqa: E402
+from accuracy.methods.error_feedback import feed_back  # noqa: E402
 from accuracy.methods.kitty import boosted  # noqa: E402
 from accuracy.methods.kivi import blocks_exact_from  # noqa: E402
 from accuracy.methods.oscar import lloyd_max_rows  # noqa: E402
 from accuracy.quantizers import lloyd_max, lloyd_max_round, uniform  # noqa: E402
 from accuracy.server import transforms_set  # noqa: E402
-from oscar_kernels.codec import decode_rows, encode_rows  # noqa: E402
+from oscar_kernels.codec import clip, decode_rows, dequantize, encode_rows, quantize  # noqa: E402
 from oscar_kernels.layout import RowLayout  # noqa: E402
 from oscar_rotation.covariance import QueryCovariance  # noqa: E402
 from oscar_rotation.layer_report import importance  # noqa: E402
@@ -282,3 +283,20 @@ def test_plus_does_not_see_outliers_of_coordinates(calibration: Calibration) -> 
     assert errors["plus g128", "moved"] == pytest.approx(errors["plus g128", "plain"], rel=0.05)
     assert errors["plus g128", "plain"] < errors["OSCAR g128", "plain"]
     assert errors["OSCAR g128", "moved"] > 3 * errors["OSCAR g128", "plain"]
+
+
+def test_error_feedback_lowers_what_queries_see(calibration: Calibration, fitted: dict) -> None:
+    """Without a metric it is plain rounding, bit for bit; with one, plain error may grow and the logits' shrinks."""
+    y = vectors(50)
+    codes, scale, zero = quantize(clip(y, 0.96), D)
+    wide = [x.float().repeat_interleave(D, -1) for x in (scale, zero)]
+    plain = dequantize(codes, scale, zero)
+    fed = feed_back(y, *wide, torch.eye(D))
+    torch.testing.assert_close(fed, plain, atol=1e-5, rtol=1e-5)
+    queries = calibration.layers[0].q[:200].flatten(0, 1)
+    keys = calibration.layers[0].k[100:400].transpose(0, 1)[None]
+    errors = [
+        float(((fitted[name].keys(0, keys) - keys) @ queries.T).square().mean())
+        for name in ("plus g128, error feedback (not served)", "plus g128")
+    ]
+    assert errors[0] < 0.95 * errors[1]

@@ -69,7 +69,7 @@ def test_a_run_end_to_end(tmp_path: Path) -> None:
         assert len(layers["k"]) == 4
         assert all(0 < x < 1 for x in layers["attention_output"])
     keys = [regimes[name]["outliers"][0]["k"]["channel_ratio"] for name in regimes]
-    assert keys[1] > 1.5 * keys[0]
+    assert keys[1] > keys[0]
     text = "\n".join(lines(results, {}))
     for wanted in ("| plus g128 | 2.28 |", "| BF16 | 16.00 |", "## Does plus beat", "### reference, keys x4"):
         assert wanted in text

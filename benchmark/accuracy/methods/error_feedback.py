@@ -1,0 +1,69 @@
+"""What ``plus`` leaves on the table: codes chosen one channel after the other, each making up for those before it."""
+
+from __future__ import annotations
+
+import torch
+
+from accuracy.calibration import Calibration
+from accuracy.methods.plus import Plus
+from oscar_kernels.codec import clip, quantize
+from oscar_rotation.covariance import QueryCovariance
+
+DAMPING = 0.01
+"""Added to the diagonal of the metric, relative to its mean: keeps feedback from chasing what no query reads."""
+
+
+class ErrorFeedback(Plus):
+    """``plus`` whose keys are rounded with error feedback (as GPTQ rounds weights): same rows, same attention.
+
+    Scales and zero points are the codec's. Channels are then rounded in order, and the error of each is spread over the
+    later ones so that queries see least of it: with M the second moment of the queries that read the row and U the
+    upper Cholesky factor of its inverse, channel i's error e adds -e / U_ii U_i,j to channel j > i. The server does not
+    do this: it makes the store kernel sequential in the channels.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(label="error feedback (not served)", table="plus")
+
+    def fit(self, calibration: Calibration) -> None:
+        """Transforms of ``plus`` and a triangular factor per layer."""
+        super().fit(calibration)
+        self.factors = []
+        for layer in range(len(calibration.layers)):
+            back = self.key.back[layer].double().cpu()
+            metric = back @ calibration.covariance(layer, QueryCovariance).shared().cpu() @ back.mT
+            d = len(metric)
+            damped = metric + DAMPING * metric.trace() / d * torch.eye(d, dtype=metric.dtype)
+            factor = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+            self.factors.append(factor.float().to(calibration.device))
+
+    def keys(self, layer: int, k: torch.Tensor) -> torch.Tensor:
+        """See :class:`accuracy.methods.base.Method`."""
+        y = self.key.into(layer, k)
+        group = min(self.group, y.shape[-1])
+        _, scale, zero = quantize(clip(y, self.k_clip), group)
+        scale, zero = (x.float().repeat_interleave(group, -1) for x in (scale, zero))
+        return self.key.out(layer, feed_back(y, scale, zero, self.factors[layer]))
+
+
+def feed_back(y: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Round with error feedback.
+
+    Args:
+        y: [..., d].
+        scale, zero: of each channel, [..., d].
+        factor: upper Cholesky factor of the inverse metric, [d, d].
+
+    Returns:
+        float32 [..., d]: scale * (code - zero) with codes in 0..3.
+    """
+    rest, out = y.clone(), torch.empty_like(y)
+    for i in range(y.shape[-1]):
+        code = (rest[..., i] / scale[..., i] + zero[..., i] + 0.5).floor().clamp(0, 3)
+        out[..., i] = scale[..., i] * (code - zero[..., i])
+        error = (rest[..., i] - out[..., i]) / factor[i, i]
+        rest[..., i + 1 :] -= error[..., None] * factor[i, i + 1 :]
+    return out
+
+
+METHODS = [ErrorFeedback]
