@@ -64,7 +64,7 @@ class Variant:
         return (warps + (4 if warps == 16 else 1)) * 32
 
     def _fixed_bytes(self) -> int:
-        partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 2) * 4
+        partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 4) * 4
         exchange = self.layout.kv_heads * (self.warps_per_head // 2) * partial
         return _round_up(_round_up(exchange, 16) + (MAX_BATCH + 32) * 4 + 256, 128)
 

@@ -59,7 +59,8 @@ constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
 constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
 
 // Shared memory: what the warps of a head exchange, the plan, barriers, and as many stages as fit.
-constexpr int PARTIAL_FLOATS = HEAD_SLOTS * (HEAD_DIM + 2);
+constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
+constexpr int PARTIAL_FLOATS = HEAD_SLOTS * PARTIAL_ROW;
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
 constexpr int PREFIX_OFFSET = (EXCHANGE_BYTES + 15) / 16 * 16;
 constexpr int BARRIERS_OFFSET = PREFIX_OFFSET + (MAX_BATCH + 32) * 4;

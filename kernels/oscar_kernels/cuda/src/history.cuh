@@ -41,37 +41,45 @@ DEVICE void QueryCodes::load(const u16* q, i64 head_stride, float sm_scale) {
     int head = 4 * b + column / 2;
     const u16* row = q + (head < GQA ? head : 0) * head_stride;
     float x[UNITS][8];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {  // four channels side by side
+        uint2 four = head < GQA ? *(const uint2*)(row + query_channel(u, c, 4 * half)) : make_uint2(0, 0);
+        x[u][4 * half] = low_half<Q_BF16>(four.x);
+        x[u][4 * half + 1] = high_half<Q_BF16>(four.x);
+        x[u][4 * half + 2] = low_half<Q_BF16>(four.y);
+        x[u][4 * half + 3] = high_half<Q_BF16>(four.y);
+      }
     float peak = 1e-30f, part[GROUPS];
     for (float& p : part) p = 0;
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        u32 pair = head < GQA ? *(const u32*)(row + query_channel(u, c, i)) : 0;
-        x[u][i] = low_half<Q_BF16>(pair);
-        x[u][i + 1] = high_half<Q_BF16>(pair);
-        peak = fmaxf(peak, fmaxf(fabsf(x[u][i]), fabsf(x[u][i + 1])));
-        part[group_of_unit(u)] += x[u][i] + x[u][i + 1];
+      for (int i = 0; i < 8; i++) {
+        peak = fmaxf(peak, fabsf(x[u][i]));
+        part[group_of_unit(u)] += x[u][i];
       }
     for (int step = 1; step < 4; step *= 2) {
       peak = fmaxf(peak, __shfl_xor_sync(FULL_WARP, peak, step));
       for (float& p : part) p += __shfl_xor_sync(FULL_WARP, p, step);
     }
+    // Above 3 * 2^22 the bits of a float count in ones, so a sum rounds and its low bits are the fixed-point number. The
+    // low byte of it has a sign; 128 more carry that into the high byte.
     float factor = 32512.0f / peak;  // so that the high byte is at most 127
+    float integer = column % 2 ? 12582912.0f : 12582912.0f + 128.0f;
+    u32 pick = column % 2 ? 0x0040 : 0x0051;
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        u32 word = 0;
+        u32 fixed[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float scaled = x[u][4 * half + i] * factor;
-          int fixed = __float2int_rn(is_high_code(u, 4 * half + i) ? scaled * 0.25f : scaled);
-          int low = (int)(signed char)(fixed & 255);
-          int digit = column % 2 ? low : (fixed - low) >> 8;
-          word |= (u32)(digit & 255) << (8 * i);
-        }
-        digits[b][u][half] = word;
+        for (int i = 0; i < 4; i++)
+          fixed[i] = __float_as_uint(
+              fmaf(x[u][4 * half + i], is_high_code(u, 4 * half + i) ? factor * 0.25f : factor, integer));
+        u32 first = __byte_perm(fixed[0], fixed[1], pick), second = __byte_perm(fixed[2], fixed[3], pick);
+        digits[b][u][half] = __byte_perm(first, second, 0x5410);
       }
     // This lane's head is that of columns 2 (l % 4) and 2 (l % 4) + 1, which lane 8 (l % 4) has just prepared.
     unit[b] = sm_scale * LOG2_E / 16 / __shfl_sync(FULL_WARP, factor, 8 * c);

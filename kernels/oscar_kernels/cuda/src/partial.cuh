@@ -29,6 +29,23 @@ DEVICE constexpr int group_of_run(int run) {
   return HEAD_DIM == 64 ? run * PLANE / GROUP : (run % 4 * PLANE + run / 4 * 32) / GROUP;
 }
 
+DEVICE void store_run(float* at, const float (&x)[RUN], float factor) {
+  if constexpr (RUN == 4) {
+    *(float4*)at = make_float4(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
+  } else {
+    *(float2*)at = make_float2(x[0] * factor, x[1] * factor);
+  }
+}
+DEVICE void load_run(float (&x)[RUN], const float* at) {
+  if constexpr (RUN == 4) {
+    float4 y = *(const float4*)at;
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+    float2 y = *(const float2*)at;
+    x[0] = y.x, x[1] = y.y;
+  }
+}
+
 // Sums totals over all tokens and brings outputs and zero points together.
 DEVICE void settle(Softmax& softmax, const Output& output, Plain& plain) {
 #pragma unroll
@@ -58,28 +75,31 @@ DEVICE void combine(Softmax& softmax, Plain& plain, float* exchange, int head, i
     if (giver) {
 #pragma unroll
       for (int b = 0; b < QK_BLOCKS; b++) {
-        float* numbers = box + (4 * b + lane % 4) * (HEAD_DIM + 2);
+        float* numbers = box + (4 * b + lane % 4) * PARTIAL_ROW;
         if (lane < 4) {
           numbers[HEAD_DIM] = softmax.top[b];
           numbers[HEAD_DIM + 1] = softmax.total[b];
         }
-        for (int run = 0; run < RUNS; run++)
-          for (int i = 0; i < RUN; i++) numbers[output_channel(run) + i] = plain.out[b][run][i];
+#pragma unroll
+        for (int run = 0; run < RUNS; run++) store_run(numbers + output_channel(run), plain.out[b][run], 1);
       }
     }
     named_barrier(1 + head, 32 * TILES_PER_STAGE);
     if (part < width) {
 #pragma unroll
       for (int b = 0; b < QK_BLOCKS; b++) {
-        const float* numbers = box + (4 * b + lane % 4) * (HEAD_DIM + 2);
+        const float* numbers = box + (4 * b + lane % 4) * PARTIAL_ROW;
         float other = numbers[HEAD_DIM];
         float top = fmaxf(softmax.top[b], other);
         float mine = exp2_fast(softmax.top[b] - top), theirs = exp2_fast(other - top);
         softmax.top[b] = top;
         softmax.total[b] = softmax.total[b] * mine + numbers[HEAD_DIM + 1] * theirs;
-        for (int run = 0; run < RUNS; run++)
-          for (int i = 0; i < RUN; i++)
-            plain.out[b][run][i] = plain.out[b][run][i] * mine + numbers[output_channel(run) + i] * theirs;
+#pragma unroll
+        for (int run = 0; run < RUNS; run++) {
+          float given[RUN];
+          load_run(given, numbers + output_channel(run));
+          for (int i = 0; i < RUN; i++) plain.out[b][run][i] = plain.out[b][run][i] * mine + given[i] * theirs;
+        }
       }
     }
     named_barrier(1 + head, 32 * TILES_PER_STAGE);
@@ -96,14 +116,7 @@ DEVICE void write_partial(const Softmax& softmax, const Plain& plain, const Part
     float inverse = empty ? 0.0f : 1.0f / softmax.total[b];
     if (lane < 4) partials.lse[row] = empty ? minus_infinity() : softmax.top[b] + log2_fast(softmax.total[b]);
 #pragma unroll
-    for (int run = 0; run < RUNS; run++) {
-      float* at = partials.out + row * HEAD_DIM + output_channel(run);
-      const float* x = plain.out[b][run];
-      if constexpr (RUN == 4) {
-        *(float4*)at = make_float4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse);
-      } else {
-        *(float2*)at = make_float2(x[0] * inverse, x[1] * inverse);
-      }
-    }
+    for (int run = 0; run < RUNS; run++)
+      store_run(partials.out + row * HEAD_DIM + output_channel(run), plain.out[b][run], inverse);
   }
 }
