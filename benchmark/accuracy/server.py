@@ -21,7 +21,7 @@ from reference_model.evaluate import Questions, calibration_prompts, retrieval_q
 from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.local_server import serve
 
-METHODS = ("BF16", "OSCAR g64", "plus g64", "plus g128")
+METHODS = ("BF16", "OSCAR g64", "plus g64", "OSCAR g128", "plus g128")
 LENGTH, DOCUMENTS, QUESTIONS, SEED = 1024, 3, 4, 47
 
 
