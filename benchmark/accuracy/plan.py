@@ -35,7 +35,7 @@ class Size:
         documents, questions: of retrieval, per length.
         long_contexts: lengths at which the attention KL of :data:`FIGURES` is measured.
         tables: of methods; others are left out.
-        regimes: how many.
+        regimes: names.
         batch_tokens: retrieval, at a time.
     """
 
@@ -47,14 +47,15 @@ class Size:
     questions: int = 4
     long_contexts: tuple[int, ...] = (1024, 2048, 4096)
     tables: tuple[str, ...] = (*EVERYWHERE, *ABLATED, *ONCE)
-    regimes: int = len(REGIMES)
+    regimes: tuple[str, ...] = tuple(regime.name for regime in REGIMES)
     batch_tokens: int = 65536
 
 
+TWO = (REGIMES[0].name, REGIMES[2].name)
 SIZES = {
     "full": Size(),
-    "reduced": Size(3, 1024, 128, (1024,), 3, 4, (), ("methods",), 3, 8192),
-    "tiny": Size(2, 640, 32, (700,), 1, 2, (640,), ("methods",), 2, 4096),
+    "reduced": Size(3, 1024, 128, (1024,), 3, 4, (), ("methods",), TWO, 8192),
+    "tiny": Size(2, 640, 32, (700,), 1, 2, (640,), ("methods",), TWO, 4096),
 }
 
 

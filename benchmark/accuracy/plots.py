@@ -44,8 +44,8 @@ def draw_all(results: dict[str, Any], folder: Path) -> dict[str, Path]:
             figure = Figure(figsize=(13, 5.2), layout="constrained")
             _draw(figure, data["rows"])
             figure.suptitle(f"{model}, {regime}: {TITLE}")
-            name = f"accuracy-{model}-{regime}.svg".replace(" ", "-").replace(",", "")
-            figure.savefig(folder / name, metadata={"Date": None})
+            name = f"accuracy-{model}-{regime}.png".replace(" ", "-").replace(",", "")
+            figure.savefig(folder / name, dpi=80, metadata={"Software": None})
             drawn[f"{model}/{regime}"] = Path(folder.name) / name
     return drawn
 

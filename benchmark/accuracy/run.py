@@ -6,7 +6,7 @@
     python benchmark/accuracy/run.py --server-only --out server.json  # real servers of the shipped model, over HTTP
     python benchmark/accuracy/run.py --from a.json --from b.json      # the report again, of several runs
 
-Writes RESULTS (JSON), docs/accuracy.md and docs/figures/accuracy-*.svg. Plots need the extra ``plots``.
+Writes RESULTS (JSON), docs/accuracy.md and docs/figures/accuracy-*.png. Plots need the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def measure_model(
     trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prompts = calibration_prompts(tokenizer)
     out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "regimes": {}}
-    for regime in REGIMES[: size.regimes]:
+    for regime in (r for r in REGIMES if r.name in size.regimes):
         begin = time.time()
         apply_regime(model, trained, prompts, regime)
         bench = Bench(model, tokenizer, size)
