@@ -19,11 +19,12 @@ from support.fleet import FLASHINFER, Fleet
 from support.reference import token_ids
 from support.servers import Server
 
-NEAR_TIE = 1.0
-DRIFT = 0.6
+NEAR_TIE = 2.0
+DRIFT = 1.3
 """In nats, twice what one rounding to BF16 does. A CPU server with that noise on queries, keys and values (the check
-``noise`` of the test plugin) parts from the one without at gaps of up to 0.50, at the very tokens at which a GPU parts,
-and moves log probabilities by up to 0.32: a code that flips moves a channel by a third of its group's range."""
+``noise`` of the test plugin) parts from the one without at gaps of up to 1.03 where it is free to choose a word, at the
+very tokens at which a GPU parts, and moves log probabilities by up to 0.66 (three seeds): a code that flips moves a
+channel by a third of its group's range."""
 CERTAIN = 3.0
 """Gap, in nats, between the two best tokens of the CPU server beyond which no rounding explains another choice."""
 
