@@ -8,6 +8,7 @@ import torch
 from harness import random_cache, read_bandwidth, report, time_us
 
 from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.store import prepare_rotation, store
 
@@ -16,6 +17,9 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
 WINDOWS = Windows(64, 256, 256)
 COPIES = 8
+PAGE = 64
+MOST_CUDA_TOKENS = 512
+"""The CUDA kernel is for decode steps."""
 
 
 def slots_of(tokens: int) -> StoreSlots:
@@ -32,6 +36,7 @@ def main() -> None:
     limit = read_bandwidth()
     rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
     prepared = prepare_rotation(rotation, torch.bfloat16)
+    arranged = cuda_store.arrange(prepared)
     rows: list[dict[str, object]] = []
     for tokens in TOKENS:
         heads = Q_HEADS + 2 * KV_HEADS
@@ -54,10 +59,20 @@ def main() -> None:
             pool[0].index_copy_(0, slots.row, k)
             pool[1].index_copy_(0, slots.row, v)
 
+        def cuda_us(v_rotation: object, caches=caches, split=split, slots=slots) -> float | None:
+            if tokens > MOST_CUDA_TOKENS or torch.cuda.get_device_capability() != (9, 0):
+                return None
+            return time_us([
+                lambda c=c, q=q, k=k, v=v: cuda_store.store(
+                    c, PAGE, slots, k, v, q, arranged, v_rotation, 0.96, 0.92
+                )
+                for c, (q, k, v) in zip(caches, split, strict=True)
+            ])  # fmt: skip
+
         us = timed(None, True)
         moved = tokens * (2 * Q_HEADS + 4 * KV_HEADS) * HEAD_DIM * 2 + 2 * tokens * LAYOUT.row_bytes
         rows.append({
-            "tokens": tokens, "us": us, "us_rotating_v": timed(prepared, True), "us_without_q": timed(None, False),
+            "tokens": tokens, "cuda_us": cuda_us(None), "cuda_us_rotating_v": cuda_us(arranged), "us": us, "us_rotating_v": timed(prepared, True), "us_without_q": timed(None, False),
             "GB/s": moved / us / 1e3, "of_limit": moved / us / 1e3 / limit,
             "bf16_index_copy_us": time_us([lambda k=k, v=v: copy_kv(k, v) for _, k, v in split]),
         })  # fmt: skip

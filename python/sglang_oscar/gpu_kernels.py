@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from oscar_kernels.cuda import decode as cuda_decode
+from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.extend import extend
@@ -33,6 +35,15 @@ class PreparedLayer:
     chunk_center: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Arranged:
+    """Rotations of a layer in the order that the CUDA store kernel reads."""
+
+    key: Rotation | None
+    value: Rotation | None
+    query: Rotation | None
+
+
 class GpuKernels:
     """Args:
     runtime: of this process.
@@ -46,10 +57,14 @@ class GpuKernels:
 
     def __init__(self, runtime: Runtime, dtype: torch.dtype, device: torch.device, q_heads: int) -> None:
         self._prepared = {id(layer): _prepare(layer, dtype) for layer in runtime.layers}
+        self._page_size = runtime.page_size
         self._decode = decode_backend.choose(
             runtime.settings.decode_backend, runtime.layers[0].cache, runtime.page_size, q_heads, dtype,
             runtime.rows.ring_start.shape[0],
         )  # fmt: skip
+        self._arranged: dict[int, Arranged] | None = None
+        if self._decode is cuda_decode.decode:
+            self._arranged = {key: _arrange(prepared) for key, prepared in self._prepared.items()}
         plan = runtime.plan
         self._ragged: RaggedExtend | None = None
         if plan.extend is None:
@@ -63,10 +78,18 @@ class GpuKernels:
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.kernels.Kernels`."""
         rotations = self._prepared[id(layer)]
-        rotated = store(
-            layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip, q=q,
-            k_center=layer.k_center, q_rotation=rotations.query,
-        )  # fmt: skip
+        rotated: torch.Tensor | None
+        if self._arranged is None:
+            rotated = store(
+                layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip, q=q,
+                k_center=layer.k_center, q_rotation=rotations.query,
+            )  # fmt: skip
+        else:
+            arranged = self._arranged[id(layer)]
+            rotated = cuda_store.store(
+                layer.cache, self._page_size, batch.slots, k, v, q, arranged.key, arranged.value, layer.k_clip,
+                layer.v_clip, layer.k_center, arranged.query,
+            )  # fmt: skip
         assert rotated is not None
         return _rotate(self._decode(layer.cache, batch.tables, rotated, sm_scale), rotations.value_back)
 
@@ -117,6 +140,10 @@ def _prepare(layer: LayerParams, dtype: torch.dtype) -> PreparedLayer:
         query=prepare_rotation(layer.query_matrix, dtype),
         chunk_center=layer.plain_center,
     )
+
+
+def _arrange(prepared: PreparedLayer) -> Arranged:
+    return Arranged(*(cuda_store.arrange(r) for r in (prepared.key, prepared.value, prepared.query)))
 
 
 def _rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

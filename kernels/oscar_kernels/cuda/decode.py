@@ -10,7 +10,7 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda.jit import load
-from oscar_kernels.cuda.launch import launch
+from oscar_kernels.cuda.launch import POINTER, launch, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
 
 MERGE_THREADS = 256
@@ -18,19 +18,14 @@ FEW_PARTIALS = 8
 """Partial results of a request, on average, up to which a thread merges them all."""
 
 
-def _struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-_POINTER = ctypes.c_void_p
-_Query = _struct("Query", [("q", _POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
+_Query = struct("Query", [("q", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                            ("sm_scale", ctypes.c_float)])  # fmt: skip
 _BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
-_Buffers = _struct("Buffers", [(name, _POINTER) for name in _BUFFERS])
-_Tables = _struct("Tables", [("page_table", _POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", _POINTER),
-                             ("ring_row", _POINTER), ("ring_start", _POINTER), ("sink_block", _POINTER),
+_Buffers = struct("Buffers", [(name, POINTER) for name in _BUFFERS])
+_Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", POINTER),
+                             ("ring_row", POINTER), ("ring_start", POINTER), ("sink_block", POINTER),
                              ("batch", ctypes.c_int32)])  # fmt: skip
-_Partials = _struct("Partials", [("out", _POINTER), ("lse", _POINTER)])
+_Partials = struct("Partials", [("out", POINTER), ("lse", POINTER)])
 
 
 @cache
@@ -148,7 +143,7 @@ def decode(
     blocks = _processors(q_rot.device.index or 0)
     launch(
         decode_kernel, (blocks, 1, 1), variant.threads, variant.shared_bytes,
-        [query, buffers, described, _Partials(partial, lse), _POINTER(ranges)],
+        [query, buffers, described, _Partials(partial, lse), POINTER(ranges)],
         overlap=True,
     )  # fmt: skip
     merge, grid = merge_many, (q_heads, batch, head_dim // 32)
@@ -156,7 +151,7 @@ def decode(
         merge, grid = merge_few, (-(-q_heads * (head_dim // 4) // MERGE_THREADS), batch, 1)
     launch(
         merge, grid, MERGE_THREADS, 0,
-        [_POINTER(partial), _POINTER(lse), _POINTER(ranges), _POINTER(out.data_ptr()), ctypes.c_int64(out.stride(0)),
+        [POINTER(partial), POINTER(lse), POINTER(ranges), POINTER(out.data_ptr()), ctypes.c_int64(out.stride(0)),
          ctypes.c_int64(out.stride(1))],
         overlap=True,
     )  # fmt: skip

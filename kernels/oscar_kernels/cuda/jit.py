@@ -27,7 +27,7 @@ def cache_dir() -> Path:
     return Path(base) / "sglang-oscar"
 
 
-def _check(result: tuple[Any, ...]) -> Any:
+def check(result: tuple[Any, ...]) -> Any:
     """The value of a cuda-python call; raises RuntimeError with the call's error name where it failed."""
     error, *values = result
     if int(error) != 0:
@@ -60,21 +60,21 @@ def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
 
     options = [f"-arch={ARCHITECTURE}", "-std=c++17", f"-I{SOURCES}", "-default-device"]
     options += [f"-D{key}={int(value)}" for key, value in sorted(defines.items())]
-    compiler = _check(nvrtc.nvrtcVersion())
+    compiler = check(nvrtc.nvrtcVersion())
     # The include path is no part of the result.
     stored = cache_dir() / f"{_fingerprint(name, [o for o in options if not o.startswith('-I')], compiler)}.cubin"
     if stored.is_file():
         return stored.read_bytes()
     source = (SOURCES / name).read_bytes()
-    program = _check(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
+    program = check(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(status) != 0:
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
         raise CompileError(f"{name}: {log.decode(errors='replace').strip()}")
-    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
-    _check(nvrtc.nvrtcGetCUBIN(program, code))
-    _check(nvrtc.nvrtcDestroyProgram(program))
+    code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, code))
+    check(nvrtc.nvrtcDestroyProgram(program))
     _write(stored, code)
     return code
 
@@ -106,9 +106,9 @@ def load(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_
     from cuda.bindings import driver
 
     code = compile_source(name, dict(defines))
-    library = _check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-    kernel = _check(driver.cuLibraryGetKernel(library, function.encode()))
-    device = _check(driver.cuCtxGetDevice())
+    library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+    kernel = check(driver.cuLibraryGetKernel(library, function.encode()))
+    device = check(driver.cuCtxGetDevice())
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
+    check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
     return driver.CUfunction(int(kernel))

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.cuda.jit import _check
+from oscar_kernels.cuda.jit import check
+
+POINTER = ctypes.c_void_p
+
+
+def struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
+    """A kernel parameter passed by value, laid out as C++ lays it out."""
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def launch(
@@ -42,4 +49,4 @@ def launch(
         config.attrs = [attribute]
         config.numAttrs = 1
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-    _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))

@@ -1,0 +1,320 @@
+// Store of a decode step: rotate, clip, quantize and pack one token per request into the cache, and rotate its queries.
+//
+// A block takes 16 vectors: of keys, of values or of queries. Its warps hold 16 columns of the rotation each, split into
+// 16-bit terms that together have float32 precision; they are read before the kernel waits for its predecessor, because
+// they never change. Keys and values then go through shared memory, and a warp does the rest of a vector on its own.
+#include "config.cuh"
+
+constexpr bool X_BF16 = Q_BF16;  // keys, values and queries have one format
+constexpr int K_TERMS = OSCAR_K_TERMS, V_TERMS = OSCAR_V_TERMS, Q_TERMS = OSCAR_Q_TERMS;  // 0: no rotation
+constexpr bool HAS_CENTER = OSCAR_HAS_CENTER;
+
+constexpr int VECTORS = 16;
+constexpr int STORE_WARPS = HEAD_DIM / 16;
+constexpr int STORE_THREADS = STORE_WARPS * 32;
+constexpr int Y_STRIDE = HEAD_DIM + 4;
+
+struct Side {
+  const u16* x;
+  i64 token_stride, head_stride;
+  const uint4* terms;  // [term][column / 16][channel / 32][2][lane], see cuda/store.py
+  float unscale;       // of the terms
+  const float* center;  // [KV_HEADS, HEAD_DIM]
+  int rank;             // of the clip threshold among the magnitudes, 1 is the largest; 0: no clip
+  u8* rows;
+  u16 *ring, *sink;  // [tokens, KV_HEADS, HEAD_DIM]
+};
+
+struct Queries {
+  const u16* x;
+  i64 token_stride, head_stride;
+  const uint4* terms;
+  float unscale;
+  u16* out;  // [tokens, Q_HEADS, HEAD_DIM]
+};
+
+struct Slots {
+  const i64 *row, *ring, *sink;  // -1 in ring and sink: not there
+};
+
+// ---- rotation ----------------------------------------------------------------------------------------------------
+// This warp's 16 columns of a rotation. Those of up to 128 channels fit registers.
+template <int TERMS>
+struct Columns {
+  static constexpr bool KEPT = HEAD_DIM <= 128;
+  static constexpr int COUNT = UNITS * 2;
+  uint4 kept[KEPT ? TERMS : 1][COUNT];
+  const uint4* terms;
+
+  DEVICE void load(int term, uint4 (&to)[COUNT]) const {
+    const uint4* at = terms + ((term * STORE_WARPS + threadIdx.x / 32) * COUNT) * 32 + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = at[i * 32];
+  }
+  DEVICE explicit Columns(const uint4* terms) : terms(terms) {
+    if (KEPT) {
+#pragma unroll
+      for (int term = 0; term < TERMS; term++) load(term, kept[term]);
+    }
+  }
+
+  // out[t] = products of rows l / 4 and l / 4 + 8 with columns 8 t + 2 (l % 4) and the next; small terms first.
+  DEVICE void multiply(float (&out)[2][4], const uint4 (&first)[UNITS], const uint4 (&second)[UNITS]) {
+#pragma unroll
+    for (int term = TERMS - 1; term >= 0; term--) {
+      uint4(&b)[COUNT] = kept[KEPT ? term : 0];
+      if (!KEPT) load(term, b);
+#pragma unroll
+      for (int u = 0; u < UNITS; u++) {
+        uint4 x = first[u], y = second[u], p = b[2 * u], q = b[2 * u + 1];
+        mma_k16<X_BF16>(out[0], x.x, y.x, x.y, y.y, p.x, p.y);
+        mma_k16<X_BF16>(out[1], x.x, y.x, x.y, y.y, p.z, p.w);
+        mma_k16<X_BF16>(out[0], x.z, y.z, x.w, y.w, q.x, q.y);
+        mma_k16<X_BF16>(out[1], x.z, y.z, x.w, y.w, q.z, q.w);
+      }
+    }
+  }
+};
+
+// A vector of this block; past the end the last one.
+template <int HEADS>
+struct Vector {
+  int token, head;
+  bool live;
+
+  DEVICE Vector(int tile, int row, int tokens) {
+    int index = tile * VECTORS + row;
+    live = index < tokens * HEADS;
+    index = min(index, tokens * HEADS - 1);
+    token = index / HEADS;
+    head = index % HEADS;
+  }
+};
+
+// Channels 32 u + 8 (l % 4) + 0..7 of a vector.
+template <class Input>
+DEVICE void load_vector(uint4 (&x)[UNITS], const Input& input, int token, int head) {
+  const u16* at = input.x + token * input.token_stride + head * input.head_stride + 8 * (threadIdx.x % 4);
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) x[u] = *(const uint4*)(at + 32 * u);
+}
+
+// ---- one vector, by one warp ----------------------------------------------------------------------------------------
+// Lane l has bytes l, l + 32, ... of the packed codes: channels byte + j PLANE.
+constexpr int BYTES = (PLANE + 31) / 32;
+struct Values {
+  float y[BYTES][4];
+};
+DEVICE bool has_byte(int i) { return PLANE % 32 == 0 || threadIdx.x % 32 + 32 * i < PLANE; }
+
+// Clamps to the rank-th largest magnitude, duplicates counted.
+DEVICE void clip(Values& v, int rank) {
+  if (rank == 0) return;
+  u32 bits[BYTES][4];  // of magnitudes, which order as integers do
+#pragma unroll
+  for (int i = 0; i < BYTES; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) bits[i][j] = has_byte(i) ? __float_as_uint(fabsf(v.y[i][j])) : 0;
+  u32 threshold = 0;
+  if (rank <= 16) {
+    // Take the largest away, rank - 1 times.
+#pragma unroll 1
+    for (int round = 0; round < rank; round++) {
+      u32 mine = 0;
+#pragma unroll
+      for (int i = 0; i < BYTES; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) mine = max(mine, bits[i][j]);
+      threshold = __reduce_max_sync(FULL_WARP, mine);
+      bool taken = threadIdx.x % 32 != __ffs(__ballot_sync(FULL_WARP, mine == threshold)) - 1;
+#pragma unroll
+      for (int i = 0; i < BYTES; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (!taken && bits[i][j] == threshold) {
+            bits[i][j] = 0;
+            taken = true;
+          }
+    }
+  } else {
+    for (u32 bit = 1u << 30; bit > 0; bit >>= 1) {
+      u32 trial = threshold | bit;
+      int above = 0;
+#pragma unroll
+      for (int i = 0; i < BYTES; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) above += __popc(__ballot_sync(FULL_WARP, has_byte(i) && bits[i][j] >= trial));
+      if (above >= rank) threshold = trial;
+    }
+  }
+  float tau = __uint_as_float(threshold);
+#pragma unroll
+  for (int i = 0; i < BYTES; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) v.y[i][j] = fminf(fmaxf(v.y[i][j], -tau), tau);
+}
+
+DEVICE u32 narrow_scale(float x) { return SCALE_BF16 ? pack_bfloat(x, 0) & 0xffffu : pack_half(x, 0) & 0xffffu; }
+// Rounds to the stored format and back.
+DEVICE float stored(float x) {
+  return SCALE_BYTES == 4 ? x : SCALE_BF16 ? low_half<true>(narrow_scale(x)) : low_half<false>(narrow_scale(x));
+}
+
+// Codes of oscar_kernels/codec.py, packed; ``row`` is the token's row.
+DEVICE void quantize(const Values& v, u8* row, int head) {
+  int lane = threadIdx.x % 32;
+  u32 packed[BYTES];
+#pragma unroll
+  for (int i = 0; i < BYTES; i++) packed[i] = 0;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    // Group g has planes [first, last) whole, or one span of 32 bytes in one plane, or several.
+    auto mine = [&](int i, int j) { return (j * PLANE + 32 * i) / GROUP == g; };
+    float low = as_float(0x7f800000u), high = minus_infinity();
+#pragma unroll
+    for (int i = 0; i < BYTES; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (mine(i, j) && has_byte(i)) {
+          low = fminf(low, v.y[i][j]);
+          high = fmaxf(high, v.y[i][j]);
+        }
+    for (int step = 1; step < 32; step *= 2) {
+      low = fminf(low, __shfl_xor_sync(FULL_WARP, low, step));
+      high = fmaxf(high, __shfl_xor_sync(FULL_WARP, high, step));
+    }
+    float scale = __fdiv_rn(fmaxf(high - low, 1e-8f), 3.0f);
+    if (SCALE_BYTES == 2 && !SCALE_BF16) {
+      // Keeps the scale and zero = -low / scale within float16, and the scale normal.
+      float largest = fmaxf(fabsf(low), fabsf(high));
+      scale = fminf(fmaxf(fmaxf(scale, largest * (1.0f / 32768)), 0.00006103515625f), 65504.0f);
+    }
+    scale = stored(scale);
+    float zero = stored(__fdiv_rn(-low, scale));
+#pragma unroll
+    for (int i = 0; i < BYTES; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (mine(i, j)) {
+          float code = floorf(__fadd_rn(__fadd_rn(__fdiv_rn(v.y[i][j], scale), zero), 0.5f));
+          packed[i] |= (u32)fminf(fmaxf(code, 0.0f), 3.0f) << (2 * j);
+        }
+    if (lane == g) {
+      u8* at = row + PARAMS_OFFSET + head * PARAM_BYTES + g * 2 * SCALE_BYTES;
+      if (SCALE_BYTES == 4) {
+        ((float*)at)[0] = scale;
+        ((float*)at)[1] = zero;
+      } else {
+        *(u32*)at = narrow_scale(scale) | narrow_scale(zero) << 16;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < BYTES; i++)
+    if (has_byte(i)) row[head * CODE_BYTES + lane + 32 * i] = packed[i];
+}
+
+DEVICE void store_window(u16* window, i64 slot, int head, const float* y) {
+  if (slot < 0) return;
+  u16* at = window + (slot * KV_HEADS + head) * HEAD_DIM;
+  for (int channel = threadIdx.x % 32 * 2; channel < HEAD_DIM; channel += 64)
+    *(u32*)(at + channel) = pack_halves<WINDOW_BF16>(y[channel], y[channel + 1]);
+}
+
+// ---- blocks ---------------------------------------------------------------------------------------------------------
+template <int TERMS, bool CENTER>
+DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, float* tile_y) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if constexpr (TERMS > 0) {
+    Columns<TERMS> columns(side.terms);
+    wait_for_predecessor();
+    uint4 x[2][UNITS];
+    Vector<KV_HEADS> of[2] = {{tile, lane / 4, tokens}, {tile, lane / 4 + 8, tokens}};
+    for (int i = 0; i < 2; i++) load_vector(x[i], side, of[i].token, of[i].head);
+    float y[2][4] = {};
+    columns.multiply(y, x[0], x[1]);
+#pragma unroll
+    for (int t = 0; t < 2; t++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        int column = 16 * warp + 8 * t + 2 * (lane % 4);
+        float2 pair = make_float2(y[t][2 * i] * side.unscale, y[t][2 * i + 1] * side.unscale);
+        if (CENTER) {
+          const float* center = side.center + of[i].head * HEAD_DIM + column;
+          pair = make_float2(pair.x - center[0], pair.y - center[1]);
+        }
+        *(float2*)(tile_y + (lane / 4 + 8 * i) * Y_STRIDE + column) = pair;
+      }
+    __syncthreads();
+  } else {
+    wait_for_predecessor();
+  }
+  for (int row = warp; row < VECTORS; row += STORE_WARPS) {
+    Vector<KV_HEADS> of(tile, row, tokens);
+    if (!of.live) break;
+    float* y = tile_y + row * Y_STRIDE;
+    if constexpr (TERMS == 0) {
+      const u16* x = side.x + of.token * side.token_stride + of.head * side.head_stride;
+      for (int channel = 2 * lane; channel < HEAD_DIM; channel += 64) {
+        u32 pair = *(const u32*)(x + channel);
+        y[channel] = low_half<X_BF16>(pair) - (CENTER ? side.center[of.head * HEAD_DIM + channel] : 0);
+        y[channel + 1] = high_half<X_BF16>(pair) - (CENTER ? side.center[of.head * HEAD_DIM + channel + 1] : 0);
+      }
+      __syncwarp();
+    }
+    if (RING > 0) store_window(side.ring, slots.ring[of.token], of.head, y);
+    if (SINK > 0) store_window(side.sink, slots.sink[of.token], of.head, y);
+    Values v;
+#pragma unroll
+    for (int i = 0; i < BYTES; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) v.y[i][j] = has_byte(i) ? y[j * PLANE + lane + 32 * i] : 0;
+    clip(v, side.rank);
+    quantize(v, side.rows + slots.row[of.token] * ROW_BYTES, of.head);
+  }
+}
+
+DEVICE void rotate_queries(const Queries& queries, int tile, int tokens) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Vector<Q_HEADS> of[2] = {{tile, lane / 4, tokens}, {tile, lane / 4 + 8, tokens}};
+  if constexpr (Q_TERMS > 0) {
+    Columns<Q_TERMS> columns(queries.terms);
+    wait_for_predecessor();
+    uint4 x[2][UNITS];
+    for (int i = 0; i < 2; i++) load_vector(x[i], queries, of[i].token, of[i].head);
+    float y[2][4] = {};
+    columns.multiply(y, x[0], x[1]);
+#pragma unroll
+    for (int t = 0; t < 2; t++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        if (of[i].live) {
+          i64 at = ((i64)of[i].token * Q_HEADS + of[i].head) * HEAD_DIM + 16 * warp + 8 * t + 2 * (lane % 4);
+          *(u32*)(queries.out + at) =
+              pack_halves<X_BF16>(y[t][2 * i] * queries.unscale, y[t][2 * i + 1] * queries.unscale);
+        }
+  } else {
+    wait_for_predecessor();
+    for (int row = warp; row < VECTORS; row += STORE_WARPS) {
+      Vector<Q_HEADS> vector(tile, row, tokens);
+      const u16* x = queries.x + vector.token * queries.token_stride + vector.head * queries.head_stride;
+      u16* out = queries.out + ((i64)vector.token * Q_HEADS + vector.head) * HEAD_DIM;
+      if (vector.live)
+        for (int channel = 2 * lane; channel < HEAD_DIM; channel += 64) *(u32*)(out + channel) = *(const u32*)(x + channel);
+    }
+  }
+}
+
+// Grid: tiles of keys, of values, of queries.
+extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
+    Side keys, Side values, Queries queries, Slots slots, int tokens) {
+  __shared__ float tile_y[VECTORS * Y_STRIDE];
+  int tiles = (tokens * KV_HEADS + VECTORS - 1) / VECTORS, tile = blockIdx.x;
+  let_successor_start();
+  if (tile < tiles)
+    store_tile<K_TERMS, HAS_CENTER>(keys, slots, tile, tokens, tile_y);
+  else if (tile < 2 * tiles)
+    store_tile<V_TERMS, false>(values, slots, tile - tiles, tokens, tile_y);
+  else
+    rotate_queries(queries, tile - 2 * tiles, tokens);
+}

@@ -1,0 +1,142 @@
+"""Store of a decode step on Hopper: the launch of ``src/store.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from oscar_kernels.cache import LayerCache, StoreSlots
+from oscar_kernels.codec import clip_index
+from oscar_kernels.cuda.jit import load
+from oscar_kernels.cuda.launch import POINTER, launch, struct
+from oscar_kernels.cuda.variant import Variant
+from oscar_kernels.triton.store import Rotation
+
+VECTORS = 16
+_STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+_MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
+_Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
+                        ("rows", POINTER), ("ring", POINTER), ("sink", POINTER)])  # fmt: skip
+_Queries = struct("Queries", [("x", POINTER), *_STRIDES, *_MATRIX, ("out", POINTER)])
+_Slots = struct("Slots", [("row", POINTER), ("ring", POINTER), ("sink", POINTER)])
+
+
+def arrange(rotation: Rotation | None) -> Rotation | None:
+    """A prepared rotation in the order in which the lanes of the kernel read it.
+
+    A lane of warp w multiplies, for channels 32 u + 8 c + 4 e + (0..3), columns 16 w + n and 16 w + 8 + n: with
+    lane = 4 n + c, terms become [term, w, u, e, n, c, column / 8, 2, 2], 16 bytes a lane.
+    """
+    if rotation is None:
+        return None
+    count, dim, _ = rotation.terms.shape
+    parts = rotation.terms.view(count, dim // 32, 4, 2, 2, 2, dim // 16, 2, 8)
+    ordered = parts.permute(0, 6, 1, 3, 8, 2, 7, 4, 5).contiguous()
+    return Rotation(ordered.view(count, dim, dim), rotation.scale)
+
+
+def _rank(head_dim: int, ratio: float) -> int:
+    """Rank of the clip threshold, 1 for the largest magnitude; 0 where nothing clips."""
+    index = clip_index(head_dim, ratio)
+    return 0 if index is None else head_dim - index
+
+
+def _terms(rotation: Rotation | None) -> int:
+    return 0 if rotation is None else rotation.terms.shape[0]
+
+
+def prepare(
+    variant: Variant,
+    k_rotation: Rotation | None,
+    v_rotation: Rotation | None,
+    q_rotation: Rotation | None,
+    centered: bool,
+) -> Any:
+    """Compile (or find in the cache) and load the kernel for a variant: a second or two the first time."""
+    return _load(variant, _terms(k_rotation), _terms(v_rotation), _terms(q_rotation), centered)
+
+
+@cache
+def _load(variant: Variant, k_terms: int, v_terms: int, q_terms: int, centered: bool) -> Any:
+    own = {"K_TERMS": k_terms, "V_TERMS": v_terms, "Q_TERMS": q_terms, "HAS_CENTER": centered}
+    defines = dict(variant.defines()) | {f"OSCAR_{name}": int(value) for name, value in own.items()}
+    return load("store.cu", "oscar_store", tuple(sorted(defines.items())), 0)
+
+
+def _check(name: str, x: torch.Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    if x.shape[1:] != (heads, head_dim) or x.stride(2) != 1 or x.dtype != dtype:
+        raise ValueError(f"{name} must be [tokens, {heads}, {head_dim}] of {dtype} with contiguous channels")
+    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(1) % 8:
+        raise ValueError(f"{name} must have heads at multiples of 16 bytes")
+
+
+def store(
+    cache: LayerCache,
+    page_size: int,
+    slots: StoreSlots,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor,
+    k_rotation: Rotation | None,
+    v_rotation: Rotation | None,
+    k_clip: float,
+    v_clip: float,
+    k_center: torch.Tensor | None = None,
+    q_rotation: Rotation | None = None,
+) -> torch.Tensor:
+    """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
+
+    Meant for decode: with many tokens a kernel with larger tiles reads the rotations less often.
+
+    Args:
+        cache: the layer's cache, written in place.
+        page_size: tokens of a page.
+        slots: destination of every token.
+        k, v, q: [tokens, heads, head_dim], bfloat16 or float16; keys and queries after RoPE. Channels contiguous, heads
+            at multiples of 16 bytes.
+        k_rotation, v_rotation: from :func:`arrange`; None where the vectors come rotated already.
+        k_clip, v_clip: clip ratios.
+        k_center: float32 [kv_heads, head_dim], contiguous, subtracted from the rotated keys; None for nothing.
+        q_rotation: what queries are rotated with; ``k_rotation`` where None.
+
+    Returns:
+        the rotated queries, contiguous, in the dtype of ``q``.
+
+    Raises:
+        ValueError: shapes, dtypes or addresses do not fit, or the kernel cannot be built for this cache.
+    """
+    layout = cache.layout
+    tokens, q_heads, head_dim = q.shape
+    for name, x, heads in (("k", k, layout.kv_heads), ("v", v, layout.kv_heads), ("q", q, q_heads)):
+        _check(name, x, heads, layout.head_dim, q.dtype)
+    if k_center is not None and (k_center.dtype != torch.float32 or not k_center.is_contiguous()):
+        raise ValueError("k_center must be contiguous float32")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    queries = k_rotation if q_rotation is None else q_rotation
+    variant = Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q.dtype, cache.k_ring.dtype)
+    kernel = prepare(variant, k_rotation, v_rotation, queries, k_center is not None)
+
+    def matrix(rotation: Rotation | None) -> tuple[int, float]:
+        return (0, 1.0) if rotation is None else (rotation.terms.data_ptr(), 1.0 / rotation.scale)
+
+    def side(
+        x: torch.Tensor, rotation: Rotation | None, center: torch.Tensor | None, clip: float, name: str
+    ) -> ctypes.Structure:
+        written = (getattr(cache, f"{name}_{part}").data_ptr() for part in ("rows", "ring", "sink"))
+        at = 0 if center is None else center.data_ptr()
+        return _Side(x.data_ptr(), x.stride(0), x.stride(1), *matrix(rotation), at, _rank(head_dim, clip), *written)
+
+    tiles = 2 * -(-tokens * layout.kv_heads // VECTORS) + -(-tokens * q_heads // VECTORS)
+    launch(
+        kernel, (tiles, 1, 1), 2 * head_dim, 0,
+        [side(k, k_rotation, k_center, k_clip, "k"), side(v, v_rotation, None, v_clip, "v"),
+         _Queries(q.data_ptr(), q.stride(0), q.stride(1), *matrix(queries), out.data_ptr()),
+         _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens)],
+        overlap=True,
+    )  # fmt: skip
+    return out

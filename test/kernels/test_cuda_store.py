@@ -1,0 +1,148 @@
+"""The Hopper store kernel against the reference: windows, codes, scales, the rotated queries, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_vectors
+from test_store import assert_correctly_rounded, exact
+
+from oscar_kernels import reference
+from oscar_kernels.cache import Windows
+from oscar_kernels.cuda.store import arrange, prepare, store
+from oscar_kernels.cuda.variant import Variant
+from oscar_kernels.triton.store import prepare_rotation
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WINDOWS = Windows(64, 256, 256)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+
+SHAPES = [
+    Shape(kv_heads=8, head_dim=128, group=128, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=8, head_dim=128, group=32, gqa=5, dtype=FP16, scale_dtype=FP16, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=3, head_dim=128, group=64, gqa=1, scale_dtype=FP32, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=2, head_dim=64, group=64, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=1, head_dim=64, group=32, gqa=8, dtype=FP16, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=4, head_dim=256, group=256, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=1, head_dim=256, group=32, gqa=2, scale_dtype=FP32, windows=WINDOWS, page_size=64),
+    Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64),
+    Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(16, 0, 0), page_size=64),
+]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rotated", ["keys and values", "keys", "centered", "nothing"])
+@pytest.mark.parametrize("clip", [0.96, 0.7, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_store_matches_reference(shape: Shape, clip: float, rotated: str) -> None:
+    device, tokens = torch.device("cuda"), 37
+    pages, requests = 3, 5
+    slots = random_slots(tokens, shape.windows, pages * shape.page_size, requests, device)
+    heads = shape.q_heads + 2 * shape.kv_heads
+    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, device)
+    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    rk = None if rotated == "nothing" else random_rotation(shape.head_dim, 2, device)
+    rv = random_rotation(shape.head_dim, 3, device) if rotated == "keys and values" else None
+    rq = random_rotation(shape.head_dim, 4, device) if rotated == "centered" else rk
+    center = torch.randn(shape.kv_heads, shape.head_dim, device=device) if rotated == "centered" else None
+    caches = [empty_cache(shape, pages, requests, device, fill=7.0) for _ in range(2)]
+    own_k, own_v, own_q = (arrange(prepare_rotation(r, shape.dtype)) for r in (rk, rv, rq))
+    q_rot = store(
+        caches[0], shape.page_size, slots, k, v, q, own_k, own_v, clip, clip, center,
+        own_q if rotated == "centered" else None,
+    )  # fmt: skip
+    reference.store(caches[1], slots, k, v, rk, rv, clip, clip, center)
+    for x, rotation, offset, name in ((k, rk, center, "k"), (v, rv, None, "v")):
+        rows, wanted = (getattr(cache, f"{name}_rows") for cache in caches)
+        plain = exact(x, rotation)
+        y = plain if offset is None else plain - offset.double()
+        length = torch.maximum(plain.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True))
+        assert_correctly_rounded(rows[slots.row], y, shape, clip, length)
+        codes = slice(0, shape.layout.params_offset)
+        assert (rows[:, codes] != wanted[:, codes]).double().mean() < 2e-3
+        if rotation is None:
+            assert torch.equal(rows, wanted)
+        untouched = torch.ones(len(rows), dtype=torch.bool, device=device)
+        untouched[slots.row] = False
+        assert (rows[untouched] == 0).all()
+        for window in ("ring", "sink"):
+            got, want = (getattr(cache, f"{name}_{window}").float() for cache in caches)
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-4)
+            assert (got != want).double().mean() < 2e-3 if got.numel() else True
+    wide = exact(q, rq)
+    rounding = 2.0 ** (-8 if shape.dtype == BF16 else -11)
+    assert ((q_rot.double() - wide).abs() <= rounding * wide.abs() + 1e-5 * wide.norm(dim=-1, keepdim=True)).all()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_ties_at_the_clip_threshold() -> None:
+    """Equal magnitudes count one by one, whether few or all are equal."""
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
+    device = torch.device("cuda")
+    k = torch.randint(-3, 4, (16, 8, 128), device=device).to(BF16)
+    k[0] = 1.0
+    k[1] = 0.0
+    k[2, :, :5] = 9.0
+    q = torch.zeros(16, 32, 128, dtype=BF16, device=device)
+    slots = random_slots(16, shape.windows, 64, 1, device)
+    caches = [empty_cache(shape, 1, 1, device) for _ in range(2)]
+    for clip in (0.96, 0.92, 0.5):
+        store(caches[0], 64, slots, k, -k, q, None, None, clip, clip)
+        reference.store(caches[1], slots, k, -k, None, None, clip, clip)
+        assert torch.equal(caches[0].k_rows, caches[1].k_rows)
+        assert torch.equal(caches[0].v_rows, caches[1].v_rows)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_vectors_at_odd_addresses_are_refused() -> None:
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
+    device = torch.device("cuda")
+    k = torch.zeros(2, 8, 132, dtype=BF16, device=device)[:, :, :128]
+    q = torch.zeros(2, 32, 128, dtype=BF16, device=device)
+    slots = random_slots(2, shape.windows, 64, 1, device)
+    with pytest.raises(ValueError, match="k must have heads at multiples of 16 bytes"):
+        store(empty_cache(shape, 1, 1, device), 64, slots, k, k, q, None, None, 1.0, 1.0)
+
+
+def test_a_lane_finds_its_columns() -> None:
+    """The order of ``arrange``, element by element as the kernel's comment has it."""
+    rotation = prepare_rotation(random_rotation(64, 1, torch.device("cpu")), BF16)
+    arranged = arrange(rotation)
+    assert rotation is not None
+    assert arranged is not None
+    flat = arranged.terms.flatten()
+    index = 0
+    for term in range(3):
+        for warp in range(4):
+            for unit in range(2):
+                for e in range(2):
+                    for lane in range(32):
+                        n, c = divmod(lane, 4)
+                        for tile in range(2):
+                            for i in range(4):
+                                channel = 32 * unit + 8 * c + 4 * e + i
+                                assert flat[index] == rotation.terms[term, channel, 16 * warp + 8 * tile + n]
+                                index += 1
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[6]], ids=str)
+def test_variants_compile(shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oscar_kernels.cuda import store as module
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rotation = prepare_rotation(random_rotation(shape.head_dim, 1, torch.device("cpu")), shape.dtype)
+    monkeypatch.setattr(module, "load", lambda name, kernel, defines, shared: module_compile(name, dict(defines)))
+    variant = Variant(shape.layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype)
+    assert prepare(variant, rotation, None, rotation, True)[:4] == b"\x7fELF"
+
+
+def module_compile(name: str, defines: dict[str, int]) -> bytes:
+    from oscar_kernels.cuda.jit import compile_source
+
+    return compile_source(name, defines)
