@@ -59,7 +59,7 @@ def main() -> None:
             pool[0].index_copy_(0, slots.row, k)
             pool[1].index_copy_(0, slots.row, v)
 
-        def cuda_us(v_rotation: object, caches=caches, split=split, slots=slots) -> float | None:
+        def cuda_us(v_rotation: object, caches=caches, split=split, slots=slots, tokens=tokens) -> float | None:
             if tokens > MOST_CUDA_TOKENS or torch.cuda.get_device_capability() != (9, 0):
                 return None
             return time_us([
@@ -72,7 +72,8 @@ def main() -> None:
         us = timed(None, True)
         moved = tokens * (2 * Q_HEADS + 4 * KV_HEADS) * HEAD_DIM * 2 + 2 * tokens * LAYOUT.row_bytes
         rows.append({
-            "tokens": tokens, "cuda_us": cuda_us(None), "cuda_us_rotating_v": cuda_us(arranged), "us": us, "us_rotating_v": timed(prepared, True), "us_without_q": timed(None, False),
+            "tokens": tokens, "cuda_us": cuda_us(None), "cuda_us_rotating_v": cuda_us(arranged),
+            "us": us, "us_rotating_v": timed(prepared, True), "us_without_q": timed(None, False),
             "GB/s": moved / us / 1e3, "of_limit": moved / us / 1e3 / limit,
             "bf16_index_copy_us": time_us([lambda k=k, v=v: copy_kv(k, v) for _, k, v in split]),
         })  # fmt: skip
