@@ -36,6 +36,7 @@ FACTS = 5
 CALIBRATION_TOKENS = 16000
 CALIBRATION_SEED = 1000
 K_FILE, V_FILE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
+K_PLUS, V_PLUS = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
 EXTRA_ARGS: list[str] = []
 console = Console()
 
@@ -72,7 +73,8 @@ def methods(rotations: Path) -> list[Method]:
             Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
             Method("OSCAR INT2", group, rotation_env(rotations / K_FILE, rotations / V_FILE)),
         ]
-    return rows
+    plus = rotation_env(rotations / K_PLUS, rotations / V_PLUS) | {"SGLANG_OSCAR_RECIPE": "plus"}
+    return [*rows, Method("INT2, recipe plus", 128, plus)]
 
 
 def clean_environment(extra: dict[str, str]) -> dict[str, str]:
@@ -114,10 +116,10 @@ def calibrate(folder: Path) -> Path:
     """Dump q, k and v of calibration text from a server and fit both rotations; reuses what an earlier run left.
 
     Returns:
-        folder with the two rotation files.
+        folder with the two rotation files of each recipe.
     """
     dump, rotations = folder / "qkv_dumps", folder / "rotations"
-    if (rotations / K_FILE).exists() and (rotations / V_FILE).exists():
+    if all((rotations / name).exists() for name in (K_FILE, V_FILE, K_PLUS, V_PLUS)):
         console.print(f"[dim]rotations in {rotations} are reused[/dim]")
         return rotations
     shutil.rmtree(dump, ignore_errors=True)
@@ -132,7 +134,8 @@ def calibrate(folder: Path) -> Path:
                 seed += 1
     with console.status("fit: covariances and rotations"):
         command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", str(rotations)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        for recipe in ([], ["--recipe", "plus", "--model", str(MODEL)]):
+            subprocess.run([*command, *recipe], check=True, stdout=subprocess.DEVNULL)
     return rotations
 
 

@@ -54,6 +54,9 @@ def _draw(figure: Any, rows: dict[str, Any]) -> None:
     axes = figure.subplots(2, 4).flatten()
     shown = [name for name in FIGURES if name in rows and "layers" in rows[name]]
     for axis, (key, label) in zip(axes, PANELS, strict=True):
+        if key == "kl_by_length" and not any(rows[name]["kl_by_length"] for name in shown):
+            axis.set_axis_off()
+            continue
         for name in shown:
             row = rows[name]
             if key == "kl_by_length":

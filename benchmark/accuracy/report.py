@@ -262,10 +262,13 @@ NOTES = """## How to read this
   Walsh row per group can be absorbed by the zero point; at group 128 a head of 128 channels has one. The published
   recipe therefore loses everything at strong outliers, and clipping without any rotation does better, because it
   simply cuts off a pair that queries hardly read. Balancing needs no such row: it undoes the change of coordinates.
-* **KIVI, Kitty and OScaR** quantize keys per channel over tokens, so a channel's factor cancels: key outliers of this
-  kind do not exist for them. What they lose they lose in every regime alike. They have no 16-bit sink (but the starred
-  ones) and need blocks of tokens, which a paged cache of rows does not have.
-* **Methods at 3 and 4 bits without windows** can lose to 2 bits with windows: nearby tokens matter most.
+* **KIVI and Kitty** quantize keys per channel over blocks of tokens, so a channel's factor cancels: key outliers of
+  this kind hardly exist for them, and what they lose they lose in every regime alike. OScaR rotates first, which
+  spreads the factor over all channels, and its token norms are then the outliers' norms: with strong outliers its
+  ablation without rotation does better, against its own order. None of the three keeps nearby tokens as long as the
+  server's window does, and all need blocks of tokens, which a paged cache of rows does not have.
+* **Methods at 3 and 4 bits without windows** can lose to 2 bits with windows: nearby tokens matter most. More bits do
+  not save a format from outliers: naive INT4 and both TurboQuants fail where a 2-bit format that undoes them does not.
 * **RotateKV is missing**: its channel reordering and calibration are not described publicly in enough detail to be
   rebuilt without guessing.
 * **What bounds plus.** Its excess does not depend on the strength of outliers (compare regimes); what is left is the

@@ -211,3 +211,24 @@ def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
         assert torch.equal(layers[0].query_matrix, loaded.key.dual[0])
         assert (layers[0].v_rotation is None) == absorbed
         assert absorbed or torch.equal(layers[0].output_matrix, loaded.value.dual[0].T)
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "kept", "firsts"),
+    [(8, 1, 8, [0]), (8, 4, 2, [0, 2, 4, 6]), (2, 4, 1, [0, 0, 1, 1]), (4, 4, 1, [0, 1, 2, 3])],
+)
+def test_heads_of_a_rank(monkeypatch, total, ranks, kept, firsts):
+    """Slices of kv heads follow SGLang's: neighbouring ranks share a head where there are fewer heads than ranks."""
+    from types import SimpleNamespace
+
+    from sglang.srt import runtime_context
+
+    from sglang_oscar.sizing import own_heads
+
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: total)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(get_model_config=lambda: model))
+    plan = SimpleNamespace(geometry=SimpleNamespace(layout=SimpleNamespace(kv_heads=kept)))
+    for rank, first in enumerate(firsts):
+        parallel = SimpleNamespace(attn_tp_rank=rank, attn_tp_size=ranks)
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda parallel=parallel: parallel)
+        assert own_heads(plan) == slice(first, first + kept)
