@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda.jit import load
-from oscar_kernels.cuda.launch import POINTER, launch, struct
+from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
 
 MERGE_THREADS = 256
@@ -26,11 +25,6 @@ _Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_in
                              ("ring_row", POINTER), ("ring_start", POINTER), ("sink_block", POINTER),
                              ("batch", ctypes.c_int32)])  # fmt: skip
 _Partials = struct("Partials", [("out", POINTER), ("lse", POINTER)])
-
-
-@cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype) -> Variant:
@@ -70,7 +64,7 @@ def prepare(variant: Variant) -> tuple[Any, Any, Any]:
 
 
 def _slots(device: torch.device, batch: int) -> int:
-    return _processors(device.index or 0) + batch
+    return processors(device.index or 0) + batch
 
 
 def workspace_numel(cache: LayerCache, q_heads: int, batch: int) -> int:
@@ -140,7 +134,7 @@ def decode(
         pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
         tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch,
     )  # fmt: skip
-    blocks = _processors(q_rot.device.index or 0)
+    blocks = processors(q_rot.device.index or 0)
     launch(
         decode_kernel, (blocks, 1, 1), variant.threads, variant.shared_bytes,
         [query, buffers, described, _Partials(partial, lse), POINTER(ranges)],

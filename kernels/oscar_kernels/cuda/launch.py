@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ POINTER = ctypes.c_void_p
 def struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
     """A kernel parameter passed by value, laid out as C++ lays it out."""
     return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+@cache
+def processors(device: int) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(

@@ -11,7 +11,7 @@ import torch
 from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import clip_index
 from oscar_kernels.cuda.jit import load
-from oscar_kernels.cuda.launch import POINTER, launch, struct
+from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.triton.store import Rotation
 
@@ -131,12 +131,18 @@ def store(
         at = 0 if center is None else center.data_ptr()
         return _Side(x.data_ptr(), x.stride(0), x.stride(1), *matrix(rotation), at, _rank(head_dim, clip), *written)
 
-    tiles = 2 * -(-tokens * layout.kv_heads // VECTORS) + -(-tokens * q_heads // VECTORS)
+    query_tiles = -(-tokens * q_heads // VECTORS)
+    # Half the vectors a block, where all blocks run at once nevertheless.
+    vectors = VECTORS // 2
+    if 2 * -(-tokens * layout.kv_heads // vectors) + query_tiles > processors(q.device.index or 0):
+        vectors = VECTORS
+    tiles = 2 * -(-tokens * layout.kv_heads // vectors) + query_tiles
     launch(
         kernel, (tiles, 1, 1), 2 * head_dim, 0,
         [side(k, k_rotation, k_center, k_clip, "k"), side(v, v_rotation, None, v_clip, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *matrix(queries), out.data_ptr()),
-         _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens)],
+         _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
+         ctypes.c_int32(vectors)],
         overlap=True,
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 // Store of a decode step: rotate, clip, quantize and pack one token per request into the cache, and rotate its queries.
 //
-// A block takes 16 vectors: of keys, of values or of queries. Its warps hold 16 columns of the rotation each, split into
+// A block takes up to 16 vectors: of keys, of values or of queries; few keys and values are spread over twice the blocks. Its warps hold 16 columns of the rotation each, split into
 // 16-bit terms that together have float32 precision; they are read before the kernel waits for its predecessor, because
 // they never change. Keys and values then go through shared memory, and a warp does the rest of a vector on its own.
 #include "config.cuh"
@@ -58,12 +58,14 @@ struct Columns {
     }
   }
 
-  // out[t] = products of rows l / 4 and l / 4 + 8 with columns 8 t + 2 (l % 4) and the next; small terms first.
-  DEVICE void multiply(float (&out)[2][4], const uint4 (&first)[UNITS], const uint4 (&second)[UNITS]) {
+  // out[t] = products of rows l / 4 and l / 4 + 8 with columns 8 t + 2 (l % 4) and the next. Every term has a sum of its
+  // own, so that products need not wait for each other; small terms are added first.
+  DEVICE void multiply(float (&sum)[2][4], const uint4 (&first)[UNITS], const uint4 (&second)[UNITS]) {
 #pragma unroll
     for (int term = TERMS - 1; term >= 0; term--) {
       uint4(&b)[COUNT] = kept[KEPT ? term : 0];
       if (!KEPT) load(term, b);
+      float out[2][4] = {};
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
         uint4 x = first[u], y = second[u], p = b[2 * u], q = b[2 * u + 1];
@@ -72,6 +74,8 @@ struct Columns {
         mma_k16<X_BF16>(out[0], x.z, y.z, x.w, y.w, q.x, q.y);
         mma_k16<X_BF16>(out[1], x.z, y.z, x.w, y.w, q.z, q.w);
       }
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[i / 4][i % 4] += out[i / 4][i % 4];
     }
   }
 };
@@ -82,9 +86,9 @@ struct Vector {
   int token, head;
   bool live;
 
-  DEVICE Vector(int tile, int row, int tokens) {
-    int index = tile * VECTORS + row;
-    live = index < tokens * HEADS;
+  DEVICE Vector(int tile, int row, int tokens, int vectors) {
+    int index = tile * vectors + row;
+    live = row < vectors && index < tokens * HEADS;
     index = min(index, tokens * HEADS - 1);
     token = index / HEADS;
     head = index % HEADS;
@@ -223,13 +227,13 @@ DEVICE void store_window(u16* window, i64 slot, int head, const float* y) {
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 template <int TERMS, bool CENTER>
-DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, float* tile_y) {
+DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, int vectors, float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if constexpr (TERMS > 0) {
     Columns<TERMS> columns(side.terms);
     wait_for_predecessor();
     uint4 x[2][UNITS];
-    Vector<KV_HEADS> of[2] = {{tile, lane / 4, tokens}, {tile, lane / 4 + 8, tokens}};
+    Vector<KV_HEADS> of[2] = {{tile, lane / 4, tokens, vectors}, {tile, lane / 4 + 8, tokens, vectors}};
     for (int i = 0; i < 2; i++) load_vector(x[i], side, of[i].token, of[i].head);
     float y[2][4] = {};
     columns.multiply(y, x[0], x[1]);
@@ -250,7 +254,7 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
     wait_for_predecessor();
   }
   for (int row = warp; row < VECTORS; row += STORE_WARPS) {
-    Vector<KV_HEADS> of(tile, row, tokens);
+    Vector<KV_HEADS> of(tile, row, tokens, vectors);
     if (!of.live) break;
     float* y = tile_y + row * Y_STRIDE;
     if constexpr (TERMS == 0) {
@@ -274,11 +278,12 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
   }
 }
 
+template <int TERMS>
 DEVICE void rotate_queries(const Queries& queries, int tile, int tokens) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Vector<Q_HEADS> of[2] = {{tile, lane / 4, tokens}, {tile, lane / 4 + 8, tokens}};
-  if constexpr (Q_TERMS > 0) {
-    Columns<Q_TERMS> columns(queries.terms);
+  Vector<Q_HEADS> of[2] = {{tile, lane / 4, tokens, VECTORS}, {tile, lane / 4 + 8, tokens, VECTORS}};
+  if constexpr (TERMS > 0) {
+    Columns<TERMS> columns(queries.terms);
     wait_for_predecessor();
     uint4 x[2][UNITS];
     for (int i = 0; i < 2; i++) load_vector(x[i], queries, of[i].token, of[i].head);
@@ -296,7 +301,7 @@ DEVICE void rotate_queries(const Queries& queries, int tile, int tokens) {
   } else {
     wait_for_predecessor();
     for (int row = warp; row < VECTORS; row += STORE_WARPS) {
-      Vector<Q_HEADS> vector(tile, row, tokens);
+      Vector<Q_HEADS> vector(tile, row, tokens, VECTORS);
       const u16* x = queries.x + vector.token * queries.token_stride + vector.head * queries.head_stride;
       u16* out = queries.out + ((i64)vector.token * Q_HEADS + vector.head) * HEAD_DIM;
       if (vector.live)
@@ -305,16 +310,16 @@ DEVICE void rotate_queries(const Queries& queries, int tile, int tokens) {
   }
 }
 
-// Grid: tiles of keys, of values, of queries.
+// Grid: tiles of ``vectors`` keys, of as many values, of VECTORS queries.
 extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
-    Side keys, Side values, Queries queries, Slots slots, int tokens) {
+    Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors) {
   __shared__ float tile_y[VECTORS * Y_STRIDE];
-  int tiles = (tokens * KV_HEADS + VECTORS - 1) / VECTORS, tile = blockIdx.x;
+  int tiles = (tokens * KV_HEADS + vectors - 1) / vectors, tile = blockIdx.x;
   let_successor_start();
   if (tile < tiles)
-    store_tile<K_TERMS, HAS_CENTER>(keys, slots, tile, tokens, tile_y);
+    store_tile<K_TERMS, HAS_CENTER>(keys, slots, tile, tokens, vectors, tile_y);
   else if (tile < 2 * tiles)
-    store_tile<V_TERMS, false>(values, slots, tile - tiles, tokens, tile_y);
+    store_tile<V_TERMS, false>(values, slots, tile - tiles, tokens, vectors, tile_y);
   else
-    rotate_queries(queries, tile - 2 * tiles, tokens);
+    rotate_queries<Q_TERMS>(queries, tile - 2 * tiles, tokens);
 }
