@@ -190,7 +190,7 @@ def main(
     documents: Annotated[int, typer.Option(min=1, help="documents per length, five questions each")] = 6,
     server_args: Annotated[str, typer.Option(help="further flags for every server")] = "",
 ) -> None:
-    """Serve the shipped model in BF16 and with three INT2 caches, and print one table."""
+    """Serve the shipped model in BF16 and with four INT2 caches, and print one table."""
     EXTRA_ARGS.extend(shlex.split(server_args))
     sizes = [int(part) for part in lengths.split(",")]
     out.mkdir(parents=True, exist_ok=True)
