@@ -177,10 +177,13 @@ def ablations(model: str, found: dict[str, Any]) -> Iterator[str]:
         names = base + [n for n, row in next(iter(measured.values())).items() if row["table"] == name]
         head = ["variant", *(f"{r}: {what}" for r in measured for what in ("KL", "retrieval"))]
         body = []
-        for variant in names:
+        for variant in dict.fromkeys(names):
             cells = [variant]
             for rows in measured.values():
-                row = rows[variant]
+                row = rows.get(variant)
+                if row is None:
+                    cells += ["-", "-"]
+                    continue
                 first = next(iter(row["retrieval"].values()))["accuracy"]["mean"]
                 cells += [f"{row['language']['kl']['mean']:.4f}", f"{first:.2f}"]
             body.append(cells)

@@ -191,11 +191,14 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
 
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs' results as one; facts about the run are those of the first."""
-    out = {**runs[0], "models": {}}
+    """Several runs' results as one, rows of the same model and regime together; other facts are those of the first."""
+    out = {**runs[0], "models": {}, "seconds": max(run["seconds"] for run in runs)}
     for run in runs:
-        out["models"] |= run["models"]
-        out["seconds"] = max(out["seconds"], run["seconds"])
+        for model, found in run["models"].items():
+            known = out["models"].setdefault(model, {**found, "regimes": {}})["regimes"]
+            for regime, data in found["regimes"].items():
+                rows = known.get(regime, {}).get("rows", {}) | data["rows"]
+                known[regime] = known.get(regime, data) | {"rows": rows}
         if "server" in run:
             out["server"] = run["server"]
     return out

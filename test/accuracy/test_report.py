@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kerne
 
 from accuracy.measures.intervals import bootstrap, wilson  # noqa: E402
 from accuracy.report import lines, share  # noqa: E402
+from accuracy.run import merged  # noqa: E402
 
 
 def test_wilson_interval() -> None:
@@ -48,6 +49,19 @@ def test_bootstrap_covers_the_mean_and_respects_clusters() -> None:
 def test_share_of_a_gap() -> None:
     assert share(0.04, 0.01) == "75%"
     assert share(0.001, 0.0) == "-"
+
+
+def test_runs_are_merged_by_model_and_regime() -> None:
+    def run(model: str, regime: str, row: str, seconds: int) -> dict:
+        return {"seconds": seconds, "models": {model: {"parameters": 1, "regimes": {regime: {"rows": {row: row}}}}}}
+
+    out = merged([run("a", "x", "one", 3), run("a", "x", "two", 5), run("a", "y", "one", 1), run("b", "x", "one", 1)])
+    assert out["seconds"] == 5
+    assert out["models"]["a"]["regimes"] == {
+        "x": {"rows": {"one": "one", "two": "two"}},
+        "y": {"rows": {"one": "one"}},
+    }
+    assert list(out["models"]) == ["a", "b"]
 
 
 def test_a_run_end_to_end(tmp_path: Path) -> None:
