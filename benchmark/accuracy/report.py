@@ -259,8 +259,10 @@ laboratory. Differences are those of BF16 arithmetic (the laboratory computes in
 
 NOTES = """## How to read this
 
-* **Outliers decide the order of methods.** As trained, these models hardly tell one rotation from another; with key
-  outliers the paper's order appears. Whoever compares formats on small models without outliers measures something else.
+* **Outliers decide the order of methods.** As trained, these models hardly tell one rotation from another; with strong
+  key outliers the paper's order appears (OSCAR before QuaRot and K^T K, those before naive), with one exception: the
+  variants without H, "no rotation" among them, pass it at group 128, for the reason that follows. Whoever compares
+  formats on small models without outliers measures something else.
 * **Group 128 and two outlier directions.** A rotary pair whose keys are large spans two directions. One group-constant
   Walsh row per group can be absorbed by the zero point; at group 128 a head of 128 channels has one. The published
   recipe therefore loses everything at strong outliers, and clipping without any rotation does better, because it
@@ -274,13 +276,16 @@ NOTES = """## How to read this
   not save a format from outliers: naive INT4 and both TurboQuants fail where a 2-bit format that undoes them does not.
 * **RotateKV is missing**: its channel reordering and calibration are not described publicly in enough detail to be
   rebuilt without guessing.
+* **Both parts of plus count.** As trained, balanced transforms and centers each halve the way from the published
+  recipe to plus; with strong outliers centering or the zero-point-aware order alone are not enough at group 128, and
+  balancing is.
 * **What bounds plus.** Its excess does not depend on the strength of outliers (compare regimes); what is left is the
-  error of four levels. For a normal variable no four levels have a squared error below 0.1175 (Lloyd-Max), clipping at
-  0.96 leaves 0.16, but smaller errors by tighter clipping shrink every key, and the measured KL gets worse (see the
-  part-by-part table). Where the model as trained has no outliers, the Cauchy-Schwarz factor ("key error left by
-  balancing") is near 1 and bounds what any linear map can gain; the rest would need more bits, larger windows or a
-  quantizer that trades errors between channels (rounding with error feedback, in the manner of GPTQ, removed another
-  quarter of the key error in a trial, at the price of a sequential pass over the channels when a token is stored).
+  error of four levels. For a normal variable no four levels have a squared error below 0.1175 (Lloyd-Max); clipping at
+  0.96 leaves 0.16. Tighter clipping, or Lloyd-Max levels, lower that error and yet raise the KL: they shrink every key,
+  and attention minds a wrong length more than noise. Where the model as trained has no outliers, the Cauchy-Schwarz
+  factor ("key error left by balancing") is near 1 and bounds what any linear map can gain. The rest would need more
+  bits, larger windows, or codes that are not chosen channel by channel: rounding with error feedback, in the manner of
+  GPTQ, is a row of the part-by-part table; it would make the store kernel sequential in the channels.
 * **Cost in the server**: none that can be measured. Rows are the same bytes, the attention kernels are the same; the
   store kernel subtracts one vector per kv head and queries are multiplied by another matrix of the same size. Prompt
   chunks behind a cached prefix lose the center in one elementwise pass. Value transforms are folded into the weights.
