@@ -10,7 +10,7 @@ from kernel_cases import Shape, empty_cache, random_rotation, random_slots, rand
 from test_store import assert_correctly_rounded, exact
 
 from oscar_kernels import reference
-from oscar_kernels.cache import Windows
+from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.cuda.store import arrange, prepare, store
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.triton.store import prepare_rotation
@@ -33,6 +33,10 @@ SHAPES = [
 ]
 
 
+def on_cpu(slots: StoreSlots) -> StoreSlots:
+    return StoreSlots(slots.row.cpu(), slots.ring.cpu(), slots.sink.cpu())
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("rotated", ["keys and values", "keys", "centered", "nothing"])
@@ -49,15 +53,17 @@ def test_store_matches_reference(shape: Shape, clip: float, rotated: str) -> Non
     rv = random_rotation(shape.head_dim, 3, device) if rotated == "keys and values" else None
     rq = random_rotation(shape.head_dim, 4, device) if rotated == "centered" else rk
     center = torch.randn(shape.kv_heads, shape.head_dim, device=device) if rotated == "centered" else None
-    caches = [empty_cache(shape, pages, requests, device, fill=7.0) for _ in range(2)]
+    # The reference on a CPU: PyTorch divides by a constant inexactly on a GPU.
+    caches = [empty_cache(shape, pages, requests, where, fill=7.0) for where in (device, torch.device("cpu"))]
     own_k, own_v, own_q = (arrange(prepare_rotation(r, shape.dtype)) for r in (rk, rv, rq))
     q_rot = store(
         caches[0], shape.page_size, slots, k, v, q, own_k, own_v, clip, clip, center,
         own_q if rotated == "centered" else None,
     )  # fmt: skip
-    reference.store(caches[1], slots, k, v, rk, rv, clip, clip, center)
+    here = [None if x is None else x.cpu() for x in (k, v, rk, rv, center)]
+    reference.store(caches[1], on_cpu(slots), *here[:4], clip, clip, here[4])
     for x, rotation, offset, name in ((k, rk, center, "k"), (v, rv, None, "v")):
-        rows, wanted = (getattr(cache, f"{name}_rows") for cache in caches)
+        rows, wanted = (getattr(cache, f"{name}_rows").to(device) for cache in caches)
         plain = exact(x, rotation)
         y = plain if offset is None else plain - offset.double()
         length = torch.maximum(plain.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True))
@@ -70,7 +76,7 @@ def test_store_matches_reference(shape: Shape, clip: float, rotated: str) -> Non
         untouched[slots.row] = False
         assert (rows[untouched] == 0).all()
         for window in ("ring", "sink"):
-            got, want = (getattr(cache, f"{name}_{window}").float() for cache in caches)
+            got, want = (getattr(cache, f"{name}_{window}").to(device).float() for cache in caches)
             torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-4)
             assert (got != want).double().mean() < 2e-3 if got.numel() else True
     wide = exact(q, rq)
@@ -90,12 +96,12 @@ def test_ties_at_the_clip_threshold() -> None:
     k[2, :, :5] = 9.0
     q = torch.zeros(16, 32, 128, dtype=BF16, device=device)
     slots = random_slots(16, shape.windows, 64, 1, device)
-    caches = [empty_cache(shape, 1, 1, device) for _ in range(2)]
+    caches = [empty_cache(shape, 1, 1, where) for where in (device, torch.device("cpu"))]
     for clip in (0.96, 0.92, 0.5):
         store(caches[0], 64, slots, k, -k, q, None, None, clip, clip)
-        reference.store(caches[1], slots, k, -k, None, None, clip, clip)
-        assert torch.equal(caches[0].k_rows, caches[1].k_rows)
-        assert torch.equal(caches[0].v_rows, caches[1].v_rows)
+        reference.store(caches[1], on_cpu(slots), k.cpu(), -k.cpu(), None, None, clip, clip)
+        assert torch.equal(caches[0].k_rows.cpu(), caches[1].k_rows)
+        assert torch.equal(caches[0].v_rows.cpu(), caches[1].v_rows)
 
 
 @pytest.mark.gpu

@@ -89,7 +89,7 @@ def decode(
         cache: the layer's cache; the new tokens are stored in it already. Every tensor is contiguous.
         tables: the batch; ``kv_lens`` counts the new token. Requests of length 0 get zeros.
         q_rot: [batch, q_heads, head_dim], rotated, bfloat16 or float16; channels contiguous, heads at multiples of
-            8 bytes.
+            16 bytes.
         sm_scale: factor on the logits.
         out: [batch, q_heads, head_dim] in the dtype of ``q_rot`` with contiguous channels; allocated where None.
         workspace: float32 of :func:`workspace_numel` elements or more; allocated where None.
@@ -104,8 +104,8 @@ def decode(
     batch, q_heads, head_dim = q_rot.shape
     if head_dim != layout.head_dim or q_heads % layout.kv_heads or q_rot.stride(2) != 1:
         raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
-    if q_rot.data_ptr() % 8 or q_rot.stride(0) % 4 or q_rot.stride(1) % 4:
-        raise ValueError("queries must begin at multiples of 8 bytes")
+    if q_rot.data_ptr() % 16 or q_rot.stride(0) % 8 or q_rot.stride(1) % 8:
+        raise ValueError("queries must begin at multiples of 16 bytes")
     if cache.k_sink.dtype != cache.k_ring.dtype:
         raise ValueError("sink store and ring must have one dtype")
     if batch > MAX_BATCH:

@@ -66,7 +66,8 @@ class Variant:
     def _fixed_bytes(self) -> int:
         partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 4) * 4
         exchange = self.layout.kv_heads * (self.warps_per_head // 2) * partial
-        return _round_up(_round_up(exchange, 16) + (MAX_BATCH + 32) * 4 + 256, 128)
+        queries = 2 * self.layout.kv_heads * self.gqa * self.layout.head_dim * 2
+        return _round_up(_round_up(exchange, 128) + queries + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
 
     def _side_bytes(self) -> int:
         return _round_up(TILE * self.warps_per_head * self.layout.row_bytes, 128)

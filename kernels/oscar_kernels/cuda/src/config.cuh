@@ -58,13 +58,15 @@ constexpr int HEAD_SLOTS = 4 * QK_BLOCKS;  // query heads, padded
 constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
 constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
 
-// Shared memory: what the warps of a head exchange, the plan, barriers, and as many stages as fit.
+// Shared memory: what the warps of a head exchange, queries, the plan, barriers, and as many stages as fit.
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
 constexpr int PARTIAL_FLOATS = HEAD_SLOTS * PARTIAL_ROW;
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
-constexpr int PREFIX_OFFSET = (EXCHANGE_BYTES + 15) / 16 * 16;
-constexpr int BARRIERS_OFFSET = PREFIX_OFFSET + (MAX_BATCH + 32) * 4;
-constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + 16 * 16 + 127) / 128 * 128;
+constexpr int QUERY_BYTES = Q_HEADS * HEAD_DIM * 2;
+constexpr int QUERIES_OFFSET = (EXCHANGE_BYTES + 127) / 128 * 128;  // of this and the next segment
+constexpr int PLAN_OFFSET = QUERIES_OFFSET + 2 * QUERY_BYTES;
+constexpr int BARRIERS_OFFSET = PLAN_OFFSET + (3 * MAX_BATCH + 32) * 4;
+constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + (16 + 2) * 16 + 127) / 128 * 128;
 constexpr int STAGES = minimum((SHARED_LIMIT - STAGES_OFFSET) / (2 * SIDE_BYTES), 16);
 constexpr int SHARED_BYTES = STAGES_OFFSET + STAGES * 2 * SIDE_BYTES;
 

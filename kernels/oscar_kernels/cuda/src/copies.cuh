@@ -26,25 +26,72 @@ struct Turn {
 DEVICE u32 stage_address(u32 shared, int stage) { return shared + STAGES_OFFSET + stage * 2 * SIDE_BYTES; }
 DEVICE u32 full_barrier(u32 shared, int stage) { return shared + BARRIERS_OFFSET + stage * 16; }
 DEVICE u32 empty_barrier(u32 shared, int stage) { return full_barrier(shared, stage) + 8; }
+// Queries of segments take turns in two places, each with barriers like a stage.
+DEVICE u32 query_address(u32 shared, int segment) { return shared + QUERIES_OFFSET + segment % 2 * QUERY_BYTES; }
+DEVICE u32 query_full(u32 shared, int segment) { return full_barrier(shared, 16 + segment % 2); }
+DEVICE u32 query_empty(u32 shared, int segment) { return empty_barrier(shared, 16 + segment % 2); }
+DEVICE u32 query_parity(int segment) { return segment / 2 % 2; }
 
-DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buffers& buffers, u32 shared, Turn& turn) {
-  int lane = threadIdx.x % 32;
+struct Query {
+  const u16* q;  // rotated, [batch, Q_HEADS, HEAD_DIM]
+  i64 token_stride, head_stride;
+  float sm_scale;
+};
+
+// ``number``: of the segment in this block.
+DEVICE void copy_query(const Query& query, int request, int number, u32 shared) {
+  barrier_wait(query_empty(shared, number), query_parity(number) ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    u32 full = query_full(shared, number), destination = query_address(shared, number);
+    barrier_arrive_expect(full, QUERY_BYTES);
+    const u16* source = query.q + request * query.token_stride;
+    bool whole = query.head_stride == HEAD_DIM;
+    for (int head = 0; head < (whole ? 1 : Q_HEADS); head++)
+      bulk_copy(destination + head * HEAD_DIM * 2, source + head * query.head_stride,
+                whole ? QUERY_BYTES : HEAD_DIM * 2, full);
+  }
+  __syncwarp();
+}
+
+// What the copying warp has to know of a segment's request, asked for one segment ahead.
+struct Ahead {
+  int page;  // of copy 32 k + lane, of the segment's first copies
+  int sink_block, ring_row;
+
+  DEVICE void load(const Segment& segment, const Tables& tables);
+};
+
+// The first slot of a copy in units of COPY_TOKENS, or -1 where the segment does not need it.
+DEVICE int slot_of(const Segment& segment, const Tables& tables, int copy) {
+  int begin = segment.borders.sink_end / COPY_TOKENS;
+  int end = min((segment.borders.ring_begin + COPY_TOKENS - 1) / COPY_TOKENS,  // copies that have a page
+                (segment.borders.first_stage() + segment.history_end) * COPIES);
+  if (copy < begin || copy >= end) return -1;
   const int* pages = tables.page_table + (i64)segment.request * tables.page_stride;
-  int first_copy = (segment.borders.first_stage() + segment.history_begin) * COPIES;
-  int end_copy = (segment.borders.first_stage() + segment.history_end) * COPIES;
-  int live_end = (segment.borders.ring_begin + COPY_TOKENS - 1) / COPY_TOKENS;  // copies that have a page
-  int live_begin = segment.borders.sink_end / COPY_TOKENS;
-  auto slot_of = [&](int copy) {
-    bool live = copy >= live_begin && copy < live_end && copy < end_copy;
-    return live ? pages[copy * COPY_TOKENS / PAGE] * (PAGE / COPY_TOKENS) + copy % (PAGE / COPY_TOKENS) : -1;
-  };
+  return pages[copy * COPY_TOKENS / PAGE] * (PAGE / COPY_TOKENS) + copy % (PAGE / COPY_TOKENS);
+}
+
+DEVICE int first_copy(const Segment& segment) {
+  return (segment.borders.first_stage() + segment.history_begin) * COPIES;
+}
+
+DEVICE void Ahead::load(const Segment& segment, const Tables& tables) {
+  page = slot_of(segment, tables, first_copy(segment) + threadIdx.x % 32);
+  sink_block = SINK > 0 ? tables.sink_block[segment.request] : 0;
+  ring_row = RING > 0 ? tables.ring_row[segment.request] : 0;
+}
+
+DEVICE void copy_history(
+    const Segment& segment, const Tables& tables, const Buffers& buffers, const Ahead& ahead, u32 shared, Turn& turn) {
+  int lane = threadIdx.x % 32;
+  int first = first_copy(segment), end = (segment.borders.first_stage() + segment.history_end) * COPIES;
   // Page numbers come 32 at a time, and those of the next round are asked for before they are needed.
-  int mine = 0, next = slot_of(first_copy + lane);
-  for (int copy = first_copy; copy < end_copy; copy += COPIES) {
-    int at = (copy - first_copy) % 32;
+  int mine = 0, next = ahead.page;
+  for (int copy = first; copy < end; copy += COPIES) {
+    int at = (copy - first) % 32;
     if (at == 0) {
       mine = next;
-      next = slot_of(copy + 32 + lane);
+      next = slot_of(segment, tables, copy + 32 + lane);
     }
     int slot = __shfl_sync(FULL_WARP, mine, (at + lane) % 32);
     bool live = lane < COPIES && slot >= 0;
@@ -64,11 +111,11 @@ DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buf
   }
 }
 
-DEVICE void copy_window(const Segment& segment, const Tables& tables, const Buffers& buffers, u32 shared, Turn& turn) {
-  if (segment.window_begin == segment.window_end) return;
+DEVICE void copy_window(
+    const Segment& segment, const Buffers& buffers, const Ahead& ahead, u32 shared, Turn& turn) {
   const Borders& borders = segment.borders;
-  i64 sink_row = (i64)tables.sink_block[segment.request] * SINK;
-  i64 ring_row = (i64)tables.ring_row[segment.request] * RING;
+  i64 sink_row = (i64)ahead.sink_block * SINK;
+  i64 ring_row = (i64)ahead.ring_row * RING;
   int tokens = borders.window_tokens();
   for (int stage = segment.window_begin; stage < segment.window_end; stage++) {
     int token = stage * WINDOW_TOKENS, end = min(token + WINDOW_TOKENS, tokens);

@@ -8,22 +8,18 @@
 #include "partial.cuh"
 #include "window.cuh"
 
-struct Query {
-  const u16* q;  // rotated, [batch, Q_HEADS, HEAD_DIM]
-  i64 token_stride, head_stride;
-  float sm_scale;
-};
-
-DEVICE void attend(const Query& query, const Tables& tables, const Partials& partials, const int* prefix, char* shared) {
+DEVICE void attend(float sm_scale, int batch, const Partials& partials, const Plan& plan, char* shared) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int head = warp / TILES_PER_STAGE, part = warp % TILES_PER_STAGE;
   u32 base = shared_address(shared);
   float* exchange = (float*)shared;
   Lane at(head);
   Turn turn;
-  for (Segments segments(tables, prefix); !segments.done();) {
+  int number = 0;
+  for (Segments segments(plan, batch); !segments.done(); number++) {
     Segment segment = segments.next();
-    const u16* q = query.q + segment.request * query.token_stride + head * GQA * query.head_stride;
+    u32 q = query_address(base, number) + head * GQA * HEAD_DIM * 2;
+    barrier_wait(query_full(base, number), query_parity(number));
     Softmax softmax;
     Output output;
     softmax.clear();
@@ -31,7 +27,7 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
     if (segment.history_begin < segment.history_end) {
       QueryCodes codes;
       Values values;
-      codes.load(q, query.head_stride, query.sm_scale);
+      codes.load(q, sm_scale);
       values.clear();
       int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
       int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
@@ -48,7 +44,7 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
     }
     if (segment.window_begin < segment.window_end) {
       QueryFloats columns;
-      columns.load(q, query.head_stride, query.sm_scale);
+      columns.load(q, sm_scale);
       int left = segment.borders.window_tokens() - segment.window_begin * WINDOW_TOKENS;
       for (int stage = segment.window_begin; stage < segment.window_end; stage++, turn.advance(), left -= WINDOW_TOKENS) {
         u32 keys = stage_address(base, turn.stage) + head * HEAD_DIM * 2;
@@ -63,6 +59,8 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
       }
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(query_empty(base, number));
     Plain plain;
     settle(softmax, output, plain);
     combine(softmax, plain, exchange, head, part);
@@ -70,12 +68,24 @@ DEVICE void attend(const Query& query, const Tables& tables, const Partials& par
   }
 }
 
-DEVICE void copy(const Tables& tables, const Buffers& buffers, const int* prefix, u32 shared) {
+DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffers, const Plan& plan, u32 shared) {
   Turn turn;
-  for (Segments segments(tables, prefix); !segments.done();) {
-    Segment segment = segments.next();
-    copy_history(segment, tables, buffers, shared, turn);
-    copy_window(segment, tables, buffers, shared, turn);
+  Segments segments(plan, tables.batch);
+  if (segments.done()) return;
+  Segment segment = segments.next();
+  Ahead ahead;
+  ahead.load(segment, tables);
+  for (int number = 0;; number++) {
+    copy_query(query, segment.request, number, shared);
+    bool last = segments.done();
+    Segment next = last ? segment : segments.next();
+    Ahead next_ahead;
+    next_ahead.load(next, tables);
+    copy_history(segment, tables, buffers, ahead, shared, turn);
+    copy_window(segment, buffers, ahead, shared, turn);
+    if (last) return;
+    segment = next;
+    ahead = next_ahead;
   }
 }
 
@@ -83,9 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
     Query query, Buffers buffers, Tables tables, Partials partials, int2* slots) {
   extern __shared__ __align__(128) char shared[];
   u32 base = shared_address(shared);
-  int* prefix = (int*)(shared + PREFIX_OFFSET);
+  Plan& plan = *(Plan*)(shared + PLAN_OFFSET);
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; stage++) {
+    for (int stage = 0; stage < 16 + 2; stage++) {
       barrier_init(full_barrier(base, stage), 1);
       barrier_init(empty_barrier(base, stage), MATH_WARPS);
     }
@@ -93,15 +103,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
   }
   wait_for_predecessor();
   let_successor_start();
-  sum_stages(tables, prefix);
+  make_plan(tables, plan);
   __syncthreads();
-  for (int request = blockIdx.x + gridDim.x * threadIdx.x; request < tables.batch; request += gridDim.x * THREADS)
-    slots[request] = slots_of(tables, prefix, request);
   if (threadIdx.x >= MATH_WARPS * 32) {
     if (REGISTERS_MOVE) give_registers<24>();
-    if (threadIdx.x / 32 == MATH_WARPS) copy(tables, buffers, prefix, base);
+    if (threadIdx.x / 32 == MATH_WARPS) copy(query, tables, buffers, plan, base);
   } else {
     if (REGISTERS_MOVE) take_registers<112>();
-    attend(query, tables, partials, prefix, shared);
+    for (int request = blockIdx.x + gridDim.x * threadIdx.x; request < tables.batch; request += gridDim.x * MATH_WARPS * 32)
+      slots[request] = slots_of(plan, tables.batch, request);
+    attend(query.sm_scale, tables.batch, partials, plan, shared);
   }
 }

@@ -18,7 +18,7 @@ struct QueryCodes {
   float unit[QK_BLOCKS];          // what one sixteenth of a fixed-point unit adds to a log2 weight, for this lane's heads
   float sums[QK_BLOCKS][GROUPS];  // sum of a group's channels in sixteenths of units, for this lane's heads
 
-  DEVICE void load(const u16* q, i64 head_stride, float sm_scale);
+  DEVICE void load(u32 q, float sm_scale);  // from shared memory: GQA heads side by side
 };
 
 // Channel i of the eight that lane l % 4 = c supplies to product u.
@@ -34,18 +34,18 @@ DEVICE constexpr int group_of_unit(int unit) {
 DEVICE constexpr int nibble_of_unit(int unit) { return HEAD_DIM == 64 ? unit : unit % 4 / 2; }
 DEVICE constexpr bool is_high_code(int unit, int i) { return HEAD_DIM == 64 ? i / 4 : unit % 2; }
 
-DEVICE void QueryCodes::load(const u16* q, i64 head_stride, float sm_scale) {
+DEVICE void QueryCodes::load(u32 q, float sm_scale) {
   int lane = threadIdx.x % 32, column = lane / 4, c = lane % 4;
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     int head = 4 * b + column / 2;
-    const u16* row = q + (head < GQA ? head : 0) * head_stride;
+    u32 row = q + (head < GQA ? head : 0) * HEAD_DIM * 2;
     float x[UNITS][8];
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {  // four channels side by side
-        uint2 four = head < GQA ? *(const uint2*)(row + query_channel(u, c, 4 * half)) : make_uint2(0, 0);
+        uint2 four = head < GQA ? load_shared2(row + 2 * query_channel(u, c, 4 * half)) : make_uint2(0, 0);
         x[u][4 * half] = low_half<Q_BF16>(four.x);
         x[u][4 * half + 1] = high_half<Q_BF16>(four.x);
         x[u][4 * half + 2] = low_half<Q_BF16>(four.y);

@@ -27,38 +27,51 @@ struct Borders {
   }
 };
 
-DEVICE Borders borders_of(const Tables& tables, int request) {
-  int kv_len = tables.kv_lens[request];
+DEVICE Borders borders_from(int kv_len, int ring_start) {
   int sink_end = min(kv_len, SINK);
-  int ring_begin = RECENT == 0 ? kv_len : max(kv_len - RECENT, tables.ring_start[request]);
+  int ring_begin = RECENT == 0 ? kv_len : max(kv_len - RECENT, ring_start);
   return {sink_end, min(max(ring_begin, sink_end), kv_len), kv_len};
 }
 
-// prefix[r] = stages of the requests before r, for r = 0..batch. All threads of the block take part.
-DEVICE void sum_stages(const Tables& tables, int* prefix) {
-  int* warp_sums = prefix + MAX_BATCH + 1;
+// Lengths of the batch in shared memory. While copies are under way a load from global memory waits for them, several
+// microseconds, so nothing but the copying warp, ahead of time, may need one.
+struct Plan {
+  int kv_len[MAX_BATCH], ring_start[MAX_BATCH];
+  int prefix[MAX_BATCH];  // stages of the requests up to and with r
+  int warp_sums[32];
+
+  DEVICE Borders borders(int request) const { return borders_from(kv_len[request], ring_start[request]); }
+  DEVICE int before(int request) const { return request == 0 ? 0 : prefix[request - 1]; }
+  DEVICE int after(int request) const { return prefix[request]; }
+};
+static_assert(sizeof(Plan) == (3 * MAX_BATCH + 32) * 4, "its place in shared memory");
+
+// All threads of the block take part.
+DEVICE void make_plan(const Tables& tables, Plan& plan) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int before = 0;
-  if (threadIdx.x == 0) prefix[0] = 0;
   for (int base = 0; base < tables.batch; base += THREADS) {
     int request = base + threadIdx.x;
     int stages = 0;
     if (request < tables.batch) {
-      Borders borders = borders_of(tables, request);
+      int kv_len = tables.kv_lens[request], ring_start = tables.ring_start[request];
+      plan.kv_len[request] = kv_len;
+      plan.ring_start[request] = ring_start;
+      Borders borders = borders_from(kv_len, ring_start);
       stages = borders.window_stages() + borders.history_stages();
     }
     for (int step = 1; step < 32; step *= 2) {
       int left = __shfl_up_sync(FULL_WARP, stages, step);
       if (lane >= step) stages += left;
     }
-    if (lane == 31) warp_sums[warp] = stages;
+    if (lane == 31) plan.warp_sums[warp] = stages;
     __syncthreads();
     int total = 0;
     for (int other = 0; other < THREADS / 32; other++) {
       if (other == warp) stages += before + total;
-      total += warp_sums[other];
+      total += plan.warp_sums[other];
     }
-    if (request < tables.batch) prefix[request + 1] = stages;
+    if (request < tables.batch) plan.prefix[request] = stages;
     before += total;
     __syncthreads();
   }
@@ -83,18 +96,17 @@ struct Segment {
 
 // The segments of one block, in order.
 struct Segments {
-  const Tables& tables;
-  const int* prefix;
+  const Plan& plan;
   int stage, end, request;
 
-  DEVICE Segments(const Tables& tables, const int* prefix) : tables(tables), prefix(prefix) {
-    int total = prefix[tables.batch];
+  DEVICE Segments(const Plan& plan, int batch) : plan(plan) {
+    int total = plan.after(batch - 1);
     stage = share_begin(total, blockIdx.x);
     end = share_begin(total, blockIdx.x + 1);
-    int low = 0, high = tables.batch;  // prefix[low] <= stage < prefix[high], were there such a stage
+    int low = 0, high = batch;  // before(low) <= stage < before(high), were there such a stage
     while (high - low > 1) {
       int middle = (low + high) / 2;
-      if (prefix[middle] <= stage) low = middle; else high = middle;
+      if (plan.before(middle) <= stage) low = middle; else high = middle;
     }
     request = low;
   }
@@ -102,25 +114,26 @@ struct Segments {
   DEVICE bool done() const { return stage >= end; }
 
   DEVICE Segment next() {
-    while (prefix[request + 1] <= stage) request++;
+    while (plan.after(request) <= stage) request++;
     Segment segment;
     segment.request = request;
-    segment.borders = borders_of(tables, request);
+    segment.borders = plan.borders(request);
     int history = segment.borders.history_stages();
-    int first = stage - prefix[request], last = min(end, prefix[request + 1]) - prefix[request];
+    int before = plan.before(request);
+    int first = stage - before, last = min(end, plan.after(request)) - before;
     segment.history_begin = min(first, history);
     segment.history_end = min(last, history);
     segment.window_begin = max(first - history, 0);
     segment.window_end = max(last - history, 0);
     segment.slot = blockIdx.x + request;  // from segment to segment one of the two counts up, so no two share a slot
-    stage = prefix[request] + last;
+    stage = before + last;
     return segment;
   }
 };
 
 // Where merge.cu finds the partial results of a request: slots [x, y).
-DEVICE int2 slots_of(const Tables& tables, const int* prefix, int request) {
-  int total = prefix[tables.batch], begin = prefix[request], end = prefix[request + 1];
+DEVICE int2 slots_of(const Plan& plan, int batch, int request) {
+  int total = plan.after(batch - 1), begin = plan.before(request), end = plan.after(request);
   if (begin == end) return make_int2(0, 0);
   return make_int2(owner(total, begin) + request, owner(total, end - 1) + request + 1);
 }

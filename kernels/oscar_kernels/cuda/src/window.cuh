@@ -10,7 +10,7 @@ struct QueryFloats {
   u32 columns[QK_BLOCKS][HEAD_DIM / 16][2];
   float unit;
 
-  DEVICE void load(const u16* q, i64 head_stride, float sm_scale);
+  DEVICE void load(u32 q, float sm_scale);  // from shared memory: GQA heads side by side
 };
 
 // Rounding to the window's format, and what that loses.
@@ -20,18 +20,18 @@ DEVICE void split(float x, float& high, float& low) {
 }
 
 // Product 2 u + i is over channels 32 u + 8 c + 4 i + {0, 1} and, eight rows further, {2, 3}: c = l % 4.
-DEVICE void QueryFloats::load(const u16* q, i64 head_stride, float sm_scale) {
+DEVICE void QueryFloats::load(u32 q, float sm_scale) {
   int lane = threadIdx.x % 32, column = lane / 4, c = lane % 4;
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     int head = 4 * b + column / 2;
-    const u16* row = q + (head < GQA ? head : 0) * head_stride;
+    u32 row = q + (head < GQA ? head : 0) * HEAD_DIM * 2;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int channel = i / 2 * 32 + 8 * c + i % 2 * 4 + 2 * half;
-        u32 pair = head < GQA ? *(const u32*)(row + channel) : 0;
+        u32 pair = head < GQA ? load_shared(row + 2 * channel) : 0;
         float high[2], low[2];
         split(low_half<Q_BF16>(pair), high[0], low[0]);
         split(high_half<Q_BF16>(pair), high[1], low[1]);
