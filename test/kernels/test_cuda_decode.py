@@ -29,7 +29,7 @@ MATRIX = [
     for (head_dim, groups) in ((64, (32, 64)), (128, (32, 64, 128)), (256, (32, 64, 256)))
     for index, (group, gqa) in enumerate(product(groups, (1, 2, 4, 5, 8, 16)))
     for kv_heads, scale, dtype in [
-        ((8, 1, 2, 4, 3, 7)[index % 6], (BF16, FP16, FP32)[index // 2 % 3], (BF16, FP16)[index % 2])
+        ((8, 1, 2, 4, 3, 512 // head_dim)[index % 6], (BF16, FP16, FP32)[index // 2 % 3], (BF16, FP16)[index % 2])
     ]
 ]
 SHAPES = [

@@ -61,9 +61,16 @@ def prepare(
 
 @cache
 def _load(variant: Variant, k_terms: int, v_terms: int, q_terms: int, centered: bool) -> Any:
+    return load("store.cu", "oscar_store", defines(variant, k_terms, v_terms, q_terms, centered), 0)
+
+
+def defines(
+    variant: Variant, k_terms: int, v_terms: int, q_terms: int, centered: bool
+) -> tuple[tuple[str, int], ...]:
+    """The macros that ``src/store.cu`` is compiled with; 0 terms rotate nothing."""
     own = {"K_TERMS": k_terms, "V_TERMS": v_terms, "Q_TERMS": q_terms, "HAS_CENTER": centered}
-    defines = dict(variant.defines()) | {f"OSCAR_{name}": int(value) for name, value in own.items()}
-    return load("store.cu", "oscar_store", tuple(sorted(defines.items())), 0)
+    both = dict(variant.defines()) | {f"OSCAR_{name}": int(value) for name, value in own.items()}
+    return tuple(sorted(both.items()))
 
 
 def _check(name: str, x: torch.Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> None:
