@@ -191,14 +191,15 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
 
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs' results as one, rows of the same model and regime together; other facts are those of the first."""
+    """Several runs' results as one, rows of the same model and regime together; the last run wins."""
     out = {**runs[0], "models": {}, "seconds": max(run["seconds"] for run in runs)}
     for run in runs:
         for model, found in run["models"].items():
             known = out["models"].setdefault(model, {**found, "regimes": {}})["regimes"]
             for regime, data in found["regimes"].items():
                 rows = known.get(regime, {}).get("rows", {}) | data["rows"]
-                known[regime] = known.get(regime, data) | {"rows": rows}
+                facts = {"run": f"{run['size']}, {run['device']}"}
+                known[regime] = known.get(regime, {}) | data | facts | {"rows": rows}
         if "server" in run:
             out["server"] = run["server"]
     return out
