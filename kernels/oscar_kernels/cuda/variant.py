@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -35,10 +36,12 @@ class Variant:
     q_dtype: torch.dtype
     window_dtype: torch.dtype
 
-    @property
+    @cached_property
     def math_warps(self) -> int:
-        """Warps of a block at most. Fewer where the outputs of a warp need many registers."""
-        return 16 if self.layout.head_dim * -(-self.gqa // 8) <= 128 else 8
+        """Warps of a block at most: fewer where outputs need many registers, or what warps exchange much memory."""
+        most = 16 if self.layout.head_dim * -(-self.gqa // 8) <= 128 else 8
+        fitting = [warps for warps in (16, 8, 4, 2, 1) if warps <= most and self._stages(warps) >= 2]
+        return fitting[0] if fitting else most
 
     def unsupported(self) -> str | None:
         """Why this variant cannot be compiled, or None."""
@@ -50,35 +53,37 @@ class Variant:
             return f"page size {self.page_size} (a multiple of {TILE} is needed)"
         if {self.q_dtype, self.window_dtype} - {torch.bfloat16, torch.float16}:
             return f"queries of {self.q_dtype} with windows of {self.window_dtype}"
-        return None if self._stages() >= 2 else "more than shared memory holds"
+        if self._stages(self.math_warps) < 2:
+            return f"{self.layout.kv_heads} kv heads of {self.layout.head_dim} with {self.gqa} query heads each"
+        return None
 
-    @property
-    def warps_per_head(self) -> int:
+    def _warps_per_head(self, math_warps: int) -> int:
         """Warps that share a kv head: a power of two."""
-        return 1 << (self.math_warps // self.layout.kv_heads).bit_length() - 1
+        return 1 << max(math_warps // self.layout.kv_heads, 1).bit_length() - 1
 
     @property
     def threads(self) -> int:
         """Threads of a block: the math warps and one that issues copies, with companions where registers move."""
-        warps = self.layout.kv_heads * self.warps_per_head
+        warps = self.layout.kv_heads * self._warps_per_head(self.math_warps)
         return (warps + (4 if warps == 16 else 1)) * 32
 
-    def _fixed_bytes(self) -> int:
+    def _fixed_bytes(self, math_warps: int) -> int:
         partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 4) * 4
-        exchange = self.layout.kv_heads * (self.warps_per_head // 2) * partial
+        exchange = self.layout.kv_heads * (self._warps_per_head(math_warps) // 2) * partial
         queries = 2 * self.layout.kv_heads * self.gqa * self.layout.head_dim * 2
         return _round_up(_round_up(exchange, 128) + queries + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
 
-    def _side_bytes(self) -> int:
-        return _round_up(TILE * self.warps_per_head * self.layout.row_bytes, 128)
+    def _side_bytes(self, math_warps: int) -> int:
+        return _round_up(TILE * self._warps_per_head(math_warps) * self.layout.row_bytes, 128)
 
-    def _stages(self) -> int:
-        return min((SHARED_LIMIT - self._fixed_bytes()) // (2 * self._side_bytes()), 16)
+    def _stages(self, math_warps: int) -> int:
+        return min((SHARED_LIMIT - self._fixed_bytes(math_warps)) // (2 * self._side_bytes(math_warps)), 16)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel checks that it comes to the same number."""
-        return self._fixed_bytes() + self._stages() * 2 * self._side_bytes()
+        warps = self.math_warps
+        return self._fixed_bytes(warps) + self._stages(warps) * 2 * self._side_bytes(warps)
 
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The macros that ``src`` is compiled with."""
