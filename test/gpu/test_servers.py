@@ -43,11 +43,16 @@ def compare(name: str, wanted: list[dict[str, Any]], got: list[dict[str, Any]]) 
     assert_same(wanted, got, NEAR_TIE, DRIFT)
 
 
+def compare_many(name: str, expected: dict, got: list[dict[str, Any]]) -> None:
+    """The same for ``golden.many``, without the answers that rounding decides."""
+    compare(name, golden.stable(expected["many"]), golden.stable(got))
+
+
 def uncertain(wanted: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[int, tuple[int, float]]:
     """Answers whose digits differ from digits that the CPU server was certain of: number -> (token, gap)."""
     wrong = {}
     for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
-        for token in range(golden.DIGITS):
+        for token in range(0 if number in golden.UNSTABLE else golden.DIGITS):
             top = want["meta_info"]["output_top_logprobs"][token]
             if top[0][0] - top[1][0] < CERTAIN:
                 break
@@ -95,7 +100,7 @@ def test_conversations_through_graphs_and_prefix_hits(fleet: Fleet, expected: di
 @pytest.mark.uses("plain")
 def test_64_at_once(fleet: Fleet, expected: dict) -> None:
     server = fleet["plain"]
-    compare("64 at once", expected["many"], golden.many(server, workers=64))
+    compare_many("64 at once", expected, golden.many(server, workers=64))
     running = [int(found) for found in re.findall(r"Decode batch, #running-req: (\d+)", server.text())]
     assert max(running) > 32
     healthy(server)
@@ -124,7 +129,7 @@ def test_triton_kernels_only(fleet: Fleet, expected: dict) -> None:
     server = fleet["triton"]
     assert "int2 extend: Triton" in server.text()
     assert "int2 decode: Triton" in server.text()
-    compare("triton", expected["many"], golden.many(server, workers=16))
+    compare_many("triton", expected, golden.many(server, workers=16))
     healthy(server)
 
 
@@ -132,7 +137,7 @@ def test_triton_kernels_only(fleet: Fleet, expected: dict) -> None:
 def test_values_rotated_online(fleet: Fleet, expected: dict) -> None:
     server = fleet["online"]
     assert "online, at every step" in server.text()
-    compare("online", expected["many"], golden.many(server, workers=16))
+    compare_many("online", expected, golden.many(server, workers=16))
     healthy(server)
 
 
@@ -167,7 +172,7 @@ def test_padded_rows_are_harmless_and_no_step_waits(fleet: Fleet, expected: dict
     compare("watched", expected["conversations"], golden.conversations(server, expected["conversations"]))
     # 3, 5 and 7 at once are padded to the next size of a graph.
     for workers in (3, 5, 7, 64):
-        compare(f"watched, {workers} at once", expected["many"], golden.many(server, workers))
+        compare_many(f"watched, {workers} at once", expected, golden.many(server, workers))
     healthy(server)
 
 

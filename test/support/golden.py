@@ -37,6 +37,18 @@ NAMES = """
 WORDS = "amber canyon falcon ginger harbor jungle lantern marble nectar orchid pebble quartz saddle tiger velvet zebra"
 
 
+UNSTABLE = (39, 58)
+"""Questions of :func:`many` whose answer the CPU server itself changes under the noise of one rounding to BF16 on
+queries, keys and values (check ``noise`` of the test plugin): 39 in 3 runs of 3, 58 in 3 of 120, where the gap of its
+sixth digit goes from 7.5 nats (the median) down to -1.6. Both numbers have a digit twice in a row, told apart by codes
+that lie on a rounding boundary. Nobody can be asked to agree there."""
+
+
+def stable(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers of :func:`many` that rounding does not decide."""
+    return [answer for number, answer in enumerate(answers) if number not in UNSTABLE]
+
+
 def lines(rng: random.Random) -> list[str]:
     """One small function."""
     a, b, c, d, e = (rng.choice(NAMES.split()) for _ in range(5))
