@@ -281,10 +281,11 @@ NOTES = """## How to read this
   rebuilt without guessing.
 * **Where plus does not help.** On `strong` as trained it is no better than the published recipe, rather a little worse
   (KL 0.017 against 0.014): that model has no outliers, any rotation does about as well as any other there, and white
-  error behind a mean over all kv heads is not quite what its attention minds. Two thirds of the perplexity gap and half of the retrieval gap are closed on `reference` with strong outliers, as trained only
-  on contexts of 1K (about 70%; at 2K 40%), not with mild outliers and not on `strong` as trained. `strong` with outliers is not
-  in this report; the derivation says that `plus` keeps its figures there, and `reference` shows it. `paper` stays the
-  default for that reason.
+  error behind a mean over all kv heads is not quite what its attention minds. Two thirds of the perplexity gap and
+  half of the retrieval gap are closed on `reference` with strong outliers, as trained only on contexts of 1K (about
+  70%; at 2K 40%), not with mild outliers and not on `strong` as trained. `strong` with outliers is not in this report;
+  the derivation says that `plus` keeps its figures there, and `reference` shows it. `paper` stays the default for that
+  reason.
 * **Both parts of plus count.** On `reference` as trained, balanced transforms and centers each go about half the way
   from the published recipe to plus; with strong outliers centering or the zero-point-aware order alone are not enough
   at group 128, and balancing is.
