@@ -16,7 +16,6 @@ MERGE_THREADS = 256
 FEW_PARTIALS = 8
 """Partial results of a request, on average, up to which a thread merges them all."""
 
-
 _Query = struct("Query", [("q", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                            ("sm_scale", ctypes.c_float)])  # fmt: skip
 _BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
@@ -122,7 +121,7 @@ def decode(
         workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
     elif workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
-    # [slot ranges of the requests, 8 bytes each and as many unused][partial outputs][their log-sum-exps]
+    # [slot ranges of the requests, in 16 bytes each to keep the rest aligned][partial outputs][their log-sum-exps]
     ranges = workspace.data_ptr()
     partial = ranges + 16 * batch
     lse = partial + 4 * slots * q_heads * head_dim
