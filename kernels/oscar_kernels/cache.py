@@ -52,6 +52,20 @@ class LayerCache:
     v_ring: torch.Tensor
 
 
+def check_queries(cache: LayerCache, q_rot: torch.Tensor) -> None:
+    """What every decode kernel asks of its cache and its queries [batch, q_heads, head_dim].
+
+    Raises:
+        ValueError: they do not fit each other, or channels are not contiguous.
+    """
+    layout = cache.layout
+    _, q_heads, head_dim = q_rot.shape
+    if head_dim != layout.head_dim or q_heads % layout.kv_heads or q_rot.stride(2) != 1:
+        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
+    if cache.k_sink.dtype != cache.k_ring.dtype:
+        raise ValueError("sink store and ring must have one dtype")
+
+
 @dataclass(frozen=True)
 class BatchTables:
     """Where the tokens of each request of a batch are.

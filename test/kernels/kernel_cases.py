@@ -149,6 +149,17 @@ def decode_exact(batch: Batch, q_rot: torch.Tensor, sm_scale: float, dtype: torc
     return out
 
 
+def with_padding(tables: BatchTables, rows: int) -> BatchTables:
+    """Tables with ``rows`` more requests as a CUDA graph pads them: one token, in the dummy page, row and block."""
+
+    def pad(name: str, value: int) -> torch.Tensor:
+        x = getattr(tables, name)
+        return torch.cat([x, torch.full((rows, *x.shape[1:]), value, dtype=x.dtype, device=x.device)])
+
+    names = ("page_table", "ring_row", "ring_start", "sink_block")
+    return replace(tables, kv_lens=pad("kv_lens", 1), **{name: pad(name, 0) for name in names})
+
+
 def rms(x: torch.Tensor) -> float:
     return float(x.double().pow(2).mean().sqrt())
 

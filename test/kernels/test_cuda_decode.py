@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import Batch, Shape, assert_as_good_as, decode_exact, filled_batch, random_vectors
+from kernel_cases import Batch, Shape, assert_as_good_as, decode_exact, filled_batch, random_vectors, with_padding
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.cuda import jit
@@ -129,19 +129,7 @@ def test_padded_rows_are_harmless() -> None:
     device = torch.device("cuda")
     batch = filled_batch(shape, [3000, 450], device)
     q = random_vectors((4, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
-    tables = batch.tables
-
-    def pad(x: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.cat([x, torch.full((2, *x.shape[1:]), value, dtype=x.dtype, device=device)])
-
-    padded = replace(
-        tables,
-        page_table=pad(tables.page_table, 0),
-        kv_lens=pad(tables.kv_lens, 1),
-        ring_row=pad(tables.ring_row, 0),
-        ring_start=pad(tables.ring_start, 0),
-        sink_block=pad(tables.sink_block, 0),
-    )
+    padded = with_padding(batch.tables, 2)
     out = decode(batch.cache, padded, q, 0.05)
     assert out[2:].isnan().all()
     exact = decode_exact(batch, q[:2], 0.05, torch.float64)

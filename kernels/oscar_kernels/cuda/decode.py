@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.cache import BatchTables, LayerCache, check_queries
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
@@ -99,14 +99,10 @@ def decode(
     Raises:
         ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
     """
-    layout = cache.layout
     batch, q_heads, head_dim = q_rot.shape
-    if head_dim != layout.head_dim or q_heads % layout.kv_heads or q_rot.stride(2) != 1:
-        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
+    check_queries(cache, q_rot)
     if q_rot.data_ptr() % 16 or q_rot.stride(0) % 8 or q_rot.stride(1) % 8:
         raise ValueError("queries must begin at multiples of 16 bytes")
-    if cache.k_sink.dtype != cache.k_ring.dtype:
-        raise ValueError("sink store and ring must have one dtype")
     if batch > MAX_BATCH:
         raise ValueError(f"a batch has at most {MAX_BATCH} requests, got {batch}")
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out

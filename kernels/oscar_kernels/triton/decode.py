@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_kernels.cache import BatchTables, LayerCache, Windows
+from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_queries
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
@@ -354,10 +354,7 @@ def decode(
     """
     layout, windows = cache.layout, cache.windows
     batch, q_heads, head_dim = q_rot.shape
-    if head_dim != layout.head_dim or q_heads % layout.kv_heads or q_rot.stride(2) != 1:
-        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
-    if cache.k_sink.dtype != cache.k_ring.dtype:
-        raise ValueError("sink store and ring must have one dtype")
+    check_queries(cache, q_rot)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     if batch == 0:
         return out
