@@ -35,6 +35,12 @@ def clip_index(head_dim: int, ratio: float) -> int | None:
     return min(math.floor(ratio * head_dim), head_dim - 1)
 
 
+def clip_rank(head_dim: int, ratio: float) -> int:
+    """Rank of the clip threshold counted from the largest magnitude (1 is the largest); 0 where nothing clips."""
+    index = clip_index(head_dim, ratio)
+    return 0 if index is None else head_dim - index
+
+
 def clip(y: torch.Tensor, ratio: float) -> torch.Tensor:
     """Clamp every head of every token to its own order statistic.
 

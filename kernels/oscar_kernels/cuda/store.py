@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import LayerCache, StoreSlots
-from oscar_kernels.codec import clip_index
+from oscar_kernels.codec import clip_rank
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import Variant
@@ -36,12 +36,6 @@ def arrange(rotation: Rotation | None) -> Rotation | None:
     parts = rotation.terms.view(count, dim // 32, 4, 2, 2, 2, dim // 16, 2, 8)
     ordered = parts.permute(0, 6, 1, 3, 8, 2, 7, 4, 5).contiguous()
     return Rotation(ordered.view(count, dim, dim), rotation.scale)
-
-
-def _rank(head_dim: int, ratio: float) -> int:
-    """Rank of the clip threshold, 1 for the largest magnitude; 0 where nothing clips."""
-    index = clip_index(head_dim, ratio)
-    return 0 if index is None else head_dim - index
 
 
 def _terms(rotation: Rotation | None) -> int:
@@ -136,7 +130,7 @@ def store(
     ) -> ctypes.Structure:
         written = (getattr(cache, f"{name}_{part}").data_ptr() for part in ("rows", "ring", "sink"))
         at = 0 if center is None else center.data_ptr()
-        return _Side(x.data_ptr(), x.stride(0), x.stride(1), *matrix(rotation), at, _rank(head_dim, clip), *written)
+        return _Side(x.data_ptr(), x.stride(0), x.stride(1), *matrix(rotation), at, clip_rank(head_dim, clip), *written)
 
     query_tiles = -(-tokens * q_heads // VECTORS)
     # Half the vectors a block, where all blocks run at once nevertheless.

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import LayerCache, StoreSlots
-from oscar_kernels.codec import clip_index
+from oscar_kernels.codec import clip_rank
 from oscar_kernels.triton.arith import dot, narrow
 
 # float16 terms of a rotation are kept times this power of two, so that their low parts are no subnormals.
@@ -240,12 +240,6 @@ def _prepared(rotation: torch.Tensor | Rotation | None, dtype: torch.dtype) -> R
     return prepare_rotation(rotation, dtype) if isinstance(rotation, torch.Tensor) else rotation
 
 
-def _clip_rank(head_dim: int, ratio: float) -> int:
-    """Rank of the clip threshold counted from the largest magnitude (1 is the largest); 0 where nothing clips."""
-    index = clip_index(head_dim, ratio)
-    return 0 if index is None else head_dim - index
-
-
 def _tile_shape(vectors: int, head_dim: int) -> tuple[int, int]:
     """(vectors per tile, warps): small tiles spread a decode step over the GPU, large ones read R less often."""
     if head_dim == 256:
@@ -370,7 +364,7 @@ def _launch(
         K_TERMS=0 if k_rotation is None else k_rotation.terms.shape[0],
         V_TERMS=0 if v_rotation is None else v_rotation.terms.shape[0],
         Q_TERMS=0 if q_rotation is None else q_rotation.terms.shape[0],
-        K_RANK=_clip_rank(head_dim, k_clip), V_RANK=_clip_rank(head_dim, v_clip),
+        K_RANK=clip_rank(head_dim, k_clip), V_RANK=clip_rank(head_dim, v_clip),
         HAS_CENTER=k_center is not None, HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return q_out

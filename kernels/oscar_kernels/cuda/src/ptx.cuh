@@ -44,9 +44,6 @@ DEVICE uint4 load_shared4(u32 address) {
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
   return x;
 }
-DEVICE void store_shared4(u32 address, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
 
 // ---- numbers -----------------------------------------------------------------------------------------------------
 DEVICE float exp2_fast(float x) {
