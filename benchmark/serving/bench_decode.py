@@ -8,17 +8,20 @@ start-up account of int2 mode compares with what the card reports.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import requests
 import typer
 from machine import describe
+from step_profile import profile_steps
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -58,18 +61,24 @@ def generate(server: LocalServer, ids: list[int], tokens: int) -> float:
     return time.perf_counter() - begin
 
 
+def prompt(length: int) -> list[int]:
+    """Token ids, the same ones for every call with a length."""
+    rng = random.Random(length)
+    return [rng.randrange(1000, 100000) for _ in range(length)]
+
+
 def ms_per_token(server: LocalServer, length: int) -> float:
     """Decode time per token at a context of ``length`` tokens: long minus short generation on a cached prompt."""
-    rng = random.Random(length)
-    ids = [rng.randrange(1000, 100000) for _ in range(length)]
+    ids = prompt(length)
     generate(server, ids, 1)
     pairs = [(generate(server, ids, TOKENS + 1), generate(server, ids, 1)) for _ in range(3)]
     return 1e3 * min(long - short for long, short in pairs) / TOKENS
 
 
 def used_bytes() -> int:
-    """Bytes of the first GPU in use."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    """Bytes in use on the first GPU that this process sees."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={gpu}"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20
 
 
@@ -91,10 +100,12 @@ def main(
     bandwidth: Annotated[float, typer.Option(help="read bandwidth of the card in TB/s")] = 4.6,
     baseline: Annotated[str, typer.Option(help="attention backend of stock SGLang")] = "flashinfer",
     server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
+    steps: Annotated[bool, typer.Option(help="profile where a step goes at the longest length")] = True,
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("decode.json"),
 ) -> None:
     """Measure decode latency of one request end to end."""
     config = COMMON | SHAPES[shape]
+    layers = config["num_hidden_layers"]
     sizes = [int(part) for part in lengths.split(",")]
     rotations = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
     modes: dict[str, tuple[list[str], dict[str, str], float]] = {
@@ -113,6 +124,10 @@ def main(
                     result["account"] = account(server.text()) | {"used_gib": used_bytes() / 2**30}
                 times[name] = {length: ms_per_token(server, length) for length in sizes}
                 print(name, times[name], flush=True)
+                if steps:
+                    asking = partial(generate, server, prompt(sizes[-1]), 4 * TOKENS)
+                    result[f"{name}_step"] = profile_steps(server, asking, layers)
+                    print(name, json.dumps(result[f"{name}_step"]), flush=True)
     for length in sizes:
         row: dict[str, Any] = {"length": length}
         for name, (_, _, bits) in modes.items():

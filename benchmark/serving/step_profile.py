@@ -1,0 +1,104 @@
+"""Where a decode step goes: kernel times by kind, from SGLang's own profiler of a running server."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_oscar.local_server import LocalServer
+
+STEPS = 24
+"""Decode steps that are recorded."""
+
+KINDS = {
+    "store": ("oscar_store", "_store", "set_kv_buffer", "store_kvcache", "store_cache"),
+    "attention": ("oscar_decode", "oscar_merge", "flashinfer::", "attn_fwd", "decode_att", "_fwd_kernel", "merge"),
+    "matrix products": ("gemm", "gemv", "cutlass", "splitk", "nvjet", "dot_kernel"),
+}
+"""Parts of kernel names by kind, the first match counts; norms, rope, activations and sampling are what is left."""
+ONCE_A_LAYER = ("act_and_mul", "silu")
+"""A kernel that every layer launches once, in any mode."""
+
+
+def kind(name: str) -> str:
+    """The kind of a kernel."""
+    lowered = name.lower()
+    # FlashInfer's elementwise kernels have its namespace too.
+    if any(part in lowered for part in ("norm", "rope", "rotary", *ONCE_A_LAYER)):
+        return "other"
+    return next((k for k, parts in KINDS.items() if any(part in lowered for part in parts)), "other")
+
+
+def summarize(events: list[dict[str, Any]], layers: int) -> dict[str, Any]:
+    """Microseconds per step by kind, time with no kernel running, and the longest kernels.
+
+    Args:
+        events: of a Chrome trace.
+        layers: of the model.
+
+    Raises:
+        ValueError: the trace has no whole step.
+    """
+    kernels = sorted(
+        (e["ts"], e["ts"] + e["dur"], e["name"])
+        for e in events
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    steps = sum(any(part in name.lower() for part in ONCE_A_LAYER) for _, _, name in kernels) / layers
+    if steps < 1:
+        raise ValueError(f"the trace has {len(kernels)} kernels and not one whole step of {layers} layers")
+    by_kind: dict[str, float] = defaultdict(float)
+    by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    busy, until = 0.0, kernels[0][0]
+    for begin, end, name in kernels:
+        # Launches that start early overlap their predecessor: only what they add counts.
+        added = max(0.0, end - max(begin, until))
+        busy += added
+        by_kind[kind(name)] += added
+        entry = by_name[name[:100]]
+        entry[0] += end - begin
+        entry[1] += 1
+        until = max(until, end)
+    span = until - kernels[0][0]
+    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:16]
+    return {
+        "steps": round(steps, 2),
+        "us_per_step": {k: round(us / steps, 1) for k, us in sorted(by_kind.items())},
+        "idle_us_per_step": round((span - busy) / steps, 1),
+        "longest": [{"kernel": n, "us_per_step": round(us / steps, 1), "launches": round(c / steps, 1)}
+                    for n, (us, c) in longest],
+    }  # fmt: skip
+
+
+def profile_steps(server: LocalServer, generate: Callable[[], object], layers: int) -> dict[str, Any]:
+    """Record decode steps while ``generate`` waits for a long enough answer on a cached prompt; see :func:`summarize`.
+
+    Raises:
+        TimeoutError: the server wrote no trace within a minute.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asking = threading.Thread(target=generate)
+        asking.start()
+        time.sleep(0.3)
+        body = {"output_dir": folder, "num_steps": STEPS, "activities": ["GPU"], "with_stack": False}
+        requests.post(f"{server.url}/start_profile", json=body, timeout=120).raise_for_status()
+        asking.join()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for path in Path(folder).rglob("*.trace.json.gz"):
+                try:
+                    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+                except (EOFError, json.JSONDecodeError, gzip.BadGzipFile):
+                    continue
+                return summarize(events, layers)
+            time.sleep(0.5)
+        raise TimeoutError("the server wrote no trace within a minute")
