@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 import torch
 from harness import COLD_BYTES, random_cache, read_bandwidth, report, shuffled_tables, time_us
 
-from oscar_kernels.cache import Windows
+from oscar_kernels.cache import LayerCache, Windows
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton import decode as triton_decode
@@ -27,26 +28,40 @@ def read_bytes(batch: int, length: int) -> int:
     return batch * 2 * ((length - window) * LAYOUT.row_bytes + window * KV_HEADS * HEAD_DIM * 2)
 
 
+def layers_of(size: int) -> int:
+    """Calls in a graph: as the layers of a model follow each other, and more than the L2 cache holds."""
+    return min(max(4, -(-COLD_BYTES // size)), 8)
+
+
+def make_workspace(kernel: str, cache: LayerCache, batch: int) -> torch.Tensor:
+    """What a kernel needs besides its inputs, shared by all layers."""
+    if kernel == "cuda":
+        return cuda_decode.make_workspace(cache, Q_HEADS, batch)
+    return torch.empty(triton_decode.workspace_numel(cache, Q_HEADS, batch), device="cuda")
+
+
 def int2_us(kernel: str, batch: int, length: int) -> float:
     """Microseconds of one layer; every layer of a graph has a cache of its own."""
     module = KERNELS[kernel]
-    layers = min(8, -(-COLD_BYTES // read_bytes(batch, length)))
+    layers = layers_of(read_bytes(batch, length))
     tables, slots = shuffled_tables([length] * batch, PAGE)
     caches = [random_cache(slots, batch, LAYOUT, WINDOWS, seed) for seed in range(layers)]
     q = torch.randn(batch, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out = torch.empty_like(q)
-    workspace = torch.empty(module.workspace_numel(caches[0], Q_HEADS, batch), device="cuda")
+    workspace = make_workspace(kernel, caches[0], batch)
     return time_us([lambda c=cache: module.decode(c, tables, q, SM_SCALE, out, workspace) for cache in caches])
 
 
-def flashinfer_call(batch: int, length: int) -> Callable[[], object] | None:
-    """One layer of FlashInfer's paged BF16 decode; None where it is not installed."""
+def flashinfer_calls(batch: int, length: int) -> list[Callable[[], object]] | None:
+    """Layers of FlashInfer's paged BF16 decode; None where it is not installed."""
     try:
         import flashinfer
     except ImportError:
         return None
     tables, slots = shuffled_tables([length] * batch, PAGE)
-    pool = torch.randn(slots // PAGE, 2, PAGE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    shape = (slots // PAGE, 2, PAGE, KV_HEADS, HEAD_DIM)
+    layers = layers_of(2 * math.prod(shape))
+    pools = [torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(layers)]
     q = torch.randn(batch, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
     pages = -(-length // PAGE)
     indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * pages
@@ -54,14 +69,14 @@ def flashinfer_call(batch: int, length: int) -> Callable[[], object] | None:
     buffer = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD", use_tensor_cores=True)
     wrapper.plan(indptr, tables.page_table.flatten(), last, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, q_data_type=q.dtype)
-    return lambda: wrapper.run(q, pool)
+    return [lambda p=pool: wrapper.run(q, p) for pool in pools]
 
 
-def sdpa_call(batch: int, length: int) -> Callable[[], object]:
+def sdpa_calls(batch: int, length: int) -> list[Callable[[], object]]:
     """One layer of PyTorch's BF16 attention over contiguous keys and values."""
     k, v = (torch.randn(batch, KV_HEADS, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(batch, Q_HEADS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return [lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)]
 
 
 def main() -> None:
@@ -79,12 +94,12 @@ def main() -> None:
             row[f"{kernel}_of_limit"] = read_bytes(batch, length) / us / 1e3 / limit
             torch.cuda.empty_cache()
         if not args.no_baseline:
-            call = flashinfer_call(batch, length)
-            row["baseline"] = "torch" if call is None else "flashinfer"
-            row["baseline_us"] = time_us([call or sdpa_call(batch, length)])
+            calls = flashinfer_calls(batch, length)
+            row["baseline"] = "torch" if calls is None else "flashinfer"
+            row["baseline_us"] = time_us(calls or sdpa_calls(batch, length))
             for kernel in args.kernels.split(","):
                 row[f"{kernel}_speedup"] = row["baseline_us"] / row[f"{kernel}_us"]
-            del call
+            del calls
             torch.cuda.empty_cache()
         rows.append(row)
     report("decode", rows, limit, args.json)

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.cuda import decode as cuda
 from sglang_oscar.errors import Int2Error
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,17 @@ class Decode(Protocol):
     def __call__(
         self, cache: LayerCache, tables: BatchTables, q_rot: torch.Tensor, sm_scale: float
     ) -> torch.Tensor: ...
+
+
+class CudaDecode:
+    """The CUDA kernel with a workspace for batches of up to ``max_batch`` requests: launches follow each other."""
+
+    def __init__(self, cache: LayerCache, q_heads: int, max_batch: int) -> None:
+        self._workspace = cuda.make_workspace(cache, q_heads, max_batch)
+
+    def __call__(self, cache: LayerCache, tables: BatchTables, q_rot: torch.Tensor, sm_scale: float) -> torch.Tensor:
+        """See :func:`oscar_kernels.cuda.decode.decode`."""
+        return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace)
 
 
 def check(setting: Setting, device: str) -> None:
@@ -53,7 +65,6 @@ def choose(
     Raises:
         Int2Error: ``cuda`` is asked for and cannot do this.
     """
-    from oscar_kernels.cuda import decode as cuda
     from oscar_kernels.triton import decode as triton
 
     reason = f"{VARIABLE}=triton"
@@ -62,7 +73,7 @@ def choose(
         if unsupported is None:
             cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype))
             logger.info("int2 decode: CUDA kernel")
-            return cuda.decode
+            return CudaDecode(cache, q_heads, max_batch)
         if setting == "cuda":
             raise Int2Error(f"{VARIABLE}=cuda: {unsupported}; set it to auto or triton")
         reason = unsupported

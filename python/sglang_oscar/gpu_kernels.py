@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.ragged_extend import RaggedExtend
@@ -63,7 +62,7 @@ class GpuKernels:
             runtime.rows.ring_start.shape[0],
         )  # fmt: skip
         self._arranged: dict[int, Arranged] | None = None
-        if self._decode is cuda_decode.decode:
+        if isinstance(self._decode, decode_backend.CudaDecode):
             self._arranged = {key: _arrange(prepared) for key, prepared in self._prepared.items()}
         plan = runtime.plan
         self._ragged: RaggedExtend | None = None
@@ -88,7 +87,7 @@ class GpuKernels:
             arranged = self._arranged[id(layer)]
             rotated = cuda_store.store(
                 layer.cache, self._page_size, batch.slots, k, v, q, arranged.key, arranged.value, layer.k_clip,
-                layer.v_clip, layer.k_center, arranged.query,
+                layer.v_clip, layer.k_center, arranged.query, decoding=True,
             )  # fmt: skip
         assert rotated is not None
         return _rotate(self._decode(layer.cache, batch.tables, rotated, sm_scale), rotations.value_back)

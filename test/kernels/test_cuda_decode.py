@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import Batch, Shape, assert_as_good_as, decode_exact, filled_batch, random_vectors, with_padding
+from kernel_cases import (
+    Batch,
+    Shape,
+    assert_as_good_as,
+    decode_exact,
+    filled_batch,
+    random_rotation,
+    random_vectors,
+    with_padding,
+)
 
-from oscar_kernels.cache import Windows
+from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.cuda import jit
-from oscar_kernels.cuda.decode import decode, workspace_numel
-from oscar_kernels.cuda.variant import Variant
+from oscar_kernels.cuda.decode import decode, make_workspace
+from oscar_kernels.cuda.store import arrange, store
+from oscar_kernels.cuda.variant import MAX_BATCH, Variant
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.triton.store import prepare_rotation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WINDOWS = Windows(64, 256, 256)
@@ -48,12 +60,13 @@ def check(shape: Shape, kv_lens: list[int], ring_starts: list[int] | None = None
     batch = filled_batch(shape, kv_lens, device, ring_starts, seed=int.from_bytes(os.urandom(3), "big"))
     q = random_vectors((len(kv_lens), shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     sm_scale = 0.4 * shape.head_dim**-0.5
-    numel = workspace_numel(batch.cache, shape.q_heads, len(kv_lens))
+    workspace = make_workspace(batch.cache, shape.q_heads, len(kv_lens))
     runs = []
     for _ in range(2):
         out = torch.full_like(q, float("nan"))
-        workspace = torch.full((numel,), float("nan"), device=device)
+        workspace[MAX_BATCH:] = float("nan")
         runs.append(decode(batch.cache, batch.tables, q, sm_scale, out, workspace))
+        assert not workspace[:MAX_BATCH].view(torch.int32).any()
     assert torch.equal(*runs)
     exact = decode_exact(batch, q, sm_scale, torch.float64)
     assert_as_good_as(runs[0], exact, decode_exact(batch, q, sm_scale, shape.dtype))
@@ -169,6 +182,59 @@ def test_graph_replay_follows_the_tables() -> None:
     assert torch.equal(out, want)
 
 
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("windows", [WINDOWS, Windows(0, 0, 0)], ids=str)
+@pytest.mark.parametrize("kv_lens", [[30_000], [5000, 1, 66, 9000] * 8], ids=["one", "many"])
+def test_decode_starts_while_the_store_before_it_runs(windows: Windows, kv_lens: list[int]) -> None:
+    """Layers of a captured step, whose launches overlap, equal the same calls with a pause between any two."""
+    shape = Shape(kv_heads=8, head_dim=128, group=128, windows=windows, page_size=64)
+    device, count = torch.device("cuda"), len(kv_lens)
+    lens = torch.tensor(kv_lens, device=device)
+    tables = filled_batch(shape, kv_lens, device).tables
+    page = tables.page_table.long()[torch.arange(count, device=device), (lens - 1) // shape.page_size]
+    ring = tables.ring_row.long() * windows.ring + (lens - 1) % max(windows.ring, 1)
+    sink = torch.where(lens <= windows.sink, tables.sink_block.long() * windows.sink + lens - 1, -1)
+    slots = StoreSlots(page * shape.page_size + (lens - 1) % shape.page_size,
+                       ring if windows.ring else torch.full_like(ring, -1), sink)  # fmt: skip
+    rotation = arrange(prepare_rotation(random_rotation(shape.head_dim, 7, device), shape.dtype))
+    heads = (count, shape.q_heads + 2 * shape.kv_heads, shape.head_dim)
+    # The same seed: pages of all layers are those of ``tables``.
+    layers = [(filled_batch(shape, kv_lens, device).cache, random_vectors(heads, shape.dtype, seed, device))
+              for seed in range(4)]  # fmt: skip
+    workspace = make_workspace(layers[0][0], shape.q_heads, count)
+
+    def step(pause: Callable[[], None]) -> list[torch.Tensor]:
+        outs = []
+        for cache, x in layers:
+            q, k, v = x.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+            q_rot = store(
+                cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, decoding=True
+            )  # fmt: skip
+            pause()
+            outs.append(decode(cache, tables, q_rot, 0.05, workspace=workspace))
+            pause()
+        return outs
+
+    want = step(torch.cuda.synchronize)
+    assert all(out.isfinite().all() for out in want)
+    # What the store writes is poisoned again: a decode that does not wait for it reads that.
+    for cache, _ in layers:
+        for rows in (cache.k_rows, cache.v_rows):
+            rows[slots.row] = 0xFF
+        for window in (cache.k_ring, cache.v_ring):
+            window.view(-1, shape.kv_heads, shape.head_dim)[slots.ring[slots.ring >= 0]] = float("nan")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step(lambda: None)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for out, wanted in zip(outs, want, strict=True):
+        assert torch.equal(out, wanted)
+
+
 def variant(shape: Shape) -> Variant:
     return Variant(shape.layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype)
 
@@ -184,23 +250,22 @@ def test_variants_compile(shape: Shape, empty_cache: Path) -> None:
     """Also checks that the host launches with the shared memory that the kernel expects: the source asserts it."""
     if variant(shape).unsupported():
         pytest.fail(f"{shape}: {variant(shape).unsupported()}")
-    for name in ("decode.cu", "merge.cu"):
-        assert jit.compile_source(name, dict(variant(shape).defines()))[:4] == b"\x7fELF"
+    assert jit.compile_source("decode.cu", dict(variant(shape).defines()))[:4] == b"\x7fELF"
 
 
 def test_compiled_code_is_kept(empty_cache: Path) -> None:
     defines = dict(variant(SHAPES[0]).defines())
-    first = jit.compile_source("merge.cu", defines)
+    first = jit.compile_source("decode.cu", defines)
     (file,) = empty_cache.iterdir()
     assert file.read_bytes() == first
     file.write_bytes(b"from the cache")
-    assert jit.compile_source("merge.cu", defines) == b"from the cache"
-    assert jit.compile_source("merge.cu", {**defines, "OSCAR_SINK": 8})[:4] == b"\x7fELF"
+    assert jit.compile_source("decode.cu", defines) == b"from the cache"
+    assert jit.compile_source("decode.cu", {**defines, "OSCAR_SINK": 8})[:4] == b"\x7fELF"
 
 
 def test_a_source_that_does_not_compile_shows_the_log(empty_cache: Path) -> None:
-    with pytest.raises(jit.CompileError, match=r"merge\.cu: .*OSCAR_KV_HEADS"):
-        jit.compile_source("merge.cu", {})
+    with pytest.raises(jit.CompileError, match=r"decode\.cu: .*OSCAR_KV_HEADS"):
+        jit.compile_source("decode.cu", {})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Decode attention on Hopper: the launches of ``src/decode.cu`` and ``src/merge.cu``."""
+"""Decode attention on Hopper: the launch of ``src/decode.cu``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
 
-MERGE_THREADS = 256
-FEW_PARTIALS = 8
-"""Partial results of a request, on average, up to which a thread merges them all."""
-
 _Query = struct("Query", [("q", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                            ("sm_scale", ctypes.c_float)])  # fmt: skip
 _BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
@@ -23,7 +19,8 @@ _Buffers = struct("Buffers", [(name, POINTER) for name in _BUFFERS])
 _Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", POINTER),
                              ("ring_row", POINTER), ("ring_start", POINTER), ("sink_block", POINTER),
                              ("batch", ctypes.c_int32)])  # fmt: skip
-_Partials = struct("Partials", [("out", POINTER), ("lse", POINTER)])
+_Partials = struct("Partials", [("out", POINTER), ("lse", POINTER), ("counters", POINTER)])
+_Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)])
 
 
 def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype) -> Variant:
@@ -45,11 +42,8 @@ def unsupported(
     return reason and f"the CUDA kernel does not support {reason}"
 
 
-def prepare(variant: Variant) -> tuple[Any, Any, Any]:
-    """Compile (or find in the cache) and load the kernels: a few seconds the first time.
-
-    Returns:
-        the decode kernel and the merge kernels for few and for many partial results.
+def prepare(variant: Variant) -> Any:
+    """Compile (or find in the cache) and load the kernel: a few seconds the first time.
 
     Raises:
         ValueError: the variant is not supported.
@@ -57,18 +51,23 @@ def prepare(variant: Variant) -> tuple[Any, Any, Any]:
     reason = variant.unsupported()
     if reason:
         raise ValueError(f"the CUDA decode kernel does not support {reason}")
-    defines = variant.defines()
-    merges = (load("merge.cu", f"oscar_merge_{name}", defines, 0) for name in ("few", "many"))
-    return load("decode.cu", "oscar_decode", defines, variant.shared_bytes), *merges
+    return load("decode.cu", "oscar_decode", variant.defines(), variant.shared_bytes)
 
 
 def _slots(device: torch.device, batch: int) -> int:
     return processors(device.index or 0) + batch
 
 
-def workspace_numel(cache: LayerCache, q_heads: int, batch: int) -> int:
-    """float32 elements that :func:`decode` needs for partial results of up to ``batch`` requests."""
-    return _slots(cache.k_rows.device, batch) * q_heads * (cache.layout.head_dim + 1) + 4 * batch
+def make_workspace(cache: LayerCache, q_heads: int, batch: int) -> torch.Tensor:
+    """A workspace for :func:`decode` of up to ``batch`` requests, on the cache's device.
+
+    Returns:
+        float32: counters, one for every request that a batch may have, then partial results. Counters are zeros here
+        and after every launch; nothing else may write to them.
+    """
+    device = cache.k_rows.device
+    numel = MAX_BATCH + _slots(device, batch) * q_heads * (cache.layout.head_dim + 1)
+    return torch.zeros(numel, dtype=torch.float32, device=device)
 
 
 def decode(
@@ -82,7 +81,8 @@ def decode(
     """Attention of one new token per request over everything cached, itself included.
 
     Nothing depends on lengths on the host, so a captured CUDA graph stays valid when ``tables`` change in place. The
-    result does not depend on timing: repeated runs agree bit for bit.
+    result does not depend on timing: repeated runs agree bit for bit. Where the launch before this one is that of
+    :func:`oscar_kernels.cuda.store.store` for a decode step, history is read while it still runs.
 
     Args:
         cache: the layer's cache; the new tokens are stored in it already. Every tensor is contiguous.
@@ -91,7 +91,8 @@ def decode(
             16 bytes.
         sm_scale: factor on the logits.
         out: [batch, q_heads, head_dim] in the dtype of ``q_rot`` with contiguous channels; allocated where None.
-        workspace: float32 of :func:`workspace_numel` elements or more; allocated where None.
+        workspace: from :func:`make_workspace`, for at least this batch; allocated where None. Launches that may run at
+            the same time need one each.
 
     Returns:
         ``out``, in the basis of the cached values.
@@ -111,15 +112,15 @@ def decode(
     if batch == 0:
         return out
     variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype)
-    decode_kernel, merge_few, merge_many = prepare(variant)
-    slots, numel = _slots(q_rot.device, batch), workspace_numel(cache, q_heads, batch)
+    kernel = prepare(variant)
+    slots = _slots(q_rot.device, batch)
     if workspace is None:
-        workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
-    elif workspace.numel() < numel or workspace.dtype != torch.float32:
+        workspace = make_workspace(cache, q_heads, batch)
+    numel = MAX_BATCH + slots * q_heads * (head_dim + 1)
+    if workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
-    # [slot ranges of the requests, in 16 bytes each to keep the rest aligned][partial outputs][their log-sum-exps]
-    ranges = workspace.data_ptr()
-    partial = ranges + 16 * batch
+    counters = workspace.data_ptr()
+    partial = counters + 4 * MAX_BATCH
     lse = partial + 4 * slots * q_heads * head_dim
 
     query = _Query(q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale)
@@ -129,19 +130,11 @@ def decode(
         pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
         tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch,
     )  # fmt: skip
-    blocks = processors(q_rot.device.index or 0)
+    # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a processor.
     launch(
-        decode_kernel, (blocks, 1, 1), variant.threads, variant.shared_bytes,
-        [query, buffers, described, _Partials(partial, lse), POINTER(ranges)],
-        overlap=True,
-    )  # fmt: skip
-    merge, grid = merge_many, (q_heads, batch, head_dim // 32)
-    if blocks <= FEW_PARTIALS * batch:
-        merge, grid = merge_few, (-(-q_heads * (head_dim // 4) // MERGE_THREADS), batch, 1)
-    launch(
-        merge, grid, MERGE_THREADS, 0,
-        [POINTER(partial), POINTER(lse), POINTER(ranges), POINTER(out.data_ptr()), ctypes.c_int64(out.stride(0)),
-         ctypes.c_int64(out.stride(1))],
+        kernel, (processors(q_rot.device.index or 0), 1, 1), variant.threads, variant.shared_bytes,
+        [query, buffers, described, _Partials(partial, lse, counters),
+         _Result(out.data_ptr(), out.stride(0), out.stride(1))],
         overlap=True,
     )  # fmt: skip
     return out

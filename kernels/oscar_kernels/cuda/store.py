@@ -87,6 +87,7 @@ def store(
     v_clip: float,
     k_center: torch.Tensor | None = None,
     q_rotation: Rotation | None = None,
+    decoding: bool = False,
 ) -> torch.Tensor:
     """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
 
@@ -102,6 +103,7 @@ def store(
         k_clip, v_clip: clip ratios.
         k_center: float32 [kv_heads, head_dim], contiguous, subtracted from the rotated keys; None for nothing.
         q_rotation: what queries are rotated with; ``k_rotation`` where None.
+        decoding: every token is the newest of a request of its own, so a decode kernel launched next may start early.
 
     Returns:
         the rotated queries, contiguous, in the dtype of ``q``.
@@ -143,7 +145,7 @@ def store(
         [side(k, k_rotation, k_center, k_clip, "k"), side(v, v_rotation, None, v_clip, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *matrix(queries), out.data_ptr()),
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
-         ctypes.c_int32(vectors)],
+         ctypes.c_int32(vectors), ctypes.c_int32(decoding)],
         overlap=True,
     )  # fmt: skip
     return out

@@ -81,8 +81,17 @@ DEVICE void Ahead::load(const Segment& segment, const Tables& tables) {
   ring_row = RING > 0 ? tables.ring_row[segment.request] : 0;
 }
 
-DEVICE void copy_history(
-    const Segment& segment, const Tables& tables, const Buffers& buffers, const Ahead& ahead, u32 shared, Turn& turn) {
+// Whether the launch before this one, which stores the newest token of every request, may still be writing a stage.
+DEVICE bool may_be_written(const Segment& segment, int stage) {
+  return RECENT == 0 && stage == segment.borders.history_stages() - 1;
+}
+
+// The predecessor of this launch. Pages and lengths were written long before it and history can be copied while it runs;
+// queries and windows are its work. ``await`` runs once, when they are needed: before the first of them, or when stages
+// are full.
+template <class Await>
+DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buffers& buffers, const Ahead& ahead,
+                         u32 shared, Turn& turn, bool& awaited, const Await& await) {
   int lane = threadIdx.x % 32;
   int first = first_copy(segment), end = (segment.borders.first_stage() + segment.history_end) * COPIES;
   // Page numbers come 32 at a time, and those of the next round are asked for before they are needed.
@@ -93,6 +102,8 @@ DEVICE void copy_history(
       mine = next;
       next = slot_of(segment, tables, copy + 32 + lane);
     }
+    int stage = copy / COPIES - segment.borders.first_stage();
+    if (!awaited && (stage == segment.history_begin + STAGES || may_be_written(segment, stage))) await();
     int slot = __shfl_sync(FULL_WARP, mine, (at + lane) % 32);
     bool live = lane < COPIES && slot >= 0;
     u32 count = __popc(__ballot_sync(FULL_WARP, live));

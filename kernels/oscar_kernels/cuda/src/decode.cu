@@ -2,13 +2,14 @@
 //
 // One block per multiprocessor takes an equal share of the batch's work (plan.cuh). A warp of it streams pages and
 // window rows into shared memory by bulk copies (copies.cuh); the others, one or more per kv head, attend to them
-// (history.cuh, window.cuh) and leave partial results (partial.cuh), which merge.cu puts together.
+// (history.cuh, window.cuh) and write results (partial.cuh). Blocks that share a request merge theirs (merge.cuh).
 #include "copies.cuh"
 #include "history.cuh"
-#include "partial.cuh"
+#include "merge.cuh"
 #include "window.cuh"
 
-DEVICE void attend(float sm_scale, int batch, const Partials& partials, const Plan& plan, char* shared) {
+DEVICE void attend(
+    float sm_scale, int batch, const Partials& partials, const Result& result, const Plan& plan, char* shared) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int head = warp / TILES_PER_STAGE, part = warp % TILES_PER_STAGE;
   u32 base = shared_address(shared);
@@ -16,6 +17,7 @@ DEVICE void attend(float sm_scale, int batch, const Partials& partials, const Pl
   Lane at(head);
   Turn turn;
   int number = 0;
+  Shared with_others[2] = {};
   for (Segments segments(plan, batch); !segments.done(); number++) {
     Segment segment = segments.next();
     u32 q = query_address(base, number) + head * GQA * HEAD_DIM * 2;
@@ -64,8 +66,11 @@ DEVICE void attend(float sm_scale, int batch, const Partials& partials, const Pl
     Plain plain;
     settle(softmax, output, plain);
     combine(softmax, plain, exchange, head, part);
-    if (part == 0) write_partial(softmax, plain, partials, segment.slot, head);
+    Shared with = {segment.request, segment.first_block, segment.blocks};
+    if (part == 0) write_result(softmax, plain, partials, result, segment, with.none(), head);
+    (number == 0 ? with_others[0] : with_others[1]) = with;
   }
+  merge(with_others, partials, result, shared + STAGES_OFFSET);
 }
 
 DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffers, const Plan& plan, u32 shared) {
@@ -75,13 +80,21 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
   Segment segment = segments.next();
   Ahead ahead;
   ahead.load(segment, tables);
+  bool awaited = false;
+  auto await = [&] {
+    wait_for_predecessor();
+    let_successor_start();
+    copy_query(query, segment.request, 0, shared);
+    awaited = true;
+  };
   for (int number = 0;; number++) {
-    copy_query(query, segment.request, number, shared);
+    if (number > 0) copy_query(query, segment.request, number, shared);
     bool last = segments.done();
     Segment next = last ? segment : segments.next();
     Ahead next_ahead;
     next_ahead.load(next, tables);
-    copy_history(segment, tables, buffers, ahead, shared, turn);
+    copy_history(segment, tables, buffers, ahead, shared, turn, awaited, await);
+    if (!awaited) await();
     copy_window(segment, buffers, ahead, shared, turn);
     if (last) return;
     segment = next;
@@ -90,7 +103,7 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
-    Query query, Buffers buffers, Tables tables, Partials partials, int2* slots) {
+    Query query, Buffers buffers, Tables tables, Partials partials, Result result) {
   extern __shared__ __align__(128) char shared[];
   u32 base = shared_address(shared);
   Plan& plan = *(Plan*)(shared + PLAN_OFFSET);
@@ -101,17 +114,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
     }
     barrier_init_done();
   }
-  wait_for_predecessor();
-  let_successor_start();
   make_plan(tables, plan);
   __syncthreads();
   if (threadIdx.x >= MATH_WARPS * 32) {
     if (REGISTERS_MOVE) give_registers<24>();
-    if (threadIdx.x / 32 == MATH_WARPS) copy(query, tables, buffers, plan, base);
+    if (threadIdx.x / 32 == MATH_WARPS) {
+      copy(query, tables, buffers, plan, base);
+      // Blocks without work too: what comes after this launch relies on what came before it.
+      wait_for_predecessor();
+      let_successor_start();
+    }
   } else {
     if (REGISTERS_MOVE) take_registers<112>();
-    for (int request = blockIdx.x + gridDim.x * threadIdx.x; request < tables.batch; request += gridDim.x * MATH_WARPS * 32)
-      slots[request] = slots_of(plan, tables.batch, request);
-    attend(query.sm_scale, tables.batch, partials, plan, shared);
+    write_zeros(result, plan, tables.batch);
+    attend(query.sm_scale, tables.batch, partials, result, plan, shared);
   }
 }

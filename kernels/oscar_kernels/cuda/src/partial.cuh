@@ -1,11 +1,28 @@
-// The end of a segment: the warps of a kv head put their states together and leave one partial result.
+// The end of a segment: the warps of a kv head put their states together and leave one result, a partial one where other
+// blocks work on the same request.
 #pragma once
 
+#include "plan.cuh"
 #include "softmax.cuh"
 
 struct Partials {
-  float* out;  // [slots, Q_HEADS, HEAD_DIM], normalized
-  float* lse;  // [slots, Q_HEADS], log2; -infinity where there was nothing to attend to
+  float* out;     // [slots, Q_HEADS, HEAD_DIM], normalized
+  float* lse;     // [slots, Q_HEADS], log2; -infinity where there was nothing to attend to
+  u32* counters;  // [MAX_BATCH], 0 between launches
+};
+
+struct Result {
+  u16* out;  // [batch, Q_HEADS, HEAD_DIM]
+  i64 token_stride, head_stride;
+
+  // COUNT neighbouring channels, 2 or 4.
+  template <int COUNT>
+  DEVICE void write(int request, int head, int channel, const float (&x)[COUNT], float factor) const {
+    u16* at = out + request * token_stride + head * head_stride + channel;
+    u32 low = pack_halves<Q_BF16>(x[0] * factor, x[1] * factor);
+    if constexpr (COUNT == 4) *(uint2*)at = make_uint2(low, pack_halves<Q_BF16>(x[2] * factor, x[3] * factor));
+    else *(u32*)at = low;
+  }
 };
 
 // Sum over the lanes of a head.
@@ -106,17 +123,34 @@ DEVICE void combine(Softmax& softmax, Plain& plain, float* exchange, int head, i
   }
 }
 
-DEVICE void write_partial(const Softmax& softmax, const Plain& plain, const Partials& partials, int slot, int kv_head) {
+// ``alone``: no other block works on the request.
+DEVICE void write_result(const Softmax& softmax, const Plain& plain, const Partials& partials, const Result& result,
+                         const Segment& segment, bool alone, int kv_head) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     if (!head_exists(b)) continue;
-    i64 row = (i64)slot * Q_HEADS + kv_head * GQA + 4 * b + lane % 4;
+    int head = kv_head * GQA + 4 * b + lane % 4;
+    i64 row = (i64)segment.slot * Q_HEADS + head;
     bool empty = softmax.total[b] == 0;  // a NaN is not: it is passed on
     float inverse = empty ? 0.0f : 1.0f / softmax.total[b];
-    if (lane < 4) partials.lse[row] = empty ? minus_infinity() : softmax.top[b] + log2_fast(softmax.total[b]);
+    if (lane < 4 && !alone) partials.lse[row] = empty ? minus_infinity() : softmax.top[b] + log2_fast(softmax.total[b]);
 #pragma unroll
-    for (int run = 0; run < RUNS; run++)
-      store_run(partials.out + row * HEAD_DIM + output_channel(run), plain.out[b][run], inverse);
+    for (int run = 0; run < RUNS; run++) {
+      if (alone) result.write(segment.request, head, output_channel(run), plain.out[b][run], inverse);
+      else store_run(partials.out + row * HEAD_DIM + output_channel(run), plain.out[b][run], inverse);
+    }
+  }
+}
+
+// Requests of length 0.
+DEVICE void write_zeros(const Result& result, const Plan& plan, int batch) {
+  for (int request = blockIdx.x; request < batch; request += gridDim.x) {
+    if (plan.before(request) < plan.after(request)) continue;
+    wait_for_predecessor();  // which may still read what lies there
+    for (int i = threadIdx.x; i < Q_HEADS * HEAD_DIM / 4; i += MATH_WARPS * 32) {
+      float zeros[4] = {};
+      result.write(request, i * 4 / HEAD_DIM, i * 4 % HEAD_DIM, zeros, 1);
+    }
   }
 }

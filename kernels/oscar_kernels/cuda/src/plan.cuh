@@ -90,6 +90,7 @@ struct Segment {
   int request;
   int history_begin, history_end;  // stages, counted from the request's first history stage
   int window_begin, window_end;    // and from its first window stage
+  int first_block, blocks;         // who works on the request
   int slot;                        // of the partial result
   Borders borders;
 };
@@ -97,10 +98,9 @@ struct Segment {
 // The segments of one block, in order.
 struct Segments {
   const Plan& plan;
-  int stage, end, request;
+  int total, stage, end, request;
 
-  DEVICE Segments(const Plan& plan, int batch) : plan(plan) {
-    int total = plan.after(batch - 1);
+  DEVICE Segments(const Plan& plan, int batch) : plan(plan), total(plan.after(batch - 1)) {
     stage = share_begin(total, blockIdx.x);
     end = share_begin(total, blockIdx.x + 1);
     int low = 0, high = batch;  // before(low) <= stage < before(high), were there such a stage
@@ -125,15 +125,10 @@ struct Segments {
     segment.history_end = min(last, history);
     segment.window_begin = max(first - history, 0);
     segment.window_end = max(last - history, 0);
+    segment.first_block = owner(total, before);
+    segment.blocks = owner(total, plan.after(request) - 1) - segment.first_block + 1;
     segment.slot = blockIdx.x + request;  // from segment to segment one of the two counts up, so no two share a slot
     stage = before + last;
     return segment;
   }
 };
-
-// Where merge.cu finds the partial results of a request: slots [x, y).
-DEVICE int2 slots_of(const Plan& plan, int batch, int request) {
-  int total = plan.after(batch - 1), begin = plan.before(request), end = plan.after(request);
-  if (begin == end) return make_int2(0, 0);
-  return make_int2(owner(total, begin) + request, owner(total, end - 1) + request + 1);
-}

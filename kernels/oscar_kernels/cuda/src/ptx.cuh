@@ -45,6 +45,23 @@ DEVICE uint4 load_shared4(u32 address) {
   return x;
 }
 
+// From global memory, past the first-level cache: what other blocks of this launch have written.
+DEVICE float load_from_others(const float* p) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
+DEVICE float4 load_from_others4(const float* p) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
+  return x;
+}
+DEVICE u32 load_acquire(const u32* p) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
 // ---- numbers -----------------------------------------------------------------------------------------------------
 DEVICE float exp2_fast(float x) {
   float y;

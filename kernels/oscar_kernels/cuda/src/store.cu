@@ -226,12 +226,20 @@ DEVICE void store_window(u16* window, i64 slot, int head, const float* y) {
 }
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
+// Rotations are there from the start, the rest is the predecessor's work. What a decode step stores no decode kernel
+// copies before its own wait, so that one may start.
+DEVICE void start(bool decoding) {
+  wait_for_predecessor();
+  if (decoding) let_successor_start();
+}
+
 template <int TERMS, bool CENTER>
-DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, int vectors, float* tile_y) {
+DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, int vectors, bool decoding,
+                       float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if constexpr (TERMS > 0) {
     Columns<TERMS> columns(side.terms);
-    wait_for_predecessor();
+    start(decoding);
     uint4 x[2][UNITS];
     Vector<KV_HEADS> of[2] = {{tile, lane / 4, tokens, vectors}, {tile, lane / 4 + 8, tokens, vectors}};
     for (int i = 0; i < 2; i++) load_vector(x[i], side, of[i].token, of[i].head);
@@ -251,7 +259,7 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
       }
     __syncthreads();
   } else {
-    wait_for_predecessor();
+    start(decoding);
   }
   for (int row = warp; row < VECTORS; row += STORE_WARPS) {
     Vector<KV_HEADS> of(tile, row, tokens, vectors);
@@ -279,12 +287,12 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
 }
 
 template <int TERMS>
-DEVICE void rotate_queries(const Queries& queries, int tile, int tokens) {
+DEVICE void rotate_queries(const Queries& queries, int tile, int tokens, bool decoding) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Vector<Q_HEADS> of[2] = {{tile, lane / 4, tokens, VECTORS}, {tile, lane / 4 + 8, tokens, VECTORS}};
   if constexpr (TERMS > 0) {
     Columns<TERMS> columns(queries.terms);
-    wait_for_predecessor();
+    start(decoding);
     uint4 x[2][UNITS];
     for (int i = 0; i < 2; i++) load_vector(x[i], queries, of[i].token, of[i].head);
     float y[2][4] = {};
@@ -299,7 +307,7 @@ DEVICE void rotate_queries(const Queries& queries, int tile, int tokens) {
               pack_halves<X_BF16>(y[t][2 * i] * queries.unscale, y[t][2 * i + 1] * queries.unscale);
         }
   } else {
-    wait_for_predecessor();
+    start(decoding);
     for (int row = warp; row < VECTORS; row += STORE_WARPS) {
       Vector<Q_HEADS> vector(tile, row, tokens, VECTORS);
       const u16* x = queries.x + vector.token * queries.token_stride + vector.head * queries.head_stride;
@@ -312,14 +320,13 @@ DEVICE void rotate_queries(const Queries& queries, int tile, int tokens) {
 
 // Grid: tiles of ``vectors`` keys, of as many values, of VECTORS queries.
 extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
-    Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors) {
+    Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors, int decoding) {
   __shared__ float tile_y[VECTORS * Y_STRIDE];
   int tiles = (tokens * KV_HEADS + vectors - 1) / vectors, tile = blockIdx.x;
-  let_successor_start();
   if (tile < tiles)
-    store_tile<K_TERMS, HAS_CENTER>(keys, slots, tile, tokens, vectors, tile_y);
+    store_tile<K_TERMS, HAS_CENTER>(keys, slots, tile, tokens, vectors, decoding, tile_y);
   else if (tile < 2 * tiles)
-    store_tile<V_TERMS, false>(values, slots, tile - tiles, tokens, vectors, tile_y);
+    store_tile<V_TERMS, false>(values, slots, tile - tiles, tokens, vectors, decoding, tile_y);
   else
-    rotate_queries<Q_TERMS>(queries, tile - 2 * tiles, tokens);
+    rotate_queries<Q_TERMS>(queries, tile - 2 * tiles, tokens, decoding);
 }

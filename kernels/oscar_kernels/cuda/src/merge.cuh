@@ -1,0 +1,127 @@
+// Requests that several blocks worked on: their partial results, weighted by their log-sum-exp, become one.
+//
+// The blocks of a request wait for each other at the end and then merge a slice of its channels each. All blocks of a
+// launch are on the GPU at the same time, one to a multiprocessor, so none waits for one that cannot start; and their
+// shares are equal, so none waits for long.
+#pragma once
+
+#include "partial.cuh"
+
+constexpr int MATH_THREADS = MATH_WARPS * 32;
+constexpr int EVERYONE = 15;  // the named barrier of all threads that calculate
+constexpr int CHUNK = 4;      // channels that a thread merges
+constexpr int CHUNKS = Q_HEADS * HEAD_DIM / CHUNK;
+constexpr u32 LEFT = 1 << 16;  // counters: arrivals in the low half, departures in the high half
+
+struct Partial {
+  float top, total;
+  float4 sum;
+};
+static_assert(MATH_THREADS * sizeof(Partial) <= STAGES * 2 * SIDE_BYTES, "rows are exchanged where stages were");
+
+DEVICE Partial nothing() { return {minus_infinity(), 0, make_float4(0, 0, 0, 0)}; }
+
+// Many partial results become one; the total of an empty one is 0, a NaN is passed on.
+template <int COUNT>
+DEVICE Partial join(const Partial (&parts)[COUNT]) {
+  Partial all = nothing();
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) all.top = fmaxf(all.top, parts[i].top);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const Partial& part = parts[i];
+    float weight = part.total == 0 ? 0 : exp2_fast(part.top - all.top);
+    all.total += part.total * weight;
+    all.sum = make_float4(all.sum.x + part.sum.x * weight, all.sum.y + part.sum.y * weight,
+                          all.sum.z + part.sum.z * weight, all.sum.w + part.sum.w * weight);
+  }
+  return all;
+}
+
+// Another block has written it.
+DEVICE Partial load_partial(const Partials& partials, int slot, int chunk) {
+  float lse = load_from_others(partials.lse + slot * Q_HEADS + chunk * CHUNK / HEAD_DIM);
+  return {lse, lse == minus_infinity() ? 0.0f : 1.0f, load_from_others4(partials.out + ((i64)slot * CHUNKS + chunk) * CHUNK)};
+}
+
+// One request that this block shares with others.
+struct Shared {
+  int request, first_block, blocks;
+
+  DEVICE bool none() const { return blocks < 2; }
+  DEVICE u32* counter(const Partials& partials) const { return partials.counters + request; }
+};
+
+constexpr int AHEAD = 3;  // partial results that a thread asks for at once
+
+// Chunks [begin, end) of a request, by all threads that calculate. ``rows`` is shared memory for a Partial of each.
+DEVICE void merge_chunks(const Shared& shared, const Partials& partials, const Result& result, int begin, int end, Partial* rows) {
+  int thread = threadIdx.x;
+  int width = 1;  // threads side by side; the others take other partial results
+  while (width < end - begin && 2 * width <= MATH_THREADS) width *= 2;
+  int row = thread / width, height = MATH_THREADS / width;  // of these rows, where widths leave some threads over
+  int first_slot = shared.first_block + shared.request;
+  for (int base = begin; base < end; base += width) {
+    int chunk = base + thread % width;
+    bool live = row < height && chunk < end;
+    Partial sum = nothing();
+    for (int i = row; i < shared.blocks; i += AHEAD * height) {
+      Partial parts[AHEAD + 1];
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++)
+        parts[k] = live && i + k * height < shared.blocks
+                       ? load_partial(partials, first_slot + i + k * height, chunk) : nothing();
+      parts[AHEAD] = sum;
+      sum = join(parts);
+    }
+    for (int step = width; step < 32; step *= 2) {
+      auto other = [&](float x) { return __shfl_xor_sync(FULL_WARP, x, step); };
+      float4 x = make_float4(other(sum.sum.x), other(sum.sum.y), other(sum.sum.z), other(sum.sum.w));
+      Partial parts[2] = {sum, {other(sum.top), other(sum.total), x}};
+      sum = join(parts);
+    }
+    if (height > 1) {
+      int copies = max(32 / width, 1);  // threads of a warp that now have the same
+      named_barrier(EVERYONE, MATH_THREADS);
+      rows[thread] = sum;
+      named_barrier(EVERYONE, MATH_THREADS);
+      if (row > 0) continue;
+      for (int other = copies; other < height; other += 4 * copies) {
+        Partial parts[5] = {nothing(), nothing(), nothing(), nothing(), sum};
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          if (other + k * copies < height) parts[k] = rows[(other + k * copies) * width + thread];
+        sum = join(parts);
+      }
+    }
+    if (live) {
+      float inverse = sum.total == 0 ? 0 : 1.0f / sum.total;
+      float x[CHUNK] = {sum.sum.x, sum.sum.y, sum.sum.z, sum.sum.w};
+      result.write(shared.request, chunk * CHUNK / HEAD_DIM, chunk * CHUNK % HEAD_DIM, x, inverse);
+    }
+  }
+}
+
+// The end of a block that shares up to two requests, its first and its last.
+DEVICE void merge(const Shared (&shared)[2], const Partials& partials, const Result& result, char* memory) {
+  if (shared[0].none() && shared[1].none()) return;
+  named_barrier(EVERYONE, MATH_THREADS);
+  if (threadIdx.x == 0) {
+    __threadfence();
+#pragma unroll
+    for (const Shared& with : shared)
+      if (!with.none()) atomicAdd(with.counter(partials), 1);
+#pragma unroll
+    for (const Shared& with : shared)
+      if (!with.none()) while ((load_acquire(with.counter(partials)) & (LEFT - 1)) < with.blocks) {}
+  }
+  named_barrier(EVERYONE, MATH_THREADS);
+#pragma unroll
+  for (const Shared& with : shared) {
+    if (with.none()) continue;
+    int part = blockIdx.x - with.first_block;
+    merge_chunks(with, partials, result, CHUNKS * part / with.blocks, CHUNKS * (part + 1) / with.blocks, (Partial*)memory);
+    // Who leaves last makes the counter ready for the next launch.
+    if (threadIdx.x == 0 && atomicAdd(with.counter(partials), LEFT) / LEFT == with.blocks - 1) *with.counter(partials) = 0;
+  }
+}
