@@ -25,8 +25,11 @@ def test_kernels_are_clean(kernels: str, tool: str) -> None:
         pytest.skip("the CUDA kernel needs a GPU of compute capability 9.0")
     cases = str(TESTS / "gpu" / "sanitize_cases.py")
     paths = [str(TESTS), str(TESTS / "kernels"), os.environ.get("PYTHONPATH", "")]
+    # cuda-python asks the driver for every function it knows, newer ones too: those calls fail and mean nothing. Other
+    # failing calls raise an exception.
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     done = subprocess.run(
-        [TOOL, "--tool", tool, "--error-exitcode", "9", sys.executable, cases, kernels],
+        [TOOL, "--tool", tool, *options, "--error-exitcode", "9", sys.executable, cases, kernels],
         # One allocation per tensor, so that reading past the end of one is seen.
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
