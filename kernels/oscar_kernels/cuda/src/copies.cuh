@@ -10,6 +10,10 @@ struct Buffers {
   const u8 *k_ring, *v_ring;  // [rows, RING, WINDOW_ROW]
 };
 
+// Stages that are copied before this launch knows its queries. More would keep the queries waiting: an SM's copies are
+// served in order.
+constexpr int STAGES_BEFORE_QUERY = 1;
+
 // Position in the ring of stages: which stage, and the parity that its barriers wait for.
 struct Turn {
   int stage = 0;
@@ -87,8 +91,7 @@ DEVICE bool may_be_written(const Segment& segment, int stage) {
 }
 
 // The predecessor of this launch. Pages and lengths were written long before it and history can be copied while it runs;
-// queries and windows are its work. ``await`` runs once, when they are needed: before the first of them, or when stages
-// are full.
+// queries and windows are its work. ``await`` runs once, after the first stages of history or before the first window.
 template <class Await>
 DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buffers& buffers, const Ahead& ahead,
                          u32 shared, Turn& turn, bool& awaited, const Await& await) {
@@ -96,6 +99,7 @@ DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buf
   int first = first_copy(segment), end = (segment.borders.first_stage() + segment.history_end) * COPIES;
   // Page numbers come 32 at a time, and those of the next round are asked for before they are needed.
   int mine = 0, next = ahead.page;
+  u64 policy = read_once_policy();
   for (int copy = first; copy < end; copy += COPIES) {
     int at = (copy - first) % 32;
     if (at == 0) {
@@ -103,7 +107,7 @@ DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buf
       next = slot_of(segment, tables, copy + 32 + lane);
     }
     int stage = copy / COPIES - segment.borders.first_stage();
-    if (!awaited && (stage == segment.history_begin + STAGES || may_be_written(segment, stage))) await();
+    if (!awaited && (stage == segment.history_begin + STAGES_BEFORE_QUERY || may_be_written(segment, stage))) await();
     int slot = __shfl_sync(FULL_WARP, mine, (at + lane) % 32);
     bool live = lane < COPIES && slot >= 0;
     u32 count = __popc(__ballot_sync(FULL_WARP, live));
@@ -115,8 +119,8 @@ DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buf
     if (live) {
       u32 destination = stage_address(shared, turn.stage) + lane * BYTES;
       i64 source = (i64)slot * BYTES;
-      bulk_copy(destination, buffers.k_rows + source, BYTES, full);
-      bulk_copy(destination + SIDE_BYTES, buffers.v_rows + source, BYTES, full);
+      bulk_copy_once(destination, buffers.k_rows + source, BYTES, full, policy);
+      bulk_copy_once(destination + SIDE_BYTES, buffers.v_rows + source, BYTES, full, policy);
     }
     turn.advance();
   }
@@ -128,6 +132,7 @@ DEVICE void copy_window(
   i64 sink_row = (i64)ahead.sink_block * SINK;
   i64 ring_row = (i64)ahead.ring_row * RING;
   int tokens = borders.window_tokens();
+  u64 policy = read_once_policy();
   for (int stage = segment.window_begin; stage < segment.window_end; stage++) {
     int token = stage * WINDOW_TOKENS, end = min(token + WINDOW_TOKENS, tokens);
     barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);
@@ -139,8 +144,8 @@ DEVICE void copy_window(
         int row = sink ? token : (borders.ring_begin + token - borders.sink_end) % max(RING, 1);
         int run = min(end - token, sink ? borders.sink_end - token : RING - row);
         i64 source = (sink ? sink_row + row : ring_row + row) * WINDOW_ROW;
-        bulk_copy(destination, (sink ? buffers.k_sink : buffers.k_ring) + source, run * WINDOW_ROW, full);
-        bulk_copy(destination + SIDE_BYTES, (sink ? buffers.v_sink : buffers.v_ring) + source, run * WINDOW_ROW, full);
+        bulk_copy_once(destination, (sink ? buffers.k_sink : buffers.k_ring) + source, run * WINDOW_ROW, full, policy);
+        bulk_copy_once(destination + SIDE_BYTES, (sink ? buffers.v_sink : buffers.v_ring) + source, run * WINDOW_ROW, full, policy);
         destination += run * WINDOW_ROW;
         token += run;
       }

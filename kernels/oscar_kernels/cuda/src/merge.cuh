@@ -116,12 +116,17 @@ DEVICE void merge(const Shared (&shared)[2], const Partials& partials, const Res
       if (!with.none()) while ((load_acquire(with.counter(partials)) & (LEFT - 1)) < with.blocks) {}
   }
   named_barrier(EVERYONE, MATH_THREADS);
+  // Who leaves last makes the counter ready for the next launch; whether this block does is known after the merge.
+  u32 left[2] = {};
 #pragma unroll
-  for (const Shared& with : shared) {
+  for (int i = 0; i < 2; i++)
+    if (threadIdx.x == 0 && !shared[i].none()) left[i] = atomicAdd(shared[i].counter(partials), LEFT) / LEFT + 1;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const Shared& with = shared[i];
     if (with.none()) continue;
     int part = blockIdx.x - with.first_block;
     merge_chunks(with, partials, result, CHUNKS * part / with.blocks, CHUNKS * (part + 1) / with.blocks, (Partial*)memory);
-    // Who leaves last makes the counter ready for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(with.counter(partials), LEFT) / LEFT == with.blocks - 1) *with.counter(partials) = 0;
+    if (threadIdx.x == 0 && left[i] == with.blocks) *with.counter(partials) = 0;
   }
 }

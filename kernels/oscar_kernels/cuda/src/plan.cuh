@@ -1,6 +1,6 @@
 // Who works on what. The work of a batch is a list of stages, request after request: of each first the history stages,
-// then the window stages. Every block takes an equal run of it, so all finish together whatever the lengths are. The
-// part of a run that belongs to one request is a segment and yields one partial result.
+// then the window stages. Every block takes a run of it that costs the same, so all finish together whatever the lengths
+// are. The part of a run that belongs to one request is a segment and yields one result.
 #pragma once
 
 #include "config.cuh"
@@ -15,16 +15,28 @@ struct Tables {
   int batch;
 };
 
+// What stages cost, relative to each other. A stage belongs to the block whose share its beginning lies in.
+constexpr int HISTORY_COST = 4, WINDOW_COST = 3;
+
+DEVICE int divide_up(int a, int b) { return (a + b - 1) / b; }
+
 // Borders of a request: sinks [0, sink_end), history [sink_end, ring_begin), ring [ring_begin, kv_len).
 struct Borders {
   int sink_end, ring_begin, kv_len;
 
   DEVICE int window_tokens() const { return sink_end + kv_len - ring_begin; }
-  DEVICE int window_stages() const { return (window_tokens() + WINDOW_TOKENS - 1) / WINDOW_TOKENS; }
+  DEVICE int window_stages() const { return divide_up(window_tokens(), WINDOW_TOKENS); }
   DEVICE int first_stage() const { return sink_end / STAGE_TOKENS; }  // history stages are aligned to their size
   DEVICE int history_stages() const {
     return ring_begin > sink_end ? (ring_begin - 1) / STAGE_TOKENS - first_stage() + 1 : 0;
   }
+  DEVICE int cost() const { return HISTORY_COST * history_stages() + WINDOW_COST * window_stages(); }
+  // Stages of each kind that begin before ``cost`` of the request's.
+  DEVICE int history_before(int cost) const { return min(divide_up(cost, HISTORY_COST), history_stages()); }
+  DEVICE int window_before(int cost) const {
+    return divide_up(max(cost - HISTORY_COST * history_stages(), 0), WINDOW_COST);
+  }
+  DEVICE int last_cost() const { return window_tokens() > 0 ? WINDOW_COST : HISTORY_COST; }
 };
 
 DEVICE Borders borders_from(int kv_len, int ring_start) {
@@ -37,7 +49,7 @@ DEVICE Borders borders_from(int kv_len, int ring_start) {
 // microseconds, so nothing but the copying warp, ahead of time, may need one.
 struct Plan {
   int kv_len[MAX_BATCH], ring_start[MAX_BATCH];
-  int prefix[MAX_BATCH];  // stages of the requests up to and with r
+  int prefix[MAX_BATCH];  // cost of the requests up to and with r
   int warp_sums[32];
 
   DEVICE Borders borders(int request) const { return borders_from(kv_len[request], ring_start[request]); }
@@ -52,39 +64,39 @@ DEVICE void make_plan(const Tables& tables, Plan& plan) {
   int before = 0;
   for (int base = 0; base < tables.batch; base += THREADS) {
     int request = base + threadIdx.x;
-    int stages = 0;
+    int cost = 0;
     if (request < tables.batch) {
       int kv_len = tables.kv_lens[request], ring_start = tables.ring_start[request];
       plan.kv_len[request] = kv_len;
       plan.ring_start[request] = ring_start;
-      Borders borders = borders_from(kv_len, ring_start);
-      stages = borders.window_stages() + borders.history_stages();
+      cost = borders_from(kv_len, ring_start).cost();
     }
     for (int step = 1; step < 32; step *= 2) {
-      int left = __shfl_up_sync(FULL_WARP, stages, step);
-      if (lane >= step) stages += left;
+      int left = __shfl_up_sync(FULL_WARP, cost, step);
+      if (lane >= step) cost += left;
     }
-    if (lane == 31) plan.warp_sums[warp] = stages;
+    if (lane == 31) plan.warp_sums[warp] = cost;
     __syncthreads();
     int total = 0;
     for (int other = 0; other < THREADS / 32; other++) {
-      if (other == warp) stages += before + total;
+      if (other == warp) cost += before + total;
       total += plan.warp_sums[other];
     }
-    if (request < tables.batch) plan.prefix[request] = stages;
+    if (request < tables.batch) plan.prefix[request] = cost;
     before += total;
     __syncthreads();
   }
 }
 
-// With fewer stages than blocks the last blocks stay idle, so that no block between two busy ones does.
-DEVICE int busy_blocks(int stages) { return min((int)gridDim.x, stages); }
-DEVICE int share_begin(int stages, int block) {
-  int blocks = busy_blocks(stages);
-  return block >= blocks ? stages : (int)((i64)stages * block / blocks);
+// With little work the last blocks stay idle. A share is at least as long as any stage, so a stage begins in every share
+// and no block between two busy ones is idle. Products fit 32 bits: no GPU has the memory for 30 million units of cost.
+DEVICE int busy_blocks(int total) { return max(min((int)gridDim.x, total / max(HISTORY_COST, WINDOW_COST)), 1); }
+DEVICE int share_begin(int total, int block) {
+  int blocks = busy_blocks(total);
+  return block >= blocks ? total : (int)((u32)total * block / blocks);
 }
-// The block whose share holds a stage.
-DEVICE int owner(int stages, int stage) { return (int)((((i64)stage + 1) * busy_blocks(stages) - 1) / stages); }
+// The block whose share holds a cost.
+DEVICE int owner(int total, int cost) { return (int)((((u32)cost + 1) * busy_blocks(total) - 1) / total); }
 
 struct Segment {
   int request;
@@ -98,37 +110,43 @@ struct Segment {
 // The segments of one block, in order.
 struct Segments {
   const Plan& plan;
-  int total, stage, end, request;
+  int total, cost, end, request;  // ``cost``: from where on stages are left
 
   DEVICE Segments(const Plan& plan, int batch) : plan(plan), total(plan.after(batch - 1)) {
-    stage = share_begin(total, blockIdx.x);
+    cost = share_begin(total, blockIdx.x);
     end = share_begin(total, blockIdx.x + 1);
-    int low = 0, high = batch;  // before(low) <= stage < before(high), were there such a stage
+    int low = 0, high = batch;  // before(low) <= cost < before(high), were there such a cost
     while (high - low > 1) {
       int middle = (low + high) / 2;
-      if (plan.before(middle) <= stage) low = middle; else high = middle;
+      if (plan.before(middle) <= cost) low = middle; else high = middle;
     }
     request = low;
+    skip_to_stage();
   }
 
-  DEVICE bool done() const { return stage >= end; }
+  // To the next request, unless a stage of this one begins at ``cost`` or later.
+  DEVICE void skip_to_stage() {
+    while (cost < end && plan.after(request) - plan.borders(request).last_cost() < cost) cost = max(cost, plan.after(request++));
+  }
+
+  DEVICE bool done() const { return cost >= end; }
 
   DEVICE Segment next() {
-    while (plan.after(request) <= stage) request++;
     Segment segment;
     segment.request = request;
     segment.borders = plan.borders(request);
-    int history = segment.borders.history_stages();
-    int before = plan.before(request);
-    int first = stage - before, last = min(end, plan.after(request)) - before;
-    segment.history_begin = min(first, history);
-    segment.history_end = min(last, history);
-    segment.window_begin = max(first - history, 0);
-    segment.window_end = max(last - history, 0);
+    int before = plan.before(request), after = plan.after(request);
+    int first = cost - before, last = min(end, after) - before;
+    segment.history_begin = segment.borders.history_before(first);
+    segment.history_end = segment.borders.history_before(last);
+    segment.window_begin = segment.borders.window_before(first);
+    segment.window_end = segment.borders.window_before(last);
     segment.first_block = owner(total, before);
-    segment.blocks = owner(total, plan.after(request) - 1) - segment.first_block + 1;
+    segment.blocks = owner(total, after - segment.borders.last_cost()) - segment.first_block + 1;
     segment.slot = blockIdx.x + request;  // from segment to segment one of the two counts up, so no two share a slot
-    stage = before + last;
+    cost = min(end, after);
+    if (cost == after) request++;
+    skip_to_stage();
     return segment;
   }
 };

@@ -180,6 +180,17 @@ DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrie
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
       "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
+// The same for what is read once: it leaves the second-level cache before anything else does.
+DEVICE u64 read_once_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEVICE void bulk_copy_once(u32 destination, const void* source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          destination), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
 // Threads of one of the hardware's 16 barriers.
 DEVICE void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
