@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ class Calibration:
         layers: per layer.
         seq_lens: lengths of the sequences, which lie one after the other.
         readers: per layer W_o W_o^T by kv head, summed over its query heads: float32 [kv_heads, d, d].
+        known: what was computed from these activations, so that methods that need the same fit it once.
         head_dim, kv_heads: geometry.
     """
 
     layers: list[LayerActivations]
     seq_lens: list[int]
     readers: list[torch.Tensor]
+    known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def head_dim(self) -> int:
@@ -52,12 +54,25 @@ class Calibration:
         """Where the activations are."""
         return self.layers[0].k.device
 
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """``compute()``, or what it gave when ``key`` was asked for before."""
+        if key not in self.known:
+            self.known[key] = compute()
+        return self.known[key]
+
+    def accumulated(self, layer: int, key: Hashable, make: Callable[[], Any]) -> Any:
+        """An accumulator that ``make`` builds, over all sequences of a layer; ``key`` names it."""
+
+        def fill() -> Any:
+            accumulator, x = make(), self.layers[layer]
+            accumulator.update(x.q, x.k, x.v, self.seq_lens)
+            return accumulator
+
+        return self.once((layer, key), fill)
+
     def covariance(self, layer: int, kind: Callable[..., CovarianceAccumulator]) -> CovarianceAccumulator:
         """A target of :mod:`oscar_rotation.covariance` over all sequences of a layer."""
-        accumulator = kind(self.kv_heads, self.head_dim, self.device)
-        x = self.layers[layer]
-        accumulator.update(x.q, x.k, x.v, self.seq_lens)
-        return accumulator
+        return self.accumulated(layer, kind, lambda: kind(self.kv_heads, self.head_dim, self.device))
 
     def first(self, sequences: int) -> Calibration:
         """The same with the first ``sequences`` only."""

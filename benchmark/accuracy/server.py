@@ -25,8 +25,8 @@ METHODS = ("BF16", "OSCAR g64", "plus g64", "OSCAR g128", "plus g128")
 LENGTH, DOCUMENTS, QUESTIONS, SEED = 1024, 3, 4, 47
 
 
-def transforms_set(transforms: Transforms, side: Side) -> RotationSet:
-    """A method's transforms as a rotation file holds them."""
+def transforms_set(transforms: Transforms, side: Side, gain: float) -> RotationSet:
+    """A method's transforms, and the gain of its scales, as a rotation file holds them."""
     forward, dual = transforms.forward.float().cpu(), transforms.back.mT.float().cpu()
     orthogonal = bool((forward.mT @ forward - torch.eye(forward.shape[-1])).abs().max() < 1e-4)
     centers = None if transforms.center is None else transforms.center.float().cpu() @ forward
@@ -35,6 +35,7 @@ def transforms_set(transforms: Transforms, side: Side) -> RotationSet:
         metadata=RotationMetadata(side=side),
         duals=None if orthogonal and centers is None else dual.contiguous(),
         centers=centers,
+        gains=(gain,) * len(forward) if gain else None,
     )
 
 
@@ -43,10 +44,13 @@ def environment_of(method: Method, folder: Path) -> tuple[list[str], dict[str, s
     if not isinstance(method, RowMethod):
         return ([] if has_gpu() else ["--attention-backend", "torch_native"]), {}
     env = {"SGLANG_OSCAR_K_CLIP_RATIO": str(method.k_clip), "SGLANG_OSCAR_V_CLIP_RATIO": str(method.v_clip)}
-    sides: tuple[tuple[Side, Transforms], ...] = (("k", method.key), ("v", method.value))
-    for side, transforms in sides:
+    sides: tuple[tuple[Side, Transforms, float], ...] = (
+        ("k", method.key, method.k_gain),
+        ("v", method.value, method.v_gain),
+    )
+    for side, transforms, gain in sides:
         path = folder / f"{side}.safetensors"
-        content = transforms_set(transforms, side)
+        content = transforms_set(transforms, side, gain)
         save_rotation_file(path, content)
         env |= {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(path), "SGLANG_OSCAR_RECIPE": content.recipe}
     return ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(method.group)], env

@@ -30,6 +30,8 @@ def store(
     k_clip: float,
     v_clip: float,
     k_center: torch.Tensor | None = None,
+    k_gain: float = 0.0,
+    v_gain: float = 0.0,
 ) -> None:
     """Rotate, clip, quantize and write new tokens to the history pool, the ring and the sink store.
 
@@ -41,16 +43,18 @@ def store(
         k_clip, v_clip: clip ratios.
         k_center: float32 [kv_heads, head_dim], subtracted from the rotated keys before anything else; None for
             nothing. Attention is the same: q . center shifts the logits of all tokens alike.
+        k_gain, v_gain: of scales and zero points fitted to the codes, see
+            :func:`oscar_kernels.codec.fitted_parameters`; 0 keeps those of the range.
     """
     halves = (
-        (k, k_rotation, k_center, k_clip, cache.k_rows, cache.k_ring, cache.k_sink),
-        (v, v_rotation, None, v_clip, cache.v_rows, cache.v_ring, cache.v_sink),
+        (k, k_rotation, k_center, k_clip, k_gain, cache.k_rows, cache.k_ring, cache.k_sink),
+        (v, v_rotation, None, v_clip, v_gain, cache.v_rows, cache.v_ring, cache.v_sink),
     )
-    for x, rotation, center, clip_ratio, rows, ring, sink in halves:
+    for x, rotation, center, clip_ratio, gain, rows, ring, sink in halves:
         y = rotate(x, rotation)
         if center is not None:
             y = y - center
-        rows[slots.row] = encode_rows(y, cache.layout, clip_ratio)
+        rows[slots.row] = encode_rows(y, cache.layout, clip_ratio, gain)
         for window, index in ((ring, slots.ring), (sink, slots.sink)):
             kept = index >= 0
             if window.numel() and bool(kept.any()):

@@ -81,13 +81,15 @@ class GpuKernels:
         if self._arranged is None:
             rotated = store(
                 layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip, q=q,
-                k_center=layer.k_center, q_rotation=rotations.query,
+                k_center=layer.k_center, q_rotation=rotations.query, k_gain=layer.k_gain,
+                v_gain=layer.v_gain,
             )  # fmt: skip
         else:
             arranged = self._arranged[id(layer)]
             rotated = cuda_store.store(
                 layer.cache, self._page_size, batch.slots, k, v, q, arranged.key, arranged.value, layer.k_clip,
-                layer.v_clip, layer.k_center, arranged.query, decoding=True,
+                layer.v_clip, layer.k_center, arranged.query, decoding=True, k_gain=layer.k_gain,
+                v_gain=layer.v_gain,
             )  # fmt: skip
         assert rotated is not None
         return _rotate(self._decode(layer.cache, batch.tables, rotated, sm_scale), rotations.value_back)
@@ -122,7 +124,7 @@ class GpuKernels:
             out = self._ragged.run(plan, layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale)
         store(
             layer.cache, batch.slots, k, v, rotations.key, rotations.value, layer.k_clip, layer.v_clip,
-            k_center=layer.k_center,
+            k_center=layer.k_center, k_gain=layer.k_gain, v_gain=layer.v_gain,
         )  # fmt: skip
         if plan is not None and plan.decoding is not None:
             assert rotated is not None

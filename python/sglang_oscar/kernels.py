@@ -65,7 +65,7 @@ class TorchKernels:
     def _store(layer: LayerParams, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
         reference.store(
             layer.cache, batch.slots, k, v, layer.k_rotation, layer.v_rotation, layer.k_clip, layer.v_clip,
-            layer.k_center,
+            layer.k_center, layer.k_gain, layer.v_gain,
         )  # fmt: skip
 
 

@@ -23,7 +23,8 @@ class Side:
     ``rotation`` is float32 [layers, head_dim, head_dim], or None for the identity, which costs nothing;
     ``clip_ratios`` has one ratio per layer. Of the recipe ``plus``: ``dual`` is float32 like ``rotation``, what reads
     the rotated vectors is multiplied by it (None: by ``rotation``); ``centers`` float32 [layers, kv_heads of the
-    model, head_dim] is subtracted from rotated keys (None: nothing).
+    model, head_dim] is subtracted from rotated keys (None: nothing); ``gains`` has one per layer, of scales fitted to
+    the codes (:func:`oscar_kernels.codec.fitted_parameters`), 0 for the scales of the range.
     """
 
     source: str
@@ -31,6 +32,7 @@ class Side:
     clip_ratios: list[float]
     dual: torch.Tensor | None = None
     centers: torch.Tensor | None = None
+    gains: tuple[float, ...] = ()
 
     @property
     def reading(self) -> torch.Tensor | None:
@@ -121,4 +123,5 @@ def _load(
         raise Int2Error(f"{variable}: {source} centers values, which is not served; use this model's value file")
     stored = found.clip_ratios or (default,) * layers
     clips = list(stored) if override is None else [override] * layers
-    return Side(source, None if source == IDENTITY else found.rotations, clips, found.duals, found.centers)
+    rotation = None if source == IDENTITY else found.rotations
+    return Side(source, rotation, clips, found.duals, found.centers, found.gains or (0.0,) * layers)

@@ -23,7 +23,8 @@ class LayerParams:
     be rotated: for the identity, and for values whose rotation is absorbed into the weights. A transform need not be
     orthogonal: ``q_rotation`` is then the inverse transpose of ``k_rotation``, ``v_back`` that of ``v_rotation``, and
     None means that they are the same. ``k_center`` is float32 [kv_heads, head_dim] of this rank, subtracted from the
-    transformed keys, or None.
+    transformed keys, or None. ``k_gain`` and ``v_gain`` are those of scales fitted to the codes,
+    0 where scales are those of the range.
     """
 
     cache: LayerCache
@@ -34,6 +35,8 @@ class LayerParams:
     q_rotation: torch.Tensor | None = None
     v_back: torch.Tensor | None = None
     k_center: torch.Tensor | None = None
+    k_gain: float = 0.0
+    v_gain: float = 0.0
 
     @property
     def query_matrix(self) -> torch.Tensor | None:

@@ -206,8 +206,10 @@ def layer_params(rotations: Rotations, caches: list[Any], device: str, absorbed:
             q_rotation=q_rotation,
             v_back=v_back,
             k_center=center,
+            k_gain=k_gain,
+            v_gain=v_gain,
         )
-        for cache, k_rotation, v_rotation, k_clip, v_clip, q_rotation, v_back, center in zip(
+        for cache, k_rotation, v_rotation, k_clip, v_clip, q_rotation, v_back, center, k_gain, v_gain in zip(
             caches,
             placed(key.rotation),
             placed(value.rotation if online else None),
@@ -216,6 +218,8 @@ def layer_params(rotations: Rotations, caches: list[Any], device: str, absorbed:
             placed(key.dual),
             placed(value.dual if online else None),
             placed(centers),
+            key.gains,
+            value.gains,
             strict=True,
         )
     ]

@@ -18,6 +18,10 @@ In that common eigenbasis there is no choice between directions of much key ener
 first d/G rows of a Hadamard matrix in bit-reversed order are constant inside a group of G channels; what lies along
 them shifts a whole group, and the zero point takes it. They are given to the largest sigma.
 
+Moments are estimates, and their off-diagonal parts are the less certain ones; :func:`shrunk` halves those before they
+are balanced. A diagonal target is the one that keeps outliers harmless: scaling a channel of the keys, and its
+inverse in the queries, scales the diagonal alike.
+
 The same holds for values, stored as v T and read through o_proj: the error of token t reaches the residual stream as
 S_t e_t W_o, so the metric is W_o W_o^T, summed over the query heads of a group.
 """
@@ -35,6 +39,10 @@ FLOOR = 1e-9
 """Smallest eigenvalue of a second moment, relative to its largest: below lies what calibration did not see."""
 
 
+SHRINKAGE = 0.5
+"""How far second moments go toward their diagonals before they are balanced."""
+
+
 @dataclass(frozen=True)
 class Balanced:
     """A transform and what undoes it.
@@ -48,6 +56,20 @@ class Balanced:
     transform: torch.Tensor
     dual: torch.Tensor
     sigma: torch.Tensor
+
+
+def shrunk(moment: torch.Tensor, share: float = SHRINKAGE) -> torch.Tensor:
+    """(1 - share) moment + share diag(moment): shrinkage toward a diagonal target (Schaefer and Strimmer 2005).
+
+    Args:
+        moment: [..., d, d].
+        share: 0 to 1.
+
+    Returns:
+        float64 [..., d, d].
+    """
+    wide = moment.double()
+    return (1 - share) * wide + share * torch.diag_embed(wide.diagonal(dim1=-2, dim2=-1))
 
 
 def root(moment: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         ``path``, ``num_layers``, ``head_dim``, ``recipe``, ``centers`` (lengths of the key centers, by layer and kv
         head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error`` (largest of
         all layers; of transforms with duals, how far they are from inverting each other) and ``layers``: one dict
-        per layer with ``layer``, ``orthogonality_error``, ``clip_ratio`` and ``spectrum`` (see
-        :func:`spectrum_summary`), the last two None where the file has none.
+        per layer with ``layer``, ``orthogonality_error``, ``clip_ratio``, ``gain`` and ``spectrum`` (see
+        :func:`spectrum_summary`), the last three None where the file has none.
 
     Raises:
         RotationFileError: if the file cannot be used.
@@ -67,6 +67,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             "layer": layer,
             "orthogonality_error": errors[layer],
             "clip_ratio": loaded.clip_ratios[layer] if loaded.clip_ratios else None,
+            "gain": loaded.gains[layer] if loaded.gains else None,
             "spectrum": None if loaded.eigenvalues is None else spectrum_summary(_spectrum(loaded.eigenvalues[layer])),
         }
         for layer in range(loaded.num_layers)
@@ -107,6 +108,7 @@ def render(description: dict[str, Any]) -> Group:
         "layer",
         "orthogonality error",
         "clip",
+        "gain",
         "largest eigenvalues",
         "top 8 share",
         "condition",
@@ -119,6 +121,7 @@ def render(description: dict[str, Any]) -> Group:
             str(entry["layer"]),
             f"{entry['orthogonality_error']:.1e}",
             _number(entry["clip_ratio"], ".3f"),
+            _number(entry["gain"], ".3f"),
             " ".join(f"{value:.3g}" for value in spectrum.get("top", [])[:4]) or "-",
             _number(spectrum.get("top_share"), ".1%"),
             _number(spectrum.get("condition"), ".2g"),

@@ -16,6 +16,9 @@ Side = Literal["k", "v"]
 DEFAULT_CLIP_RATIOS: dict[Side, float] = {"k": 0.96, "v": 0.92}
 """Clip ratios where a file has none (paper, section 5.1)."""
 
+LEAST_GAIN = 0.5
+"""Smallest gain that is accepted. Least squares would be about 0.88; what is below loses more than it saves."""
+
 ORTHOGONALITY_TOLERANCE = 1e-3
 """Largest accepted entry of |R^T R - I|. float32 storage of an orthogonal matrix gives about 1e-6."""
 
@@ -78,6 +81,8 @@ class RotationSet:
         metadata: provenance.
         duals: float32 like ``rotations``, the inverse transposes of transforms that are not orthogonal (recipe
             "plus"): what reads x @ rotations[layer] is multiplied by duals[layer]. None: rotations, their own duals.
+        gains: one per layer, each in [:data:`LEAST_GAIN`, 1], of scales fitted to the codes
+            (:func:`oscar_kernels.codec.fitted_parameters`); None for the scales of the range.
         centers: float32 [layers, kv_heads, head_dim], subtracted from x @ rotations[layer] before it is stored; None
             for nothing. Keys only.
     """
@@ -88,11 +93,12 @@ class RotationSet:
     metadata: RotationMetadata = field(default_factory=RotationMetadata)
     duals: torch.Tensor | None = None
     centers: torch.Tensor | None = None
+    gains: tuple[float, ...] | None = None
 
     @property
     def recipe(self) -> str:
-        """"plus" where transforms are not orthogonal or keys are centered, else "paper"."""
-        return "paper" if self.duals is None and self.centers is None else "plus"
+        """"plus" where transforms are not orthogonal, keys are centered or scales are fitted, else "paper"."""
+        return "paper" if self.duals is None and self.centers is None and self.gains is None else "plus"
 
     @property
     def num_layers(self) -> int:
@@ -132,7 +138,7 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
 
     Raises:
         RotationFileError: wrong shape or dtype, no layers, NaN or infinite entries, not orthogonal (beyond
-            :data:`ORTHOGONALITY_TOLERANCE`), or clip ratios that do not fit.
+            :data:`ORTHOGONALITY_TOLERANCE`), or clip ratios or gains that do not fit.
     """
     rotations = loaded.rotations
     if rotations.ndim not in (3, 4) or 0 in rotations.shape or rotations.shape[-2] != rotations.shape[-1]:
@@ -191,6 +197,13 @@ def _check_companions(loaded: RotationSet, source: str) -> None:
             )
         if not bool(eigenvalues.isfinite().all()):
             raise RotationFileError(f"{source}: the eigenvalues hold NaN or infinite entries; fit the file again")
+    gains = loaded.gains
+    if gains is not None:
+        if len(gains) != layers:
+            raise RotationFileError(f"{source}: {len(gains)} gains for {layers} layers")
+        wrong = [gain for gain in gains if not (math.isfinite(gain) and LEAST_GAIN <= gain <= 1)]
+        if wrong:
+            raise RotationFileError(f"{source}: gain {wrong[0]} is outside [{LEAST_GAIN}, 1]")
     ratios = loaded.clip_ratios
     if ratios is not None:
         if len(ratios) != layers:

@@ -2,14 +2,15 @@
 
 Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` float32 [layers, d], ``duals`` float32
 [layers, d, d] and ``centers`` float32 [layers, kv_heads, d] (see ``RotationSet``). Header strings:
-``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata`` and ``clip_ratios``
-(a JSON list, one per layer).
+``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata``, and ``clip_ratios`` and
+``gains`` (JSON lists, one number per layer).
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -21,6 +22,7 @@ from oscar_rotation.rotation_set import RotationMetadata, RotationSet
 FORMAT = "oscar-rotation"
 FORMAT_VERSION = "1"
 _OPTIONAL = ("eigenvalues", "duals", "centers")
+_PER_LAYER = ("clip_ratios", "gains")
 
 
 def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
@@ -39,8 +41,10 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
         if tensor is not None:
             tensors[name] = tensor.detach().cpu().contiguous()
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, **rotation_set.metadata.to_strings()}
-    if rotation_set.clip_ratios is not None:
-        header["clip_ratios"] = json.dumps(list(rotation_set.clip_ratios))
+    for name in _PER_LAYER:
+        numbers = getattr(rotation_set, name)
+        if numbers is not None:
+            header[name] = json.dumps(list(numbers))
 
     def fill(temporary: Path) -> None:
         # save_file would make the file private to its owner; bytes follow the umask like any other file.
@@ -83,8 +87,8 @@ def read_safetensors(path: Path) -> RotationSet:
         raise RotationFileError(f"{path}: holds tensors {sorted(tensors)}, expected {expected}")
     try:
         metadata = RotationMetadata.from_strings(header)
-        clip_ratios = tuple(float(x) for x in json.loads(header["clip_ratios"])) if "clip_ratios" in header else None
+        per_layer = {name: tuple(map(float, json.loads(header[name]))) for name in _PER_LAYER if name in header}
     except (ValueError, TypeError) as error:
         raise RotationFileError(f"{path}: the header cannot be read ({error})") from error
-    optional = {name: tensors.get(name) for name in _OPTIONAL}
-    return RotationSet(tensors["rotations"], clip_ratios=clip_ratios, metadata=metadata, **optional)
+    optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL} | per_layer
+    return RotationSet(tensors["rotations"], metadata=metadata, **optional)

@@ -86,13 +86,14 @@ class ServerCache:
         center = key.center[layer] if key.center is not None else torch.zeros(HEADS, D)
         dual = key.back[layer].mT
         store = (cache, slots, k, v, key.forward[layer], value.forward[layer], method.k_clip, method.v_clip)
+        options = {"k_center": center @ key.forward[layer], "k_gain": method.k_gain, "v_gain": method.v_gain}
         if decoded:
-            reference.store(*store, k_center=center @ key.forward[layer])
+            reference.store(*store, **options)
             out = reference.decode(cache, tables, q, dual, D**-0.5)
         else:
             rotated = v @ value.forward[layer]
             out = reference.extend(cache, tables, q, k - center, rotated, [count], dual, D**-0.5)
-            reference.store(*store, k_center=center @ key.forward[layer])
+            reference.store(*store, **options)
         if layer == LAYERS - 1:
             self.cached += count
         return (out @ value.back[layer])[None].to(q.dtype), None

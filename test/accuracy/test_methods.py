@@ -235,9 +235,9 @@ def test_oscar_rows_are_the_servers(fitted: dict) -> None:
         method = fitted[name]
         assert isinstance(method, RowMethod)
         y = method.key.into(0, vectors(40))
-        rows = encode_rows(y[0].transpose(0, 1), RowLayout(HEADS, D, method.group), method.k_clip)
+        rows = encode_rows(y[0].transpose(0, 1), RowLayout(HEADS, D, method.group), method.k_clip, method.k_gain)
         stored = decode_rows(rows, RowLayout(HEADS, D, method.group)).transpose(0, 1)
-        assert torch.equal(method.coded(y, method.k_clip)[0], stored)
+        assert torch.equal(method.coded(y, method.k_clip, method.k_gain)[0], stored)
 
 
 def test_lloyd_max_rows_reach_the_bound_of_four_levels() -> None:
@@ -250,13 +250,13 @@ def test_plus_is_what_the_server_loads(fitted: dict) -> None:
     """Files of the laboratory pass the server's checks and undo themselves; plus has duals, OSCAR has none."""
     for name, recipe in (("plus g128", "plus"), ("OSCAR g128", "paper")):
         method = fitted[name]
-        for side, transforms in (("k", method.key), ("v", method.value)):
-            content = transforms_set(transforms, side)
+        for side, transforms, gain in (("k", method.key, method.k_gain), ("v", method.value, method.v_gain)):
+            content = transforms_set(transforms, side, gain)
             check_rotation_set(content, name)
             assert content.recipe == recipe
             x = vectors(20)
             torch.testing.assert_close(transforms.out(0, transforms.into(0, x)), x, atol=1e-3, rtol=1e-3)
-    centers = transforms_set(fitted["plus g128"].key, "k").centers
+    centers = transforms_set(fitted["plus g128"].key, "k", 0.0).centers
     assert centers is not None
     center = fitted["plus g128"].key.center
     torch.testing.assert_close(centers, center @ fitted["plus g128"].key.forward, atol=1e-4, rtol=1e-4)

@@ -10,7 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_kernels.codec import clip, clip_index, decode_rows, dequantize, encode_rows, pack, quantize, unpack
+from oscar_kernels.codec import (
+    STRETCH,
+    clip,
+    clip_index,
+    decode_rows,
+    dequantize,
+    encode_rows,
+    fitted_parameters,
+    pack,
+    quantize,
+    unpack,
+)
 from oscar_kernels.layout import FORMAT_VERSION, SCALE_DTYPES, RowLayout
 
 GOLDEN = Path(__file__).parents[1] / "data" / "row_format_v1.json"
@@ -139,3 +150,63 @@ def test_row_of_the_paper() -> None:
     layout = RowLayout(8, 128, 128)
     assert (layout.row_bytes, layout.params_offset, layout.bits_per_element) == (288, 256, 2.25)
     assert RowLayout(8, 128, 128, torch.float32).bits_per_element == 2.5
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31), ratio=st.sampled_from([0.84, 0.88, 0.96, 1.0]), group=st.sampled_from([32, 64, 128]),
+    gain=st.sampled_from([0.95, 0.98, 1.0]), dtype=st.sampled_from(list(SCALE_DTYPES.values())),
+    offset=st.sampled_from([0.0, 3.0, -20.0]),
+)  # fmt: skip
+def test_fitted_rows_keep_mean_and_length(
+    seed: int, ratio: float, group: int, gain: float, dtype: torch.dtype, offset: float
+) -> None:
+    """mean x^ = mean x, and beside the means <x^, x> = gain <x, x>, whatever was clipped and however much."""
+    y = vectors(8, 128, seed=seed) + offset * vectors(8, 1, seed=seed + 1)
+    codes, scale, _ = quantize(clip(y, ratio), group, dtype)
+    fitted, zero = fitted_parameters(y, codes, scale, gain)
+    x, other = (z.double().unflatten(-1, (-1, group)) for z in (y, dequantize(codes, fitted, zero)))
+    bounded = (fitted >= scale * STRETCH * 0.99) | (fitted <= scale / STRETCH * 1.01)
+    # Scale and zero point are rounded; the mean is off by what that does to scale * (mean code - zero).
+    slack = EPSILON[dtype] * (fitted.double() * zero.double().abs()) + 1e-5 * (1 + abs(offset))
+    assert ((x.mean(-1) - other.mean(-1)).abs() <= slack).all()
+    centered, back = x - x.mean(-1, keepdim=True), other - other.mean(-1, keepdim=True)
+    reached = (centered * back).sum(-1) / centered.square().sum(-1)
+    assert ((reached - gain).abs() <= 1.01 * EPSILON[dtype] * gain + 1e-5)[~bounded].all()
+    assert bounded.double().mean() < 0.3
+
+
+def test_fitted_rows_of_normal_channels() -> None:
+    """What clipping takes off a normal row comes back, and the error across it is least near a ratio of 0.88."""
+    y = vectors(4000, 128)
+    error, length = {}, {}
+    for ratio in (0.84, 0.88, 0.96, 1.0):
+        codes, scale, zero = quantize(clip(y, ratio), 128)
+        plain = dequantize(codes, scale, zero)
+        fitted = dequantize(codes, *fitted_parameters(y, codes, scale))
+        length[ratio] = float(((plain * y).sum(-1) / y.square().sum(-1)).mean())
+        error[ratio] = float((fitted - y).square().mean())
+        assert float(((fitted * y).sum(-1) / y.square().sum(-1) - 1).abs().max()) < 0.02
+    assert length[0.84] == pytest.approx(0.859, abs=0.003)
+    assert length[0.96] == pytest.approx(0.975, abs=0.003)
+    # Lloyd-Max has 0.1175 and shrinks by as much: 0.1175 / (1 - 0.1175) = 0.133 is what an unbiased one can reach.
+    assert error[0.88] == pytest.approx(0.132, abs=0.002)
+    assert error[0.88] < error[0.84] < error[0.96] < error[1.0]
+
+
+def test_fitted_scales_of_odd_groups() -> None:
+    """Equal channels keep their scale; an outlier that was clipped away does not inflate its group."""
+    y = torch.zeros(3, 64)
+    y[1] = 5.0
+    y[2] = vectors(64)
+    y[2, 7] = 1e4
+    codes, scale, _ = quantize(clip(y, 0.9), 32)
+    fitted, fitted_zero = fitted_parameters(y, codes, scale)
+    assert torch.equal(fitted[:2], scale[:2])
+    assert (dequantize(codes, fitted, fitted_zero)[:2] - y[:2]).abs().max() < 5 * 2**-8
+    assert float(fitted[2, 0]) <= STRETCH * 1.01 * float(scale[2, 0])
+    assert float(scale[2, 0]) < 3
+    rows = encode_rows(y[:, None].expand(3, 2, 64), RowLayout(2, 64, 32), 0.9, 1.0)
+    assert rows.shape == (3, RowLayout(2, 64, 32).row_bytes)
+    layout = RowLayout(1, 64, 32)
+    assert torch.equal(encode_rows(y[:, None], layout, 0.9), encode_rows(y[:, None], layout, 0.9, 0.0))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_vectors
-from test_store import assert_correctly_rounded, exact, split_rows
+from test_store import assert_correctly_rounded, assert_fitted, exact, split_rows
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
@@ -87,6 +87,50 @@ def test_store_matches_reference(shape: Shape, clip: float, rotated: str) -> Non
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("clip", [0.88, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fitted_rows_match_reference(shape: Shape, clip: float) -> None:
+    """Codes are those of plain rows; scales and zero points are fitted to them, to each side's own gain."""
+    device, tokens = torch.device("cuda"), 37
+    slots = random_slots(tokens, shape.windows, 3 * shape.page_size, 5, device)
+    heads = shape.q_heads + 2 * shape.kv_heads
+    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, device)
+    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    rotation = random_rotation(shape.head_dim, 2, device)
+    own = arrange(prepare_rotation(rotation, shape.dtype))
+    caches = [empty_cache(shape, 3, 5, device) for _ in range(2)]
+    store(caches[0], shape.page_size, slots, k, v, q, own, None, clip, clip, k_gain=0.98, v_gain=1.0)
+    store(caches[1], shape.page_size, slots, k, v, q, own, None, clip, clip)
+    for x, matrix, name, gain in ((k, rotation, "k", 0.98), (v, None, "v", 1.0)):
+        rows, plain = (getattr(cache, f"{name}_rows")[slots.row] for cache in caches)
+        assert_fitted(rows, plain, exact(x, matrix), shape, gain)
+        for window in ("ring", "sink"):
+            assert torch.equal(*(getattr(cache, f"{name}_{window}") for cache in caches))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_fitted_rows_are_bit_exact_where_sums_are() -> None:
+    """Small multiples of a power of two: no sum rounds, so neither does the order of summation count."""
+    shape = Shape(kv_heads=8, head_dim=128, group=32, windows=Windows(0, 0, 0), page_size=64)
+    device = torch.device("cuda")
+    k = torch.randint(-40, 41, (16, 8, 128), generator=torch.Generator().manual_seed(0)).to(BF16)
+    k[0], k[1], k[2] = 0, 7, 1
+    k[2, :, ::32] = 1000
+    k = (k / 4).to(device)
+    q = torch.zeros(16, 32, 128, dtype=BF16, device=device)
+    slots = random_slots(16, shape.windows, 64, 1, device)
+    caches = [empty_cache(shape, 1, 1, where) for where in (device, torch.device("cpu"))]
+    store(caches[0], 64, slots, k, -k, q, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
+    reference.store(caches[1], on_cpu(slots), k.cpu(), -k.cpu(), None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
+    for name in ("k_rows", "v_rows"):
+        got, want = getattr(caches[0], name)[slots.row].cpu(), getattr(caches[1], name)[slots.row.cpu()]
+        for mine, theirs in zip(split_rows(got, shape), split_rows(want, shape), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_ties_at_the_clip_threshold() -> None:
     """Equal magnitudes count one by one, whether few or all are equal."""
     shape = Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
@@ -148,4 +192,5 @@ def test_variants_compile(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     variant = Variant(shape.layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype)
-    assert compile_source("store.cu", dict(defines(variant, *terms, centered=terms[1] > 0)))[:4] == b"\x7fELF"
+    fitted = (terms[0] > 0, terms[1] > 0)
+    assert compile_source("store.cu", dict(defines(variant, *terms, terms[1] > 0, fitted)))[:4] == b"\x7fELF"

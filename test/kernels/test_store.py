@@ -10,7 +10,7 @@ from kernel_cases import Shape, empty_cache, random_rotation, random_slots, rand
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
-from oscar_kernels.codec import clip_index, unpack
+from oscar_kernels.codec import STRETCH, clip_index, unpack
 from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
 
 # Float32 rounding of a sum of head_dim products, relative to the length of the vector.
@@ -67,7 +67,32 @@ def assert_correctly_rounded(
     assert ((codes - level).abs() <= 0.5 + slack).all()
 
 
-def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotate_v: bool, rotate_k: bool = True):
+def assert_fitted(rows: torch.Tensor, plain: torch.Tensor, y: torch.Tensor, shape: Shape, gain: float) -> None:
+    """Scale and zero point follow from the stored codes and the vectors in float64, up to float32 rounding of sums.
+
+    ``plain`` are the rows without a gain: they have the same codes and bound the scales.
+    """
+    slack = 2 * ROUNDING * y.norm(dim=-1, keepdim=True)
+    codes, scale, zero = split_rows(rows, shape)
+    plain_codes, plain_scale, _ = split_rows(plain, shape)
+    assert torch.equal(codes, plain_codes)
+    grouped = y.unflatten(-1, (-1, shape.group))
+    mean, mean_code = grouped.mean(-1), codes.mean(-1)
+    rest, levels = grouped - mean[..., None], codes - mean_code[..., None]
+    along = (rest * levels).sum(-1)
+    wanted = gain * rest.square().sum(-1) / along
+    # What a change of y by the slack in every channel does to the quotient.
+    moved = slack * (2 * gain * rest.abs().sum(-1) + wanted * levels.abs().sum(-1)) / along
+    half_ulp = 2.0 ** -MANTISSA[shape.scale_dtype]
+    assert (along > 0).all()
+    wanted = wanted.clamp(plain_scale / STRETCH, plain_scale * STRETCH)
+    assert ((scale - wanted).abs() <= half_ulp * wanted * 1.001 + moved).all()
+    wanted = mean_code - mean / scale
+    assert ((zero - wanted).abs() <= half_ulp * wanted.abs() * 1.001 + 2.0**-25 + 1e-6 + slack / scale).all()
+
+
+def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotate_v: bool, rotate_k: bool = True,
+             gain: float = 0.0):  # fmt: skip
     """Store the same vectors with the kernel and with the reference."""
     pages, requests = -(-tokens // shape.page_size) + 2, max(2, tokens // 8)
     slots = random_slots(tokens, shape.windows, pages * shape.page_size, requests, device)
@@ -78,8 +103,8 @@ def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotat
     rv = random_rotation(shape.head_dim, 3, device) if rotate_v else None
     caches = [empty_cache(shape, pages, requests, device, fill=7.0) for _ in range(2)]
     prepared = [prepare_rotation(r, shape.dtype) for r in (rk, rv)]
-    q_rot = store(caches[0], slots, k, v, *prepared, clip, clip, q=q)
-    reference.store(caches[1], slots, k, v, rk, rv, clip, clip)
+    q_rot = store(caches[0], slots, k, v, *prepared, clip, clip, q=q, k_gain=gain, v_gain=gain)
+    reference.store(caches[1], slots, k, v, rk, rv, clip, clip, k_gain=gain, v_gain=gain)
     return caches, slots, (q, k, v), (rk, rv), q_rot
 
 
@@ -111,6 +136,43 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     assert q_rot.dtype == q.dtype
     torch.testing.assert_close(q_rot.double(), wide, rtol=2.0 ** -MANTISSA[q.dtype] * 1.01, atol=1e-4)
     torch.testing.assert_close(rotate_queries(q, rk), q_rot, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.96, 0.88, 1.0])
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+def test_fitted_rows_match_reference(shape: Shape, clip: float, device: torch.device) -> None:
+    """Codes are those of plain rows; scales and zero points are refitted to them."""
+    caches, slots, (_, k, v), (rk, rv), _ = run_both(shape, 37, clip, device, rotate_v=True, gain=0.98)
+    plain, *_ = run_both(shape, 37, clip, device, rotate_v=True)
+    for x, rotation, name in ((k, rk, "k"), (v, rv, "v")):
+        rows, wanted, without = (getattr(cache, f"{name}_rows")[slots.row] for cache in (*caches, plain[0]))
+        assert_fitted(rows, without, exact(x, rotation), shape, 0.98)
+        (_, *got), (_, *want) = split_rows(rows, shape), split_rows(wanted, shape)
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2.0 ** (1 - MANTISSA[shape.scale_dtype]) + 1e-4, atol=1e-4)
+            if shape.scale_dtype != torch.float32:
+                assert (mine != theirs).double().mean() < 2e-2
+
+
+def test_fitted_rows_are_bit_exact_where_sums_are(device: torch.device) -> None:
+    """Small multiples of a power of two: no sum rounds, so neither does the order of summation count."""
+    shape = Shape(head_dim=128, group=32)
+    slots = StoreSlots(*(torch.arange(16, device=device),) * 3)
+    k = torch.randint(-40, 41, (16, shape.kv_heads, 128), generator=torch.Generator().manual_seed(0)).to(shape.dtype)
+    k[0], k[1], k[2, :, :] = 0, 7, 1
+    k[2, :, ::32] = 1000  # bounded: see STRETCH
+    k = (k / 4).to(device)
+    caches = [empty_cache(shape, 2, 2, device) for _ in range(2)]
+    store(caches[0], slots, k, -k, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
+    reference.store(caches[1], slots, k, -k, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
+    plain = empty_cache(shape, 2, 2, device)
+    store(plain, slots, k, -k, None, None, 0.88, 0.96)
+    for name in ("k_rows", "v_rows"):
+        got, want, before = (split_rows(getattr(cache, name)[:16], shape) for cache in (*caches, plain))
+        for mine, theirs in zip(got, want, strict=True):
+            assert torch.equal(mine, theirs)
+        assert (got[1] <= before[1] * STRETCH * 1.01).all()
+        assert torch.equal(got[1][0], before[1][0])
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[7]], ids=str)

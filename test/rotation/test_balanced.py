@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from oscar_rotation.balanced import balance, gain
+from oscar_rotation.balanced import balance, gain, shrunk
 from oscar_rotation.cli import app
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.files import load_rotation, read_rotation_file, save_rotation_file
 from oscar_rotation.output_weights import OutputWeights
-from oscar_rotation.plus_fit import Moments, fit_plus
+from oscar_rotation.plus_fit import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments, fit_plus
 from oscar_rotation.rotation_set import RotationSet
 
 K_NAME, V_NAME = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
@@ -101,6 +102,22 @@ def test_geometric_mean() -> None:
     torch.testing.assert_close(m, m[1, 1] * torch.diag(torch.tensor([1.5, 1.0], dtype=torch.float64)))
 
 
+@given(st.integers(0, 10_000), st.floats(1.0, 64.0), st.floats(0.0, 1.0))
+@settings(max_examples=20, deadline=None)
+def test_shrinkage_leaves_outlier_channels_harmless(seed: int, factor: float, share: float) -> None:
+    """Balancing shrunk moments is still indifferent to the scale of a channel, and shrinks correlations alone."""
+    stored, reading = moment(seed), moment(seed + 1)
+    scales = torch.ones(len(stored), dtype=torch.float64)
+    scales[3] = scales[7] = factor
+    moved = [x * scales**sign * scales[:, None] ** sign for x, sign in ((stored, 1), (reading, -1))]
+    plain, other = (balance(shrunk(k, share), shrunk(q, share)) for k, q in ((stored, reading), moved))
+    torch.testing.assert_close(other.sigma, plain.sigma, rtol=1e-5, atol=0)
+    half = shrunk(stored, share)
+    torch.testing.assert_close(half.diagonal(), stored.diagonal())
+    off = ~torch.eye(len(stored), dtype=torch.bool)
+    torch.testing.assert_close(half[off], (1 - share) * stored[off])
+
+
 def test_balance_refuses_what_it_cannot_invert() -> None:
     with pytest.raises(ValueError, match="zero"):
         balance(torch.zeros(4, 4), torch.eye(4))
@@ -150,7 +167,10 @@ def test_fit_files_and_command(tmp_path: Path, make_dump: Callable[..., Path], m
     assert key.centers is not None
     assert key.centers.shape == (2, 2, 32)
     assert value.centers is None
+    assert key.gains == (KEY_GAIN,) * 2
+    assert value.gains == (VALUE_GAIN,) * 2
     for side in (key, value):
+        assert side.clip_ratios == (CLIP_RATIO,) * 2
         assert side.duals is not None
         product = side.rotations.double() @ side.duals.double().mT
         torch.testing.assert_close(product, torch.eye(32).double().expand(2, -1, -1), atol=1e-4, rtol=0)
@@ -215,10 +235,13 @@ def test_weights_that_do_not_do(tmp_path: Path, model: Path) -> None:
         ({"centers": torch.zeros(2, 1, 64)}, "centers are"),
         ({"centers": torch.zeros(3, 1, 64).double()}, "centers are"),
         ({"centers": torch.full((3, 1, 64), float("inf"))}, "NaN or infinite"),
+        ({"gains": (1.0, 1.0)}, "2 gains for 3 layers"),
+        ({"gains": (1.0, 0.1, 1.0)}, "gain 0.1 is outside"),
+        ({"gains": (1.0, float("nan"), 1.0)}, "gain nan is outside"),
     ],
 )
 def test_broken_transforms_are_refused(
-    change: dict[str, torch.Tensor], message: str, rotation_set: RotationSet, tmp_path: Path
+    change: dict[str, Any], message: str, rotation_set: RotationSet, tmp_path: Path
 ) -> None:
     from oscar_rotation.errors import RotationFileError
 

@@ -9,7 +9,7 @@ import torch
 from accuracy.attention import CacheView, Schedule, sliding_window
 from accuracy.calibration import Calibration
 from accuracy.quantizers import SIXTEEN
-from oscar_kernels.codec import clip, dequantize, quantize
+from oscar_kernels.codec import clip, dequantize, fitted_parameters, quantize
 
 SINK, RECENT = 64, 256
 
@@ -100,20 +100,25 @@ class RowMethod(Method):
     group: int
     k_clip: float = 0.96
     v_clip: float = 0.92
+    k_gain: float = 0.0
+    v_gain: float = 0.0
     key: Transforms
     value: Transforms
 
-    def coded(self, y: torch.Tensor, ratio: float) -> torch.Tensor:
+    def coded(self, y: torch.Tensor, ratio: float, gain: float) -> torch.Tensor:
         """What a stored row gives back, in its own basis."""
-        return dequantize(*quantize(clip(y, ratio), min(self.group, y.shape[-1])))
+        codes, scale, zero = quantize(clip(y, ratio), min(self.group, y.shape[-1]))
+        if gain:
+            scale, zero = fitted_parameters(y, codes, scale, gain)
+        return dequantize(codes, scale, zero)
 
     def keys(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """See :class:`Method`."""
-        return self.key.out(layer, self.coded(self.key.into(layer, k), self.k_clip))
+        return self.key.out(layer, self.coded(self.key.into(layer, k), self.k_clip, self.k_gain))
 
     def values(self, layer: int, v: torch.Tensor) -> torch.Tensor:
         """See :class:`Method`."""
-        return self.value.out(layer, self.coded(self.value.into(layer, v), self.v_clip))
+        return self.value.out(layer, self.coded(self.value.into(layer, v), self.v_clip, self.v_gain))
 
     def stored_bits(self, head_dim: int) -> tuple[float, float]:
         """See :class:`Method`; counted from the server's row layout."""

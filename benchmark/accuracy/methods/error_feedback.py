@@ -6,7 +6,7 @@ import torch
 
 from accuracy.calibration import Calibration
 from accuracy.methods.plus import Plus
-from oscar_kernels.codec import clip, quantize
+from oscar_kernels.codec import clip, dequantize, fitted_parameters, quantize
 from oscar_rotation.covariance import QueryCovariance
 
 DAMPING = 0.01
@@ -16,7 +16,8 @@ DAMPING = 0.01
 class ErrorFeedback(Plus):
     """``plus`` whose keys are rounded with error feedback (as GPTQ rounds weights): same rows, same attention.
 
-    Scales and zero points are the codec's. Channels are then rounded in order, and the error of each is spread over the
+    Codes start from the codec's scales and zero points, which are fitted to the codes afterwards, as in ``plus``.
+    Channels are rounded in order, and the error of each is spread over the
     later ones so that queries see least of it: with M the second moment of the queries that read the row and U the
     upper Cholesky factor of its inverse, channel i's error e adds -e / U_ii U_i,j to channel j > i. The server does not
     do this: it makes the store kernel sequential in the channels.
@@ -42,8 +43,10 @@ class ErrorFeedback(Plus):
         y = self.key.into(layer, k)
         group = min(self.group, y.shape[-1])
         _, scale, zero = quantize(clip(y, self.k_clip), group)
-        scale, zero = (x.float().repeat_interleave(group, -1) for x in (scale, zero))
-        return self.key.out(layer, feed_back(y, scale, zero, self.factors[layer]))
+        wide_scale, wide_zero = (x.float().repeat_interleave(group, -1) for x in (scale, zero))
+        fed = feed_back(y, wide_scale, wide_zero, self.factors[layer])
+        codes = (fed / wide_scale + wide_zero).round().to(torch.uint8)
+        return self.key.out(layer, dequantize(codes, *fitted_parameters(y, codes, scale, self.k_gain)))
 
 
 def feed_back(y: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Oscar(RowMethod):
         label: what differs from the method; "" for the method itself.
         key_target, value_target, order, composition: as in :class:`oscar_rotation.fit_options.FitOptions`; the
             target "random" is a random rotation.
-        group, k_clip, v_clip, sink, recent: of the rows and windows.
+        group, k_clip, v_clip, k_gain, v_gain, sink, recent: of the rows and windows.
         sequences: calibration sequences used; 0 for all.
         domain: calibration text, one of the domains that the laboratory offers.
         rounding: replaces the codec's; None for the server's own.
@@ -43,6 +43,8 @@ class Oscar(RowMethod):
     group: int = 128
     k_clip: float = 0.96
     v_clip: float = 0.92
+    k_gain: float = 0.0
+    v_gain: float = 0.0
     sink: int = 64
     recent: int = 256
     sequences: int = 0
@@ -65,6 +67,11 @@ class Oscar(RowMethod):
 
     def _rotation(self, calibration: Calibration, layer: int, side: str) -> torch.Tensor:
         target = self.key_target if side == "k" else self.value_target
+        key = ("rotation", layer, side, target, self.order, self.composition)
+        return calibration.once(key, lambda: self._fitted(calibration, layer, side))
+
+    def _fitted(self, calibration: Calibration, layer: int, side: str) -> torch.Tensor:
+        target = self.key_target if side == "k" else self.value_target
         d, device = calibration.head_dim, calibration.device
         if target == "random":
             return haar(d, SEED + 2 * layer + (side == "v")).to(device)
@@ -73,20 +80,18 @@ class Oscar(RowMethod):
         inputs = TargetInputs(calibration.kv_heads, d, device)
         if target == "proxy":
             queries = calibration.covariance(layer, QueryCovariance).per_head()
-            accumulator: Any = ProxyValueCovariance(queries, device)
+            accumulator = calibration.accumulated(layer, target, lambda: ProxyValueCovariance(queries, device))
         else:
             known = KEY_TARGETS if side == "k" else VALUE_TARGETS
             make = known[target].make
             assert make is not None
-            accumulator = make(inputs)
-        x = calibration.layers[layer]
-        accumulator.update(x.q, x.k, x.v, calibration.seq_lens)
+            accumulator = calibration.accumulated(layer, target, partial(make, inputs))
         options = FitOptions(order=self.order, composition=self.composition)  # type: ignore[arg-type]
         return compose_side(accumulator.shared(), options)[0].to(device)
 
-    def coded(self, y: torch.Tensor, ratio: float) -> torch.Tensor:
+    def coded(self, y: torch.Tensor, ratio: float, gain: float) -> torch.Tensor:
         """See :class:`RowMethod`."""
-        return super().coded(y, ratio) if self.rounding is None else self.rounding(y, self.group)
+        return super().coded(y, ratio, gain) if self.rounding is None else self.rounding(y, self.group)
 
 
 def lloyd_max_rows(y: torch.Tensor, group: int) -> torch.Tensor:

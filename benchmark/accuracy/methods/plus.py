@@ -1,4 +1,4 @@
-"""The recipe ``plus``: centered keys, balanced transforms, the server's own rows."""
+"""The recipe ``plus``: centered keys, balanced transforms, scales fitted to the codes, the server's own rows."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import torch
 
 from accuracy.calibration import Calibration
 from accuracy.methods.base import RowMethod, Transforms
-from oscar_rotation.balanced import balance
+from oscar_rotation.balanced import SHRINKAGE, balance, shrunk
 from oscar_rotation.covariance import ScoreValueCovariance
 from oscar_rotation.eigenbasis import eigenbasis
 from oscar_rotation.fit_options import FitOptions
 from oscar_rotation.hadamard import bit_reversal_matrix, sylvester_hadamard
 from oscar_rotation.layer_fit import compose_side
-from oscar_rotation.plus_fit import Moments
+from oscar_rotation.plus_fit import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments
 
 
 @dataclass
 class Plus(RowMethod):
-    """See :mod:`oscar_rotation.balanced`. Each part can be left out, which the report does.
+    """See :mod:`oscar_rotation.balanced` and :mod:`oscar_rotation.plus_fit`. Each part can be left out, which the
+    report does.
 
     Attributes:
         keys_by: "balance"; "zero_point", which keeps keys orthogonal and gives the d/G group-constant Walsh rows to
             the directions of largest key energy; or "paper".
         values_by: "balance" or "paper".
         centered: whether keys lose their calibration mean.
+        shrinkage: of the second moments of keys and queries.
+        group, k_clip, v_clip, k_gain, v_gain, sink, recent: of the rows and windows.
     """
 
     label: str = ""
@@ -35,12 +38,15 @@ class Plus(RowMethod):
     keys_by: str = "balance"
     values_by: str = "balance"
     centered: bool = True
-    k_clip: float = 0.96
-    v_clip: float = 0.92
+    shrinkage: float = SHRINKAGE
+    k_clip: float = CLIP_RATIO
+    v_clip: float = CLIP_RATIO
+    k_gain: float = KEY_GAIN
+    v_gain: float = VALUE_GAIN
     sink: int = 64
     recent: int = 256
     table: str = "methods"
-    source: str = "this project; see rotation/oscar_rotation/balanced.py"
+    source: str = "this project; see rotation/oscar_rotation/plus_fit.py"
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,37 +54,46 @@ class Plus(RowMethod):
 
     def fit(self, calibration: Calibration) -> None:
         """Transforms of all layers."""
-        pairs, centers = [], []
-        for layer, x in enumerate(calibration.layers):
-            moments = Moments(calibration.kv_heads, calibration.head_dim, calibration.device)
-            moments.update(x.q, x.k, x.v, calibration.seq_lens)
-            pairs.append((self._keys(moments), self._values(calibration, layer, moments)))
-            centers.append(moments.center.float().to(calibration.device))
+        layers = range(len(calibration.layers))
         device = calibration.device
         self.key, self.value = (
-            Transforms(*(torch.stack([pair[side][n] for pair in pairs]).float().to(device) for n in (0, 1)))
-            for side in (0, 1)
+            Transforms(*(torch.stack(maps).float().to(device) for maps in zip(*pairs, strict=True)))
+            for pairs in ([self._keys(calibration, n) for n in layers], [self._values(calibration, n) for n in layers])
         )
         if self.centered:
-            self.key.center = torch.stack(centers)
+            self.key.center = torch.stack([moments(calibration, n).center for n in layers]).float().to(device)
 
-    def _keys(self, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-        stored, reading = moments.stored_keys(self.centered), moments.queries.shared().cpu()
-        if self.keys_by == "balance":
-            found = balance(stored, reading)
-            return found.transform, found.dual.mT
-        if self.keys_by == "zero_point":
-            rotation = zero_point_order(stored, reading, max(1, len(stored) // self.group))
-        else:
-            rotation = compose_side(reading, FitOptions())[0]
-        return rotation, rotation.mT
-
-    def _values(self, calibration: Calibration, layer: int, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.values_by == "paper":
-            rotation = compose_side(calibration.covariance(layer, ScoreValueCovariance).shared(), FitOptions())[0]
+    def _keys(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            known = moments(calibration, layer)
+            stored, reading = known.stored_keys(self.centered), known.queries.shared().cpu()
+            if self.keys_by == "balance":
+                found = balance(shrunk(stored, self.shrinkage), shrunk(reading, self.shrinkage))
+                return found.transform, found.dual.mT
+            if self.keys_by == "zero_point":
+                rotation = zero_point_order(stored, reading, max(1, len(stored) // self.group))
+            else:
+                rotation = compose_side(reading, FitOptions())[0]
             return rotation, rotation.mT
-        found = balance(moments.values.shared(), calibration.readers[layer].mean(0))
-        return found.transform, found.dual.mT
+
+        return calibration.once((layer, "keys", self.keys_by, self.centered, self.shrinkage, self.group), compute)
+
+    def _values(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            if self.values_by == "paper":
+                rotation = compose_side(calibration.covariance(layer, ScoreValueCovariance).shared(), FitOptions())[0]
+                return rotation, rotation.mT
+            found = balance(moments(calibration, layer).values.shared(), calibration.readers[layer].mean(0))
+            return found.transform, found.dual.mT
+
+        return calibration.once((layer, "values", self.values_by), compute)
+
+
+def moments(calibration: Calibration, layer: int) -> Moments:
+    """What the transforms of a layer are made of."""
+    size = (calibration.kv_heads, calibration.head_dim, calibration.device)
+    found: Moments = calibration.accumulated(layer, Moments, lambda: Moments(*size))
+    return found
 
 
 def zero_point_order(stored: torch.Tensor, reading: torch.Tensor, free: int) -> torch.Tensor:
@@ -96,16 +111,25 @@ def part(label: str, **changes: object) -> Callable[[], Plus]:
     return partial(Plus, label=label, table="plus", **changes)  # type: ignore[arg-type]
 
 
+RANGE = {"k_gain": 0.0, "v_gain": 0.0, "k_clip": 0.96, "v_clip": 0.92}
+"""Rows as the published recipe writes them."""
+
 METHODS = [
     partial(Plus, group=128),
     partial(Plus, group=64),
     part("paper values", values_by="paper"),
     part("paper keys", keys_by="paper", centered=False),
+    part("paper keys and values", keys_by="paper", values_by="paper", centered=False),
     part("not centered", centered=False),
-    part("zero-point order, not centered", keys_by="zero_point", values_by="paper", centered=False),
     part("zero-point order", keys_by="zero_point", values_by="paper"),
     part("centered only", keys_by="paper", values_by="paper"),
-    part("clip 0.92/0.92", k_clip=0.92),
-    part("clip 0.98/0.96", k_clip=0.98, v_clip=0.96),
-    part("clip 0.96/0.88", v_clip=0.88),
+    part("moments not shrunk", shrinkage=0.0),
+    part("paper rows", **RANGE),
+    part("paper rows, zero-point order", keys_by="zero_point", values_by="paper", **RANGE),
+    part("paper rows, clip 0.88/0.88", k_gain=0.0, v_gain=0.0),
+    part("key gain 1.00", k_gain=1.0),
+    part("key gain 0.96", k_gain=0.96),
+    part("key gain 0.88 (about least squares)", k_gain=0.88),
+    part("clip 0.84/0.84", k_clip=0.84, v_clip=0.84),
+    part("clip 0.92/0.92", k_clip=0.92, v_clip=0.92),
 ]

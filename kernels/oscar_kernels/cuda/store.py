@@ -19,7 +19,7 @@ VECTORS = 16
 _STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
-                        ("rows", POINTER), ("ring", POINTER), ("sink", POINTER)])  # fmt: skip
+                        ("gain", ctypes.c_float), ("rows", POINTER), ("ring", POINTER), ("sink", POINTER)])  # fmt: skip
 _Queries = struct("Queries", [("x", POINTER), *_STRIDES, *_MATRIX, ("out", POINTER)])
 _Slots = struct("Slots", [("row", POINTER), ("ring", POINTER), ("sink", POINTER)])
 
@@ -48,21 +48,31 @@ def prepare(
     v_rotation: Rotation | None,
     q_rotation: Rotation | None,
     centered: bool,
+    fitted: tuple[bool, bool] = (False, False),
 ) -> Any:
-    """Compile (or find in the cache) and load the kernel for a variant: a second or two the first time."""
-    return _load(variant, _terms(k_rotation), _terms(v_rotation), _terms(q_rotation), centered)
+    """Compile (or find in the cache) and load the kernel for a variant: a second or two the first time.
+
+    ``fitted``: whether keys, and values, have a gain; see :func:`store`.
+    """
+    return _load(variant, _terms(k_rotation), _terms(v_rotation), _terms(q_rotation), centered, fitted)
 
 
 @cache
-def _load(variant: Variant, k_terms: int, v_terms: int, q_terms: int, centered: bool) -> Any:
-    return load("store.cu", "oscar_store", defines(variant, k_terms, v_terms, q_terms, centered), 0)
+def _load(variant: Variant, k_terms: int, v_terms: int, q_terms: int, centered: bool, fitted: tuple[bool, bool]) -> Any:
+    return load("store.cu", "oscar_store", defines(variant, k_terms, v_terms, q_terms, centered, fitted), 0)
 
 
 def defines(
-    variant: Variant, k_terms: int, v_terms: int, q_terms: int, centered: bool
+    variant: Variant,
+    k_terms: int,
+    v_terms: int,
+    q_terms: int,
+    centered: bool,
+    fitted: tuple[bool, bool] = (False, False),
 ) -> tuple[tuple[str, int], ...]:
     """The macros that ``src/store.cu`` is compiled with; 0 terms rotate nothing."""
     own = {"K_TERMS": k_terms, "V_TERMS": v_terms, "Q_TERMS": q_terms, "HAS_CENTER": centered}
+    own |= {"K_FITTED": fitted[0], "V_FITTED": fitted[1]}
     both = dict(variant.defines()) | {f"OSCAR_{name}": int(value) for name, value in own.items()}
     return tuple(sorted(both.items()))
 
@@ -88,6 +98,8 @@ def store(
     k_center: torch.Tensor | None = None,
     q_rotation: Rotation | None = None,
     decoding: bool = False,
+    k_gain: float = 0.0,
+    v_gain: float = 0.0,
 ) -> torch.Tensor:
     """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
 
@@ -104,6 +116,8 @@ def store(
         k_center: float32 [kv_heads, head_dim], contiguous, subtracted from the rotated keys; None for nothing.
         q_rotation: what queries are rotated with; ``k_rotation`` where None.
         decoding: every token is the newest of a request of its own, so a decode kernel launched next may start early.
+        k_gain, v_gain: of scales and zero points fitted to the codes, see
+            :func:`oscar_kernels.codec.fitted_parameters`; 0 keeps those of the range.
 
     Returns:
         the rotated queries, contiguous, in the dtype of ``q``.
@@ -122,17 +136,18 @@ def store(
         return out
     queries = k_rotation if q_rotation is None else q_rotation
     variant = Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q.dtype, cache.k_ring.dtype)
-    kernel = prepare(variant, k_rotation, v_rotation, queries, k_center is not None)
+    kernel = prepare(variant, k_rotation, v_rotation, queries, k_center is not None, (k_gain > 0, v_gain > 0))
 
     def matrix(rotation: Rotation | None) -> tuple[int, float]:
         return (0, 1.0) if rotation is None else (rotation.terms.data_ptr(), 1.0 / rotation.scale)
 
     def side(
-        x: torch.Tensor, rotation: Rotation | None, center: torch.Tensor | None, clip: float, name: str
+        x: torch.Tensor, rotation: Rotation | None, center: torch.Tensor | None, clip: float, gain: float, name: str
     ) -> ctypes.Structure:
         written = (getattr(cache, f"{name}_{part}").data_ptr() for part in ("rows", "ring", "sink"))
         at = 0 if center is None else center.data_ptr()
-        return _Side(x.data_ptr(), x.stride(0), x.stride(1), *matrix(rotation), at, clip_rank(head_dim, clip), *written)
+        rank = clip_rank(head_dim, clip)
+        return _Side(x.data_ptr(), x.stride(0), x.stride(1), *matrix(rotation), at, rank, gain, *written)
 
     query_tiles = -(-tokens * q_heads // VECTORS)
     # Half the vectors a block, where all blocks run at once nevertheless.
@@ -142,7 +157,7 @@ def store(
     tiles = 2 * -(-tokens * layout.kv_heads // vectors) + query_tiles
     launch(
         kernel, (tiles, 1, 1), 2 * head_dim, 0,
-        [side(k, k_rotation, k_center, k_clip, "k"), side(v, v_rotation, None, v_clip, "v"),
+        [side(k, k_rotation, k_center, k_clip, k_gain, "k"), side(v, v_rotation, None, v_clip, v_gain, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *matrix(queries), out.data_ptr()),
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
          ctypes.c_int32(vectors), ctypes.c_int32(decoding)],

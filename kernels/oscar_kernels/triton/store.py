@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import LayerCache, StoreSlots
+from oscar_kernels.codec import STRETCH as CODEC_STRETCH
 from oscar_kernels.codec import clip_rank
 from oscar_kernels.triton.arith import dot, narrow
 
 # float16 terms of a rotation are kept times this power of two, so that their low parts are no subnormals.
 FP16_TERM_SCALE = 4096.0
+STRETCH = tl.constexpr(CODEC_STRETCH)
 TERMS = {torch.bfloat16: 3, torch.float16: 2}
 """16-bit terms that together hold a float32 rotation: 3 x 8 or 2 x 11 bits of mantissa."""
 
@@ -124,8 +126,11 @@ def _clip(y, mask, RANK: tl.constexpr, ZERO_BITS: tl.constexpr):
 
 
 @triton.jit
-def _quantize(y, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr):
-    """Packed codes uint8 [BLOCK, D/4], scale and zero point [BLOCK, D/GROUP] in SCALE_DTYPE."""
+def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FITTED: tl.constexpr):
+    """Packed codes uint8 [BLOCK, D/4], scale and zero point [BLOCK, D/GROUP] in SCALE_DTYPE.
+
+    ``y`` is ``whole`` clipped.
+    """
     BLOCK: tl.constexpr = y.shape[0]
     D: tl.constexpr = y.shape[1]
     grouped = tl.reshape(y, [BLOCK, D // GROUP, GROUP])
@@ -146,6 +151,22 @@ def _quantize(y, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr):
     planes = tl.reshape(code, [BLOCK, 4, D // 4])
     weight = (1 << (2 * tl.arange(0, 4))).to(tl.float32)
     packed = tl.sum(planes * weight[None, :, None], 1)
+    if FITTED:
+        # Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
+        middle = 0.5 * (low + high)
+        rest = tl.reshape(whole, [BLOCK, D // GROUP, GROUP]) - middle[:, :, None]
+        mean = tl.sum(rest, 2) * (1.0 / GROUP)
+        mean_code = tl.sum(code, 2) * (1.0 / GROUP)
+        rest = rest - mean[:, :, None]
+        along = tl.sum((code - mean_code[:, :, None]) * rest, 2)
+        positive = along > 0
+        fitted = tl.div_rn(gain * tl.sum(rest * rest, 2), tl.where(positive, along, 1.0))
+        fitted = tl.where(positive, fitted, wide_scale)
+        fitted = tl.minimum(tl.maximum(fitted, wide_scale * (1.0 / STRETCH)), wide_scale * STRETCH)
+        if SCALE_DTYPE == tl.float16:
+            fitted = tl.minimum(tl.maximum(fitted, 0.00006103515625), 65504.0)
+        scale = narrow(fitted, SCALE_DTYPE)
+        zero = narrow(mean_code - tl.div_rn(middle + mean, scale.to(tl.float32)), SCALE_DTYPE)
     return packed.to(tl.int32).to(tl.uint8), scale, zero
 
 
@@ -164,9 +185,9 @@ def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constex
 @triton.jit
 def _store_tile(
     x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, first, count,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, first, count, gain,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, R_SCALE: tl.constexpr,
-    TERMS: tl.constexpr, RANK: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr,
+    TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr,
     HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the three destinations."""
@@ -180,7 +201,7 @@ def _store_tile(
         _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
     # float32 has 13 bits of mantissa more than float16 and 16 more than bfloat16.
     ZERO_BITS: tl.constexpr = 0 if TERMS > 0 or HAS_CENTER else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
-    packed, scale, zero = _quantize(_clip(y, mask, RANK, ZERO_BITS), GROUP, SCALE_DTYPE)
+    packed, scale, zero = _quantize(_clip(y, mask, RANK, ZERO_BITS), y, gain, GROUP, SCALE_DTYPE, FITTED)
     CODE_BYTES: tl.constexpr = D // 4
     GROUPS: tl.constexpr = D // GROUP
     rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
@@ -192,17 +213,17 @@ def _store_tile(
     tl.store(at + 1, zero, mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "k_gain", "v_gain"])
 def _store_kernel(
     k_ptr, k_stride_token, k_stride_head, v_ptr, v_stride_token, v_stride_head,
     q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_terms_ptr, v_terms_ptr, q_terms_ptr, k_center_ptr,
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, tokens,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, tokens, k_gain, v_gain,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
     K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
-    K_RANK: tl.constexpr, V_RANK: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr,
-    HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
+    K_RANK: tl.constexpr, V_RANK: tl.constexpr, K_FITTED: tl.constexpr, V_FITTED: tl.constexpr,
+    HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (key tiles + value tiles + query tiles); HEADS = 0 has queries only, Q_HEADS = 0 none."""
     tile = tl.program_id(0)
@@ -222,14 +243,15 @@ def _store_kernel(
             _store_tile(
                 k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
                 k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile * BLOCK, tokens * HEADS,
-                HEADS, D, GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, HAS_CENTER, HAS_RING, HAS_SINK, BLOCK,
+                k_gain, HEADS, D, GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED, HAS_CENTER, HAS_RING,
+                HAS_SINK, BLOCK,
             )  # fmt: skip
         else:
             _store_tile(
                 v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
                 v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, (tile - kv_tiles) * BLOCK,
-                tokens * HEADS, HEADS, D, GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, False, HAS_RING, HAS_SINK,
-                BLOCK,
+                tokens * HEADS, v_gain, HEADS, D, GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED, False,
+                HAS_RING, HAS_SINK, BLOCK,
             )  # fmt: skip
 
 
@@ -267,6 +289,8 @@ def store(
     q_out: torch.Tensor | None = None,
     k_center: torch.Tensor | None = None,
     q_rotation: torch.Tensor | Rotation | None = None,
+    k_gain: float = 0.0,
+    v_gain: float = 0.0,
 ) -> torch.Tensor | None:
     """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
 
@@ -283,6 +307,8 @@ def store(
         k_center: float32 [kv_heads, head_dim], contiguous, subtracted from the rotated keys; None for nothing.
         q_rotation: what queries are rotated with, where it is not ``k_rotation``: the inverse transpose of a key
             transform that is not orthogonal.
+        k_gain, v_gain: of scales and zero points fitted to the codes, see
+            :func:`oscar_kernels.codec.fitted_parameters`; 0 keeps those of the range.
 
     Returns:
         the rotated queries in the dtype of ``q``; None without ``q``.
@@ -299,7 +325,7 @@ def store(
     keys = _prepared(k_rotation, k.dtype)
     queries = keys if q_rotation is None else _prepared(q_rotation, k.dtype)
     return _launch(cache, slots, k, v, keys, _prepared(v_rotation, k.dtype), queries, k_center, k_clip, v_clip,
-                   q, q_out)  # fmt: skip
+                   q, q_out, k_gain, v_gain)  # fmt: skip
 
 
 def rotate_queries(
@@ -324,6 +350,8 @@ def _launch(
     v_clip: float,
     q: torch.Tensor | None,
     q_out: torch.Tensor | None,
+    k_gain: float = 0.0,
+    v_gain: float = 0.0,
 ) -> torch.Tensor | None:
     some = k if k is not None else q
     assert some is not None
@@ -357,6 +385,7 @@ def _launch(
         *strides(k), *strides(v), *strides(q), some if q_out is None else q_out,
         some if k_rotation is None else k_rotation.terms, some if v_rotation is None else v_rotation.terms,
         some if q_rotation is None else q_rotation.terms, some if k_center is None else k_center, *buffers, tokens,
+        float(k_gain), float(v_gain),
         HEADS=heads, Q_HEADS=q_heads, D=head_dim, GROUP=group, SCALE_DTYPE=TRITON_DTYPES[scale_dtype],
         K_SCALE=1.0 if k_rotation is None else k_rotation.scale,
         V_SCALE=1.0 if v_rotation is None else v_rotation.scale,
@@ -365,6 +394,7 @@ def _launch(
         V_TERMS=0 if v_rotation is None else v_rotation.terms.shape[0],
         Q_TERMS=0 if q_rotation is None else q_rotation.terms.shape[0],
         K_RANK=clip_rank(head_dim, k_clip), V_RANK=clip_rank(head_dim, v_clip),
+        K_FITTED=k_gain > 0, V_FITTED=v_gain > 0,
         HAS_CENTER=k_center is not None, HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return q_out

@@ -8,6 +8,8 @@
 constexpr bool X_BF16 = Q_BF16;  // keys, values and queries have one format
 constexpr int K_TERMS = OSCAR_K_TERMS, V_TERMS = OSCAR_V_TERMS, Q_TERMS = OSCAR_Q_TERMS;  // 0: no rotation
 constexpr bool HAS_CENTER = OSCAR_HAS_CENTER;
+constexpr bool K_FITTED = OSCAR_K_FITTED, V_FITTED = OSCAR_V_FITTED;  // see fitted_parameters in codec.py
+constexpr float STRETCH = 1.5f;  // as in codec.py
 
 constexpr int VECTORS = 16;
 constexpr int STORE_WARPS = HEAD_DIM / 16;
@@ -21,6 +23,7 @@ struct Side {
   float unscale;       // of the terms
   const float* center;  // [KV_HEADS, HEAD_DIM]
   int rank;             // of the clip threshold among the magnitudes, 1 is the largest; 0: no clip
+  float gain;           // of fitted scales
   u8* rows;
   u16 *ring, *sink;  // [tokens, KV_HEADS, HEAD_DIM]
 };
@@ -164,8 +167,9 @@ DEVICE float stored(float x) {
   return SCALE_BYTES == 4 ? x : SCALE_BF16 ? low_half<true>(narrow_scale(x)) : low_half<false>(narrow_scale(x));
 }
 
-// Codes of oscar_kernels/codec.py, packed; ``row`` is the token's row.
-DEVICE void quantize(const Values& v, u8* row, int head) {
+// Codes of oscar_kernels/codec.py, packed; ``row`` is the token's row, ``v`` is ``whole`` clipped.
+template <bool FITTED>
+DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, int head) {
   int lane = threadIdx.x % 32;
   u32 packed[BYTES];
 #pragma unroll
@@ -195,14 +199,39 @@ DEVICE void quantize(const Values& v, u8* row, int head) {
     }
     scale = stored(scale);
     float zero = stored(__fdiv_rn(-low, scale));
+    // Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
+    float middle = 0.5f * (low + high), rest = 0, squares = 0, codes = 0, along = 0;
 #pragma unroll
     for (int i = 0; i < BYTES; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++)
         if (mine(i, j)) {
           float code = floorf(__fadd_rn(__fadd_rn(__fdiv_rn(v.y[i][j], scale), zero), 0.5f));
-          packed[i] |= (u32)fminf(fmaxf(code, 0.0f), 3.0f) << (2 * j);
+          code = fminf(fmaxf(code, 0.0f), 3.0f);
+          packed[i] |= (u32)code << (2 * j);
+          if (FITTED && has_byte(i)) {
+            float x = whole.y[i][j] - middle;
+            rest += x;
+            squares += x * x;
+            codes += code;
+            along += code * x;
+          }
         }
+    if (FITTED) {
+      for (int step = 1; step < 32; step *= 2) {
+        rest += __shfl_xor_sync(FULL_WARP, rest, step);
+        squares += __shfl_xor_sync(FULL_WARP, squares, step);
+        codes += __shfl_xor_sync(FULL_WARP, codes, step);
+        along += __shfl_xor_sync(FULL_WARP, along, step);
+      }
+      float mean = rest / GROUP, mean_code = codes / GROUP;
+      along -= mean_code * rest;
+      float fitted = along > 0 ? gain * (squares - mean * rest) / along : scale;
+      fitted = fminf(fmaxf(fitted, scale * (1 / STRETCH)), scale * STRETCH);
+      if (SCALE_BYTES == 2 && !SCALE_BF16) fitted = fminf(fmaxf(fitted, 0.00006103515625f), 65504.0f);
+      scale = stored(fitted);
+      zero = stored(mean_code - (middle + mean) / scale);
+    }
     if (lane == g) {
       u8* at = row + PARAMS_OFFSET + head * PARAM_BYTES + g * 2 * SCALE_BYTES;
       if (SCALE_BYTES == 4) {
@@ -233,7 +262,7 @@ DEVICE void start(bool decoding) {
   if (decoding) let_successor_start();
 }
 
-template <int TERMS, bool CENTER>
+template <int TERMS, bool CENTER, bool FITTED>
 DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, int vectors, bool decoding,
                        float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -281,8 +310,9 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
     for (int i = 0; i < BYTES; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) v.y[i][j] = has_byte(i) ? y[j * PLANE + lane + 32 * i] : 0;
+    Values whole = v;
     clip(v, side.rank);
-    quantize(v, side.rows + slots.row[of.token] * ROW_BYTES, of.head);
+    quantize<FITTED>(v, whole, side.gain, side.rows + slots.row[of.token] * ROW_BYTES, of.head);
   }
 }
 
@@ -324,9 +354,9 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
   __shared__ float tile_y[VECTORS * Y_STRIDE];
   int tiles = (tokens * KV_HEADS + vectors - 1) / vectors, tile = blockIdx.x;
   if (tile < tiles)
-    store_tile<K_TERMS, HAS_CENTER>(keys, slots, tile, tokens, vectors, decoding, tile_y);
+    store_tile<K_TERMS, HAS_CENTER, K_FITTED>(keys, slots, tile, tokens, vectors, decoding, tile_y);
   else if (tile < 2 * tiles)
-    store_tile<V_TERMS, false>(values, slots, tile - tiles, tokens, vectors, decoding, tile_y);
+    store_tile<V_TERMS, false, V_FITTED>(values, slots, tile - tiles, tokens, vectors, decoding, tile_y);
   else
     rotate_queries<Q_TERMS>(queries, tile - 2 * tiles, tokens, decoding);
 }
