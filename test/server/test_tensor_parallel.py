@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from oscar_rotation.files import save_rotation_file
+from oscar_rotation.rotation_set import RotationMetadata, RotationSet
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
+from support.models import COMMON, VOCABULARY, save
 from support.servers import HADAMARD, STRICT, Server, serve
 
 pytestmark = [
@@ -42,11 +44,30 @@ def ask(server: Server) -> list[list[dict]]:
     return [cold, warm]
 
 
+def plus_files(folder: Path) -> dict[str, str]:
+    """Files of the recipe plus for the random model: transforms far from orthogonal, a center for each kv head."""
+    layers, heads, d = (COMMON[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    random_numbers = torch.Generator().manual_seed(12)
+    env = {"SGLANG_OSCAR_RECIPE": "plus"}
+    for side in ("k", "v"):
+        mixed = torch.randn(layers, d, d, generator=random_numbers).double()
+        transforms = torch.linalg.qr(mixed)[0] * torch.logspace(-0.3, 0.3, d).double()
+        centers = torch.randn(layers, heads, d, generator=random_numbers) if side == "k" else None
+        content = RotationSet(
+            transforms.float(), metadata=RotationMetadata(side=side), duals=torch.linalg.inv(transforms).mT.float(),
+            centers=centers, gains=(0.98,) * layers,
+        )  # fmt: skip
+        save_rotation_file(folder / f"{side}.safetensors", content)
+        env[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(folder / f"{side}.safetensors")
+    return env
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores")
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    """Each rank holds one of two kv heads, absorbs the rotation into its own shard of the weights and keeps windows."""
+@pytest.mark.parametrize("recipe", ["paper", "plus"])
+def test_two_ranks_equal_one(tmp_path: Path, recipe: str) -> None:
+    """Each rank holds one of two kv heads, its centers, the rotation absorbed into its own weights, and its windows."""
     model = save("qwen3", tmp_path / "model")
-    env = LOSSLESS | HADAMARD | STRICT
+    env = LOSSLESS | STRICT | (HADAMARD if recipe == "paper" else plus_files(tmp_path))
     with serve(model, tmp_path / "one.log", *ARGS, env=env) as server:
         expected = ask(server)
     with serve(model, tmp_path / "two.log", *ARGS, *TWO_RANKS, env=env | TWO_CORES) as server:

@@ -11,7 +11,7 @@ import os
 import torch
 
 
-def encode_rows(y, layout, clip_ratio):
+def encode_rows(y, layout, clip_ratio, gain):
     return y.float().contiguous().view(y.shape[0], -1).view(torch.uint8)
 
 
