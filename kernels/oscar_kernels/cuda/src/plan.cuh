@@ -16,7 +16,7 @@ struct Tables {
 };
 
 // What stages cost, relative to each other. A stage belongs to the block whose share its beginning lies in.
-constexpr int HISTORY_COST = 4, WINDOW_COST = 3;
+constexpr int HISTORY_COST = 8, WINDOW_COST = 8;
 
 DEVICE int divide_up(int a, int b) { return (a + b - 1) / b; }
 
