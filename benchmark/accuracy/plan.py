@@ -10,12 +10,27 @@ import torch
 from accuracy.methods.base import Method
 from accuracy.models import REGIMES
 
-EVALUATION_SEED = 31
-"""Documents of the report. The recipe ``plus`` was chosen on documents of seed 5 and on the text before
-:data:`EVALUATION_TEXT`."""
+CALIBRATION_TEXT = (0, 32_000)
+"""First token and end, within the held-out modules, of calibration text."""
 
-CALIBRATION_TEXT, EVALUATION_TEXT = 0, 64_000
-"""First tokens, within the held-out modules, of calibration text and of the text that perplexity is measured on."""
+
+@dataclass(frozen=True)
+class Split:
+    """What methods are measured on.
+
+    Attributes:
+        seed: of documents.
+        text: first token and end, within the held-out modules, of the text that perplexity is measured on.
+    """
+
+    seed: int
+    text: tuple[int, int | None]
+
+
+SPLITS = {"report": Split(31, (64_000, None)), "choice": Split(5, (32_000, 64_000))}
+"""The recipe ``plus`` was chosen on the second; the report is about the first."""
+
+LAYER_CONTEXTS = 8
 
 FIGURES = ("naive INT2 g128", "QuaRot-INT2 g128", "OSCAR g128, no rotation", "OSCAR g128", "plus g128")
 """Methods drawn in the figures, as in the paper: naive, Hadamard, clipping alone, OSCAR; and ``plus``."""
@@ -30,7 +45,8 @@ class Size:
     """How much is measured.
 
     Attributes:
-        contexts, context, tail: language: sequences, their tokens, decoded tokens of each.
+        contexts, context, tail: language: sequences, their tokens, decoded tokens of each. The first
+            :data:`LAYER_CONTEXTS` are measured layer by layer.
         lengths: documents of retrieval, in tokens; ablations are asked about the first only.
         documents, questions: of retrieval, per length.
         long_contexts: lengths at which the attention KL of :data:`FIGURES` is measured.
@@ -39,9 +55,9 @@ class Size:
         batch_tokens: retrieval, at a time.
     """
 
-    contexts: int = 16
+    contexts: int = 48
     context: int = 2048
-    tail: int = 256
+    tail: int = 512
     lengths: tuple[int, ...] = (1024, 4096)
     documents: int = 12
     questions: int = 4
@@ -67,13 +83,15 @@ def wanted(method: Method, regime: str, size: Size) -> bool:
     return regime in {r.name for r in regimes}
 
 
-def text_windows(tokens: np.ndarray, begin: int, count: int, length: int) -> torch.Tensor:
-    """Consecutive windows of text, wrapping around before ``begin``: int64 [count, length].
+def text_windows(tokens: np.ndarray, text: tuple[int, int | None], count: int, length: int) -> torch.Tensor:
+    """Windows of a stretch of text, evenly spaced: int64 [count, length]. Where there is less text, of all there is.
 
     Raises:
         ValueError: fewer tokens than one window needs.
     """
-    usable = tokens[begin:] if len(tokens) > begin + length else tokens
+    usable = tokens[slice(*text)]
+    if len(usable) < length:
+        usable = tokens
     if len(usable) < length:
         raise ValueError(f"{len(tokens)} tokens of held-out text do not make a context of {length}")
     starts = np.linspace(0, len(usable) - length, count).astype(int)

@@ -34,6 +34,7 @@ from accuracy.measures.retrieval import Retrieval  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
 from accuracy.methods.base import Method  # noqa: E402
 from accuracy.models import REGIMES, Regime, apply_regime, load  # noqa: E402
+from oscar_rotation.threads import one_thread  # noqa: E402
 from reference_model.corpus import held_out_tokens  # noqa: E402
 from reference_model.evaluate import calibration_prompts, retrieval_questions  # noqa: E402
 
@@ -46,7 +47,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", action="append", help="model folder or id (default: models/reference); repeatable")
     parser.add_argument("--size", choices=[*plan.SIZES], help="default: full on a GPU, reduced on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", help="methods whose name contains this, and BF16")
+    parser.add_argument("--only", action="append", help="methods whose name contains this, and BF16; repeatable")
+    parser.add_argument("--split", choices=[*plan.SPLITS], default="report", help="which documents and text")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "accuracy.json", help="results")
     parser.add_argument(
         "--from", dest="sources", action="append", type=Path, help="report on these results; repeatable"
@@ -65,27 +67,28 @@ class Bench:
         model: in that regime.
         tokenizer: its tokenizer.
         size: how much to measure.
+        split: on what.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, size: plan.Size) -> None:
+    def __init__(self, model: Any, tokenizer: Any, size: plan.Size, split: plan.Split) -> None:
         text = held_out_tokens(tokenizer)
         prompts = calibration_prompts(tokenizer)
-        source = plan.text_windows(text[: plan.EVALUATION_TEXT // 2], plan.CALIBRATION_TEXT, *prompts.shape)
+        source = plan.text_windows(text, plan.CALIBRATION_TEXT, *prompts.shape)
         self.calibrations: dict[str, Calibration] = {
             "retrieval": calibrate(model, prompts),
             "text": calibrate(model, source),
         }
-        ids = plan.text_windows(text, plan.EVALUATION_TEXT, size.contexts, size.context)
+        ids = plan.text_windows(text, split.text, size.contexts, size.context)
         self.language = Language(model, ids, size.tail)
-        self.layers = Layers(self.language.session)
+        self.layers = Layers(Language(model, ids[: plan.LAYER_CONTEXTS], size.tail).session)
         self.long = {
-            n: Layers(Language(model, plan.text_windows(text, plan.EVALUATION_TEXT, 4, n), 64).session)
+            n: Layers(Language(model, plan.text_windows(text, split.text, 4, n), 64).session)
             for n in size.long_contexts
         }
         self.retrieval = {
             length: Retrieval(
                 model,
-                retrieval_questions(tokenizer, length, size.documents, size.questions, 8, plan.EVALUATION_SEED),
+                retrieval_questions(tokenizer, length, size.documents, size.questions, 8, split.seed),
                 max(1, size.batch_tokens // length),
             )
             for length in size.lengths
@@ -95,7 +98,9 @@ class Bench:
     def row(self, method: Method) -> dict[str, Any]:
         """Fit a method and measure everything."""
         calibration = self.calibrations[getattr(method, "domain", "retrieval")]
-        method.fit(calibration)
+        # Many small factorizations: threads that wait for each other cost more than they save.
+        with one_thread():
+            method.fit(calibration)
         row: dict[str, Any] = {
             "table": method.table,
             "source": method.source,
@@ -122,7 +127,12 @@ def vars_of(measured: dict[str, Any], name: str) -> dict[str, float]:
 
 
 def measure_model(
-    source: str, size: plan.Size, device: str, only: str | None, save: Callable[[dict[str, Any]], None]
+    source: str,
+    size: plan.Size,
+    split: plan.Split,
+    device: str,
+    only: list[str],
+    save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """All regimes and methods on one model; ``save`` is given what there is after every regime."""
     model, tokenizer = load(source, device)
@@ -132,7 +142,7 @@ def measure_model(
     for regime in (r for r in REGIMES if r.name in size.regimes):
         begin = time.time()
         apply_regime(model, trained, prompts, regime)
-        bench = Bench(model, tokenizer, size)
+        bench = Bench(model, tokenizer, size, split)
         calibration = bench.calibrations["retrieval"]
         found: dict[str, Any] = {
             "factors": {"keys": regime.keys, "values": regime.values},
@@ -147,11 +157,11 @@ def measure_model(
     return out
 
 
-def rows(bench: Bench, regime: Regime, size: plan.Size, only: str | None) -> dict[str, Any]:
+def rows(bench: Bench, regime: Regime, size: plan.Size, only: list[str]) -> dict[str, Any]:
     """Rows of all methods that are wanted in a regime."""
     measured = {}
     for name, method in all_methods().items():
-        if not plan.wanted(method, regime.name, size) or (only and only not in name and name != "BF16"):
+        if not plan.wanted(method, regime.name, size) or (only and name != "BF16" and not any(x in name for x in only)):
             continue
         begin = time.time()
         row = measured[name] = bench.row(method)
@@ -180,7 +190,8 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
 
     sources = [] if args.server_only else args.model or [str(MODEL)]
     for source in sources:
-        measure_model(source, plan.SIZES[size_name], args.device, args.only, partial(save, Path(source).name))
+        keep = partial(save, Path(source).name)
+        measure_model(source, plan.SIZES[size_name], plan.SPLITS[args.split], args.device, args.only or [], keep)
     if not args.no_server:
         from accuracy.server import measure_server
 

@@ -56,12 +56,14 @@ class Moments:
         """Mean key by kv head: float64 [kv_heads, head_dim] on the CPU."""
         return (self.key_sum / self.keys.rows).cpu()
 
-    def stored_keys(self, centered: bool = True) -> torch.Tensor:
-        """Second moment of the keys, less their centers: float64 [head_dim, head_dim], mean over kv heads."""
+    def stored_keys_by_head(self, centered: bool = True) -> torch.Tensor:
+        """Second moment of the keys, less their centers: float64 [kv_heads, head_dim, head_dim]."""
         moment = self.keys.per_head().cpu()
-        if centered:
-            moment = moment - self.center[:, :, None] * self.center[:, None, :]
-        return moment.mean(0)
+        return moment - self.center[:, :, None] * self.center[:, None, :] if centered else moment
+
+    def stored_keys(self, centered: bool = True) -> torch.Tensor:
+        """Mean of :meth:`stored_keys_by_head` over kv heads: float64 [head_dim, head_dim]."""
+        return self.stored_keys_by_head(centered).mean(0)
 
 
 def behind_sink(x: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:

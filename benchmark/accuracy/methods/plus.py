@@ -30,6 +30,7 @@ class Plus(RowMethod):
         values_by: "balance" or "paper".
         centered: whether keys lose their calibration mean.
         shrinkage: of the second moments of keys and queries.
+        per_head: a key transform for each kv head, which the server does not do.
         group, k_clip, v_clip, k_gain, v_gain, sink, recent: of the rows and windows.
     """
 
@@ -39,6 +40,7 @@ class Plus(RowMethod):
     values_by: str = "balance"
     centered: bool = True
     shrinkage: float = SHRINKAGE
+    per_head: bool = False
     k_clip: float = CLIP_RATIO
     v_clip: float = CLIP_RATIO
     k_gain: float = KEY_GAIN
@@ -66,6 +68,11 @@ class Plus(RowMethod):
     def _keys(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
             known = moments(calibration, layer)
+            if self.per_head:
+                both = (known.stored_keys_by_head(self.centered), known.queries.per_head().cpu())
+                pairs = zip(*(shrunk(moment, self.shrinkage) for moment in both), strict=True)
+                heads = [balance(stored, reading) for stored, reading in pairs]
+                return torch.stack([head.transform for head in heads]), torch.stack([head.dual.mT for head in heads])
             stored, reading = known.stored_keys(self.centered), known.queries.shared().cpu()
             if self.keys_by == "balance":
                 found = balance(shrunk(stored, self.shrinkage), shrunk(reading, self.shrinkage))
@@ -76,7 +83,8 @@ class Plus(RowMethod):
                 rotation = compose_side(reading, FitOptions())[0]
             return rotation, rotation.mT
 
-        return calibration.once((layer, "keys", self.keys_by, self.centered, self.shrinkage, self.group), compute)
+        choices = (self.keys_by, self.centered, self.shrinkage, self.per_head, self.group)
+        return calibration.once((layer, "keys", *choices), compute)
 
     def _values(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,10 +132,15 @@ METHODS = [
     part("zero-point order", keys_by="zero_point", values_by="paper"),
     part("centered only", keys_by="paper", values_by="paper"),
     part("moments not shrunk", shrinkage=0.0),
+    part("moments shrunk by a quarter", shrinkage=0.25),
+    part("moments shrunk by three quarters", shrinkage=0.75),
+    part("diagonal moments", shrinkage=1.0),
+    part("keys balanced per head (not served)", per_head=True),
     part("paper rows", **RANGE),
     part("paper rows, zero-point order", keys_by="zero_point", values_by="paper", **RANGE),
     part("paper rows, clip 0.88/0.88", k_gain=0.0, v_gain=0.0),
     part("key gain 1.00", k_gain=1.0),
+    part("key gain 0.97", k_gain=0.97),
     part("key gain 0.96", k_gain=0.96),
     part("key gain 0.88 (about least squares)", k_gain=0.88),
     part("clip 0.84/0.84", k_clip=0.84, v_clip=0.84),
