@@ -64,7 +64,7 @@ def main() -> None:
                 return None
             return time_us([
                 lambda c=c, q=q, k=k, v=v: cuda_store.store(
-                    c, PAGE, slots, k, v, q, arranged, v_rotation, 0.96, 0.92
+                    c, PAGE, slots, k, v, q, arranged, v_rotation, 0.96, 0.92, decoding=True
                 )
                 for c, (q, k, v) in zip(caches, split, strict=True)
             ])  # fmt: skip

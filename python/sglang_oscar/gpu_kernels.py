@@ -134,17 +134,21 @@ class GpuKernels:
 
 
 def _prepare(layer: LayerParams, dtype: torch.dtype) -> PreparedLayer:
+    key = prepare_rotation(layer.k_rotation, dtype)
     return PreparedLayer(
-        key=prepare_rotation(layer.k_rotation, dtype),
+        key=key,
         value=prepare_rotation(layer.v_rotation, dtype),
         value_back=prepare_rotation(layer.output_matrix, dtype),
-        query=prepare_rotation(layer.query_matrix, dtype),
+        # Most often queries are rotated like keys: one copy of the matrix serves both.
+        query=key if layer.query_matrix is layer.k_rotation else prepare_rotation(layer.query_matrix, dtype),
         chunk_center=layer.plain_center,
     )
 
 
 def _arrange(prepared: PreparedLayer) -> Arranged:
-    return Arranged(*(cuda_store.arrange(r) for r in (prepared.key, prepared.value, prepared.query)))
+    key = cuda_store.arrange(prepared.key)
+    query = key if prepared.query is prepared.key else cuda_store.arrange(prepared.query)
+    return Arranged(key, cuda_store.arrange(prepared.value), query)
 
 
 def _rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

@@ -1,0 +1,49 @@
+"""Where a decode step goes: sums over a trace of overlapping kernels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
+
+from step_profile import kind, summarize
+
+
+def kernel(name: str, begin: float, end: float) -> dict[str, Any]:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
+
+
+def test_kinds() -> None:
+    assert kind("nvjet_sm90_tst_192x8_64x8_2x1_v_bz_TNT") == "matrix products"
+    assert kind("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>") == "attention"
+    assert kind("void flashinfer::norm::FusedAddRMSNormKernel<8u>") == "other"
+    assert kind("oscar_decode") == "attention"
+    assert kind("oscar_store") == "store"
+    assert kind("void (anonymous namespace)::store_kvcache<2048l>") == "store"
+
+
+def test_two_steps_of_two_layers() -> None:
+    """A kernel that starts before its predecessor ends counts from there on, and gaps are idle."""
+    events: list[dict[str, Any]] = [{"cat": "cpu_op", "name": "oscar_decode", "ts": 0, "dur": 1e6}]
+    for at in range(0, 400, 100):
+        events += [
+            kernel("gemm", at, at + 40),
+            kernel("oscar_store", at + 40, at + 50),
+            kernel("oscar_decode", at + 45, at + 75),
+            kernel("act_and_mul_kernel", at + 85, at + 90),
+        ]
+    found = summarize(events, layers=2)
+    assert found["steps"] == 2
+    assert found["us_per_step"] == {"attention": 50, "matrix products": 80, "other": 10, "store": 20}
+    # Ten between attention and activation in each layer, ten after the activation but for the last layer.
+    assert found["idle_us_per_step"] == (4 * 10 + 3 * 10) / 2
+    assert {"kernel": "oscar_decode", "us_per_step": 60, "launches": 2} in found["longest"]
+
+
+def test_a_trace_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="not one whole step of 36 layers"):
+        summarize([kernel("gemm", 0, 1)], layers=36)
