@@ -30,6 +30,7 @@ class Calibration:
         layers: per layer.
         seq_lens: lengths of the sequences, which lie one after the other.
         readers: per layer W_o W_o^T by kv head, summed over its query heads: float32 [kv_heads, d, d].
+        rotary: n -> cosines and sines of the rotary embedding of positions 0 .. n-1, [n, d] each.
         known: what was computed from these activations, so that methods that need the same fit it once.
         head_dim, kv_heads: geometry.
     """
@@ -37,6 +38,7 @@ class Calibration:
     layers: list[LayerActivations]
     seq_lens: list[int]
     readers: list[torch.Tensor]
+    rotary: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -78,7 +80,7 @@ class Calibration:
         """The same with the first ``sequences`` only."""
         tokens = sum(self.seq_lens[:sequences])
         layers = [LayerActivations(x.q[:tokens], x.k[:tokens], x.v[:tokens]) for x in self.layers]
-        return Calibration(layers, self.seq_lens[:sequences], self.readers)
+        return Calibration(layers, self.seq_lens[:sequences], self.readers, self.rotary)
 
 
 @torch.no_grad()
@@ -98,6 +100,11 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
         parts.setdefault(layer, []).append(LayerActivations(*flat))
         readers.setdefault(layer, reader_of(module.o_proj.weight, k.shape[1], k.shape[3]))
 
+    def rotary(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(n, device=model.device)[None]
+        cos, sin = model.model.rotary_emb(layers[0].k.float(), positions)
+        return cos[0], sin[0]
+
     for chunk in ids.split(batch):
         with reading(model, CacheView(observe=observe)):
             model.model(chunk.to(model.device), use_cache=False)
@@ -105,4 +112,4 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
         LayerActivations(*(torch.cat([getattr(part, name) for part in parts[layer]]) for name in ("q", "k", "v")))
         for layer in range(len(parts))
     ]
-    return Calibration(layers, [ids.shape[1]] * len(ids), [readers[layer] for layer in range(len(parts))])
+    return Calibration(layers, [ids.shape[1]] * len(ids), [readers[layer] for layer in range(len(parts))], rotary)

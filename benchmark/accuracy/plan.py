@@ -51,7 +51,7 @@ class Size:
         documents, questions: of retrieval, per length.
         long_contexts: lengths at which the attention KL of :data:`FIGURES` is measured.
         tables: of methods; others are left out.
-        regimes: names.
+        regimes: names; others are left out.
         batch_tokens: retrieval, at a time.
     """
 
@@ -70,7 +70,8 @@ class Size:
 TWO = (REGIMES[0].name, REGIMES[2].name)
 SIZES = {
     "full": Size(),
-    "reduced": Size(3, 1024, 128, (1024,), 3, 4, (), ("methods",), TWO, 8192),
+    "reduced": Size(6, 1024, 256, (1024,), 3, 4, (), ("methods",), TWO, 8192),
+    "long": Size(24, 1536, 256, (1024,), 12, 4, (), ("methods",), batch_tokens=16384),
     "tiny": Size(2, 640, 32, (700,), 1, 2, (640,), ("methods",), TWO, 4096),
 }
 

@@ -10,7 +10,9 @@ SIXTEEN = 16
 """Bits of a stored scale, zero point, norm or window element."""
 
 
-def uniform(x: torch.Tensor, bits: int, dim: int, group: int, symmetric: bool = False) -> torch.Tensor:
+def uniform(
+    x: torch.Tensor, bits: int, dim: int, group: int, symmetric: bool = False, span: float = 1.0
+) -> torch.Tensor:
     """Round-to-nearest over min..max of every group, with scale and zero point in bfloat16, and back.
 
     Args:
@@ -19,6 +21,7 @@ def uniform(x: torch.Tensor, bits: int, dim: int, group: int, symmetric: bool = 
         dim: along which neighbours share scale and zero point.
         group: how many share them.
         symmetric: levels at odd multiples of half a step, centered at 0, no zero point.
+        span: part of min..max that the levels span; both ends are multiplied by it.
 
     Returns:
         float32 of the shape of ``x``.
@@ -30,7 +33,7 @@ def uniform(x: torch.Tensor, bits: int, dim: int, group: int, symmetric: bool = 
         scale = (2 * grouped.abs().amax(-1, keepdim=True).clamp_min(1e-8) / top).bfloat16().float()
         zero = torch.full_like(scale, top / 2)
     else:
-        low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+        low, high = span * grouped.amin(-1, keepdim=True), span * grouped.amax(-1, keepdim=True)
         scale = ((high - low).clamp_min(1e-8) / top).bfloat16().float()
         zero = (-low / scale).bfloat16().float()
     codes = (grouped / scale + zero).round_().clamp_(0, top)

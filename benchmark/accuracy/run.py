@@ -3,6 +3,7 @@
     python benchmark/accuracy/run.py                                  # the shipped model, on the GPU where there is one
     python benchmark/accuracy/run.py --model models/reference --model DIR --size full
     python benchmark/accuracy/run.py --size reduced                   # for two CPU cores
+    python benchmark/accuracy/run.py --size long --only plus --only "OSCAR g" --model DIR  # few methods, much text
     python benchmark/accuracy/run.py --server-only --out server.json  # real servers of the shipped model, over HTTP
     python benchmark/accuracy/run.py --from a.json --from b.json      # the report again, of several runs
 
@@ -16,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=[*plan.SIZES], help="default: full on a GPU, reduced on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", action="append", help="methods whose name contains this, and BF16; repeatable")
+    parser.add_argument("--table", action="append", help="tables of methods instead of the size's; repeatable")
+    parser.add_argument("--regime", action="append", help="regimes instead of the size's; repeatable")
     parser.add_argument("--split", choices=[*plan.SPLITS], default="report", help="which documents and text")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "accuracy.json", help="results")
     parser.add_argument(
@@ -188,10 +192,12 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
         results["seconds"] = round(time.time() - begin)
         args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
 
+    size = plan.SIZES[size_name]
+    size = replace(size, tables=tuple(args.table or size.tables), regimes=tuple(args.regime or size.regimes))
     sources = [] if args.server_only else args.model or [str(MODEL)]
     for source in sources:
         keep = partial(save, Path(source).name)
-        measure_model(source, plan.SIZES[size_name], plan.SPLITS[args.split], args.device, args.only or [], keep)
+        measure_model(source, size, plan.SPLITS[args.split], args.device, args.only or [], keep)
     if not args.no_server:
         from accuracy.server import measure_server
 

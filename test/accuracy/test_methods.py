@@ -19,6 +19,7 @@ from accuracy.methods.error_feedback import feed_back  # noqa: E402
 from accuracy.methods.kitty import boosted  # noqa: E402
 from accuracy.methods.kivi import blocks_exact_from  # noqa: E402
 from accuracy.methods.oscar import lloyd_max_rows  # noqa: E402
+from accuracy.methods.rotatekv import RotateKV, turned  # noqa: E402
 from accuracy.quantizers import lloyd_max, lloyd_max_round, uniform  # noqa: E402
 from accuracy.server import transforms_set  # noqa: E402
 from oscar_kernels.codec import clip, decode_rows, dequantize, encode_rows, quantize  # noqa: E402
@@ -42,7 +43,13 @@ def calibration() -> Calibration:
 
     layers = [LayerActivations(activations(4), activations(HEADS), activations(HEADS)) for _ in range(2)]
     readers = [torch.eye(D).expand(HEADS, -1, -1) * (1 + n) for n in range(2)]
-    return Calibration(layers, [300, 600], readers)
+    return Calibration(layers, [300, 600], readers, rotary)
+
+
+def rotary(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of a rotary embedding with base 10000."""
+    angles = torch.arange(n)[:, None] * 10000 ** (-torch.arange(0, D, 2) / D)
+    return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +85,7 @@ def noise(method, x: torch.Tensor) -> tuple[float, float]:
         ("OSCAR g128", 32768, 2.38),
         ("OSCAR g128", 131072, 2.28),
         ("plus g128", 131072, 2.28),
+        ("RotateKV g128", 1 << 24, 2.25),
         ("QuaRot-INT2 g128 bare", 131072, 2.25),
         ("naive INT2 g128", 131072, 2.25),
         ("Saw-INT4", 131072, 4.25),
@@ -217,6 +225,28 @@ def test_omni_token_scaling_ignores_a_tokens_norm(fitted: dict) -> None:
     assert errors[1] > 20 * errors[0]
 
 
+def test_rotatekv_groups_like_channels_before_rope(calibration: Calibration) -> None:
+    """Lossless, it gives keys back; sorting by the channels' means before RoPE makes a large mean harmless."""
+    method = RotateKV()
+    method.fit(calibration)
+    x = vectors(40)
+    flat = method.rotated(x)
+    torch.testing.assert_close(flat.square().sum(), x.square().sum(), rtol=1e-4, atol=0)
+    assert method.keys(0, x).shape == x.shape
+    mean = 6 * torch.randn(1, HEADS, 1, D, generator=torch.Generator().manual_seed(5))
+    keys = turned(0.1 * vectors(300) + mean, *rotary(300))
+    own = Calibration([LayerActivations(keys[0].transpose(0, 1), keys[0].transpose(0, 1), keys[0].transpose(0, 1))],
+                      [300], [torch.eye(D).expand(HEADS, -1, -1)], rotary)  # fmt: skip
+    errors = {}
+    for name in ("sorted", "as they come"):
+        method = RotateKV()
+        method.fit(own)
+        if name != "sorted":
+            method.order = [torch.arange(HEADS * D)]
+        errors[name] = float((method.keys(0, keys) - keys).square().mean())
+    assert errors["sorted"] < 0.75 * errors["as they come"]
+
+
 def test_oscar_equalizes_importance(calibration: Calibration, fitted: dict) -> None:
     """Lemma 1: the diagonal of R^T C_Q R is constant behind U H, and only there (the importance column of table 10)."""
     metric = calibration.covariance(0, QueryCovariance).shared()[None]
@@ -270,6 +300,7 @@ def test_plus_does_not_see_outliers_of_coordinates(calibration: Calibration) -> 
         [LayerActivations(x.q / factor, x.k * factor, x.v) for x in calibration.layers],
         calibration.seq_lens,
         calibration.readers,
+        rotary,
     )
     queries = calibration.layers[0].q[:200].flatten(0, 1)
     keys = calibration.layers[0].k[100:400].transpose(0, 1)[None]
