@@ -35,8 +35,8 @@ LAYER_CONTEXTS = 8
 FIGURES = ("naive INT2 g128", "QuaRot-INT2 g128", "OSCAR g128, no rotation", "OSCAR g128", "plus g128")
 """Methods drawn in the figures, as in the paper: naive, Hadamard, clipping alone, OSCAR; and ``plus``."""
 
-EVERYWHERE = ("methods", "plus")
-ABLATED = dict.fromkeys(("factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
+EVERYWHERE = ("methods",)
+ABLATED = dict.fromkeys(("plus", "factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
 ONCE = {"windows": REGIMES[1:2], "clip": REGIMES[1:2], "calibration": REGIMES[1:2]}
 
 

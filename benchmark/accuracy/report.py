@@ -252,7 +252,7 @@ measured by it, in {seconds} s where it took longest.
   number from a document in the prefix cache. In brackets 95% intervals: bootstrap over contexts, Wilson for retrieval.
 * **Bits** are computed from what a method stores, scales and windows included, at 128K tokens of context."""
 
-QUESTION = """`plus` was chosen on other documents and other text than these (see `benchmark/accuracy/plan.py`). Gaps
+QUESTION = """`plus` was chosen on other documents and other text than these (`--split choice`). Gaps
 are to BF16; "closed" is the part of the published recipe's gap that `plus` removes at the same bits, a dash where there
 is less than half a percent of a gap."""
 
@@ -277,27 +277,41 @@ NOTES = """## How to read this
   server's window does, and all need blocks of tokens, which a paged cache of rows does not have.
 * **Methods at 3 and 4 bits without windows** can lose to 2 bits with windows: nearby tokens matter most. More bits do
   not save a format from outliers: naive INT4 and both TurboQuants fail where a 2-bit format that undoes them does not.
-* **RotateKV is missing**: its channel reordering and calibration are not described publicly in enough detail to be
-  rebuilt without guessing.
-* **Where plus does not help.** On `strong` as trained it is no better than the published recipe, rather a little worse
-  (KL 0.017 against 0.014): that model has no outliers, any rotation does about as well as any other there, and white
-  error behind a mean over all kv heads is not quite what its attention minds. Two thirds of the perplexity gap and
-  half of the retrieval gap are closed on `reference` with strong outliers, as trained only on contexts of 1K (about
-  70%; at 2K 40%), not with mild outliers and not on `strong` as trained. `strong` with outliers is not in this report;
-  the derivation says that `plus` keeps its figures there, and `reference` shows it. `paper` stays the default for that
-  reason.
-* **Both parts of plus count.** On `reference` as trained, balanced transforms and centers each go about half the way
-  from the published recipe to plus; with strong outliers centering or the zero-point-aware order alone are not enough
-  at group 128, and balancing is.
-* **What bounds plus.** Its excess does not depend on the strength of outliers (compare regimes); what is left is the
-  error of four levels. For a normal variable no four levels have a squared error below 0.1175 (Lloyd-Max); clipping at
-  0.96 leaves 0.16. Tighter clipping, or Lloyd-Max levels, lower that error and yet raise the KL: they shrink every key,
-  and attention minds a wrong length more than noise. Where the model as trained has no outliers, the Cauchy-Schwarz
-  factor ("key error left by balancing") is near 1 and bounds what any linear map can gain. The rest would need more
-  bits, larger windows, or codes that are not chosen channel by channel: rounding with error feedback, in the manner of
-  GPTQ, is a row of the part-by-part table; it would make the store kernel sequential in the channels.
+* **RotateKV** is rebuilt from its paper's abstract and its authors' program; what is assumed is named in its file.
+* **Where plus helps least.** Without outliers. It closes two thirds of the perplexity gap or more in every regime of
+  both models but `reference` as trained, where it is 64% (65% at group 64); of the KL 67% and more on `reference`, 56%
+  and more on `strong`. Retrieval lost is more than halved wherever more than one question of 48 was lost. Intervals are
+  wide: the excess of a few hundredths of a nat over 6,000 tokens moves by a tenth of the gap.
+* **What the parts do.** With rows as the published recipe writes them ("paper rows"), centers and balanced transforms
+  close a third to a half of the gap as trained, nothing on `strong`, and nearly all of it with strong outliers, which
+  only balancing undoes at group 128. Fitting scales to the codes is worth as much again where there are no outliers,
+  for other transforms too ("paper keys and values").
+* **Why fitted scales.** Clipping at ratio r and four levels between the ends give back a normal row of 128 channels
+  x^ = b x + noise: b is 0.975 at r = 0.96 and 0.90 at r = 0.88, and from row to row it moves by 3.6% of itself. Along a
+  key a logit is proportional to b, so a match that a query finds by a margin of 12 nats loses 0.3 to 1.2 nats of it
+  and gains or loses 0.4 at random; noise across the key moves it by the same order, but in both directions and for all
+  keys. Tight clipping lowers the squared error (0.156 at 0.96, 0.119 at 0.88; no four levels have less than 0.1175)
+  and yet used to raise the KL. With scale and zero point fitted to the codes b is 1 for every row; what is left at
+  r = 0.88 is noise of 0.132, where unbiased rows of the published ratio have 0.162, and no noise at all along the mean
+  of a group, which the fitted zero point returns exactly: the group-constant Walsh row, to which the order of
+  eigenvectors gives the largest direction. Least squares (a gain of 0.88) has less error still and the worst KL.
+* **Why keys get a gain of 0.98.** Noise of variance s^2 in a logit multiplies the mean of its exponential by
+  exp(s^2 / 2), for quantized tokens and not for those in the 16-bit windows. A slightly shorter key makes up for it on
+  average. Doing it exactly, by taking s^2 / 2 off every quantized logit, is no better than a gain of 0.98 and would
+  cost the attention kernel. Values enter linearly: their best gain is 1.
+* **What bounds plus.** One layer. On `strong` the keys of layer 4 alone cause 93% of the KL that all keys cause, on
+  `reference` those of the last layer cause 97%: there some heads find the earlier occurrence of a phrase, and what decides is
+  the noise in their logits. Weighted by attention its variance is 0.72 nats^2 with the published recipe and 0.37 with
+  plus, and the KL follows it (0.0186 and 0.0093 on the same text). For a given quantizer that variance is (sum of
+  sigma)^2 / d, the minimum over all linear maps; sigma is flat there (mean over geometric mean 1.22, the largest
+  direction returned exactly), so error feedback in the manner of GPTQ, which could gain that factor at most, gains
+  nothing measurable, neither does one matrix per kv head (6% of KL), nor do moments weighted by attention. Rounding
+  again with fitted scales gains 2% of the noise at group 128. Group 32 would gain 22% for 0.75 bits more. What remains
+  is the distance of any scalar 2-bit code (0.1175) to the rate-distortion bound (0.0625), which takes trellis or
+  lattice codes and another decode kernel, or more bits for the keys of one layer.
 * **Cost in the server**: none that can be measured. Rows are the same bytes, the attention kernels are the same; the
-  store kernel subtracts one vector per kv head and queries are multiplied by another matrix of the same size. Prompt
+  store kernel subtracts one vector per kv head and adds up four sums per group, and queries are multiplied by another
+  matrix of the same size. Prompt
   chunks behind a cached prefix lose the center in one elementwise pass. Value transforms are folded into the weights.
   Per-head matrices would serve values for free and cost the key tiles of the store kernel their shared operand."""
 
