@@ -279,8 +279,8 @@ NOTES = """## How to read this
   not save a format from outliers: naive INT4 and both TurboQuants fail where a 2-bit format that undoes them does not.
 * **RotateKV** is rebuilt from its paper's abstract and its authors' program; what is assumed is named in its file.
 * **Where plus helps least.** Without outliers. It closes two thirds of the perplexity gap or more in every regime of
-  both models but `reference` as trained, where it is 64% (65% at group 64); of the KL 67% and more on `reference`, 56%
-  and more on `strong`. Retrieval lost is more than halved wherever more than one question of 48 was lost. Intervals are
+  both models but `reference` as trained, where it is 64% (65% at group 64); of the KL 67% and more on `reference`, 53%
+  to 60% on `strong`. Retrieval lost is more than halved wherever more than one question of 48 was lost. Intervals are
   wide: the excess of a few hundredths of a nat over 6,000 tokens moves by a tenth of the gap.
 * **What the parts do.** With rows as the published recipe writes them ("paper rows"), centers and balanced transforms
   close a third to a half of the gap as trained, nothing on `strong`, and nearly all of it with strong outliers, which
@@ -300,15 +300,16 @@ NOTES = """## How to read this
   average. Doing it exactly, by taking s^2 / 2 off every quantized logit, is no better than a gain of 0.98 and would
   cost the attention kernel. Values enter linearly: their best gain is 1.
 * **What bounds plus.** One layer. On `strong` the keys of layer 4 alone cause 93% of the KL that all keys cause, on
-  `reference` those of the last layer cause 97%: there some heads find the earlier occurrence of a phrase, and what decides is
-  the noise in their logits. Weighted by attention its variance is 0.72 nats^2 with the published recipe and 0.37 with
-  plus, and the KL follows it (0.0186 and 0.0093 on the same text). For a given quantizer that variance is (sum of
-  sigma)^2 / d, the minimum over all linear maps; sigma is flat there (mean over geometric mean 1.22, the largest
-  direction returned exactly), so error feedback in the manner of GPTQ, which could gain that factor at most, gains
-  nothing measurable, neither does one matrix per kv head (6% of KL), nor do moments weighted by attention. Rounding
-  again with fitted scales gains 2% of the noise at group 128. Group 32 would gain 22% for 0.75 bits more. What remains
-  is the distance of any scalar 2-bit code (0.1175) to the rate-distortion bound (0.0625), which takes trellis or
-  lattice codes and another decode kernel, or more bits for the keys of one layer.
+  `reference` those of the last layer 97%: there some heads find the earlier occurrence of a phrase, and what decides
+  is the noise in their logits. Weighted by attention its variance on `strong` is 0.72 nats^2 with the published recipe
+  and 0.37 with plus, and the KL follows it (0.0186 and 0.0093 on the same text). For a given quantizer that variance is
+  (sum of sigma)^2 / d, the minimum over all linear maps; sigma is flat there (mean over geometric mean 1.22, the
+  largest direction returned exactly), so error feedback in the manner of GPTQ, which could gain that factor at most,
+  gains nothing on `strong`; on `reference` it may (see the table), but it makes the store kernel sequential in the
+  channels. One matrix per kv head gains 6% of the KL, moments weighted by attention nothing. Rounding again with fitted
+  scales gains 2% of the noise at group 128. Group 32 would gain 22% for 0.75 bits more. What remains is the distance
+  of any scalar 2-bit code (0.1175) to the rate-distortion bound (0.0625), which takes trellis or lattice codes and
+  another decode kernel, or more bits for the keys of one layer.
 * **Cost in the server**: none that can be measured. Rows are the same bytes, the attention kernels are the same; the
   store kernel subtracts one vector per kv head and adds up four sums per group, and queries are multiplied by another
   matrix of the same size. Prompt
