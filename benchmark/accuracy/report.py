@@ -280,7 +280,7 @@ NOTES = """## How to read this
 * **RotateKV** is rebuilt from its paper's abstract and its authors' program; what is assumed is named in its file.
 * **Where plus helps least.** Without outliers. It closes two thirds of the perplexity gap or more in every regime of
   both models but `reference` as trained, where it is 64% (65% at group 64); of the KL 67% and more on `reference`, 53%
-  to 60% on `strong`. Retrieval lost is more than halved wherever more than one question of 48 was lost. Intervals are
+  and more on `strong`. Retrieval lost is more than halved wherever more than one question of 48 was lost. Intervals are
   wide: the excess of a few hundredths of a nat over 6,000 tokens moves by a tenth of the gap.
 * **What the parts do.** On `reference` as trained, balanced transforms and centers with rows as the published recipe
   writes them ("paper rows") close 46% of the KL, fitted scales with the published rotations ("paper keys and values")
