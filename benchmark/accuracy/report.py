@@ -279,9 +279,10 @@ NOTES = """## How to read this
   not save a format from outliers: naive INT4 and both TurboQuants fail where a 2-bit format that undoes them does not.
 * **RotateKV** is rebuilt from its paper's abstract and its authors' program; what is assumed is named in its file.
 * **Where plus helps least.** Without outliers. It closes two thirds of the perplexity gap or more in every regime of
-  both models but `reference` as trained, where it is 64% (65% at group 64); of the KL about two thirds on `reference`, half or
-  a little more on `strong`, all but 1% with strong outliers at group 128. Retrieval lost is more than halved wherever more than one question of 48 was lost. Intervals are
-  wide: the excess of a few hundredths of a nat over 6,000 tokens moves by a tenth of the gap.
+  both models but `reference` as trained, where it is 64% (65% at group 64); of the KL about two thirds on `reference`,
+  half or a little more on `strong`, all but 1% with strong outliers at group 128. Retrieval lost is more than halved
+  wherever more than one question of 48 was lost. Intervals are wide: the excess of a few hundredths of a nat over 6,000
+  tokens moves by a tenth of the gap.
 * **What the parts do.** On `reference` as trained, balanced transforms and centers with rows as the published recipe
   writes them ("paper rows") close 46% of the KL, fitted scales with the published rotations ("paper keys and values")
   54%, both together 68%; on `strong` 9%, 44% and 52% on the text that plus was chosen on. With strong outliers only
