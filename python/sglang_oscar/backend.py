@@ -46,6 +46,8 @@ class OscarAttentionBackend(AttentionBackend):
             self.kernels = kernels.for_device(state, model_runner.dtype, q_heads)
         except Int2Error as error:
             fatal(error)
+        if model_runner.server_args.enable_torch_compile:
+            compiled.prepare()
         self.batch: Batch | None = None
         self.graph_buffers: GraphBuffers | None = None
 

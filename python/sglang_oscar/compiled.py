@@ -7,6 +7,9 @@ layer. What an operator reads apart from its arguments, the cache and the batch'
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 
@@ -41,3 +44,26 @@ def _(
 # The cache is written, which the schema does not say: as arguments, tensors of its size would be at the mercy of a
 # copy. Every layer reads what the one before computed, so the order is that of the model; and nothing may drop a call.
 torch.fx.node.has_side_effect(torch.ops.sglang_oscar.decode.default)
+
+
+@cache
+def prepare() -> None:
+    """Have norms of queries and keys traced, where SGLang calls a kernel that dynamo knows nothing about.
+
+    Eager code keeps that kernel. Called once a process, before anything is compiled.
+    """
+    from sglang.srt.models import utils
+
+    torch.compiler.substitute_in_graph(utils.apply_qk_norm)(_apply_qk_norm)
+
+
+def _apply_qk_norm(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: Any,
+    k_norm: Any,
+    head_dim: int,
+    alt_stream: torch.cuda.Stream | None = None,
+    allow_inplace: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q_norm(q.reshape(-1, head_dim)).view(q.shape), k_norm(k.reshape(-1, head_dim)).view(k.shape)
