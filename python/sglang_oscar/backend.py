@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from sglang_oscar import compiled, kernels, runtime
 from sglang_oscar.batch import Batch, GraphBuffers, decode_batch, extend_batch
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.gate import BACKEND
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -48,6 +51,8 @@ class OscarAttentionBackend(AttentionBackend):
             fatal(error)
         if model_runner.server_args.enable_torch_compile:
             compiled.prepare()
+            largest = model_runner.server_args.torch_compile_max_bs
+            logger.info("int2 decode: one operator per layer inside torch.compile, up to %d requests", largest)
         self.batch: Batch | None = None
         self.graph_buffers: GraphBuffers | None = None
 
