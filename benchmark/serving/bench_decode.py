@@ -2,7 +2,9 @@
 
 Prints, for every context length, both times, their ratio, and the ratio of each to its byte bound: the bytes of
 weights and of cached keys and values that a step must read, over the card's read bandwidth. Also records how the
-start-up account of int2 mode compares with what the card reports.
+start-up account of int2 mode compares with what the card reports, and how long the servers took to start.
+
+``--server-args "--enable-torch-compile --torch-compile-max-bs 1"`` measures both with torch.compile.
 """
 
 from __future__ import annotations
@@ -112,14 +114,16 @@ def main(
         "bf16": (["--attention-backend", baseline], {}, 16.0),
         "int2": (["--kv-cache-dtype", "int2"], rotations, 2.25),
     }
-    result = describe() | {"shape": shape, "bandwidth_tb_s": bandwidth, "baseline": baseline, "rows": []}
+    result = describe() | {"shape": shape, "bandwidth_tb_s": bandwidth, "baseline": baseline, "rows": [], "start_s": {}}
     times: dict[str, dict[int, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         common = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
         common += server_args.split()
         for name, (args, env, _) in modes.items():
+            begin = time.monotonic()
             with serve(folder, out.with_suffix(f".{name}.log"), [*common, *args], environment() | env) as server:
+                result["start_s"][name] = round(time.monotonic() - begin, 1)
                 if name == "int2":
                     result["account"] = account(server.text()) | {"used_gib": used_bytes() / 2**30}
                 times[name] = {length: ms_per_token(server, length) for length in sizes}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,30 @@ KINDS = {
     "matrix products": ("gemm", "gemv", "cutlass", "splitk", "nvjet", "dot_kernel"),
 }
 """Parts of kernel names by kind, the first match counts; norms, rope, activations and sampling are what is left."""
-ONCE_A_LAYER = ("act_and_mul", "silu")
-"""A kernel that every layer launches once, in any mode."""
+ELEMENTWISE = ("norm", "rope", "rotary", "act_and_mul", "silu")
+"""Parts of names of what is left, whatever else the names say: FlashInfer's namespace is on all of its kernels."""
+INDUCTOR = re.compile(r"triton_[a-z]+_fused_(.*)")
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"}
+"""ATen operators; the name of a kernel that torch.compile makes lists those it was fused of."""
 
 
 def kind(name: str) -> str:
-    """The kind of a kernel."""
+    """The kind of a kernel; one that computes a product is of that kind, whatever is fused with it."""
     lowered = name.lower()
-    # FlashInfer's elementwise kernels have its namespace too.
-    if any(part in lowered for part in ("norm", "rope", "rotary", *ONCE_A_LAYER)):
+    if fused := INDUCTOR.match(lowered):
+        return "matrix products" if PRODUCTS & set(fused[1].split("_")) else "other"
+    if any(part in lowered for part in ELEMENTWISE):
         return "other"
     return next((k for k, parts in KINDS.items() if any(part in lowered for part in parts)), "other")
+
+
+def layer_passes(names: list[str]) -> int:
+    """How many times a layer ran: launches of whichever kernel of attention, or of the store, was launched most.
+
+    Whatever else a layer launches once may be fused with something by torch.compile.
+    """
+    launches = Counter(name for name in names if kind(name) in ("attention", "store"))
+    return max(launches.values(), default=0)
 
 
 def summarize(events: list[dict[str, Any]], layers: int) -> dict[str, Any]:
@@ -53,7 +67,7 @@ def summarize(events: list[dict[str, Any]], layers: int) -> dict[str, Any]:
         for e in events
         if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )
-    steps = sum(any(part in name.lower() for part in ONCE_A_LAYER) for _, _, name in kernels) / layers
+    steps = layer_passes([name for _, _, name in kernels]) / layers
     if steps < 1:
         raise ValueError(f"the trace has {len(kernels)} kernels and not one whole step of {layers} layers")
     by_kind: dict[str, float] = defaultdict(float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from oscar_kernels.cache import StoreSlots
-from sglang_oscar import kernels, runtime
+from sglang_oscar import compiled, kernels, runtime
 from sglang_oscar.batch import Batch, GraphBuffers, decode_batch, extend_batch
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.gate import BACKEND
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -46,6 +49,10 @@ class OscarAttentionBackend(AttentionBackend):
             self.kernels = kernels.for_device(state, model_runner.dtype, q_heads)
         except Int2Error as error:
             fatal(error)
+        if model_runner.server_args.enable_torch_compile:
+            compiled.prepare()
+            largest = model_runner.server_args.torch_compile_max_bs
+            logger.info("int2 decode: one operator per layer inside torch.compile, up to %d requests", largest)
         self.batch: Batch | None = None
         self.graph_buffers: GraphBuffers | None = None
 
@@ -89,7 +96,11 @@ class OscarAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """One token per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
-        return self._forward(self.kernels.decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        _check_call(k, layer, save_kv_cache, kwargs)
+        heads = _heads(q, k, v, layer)
+        if torch.compiler.is_compiling():
+            return compiled.decode(*heads, forward_batch.out_cache_loc, layer.layer_id, layer.scaling)
+        return self.decode(*heads, forward_batch.out_cache_loc, layer.layer_id, layer.scaling)
 
     def forward_extend(
         self,
@@ -102,33 +113,35 @@ class OscarAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """A chunk per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
-        return self._forward(self.kernels.extend, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        _check_call(k, layer, save_kv_cache, kwargs)
+        heads = _heads(q, k, v, layer)
+        return self._attend(self.kernels.extend, *heads, forward_batch.out_cache_loc, layer.layer_id, layer.scaling)
 
-    def _forward(
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        layer_id: int,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """:meth:`forward_decode` of checked arguments; see :func:`sglang_oscar.compiled.decode`."""
+        return self._attend(self.kernels.decode, q, k, v, out_cache_loc, layer_id, sm_scale)
+
+    def _attend(
         self,
         attend: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        extras: dict[str, Any],
+        out_cache_loc: torch.Tensor,
+        layer_id: int,
+        sm_scale: float,
     ) -> torch.Tensor:
-        unknown = sorted(name for name, value in extras.items() if value is not None)
-        if k is None or not save_kv_cache or unknown:
-            what = f"{', '.join(unknown)}" if unknown else "attention that does not store its keys and values"
-            raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")
         assert self.batch is not None
-        slots = StoreSlots(forward_batch.out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
-        out = attend(
-            self.runtime.layers[layer.layer_id],
-            replace(self.batch, slots=slots),
-            q.view(-1, layer.tp_q_head_num, layer.head_dim),
-            k.view(-1, layer.tp_k_head_num, layer.head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.head_dim),
-            layer.scaling,
-        )
+        slots = StoreSlots(out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
+        out = attend(self.runtime.layers[layer_id], replace(self.batch, slots=slots), q, k, v, sm_scale)
         return out.to(q.dtype).view(q.shape[0], -1)
 
     def _longest(self, forward_batch: Any) -> int:
@@ -136,3 +149,21 @@ class OscarAttentionBackend(AttentionBackend):
         if forward_batch.seq_lens_cpu is not None:
             return int(forward_batch.seq_lens_cpu.max())
         return self.req_to_token_pool.req_to_token.shape[1]
+
+
+def _check_call(k: torch.Tensor | None, layer: Any, save_kv_cache: bool, extras: dict[str, Any]) -> None:
+    unknown = sorted(name for name, value in extras.items() if value is not None)
+    if k is None or not save_kv_cache or unknown:
+        what = f"{', '.join(unknown)}" if unknown else "attention that does not store its keys and values"
+        raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")
+
+
+def _heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values as [tokens, heads, head_dim]."""
+    return (
+        q.view(-1, layer.tp_q_head_num, layer.head_dim),
+        k.view(-1, layer.tp_k_head_num, layer.head_dim),
+        v.view(-1, layer.tp_v_head_num, layer.head_dim),
+    )

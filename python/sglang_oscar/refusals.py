@@ -35,7 +35,10 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.enable_two_batch_overlap, "two-batch overlap; drop --enable-two-batch-overlap"),
     (lambda a: a.dllm_algorithm is not None, "diffusion language models; drop --dllm-algorithm"),
     (lambda a: a.enable_memory_saver, "the memory saver; drop --enable-memory-saver"),
-    (lambda a: a.enable_torch_compile, "torch.compile; drop --enable-torch-compile"),
+    (
+        lambda a: a.enable_torch_compile and a.device == "cpu",
+        "torch.compile on a CPU; drop --enable-torch-compile or set --device cuda",
+    ),
     (lambda a: a.use_ray, "Ray (its workers load no plugins); drop --use-ray"),
     (lambda a: bool(a.enable_lora or a.lora_paths), "LoRA adapters; drop --enable-lora and --lora-paths"),
     (lambda a: a.weight_cache_mode != "off", "the weight cache; drop --weight-cache-mode"),

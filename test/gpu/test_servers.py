@@ -17,7 +17,7 @@ from support.api import loads, retracted
 from support.compare import assert_same, first_difference, largest_drift
 from support.fleet import FLASHINFER, Fleet
 from support.reference import token_ids
-from support.servers import Server
+from support.servers import Server, compiled_calls
 
 NEAR_TIE = 2.0
 DRIFT = 1.3
@@ -25,6 +25,8 @@ DRIFT = 1.3
 ``noise`` of the test plugin) parts from the one without at gaps of up to 1.03 where it is free to choose a word, at the
 very tokens at which a GPU parts, and moves log probabilities by up to 0.66 (three seeds): a code that flips moves a
 channel by a third of its group's range."""
+LAYERS = 4
+"""Of the reference model."""
 CERTAIN = 3.0
 """Gap, in nats, between the two best tokens of the CPU server beyond which no rounding explains another choice."""
 
@@ -138,6 +140,19 @@ def test_values_rotated_online(fleet: Fleet, expected: dict) -> None:
     server = fleet["online"]
     assert "online, at every step" in server.text()
     compare_many("online", expected, golden.many(server, workers=16))
+    healthy(server)
+
+
+@pytest.mark.uses("compiled")
+def test_decoding_inside_torch_compile(fleet: Fleet, expected: dict) -> None:
+    """One and two requests are compiled, a graph each, in which attention is an operator; 16 are not."""
+    server = fleet["compiled"]
+    compare("compiled", expected["conversations"], golden.conversations(server, expected["conversations"]))
+    for workers in (2, 16):
+        compare_many(f"compiled, {workers} at once", expected, golden.many(server, workers))
+    text = server.text()
+    assert "Graph break" not in text
+    assert compiled_calls(text) == [LAYERS, LAYERS]
     healthy(server)
 
 

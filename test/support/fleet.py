@@ -42,6 +42,10 @@ FLEET = {
     "mixed": Launch(args=(*golden.CHUNKED, "--enable-mixed-chunk"), env=STRICT),
     "retract": Launch(env=STRICT | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}),
     "online": Launch(env={"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}),
+    "compiled": Launch(
+        args=(*golden.WHOLE, "--enable-torch-compile", "--torch-compile-max-bs", "2"),
+        env=STRICT | {"TORCH_LOGS": "graph_breaks,graph_code"},
+    ),
     "watched": Launch(env=checked("nan", "sync")),
     "broken_by_nan": Launch(env=checked("nan_everywhere")),
     "broken_by_wait": Launch(env=checked("sync", "wait")),

@@ -75,6 +75,12 @@ def serve(model: Path | str, log: Path, *args: str, env: dict[str, str] | None =
         yield Server(started.url, started.log, started.process)
 
 
+def compiled_calls(text: str) -> list[int]:
+    """Calls of attention in every graph of torch.compile that has some, from a log with TORCH_LOGS=graph_code."""
+    counts = [graph.count("torch.ops.sglang_oscar.decode") for graph in text.split("TRACED GRAPH")[1:]]
+    return [count for count in counts if count]
+
+
 def launch_fails(model: Path | str, *args: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Start a server that should refuse; returns exit status and output."""
     done = subprocess.run(

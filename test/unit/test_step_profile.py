@@ -26,6 +26,37 @@ def test_kinds() -> None:
     assert kind("void (anonymous namespace)::store_kvcache<2048l>") == "store"
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("triton_red_fused_mm_t_3", "matrix products"),
+        ("triton_red_fused__to_copy_add_mean_mm_mul_pow_rsqrt_t_0", "matrix products"),
+        ("triton_per_fused_mm_mul_silu_slice_split_t_12", "matrix products"),
+        ("triton_tem_fused_addmm_7", "matrix products"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", "other"),
+        ("triton_poi_fused_cat_index_select_mul_sub_unsqueeze_4", "other"),
+        ("triton_poi_fused_mul_silu_slice_5", "other"),
+        # Neither a store nor the merge of attention, although the operator's name has it.
+        ("triton_poi_fused__to_copy_embedding_merge_store_cache_9", "other"),
+    ],
+)
+def test_kinds_of_compiled_kernels(name: str, expected: str) -> None:
+    """Matrix-vector products have norms and activations fused into them: their time is that of reading weights."""
+    assert kind(name) == expected
+
+
+def test_steps_where_activations_are_fused() -> None:
+    """Three steps of two layers whose projections take two kernels each, with the activation inside both."""
+    events = []
+    for at in range(0, 600, 100):
+        names = ("triton_red_fused_mm_mul_silu_0", "triton_per_fused_mm_mul_silu_1", "oscar_store", "oscar_decode")
+        events += [kernel(name, at + 10 * number, at + 10 * number + 10) for number, name in enumerate(names)]
+        events.append(kernel("void flashinfer::PersistentVariableLengthMergeStatesKernel", at + 40, at + 50))
+    found = summarize(events, layers=2)
+    assert found["steps"] == 3
+    assert found["us_per_step"] == {"attention": 40, "matrix products": 40, "store": 20}
+
+
 def test_two_steps_of_two_layers() -> None:
     """A kernel that starts before its predecessor ends counts from there on, and gaps are idle."""
     events: list[dict[str, Any]] = [{"cat": "cpu_op", "name": "oscar_decode", "ts": 0, "dur": 1e6}]

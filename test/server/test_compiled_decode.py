@@ -1,0 +1,74 @@
+"""Decode steps of a real server inside torch.compile, on a CPU: one graph per batch size, or the server ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.compare import LOGPROBS, assert_same
+from support.models import COMMON, VOCABULARY, save
+from support.servers import HADAMARD, STRICT, Server, compiled_calls, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU server compiles by itself, see test/gpu"),
+]
+SUPPORT = Path(__file__).parents[1] / "support"
+COMPILES = str(SUPPORT / "cpu_compile_plugin")
+LOSSLESS = str(SUPPORT / "lossless_plugin")
+ARGS = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *ARGS]
+COMPILED = [*INT2, "--enable-torch-compile", "--torch-compile-max-bs", "2", "--cuda-graph-bs"]
+"""The sizes of batches that are compiled follow: smaller ones are padded, larger ones are not compiled."""
+NEAR_TIE = 0.06
+DRIFT = 0.06
+
+
+def ask(server: Server, workers: int) -> list[dict]:
+    """Answers to short and long prompts."""
+    rng = random.Random(5)
+    asked = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (40, 330, 700, 120, 64, 400, 500, 260)]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, 12, **LOGPROBS), asked))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def test_one_graph_gives_the_eager_answers(model: Path, tmp_path: Path) -> None:
+    """Operators are those of eager code, so log probabilities agree bit for bit; values are rotated in the weights."""
+    env = HADAMARD | STRICT | {"PYTHONPATH": COMPILES, "CPU_COMPILE_BACKEND": "aot_eager", "TORCH_LOGS": "graph_code"}
+    with serve(model, tmp_path / "eager.log", *INT2, env=env) as server:
+        one, three = ask(server, 1), ask(server, 3)
+        assert compiled_calls(server.text()) == []
+    with serve(model, tmp_path / "compiled.log", *COMPILED, "1", "2", env=env) as server:
+        assert "absorbed into the weights" in server.text()
+        assert "one operator per layer inside torch.compile, up to 2 requests" in server.text()
+        assert compiled_calls(server.text()) == [COMMON["num_hidden_layers"]] * 2
+        assert [answer["meta_info"]["output_token_logprobs"] for answer in ask(server, 1)] == [
+            answer["meta_info"]["output_token_logprobs"] for answer in one
+        ]
+        assert_same(three, ask(server, 3), NEAR_TIE, DRIFT)
+        assert server.alive()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+def test_inductor_equals_stock(model: Path, tmp_path: Path) -> None:
+    """Lossless rows and values rotated at every step: fused kernels around attention change nothing but rounding."""
+    with serve(model, tmp_path / "stock.log", "--attention-backend", "torch_native", *ARGS) as server:
+        expected = ask(server, 1)
+    plugins = {"PYTHONPATH": os.pathsep.join([COMPILES, LOSSLESS])}
+    env = HADAMARD | STRICT | plugins | {"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}
+    with serve(model, tmp_path / "int2.log", *COMPILED, "2", env=env) as server:
+        assert "online, at every step" in server.text()
+        for workers in (1, 2):
+            assert_same(expected, ask(server, workers), NEAR_TIE, DRIFT)
+        assert server.alive()

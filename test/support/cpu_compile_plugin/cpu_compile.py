@@ -1,0 +1,53 @@
+"""Test plugin for SGLang: int2 mode with ``--enable-torch-compile`` on a CPU, where it is refused.
+
+What is compiled is what a GPU server compiles, in one graph, or the server ends. CPU_COMPILE_BACKEND is the backend of
+torch.compile, ``inductor`` by default. Norms of queries and keys go the way of a GPU: through a kernel that cannot be
+traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+
+@contextlib.contextmanager
+def patch_model(model, enable_compile, num_tokens, tp_group):
+    backend = os.environ.get("CPU_COMPILE_BACKEND", "inductor")
+    print(f"cpu_compile: {backend}, one graph of {num_tokens} tokens", flush=True)
+    yield torch.compile(torch.no_grad()(model.forward), backend=backend, fullgraph=True, dynamic=False)
+
+
+@torch._dynamo.disable
+def fused_inplace_qknorm(q, k, q_weight, k_weight, eps=1e-6, *, head_dim=0):
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        x.copy_(normed * weight.float())
+
+
+def register():
+    from sglang.srt.model_executor import cpu_graph_runner
+    from sglang.srt.models import utils
+
+    from sglang_oscar import refusals
+    from sglang_oscar.backend import OscarAttentionBackend
+    from sglang_oscar.batch import GraphBuffers
+
+    def allocate(self, max_bs, max_num_tokens):
+        self.graph_buffers = GraphBuffers(self.runtime, max_bs)
+
+    def capture(self, bs, *unused):
+        self.batch = self.graph_buffers.view(bs)
+
+    refusals.ARGUMENTS[:] = [(check, what) for check, what in refusals.ARGUMENTS if "torch.compile" not in what]
+    OscarAttentionBackend.init_cpu_graph_state = allocate
+    OscarAttentionBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    OscarAttentionBackend.init_forward_metadata_capture_cpu_graph = capture
+    # Operators of sgl_kernel, which the stand-in does not have.
+    cpu_graph_runner.register_fake_ops = lambda tp_size: None
+    cpu_graph_runner.patch_model = patch_model
+    utils._is_cuda = True
+    utils.can_use_fused_inplace_qknorm = lambda head_dim, dtype: True
+    utils.fused_inplace_qknorm = fused_inplace_qknorm
