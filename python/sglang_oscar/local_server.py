@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -86,10 +87,19 @@ def _die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody listens on, out of those that no outgoing connection takes before the server does.
+
+    Raises:
+        OSError: none was found.
+    """
+    for _ in range(100):
+        # Connections get ports from 32768 on. Not the shared generator: others may have seeded it alike.
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as probe:
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise OSError("no free TCP port between 10000 and 32767")
 
 
 def launch_command(model: Path | str, port: int, args: Sequence[str] = ()) -> list[str]:

@@ -39,7 +39,7 @@ def test_ranks_agree_with_each_other_and_with_one(ranks: int, tmp_path: Path) ->
     assert any(answer["meta_info"]["cached_tokens"] for answer in conversations)
     said = {rank: re.findall(rf"gpu_checks: rank {rank} (\w+)", text) for rank in range(ranks)}
     assert len(said[0]) > 100
-    assert len(set(said[0])) > 100
+    assert len(set(said[0])) > 50  # most passes change something
     for rank in range(1, ranks):
         # Ranks run a step apart: the last digests of one may be missing.
         common = min(len(said[0]), len(said[rank]))

@@ -148,8 +148,11 @@ def test_fitted_rows_match_reference(shape: Shape, clip: float, device: torch.de
         rows, wanted, without = (getattr(cache, f"{name}_rows")[slots.row] for cache in (*caches, plain[0]))
         assert_fitted(rows, without, exact(x, rotation), shape, 0.98)
         (_, *got), (_, *want) = split_rows(rows, shape), split_rows(wanted, shape)
-        for mine, theirs in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2.0 ** (1 - MANTISSA[shape.scale_dtype]) + 1e-4, atol=1e-4)
+        # A zero point is that of the scale as stored: where one scale is rounded the other way, both differ.
+        same = got[0] == want[0] if shape.scale_dtype != torch.float32 else torch.ones_like(got[0], dtype=torch.bool)
+        for mine, theirs, where in ((got[0], want[0], slice(None)), (got[1], want[1], same)):
+            tolerance = 2.0 ** (1 - MANTISSA[shape.scale_dtype]) + 1e-4
+            torch.testing.assert_close(mine[where], theirs[where], rtol=tolerance, atol=1e-4)
             if shape.scale_dtype != torch.float32:
                 assert (mine != theirs).double().mean() < 2e-2
 
@@ -161,14 +164,17 @@ def test_fitted_rows_are_bit_exact_where_sums_are(device: torch.device) -> None:
     k = torch.randint(-40, 41, (16, shape.kv_heads, 128), generator=torch.Generator().manual_seed(0)).to(shape.dtype)
     k[0], k[1], k[2, :, :] = 0, 7, 1
     k[2, :, ::32] = 1000  # bounded: see STRETCH
-    k = (k / 4).to(device)
-    caches = [empty_cache(shape, 2, 2, device) for _ in range(2)]
+    # PyTorch divides by a constant exactly on the CPU only.
+    on_cpu = StoreSlots(*(torch.arange(16),) * 3)
+    k = k / 4
+    caches = [empty_cache(shape, 2, 2, device), empty_cache(shape, 2, 2, torch.device("cpu"))]
+    reference.store(caches[1], on_cpu, k, -k, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
+    k = k.to(device)
     store(caches[0], slots, k, -k, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
-    reference.store(caches[1], slots, k, -k, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
     plain = empty_cache(shape, 2, 2, device)
     store(plain, slots, k, -k, None, None, 0.88, 0.96)
     for name in ("k_rows", "v_rows"):
-        got, want, before = (split_rows(getattr(cache, name)[:16], shape) for cache in (*caches, plain))
+        got, want, before = (split_rows(getattr(cache, name)[:16].cpu(), shape) for cache in (*caches, plain))
         for mine, theirs in zip(got, want, strict=True):
             assert torch.equal(mine, theirs)
         assert (got[1] <= before[1] * STRETCH * 1.01).all()
