@@ -213,9 +213,10 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     for run in runs:
         for model, found in run["models"].items():
             known = out["models"].setdefault(model, {**found, "regimes": {}})["regimes"]
+            seconds = sum(data["seconds"] for data in found["regimes"].values())
             for regime, data in found["regimes"].items():
                 rows = known.get(regime, {}).get("rows", {}) | data["rows"]
-                facts = {"run": f"{run['size']}, {run['device']}"}
+                facts = {"run": f"{run['size']}, {run['device']}, {seconds:.0f} s"}
                 known[regime] = known.get(regime, {}) | data | facts | {"rows": rows}
         if "server" in run:
             out["server"] = run["server"]
