@@ -25,8 +25,12 @@ declare -A parts=(
   [memcheck]="test/gpu/test_sanitizer.py -k memcheck"
   [racecheck]="test/gpu/test_sanitizer.py -k racecheck"
   [kernels]="test/kernels"
-  [servers]="test/gpu --ignore test/gpu/test_sanitizer.py"
+  [servers]="test/gpu/test_servers.py"
+  [ranks2]="test/gpu/test_gpu_ranks.py -k [2]"
+  [ranks4]="test/gpu/test_gpu_ranks.py -k [4]"
 )
+# SGLang would not start on several GPUs because the other parts use the first of them.
+export SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0
 declare -A jobs
 interrupted() {
   kill "${jobs[@]}" 2>/dev/null

@@ -65,9 +65,7 @@ class Case:
 
         def call() -> object:
             rotated = rotate_queries(self.q, self.rotation) if plan.has_prefix else None
-            out = ragged.run(
-                plan, self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE
-            )
+            out = ragged.run(plan, self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
             if plan.decoding is not None:
                 own = plan.decoding.tokens
                 out[own] = decode(self.cache, plan.decoding.tables, rotated[own], SM_SCALE)

@@ -18,6 +18,8 @@ LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
 WINDOWS = Windows(64, 256, 256)
 COPIES = 8
 PAGE = 64
+FITTED = (0.98, 1.0)
+"""Gains of the recipe ``plus``: scales and zero points fitted to the codes."""
 MOST_CUDA_TOKENS = 512
 """The CUDA kernel is for decode steps."""
 
@@ -59,12 +61,17 @@ def main() -> None:
             pool[0].index_copy_(0, slots.row, k)
             pool[1].index_copy_(0, slots.row, v)
 
-        def cuda_us(v_rotation: object, caches=caches, split=split, slots=slots, tokens=tokens) -> float | None:
+        def cuda_us(
+            v_rotation: object, gains: tuple[float, float] = (0.0, 0.0),
+            caches=caches, split=split, slots=slots, tokens=tokens,
+        ) -> float | None:  # fmt: skip
             if tokens > MOST_CUDA_TOKENS or torch.cuda.get_device_capability() != (9, 0):
                 return None
+            k_gain, v_gain = gains
             return time_us([
                 lambda c=c, q=q, k=k, v=v: cuda_store.store(
-                    c, PAGE, slots, k, v, q, arranged, v_rotation, 0.96, 0.92, decoding=True
+                    c, PAGE, slots, k, v, q, arranged, v_rotation, 0.96, 0.92,
+                    decoding=True, k_gain=k_gain, v_gain=v_gain,
                 )
                 for c, (q, k, v) in zip(caches, split, strict=True)
             ])  # fmt: skip
@@ -73,6 +80,7 @@ def main() -> None:
         moved = tokens * (2 * Q_HEADS + 4 * KV_HEADS) * HEAD_DIM * 2 + 2 * tokens * LAYOUT.row_bytes
         rows.append({
             "tokens": tokens, "cuda_us": cuda_us(None), "cuda_us_rotating_v": cuda_us(arranged),
+            "cuda_us_fitted_scales": cuda_us(None, FITTED),
             "us": us, "us_rotating_v": timed(prepared, True), "us_without_q": timed(None, False),
             "GB/s": moved / us / 1e3, "of_limit": moved / us / 1e3 / limit,
             "bf16_index_copy_us": time_us([lambda k=k, v=v: copy_kv(k, v) for _, k, v in split]),

@@ -53,9 +53,7 @@ class Span:
     end: int
 
 
-def cut_prefixes(
-    prefix_lens: list[int], chunk_lens: list[int], capacity: int
-) -> tuple[list[list[Span]], list[int]]:
+def cut_prefixes(prefix_lens: list[int], chunk_lens: list[int], capacity: int) -> tuple[list[list[Span]], list[int]]:
     """Which spans of which prefixes go through the workspace together.
 
     Args:

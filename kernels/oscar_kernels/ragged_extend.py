@@ -157,9 +157,7 @@ class RaggedExtend:
         own = starts[first : last + 1]
         chunks = (own[1:] - own[:-1]).tolist()
         tiles = sum(-(-chunk // QUERY_TILE) for chunk in chunks)
-        splits = count_splits(
-            tiles * self._q_heads, self._processors, max(span.end - span.begin for span in spans)
-        )
+        splits = count_splits(tiles * self._q_heads, self._processors, max(span.end - span.begin for span in spans))
         pieces = cut_spans(spans, splits)
         lengths = [0] * (splits * (last - first))
         for number, piece in enumerate(pieces):

@@ -61,9 +61,7 @@ def store(
                 window.view(-1, *window.shape[2:])[index[kept]] = y[kept].to(window.dtype)
 
 
-def gather(
-    cache: LayerCache, tables: BatchTables, request: int, kv_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(cache: LayerCache, tables: BatchTables, request: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of positions [0, kv_len) of one request, in the rotated basis.
 
     Returns:

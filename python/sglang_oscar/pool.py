@@ -24,9 +24,7 @@ class Int2TokenToKVPool(MHATokenToKVPool):
 
     def __init__(self, size: int, *, layout: RowLayout, **kwargs: Any) -> None:
         self.layout = layout
-        super().__init__(
-            size, dtype=torch.uint8, head_num=layout.kv_heads, head_dim=layout.head_bytes, **kwargs
-        )
+        super().__init__(size, dtype=torch.uint8, head_num=layout.kv_heads, head_dim=layout.head_bytes, **kwargs)
 
     def rows(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K rows and V rows of a layer, uint8 [slots, row_bytes] each."""

@@ -48,9 +48,7 @@ class Rotations:
     value: Side
 
 
-def load_rotations(
-    settings: Settings, num_layers: int, head_dim: int, model: ModelIdentity | None = None
-) -> Rotations:
+def load_rotations(settings: Settings, num_layers: int, head_dim: int, model: ModelIdentity | None = None) -> Rotations:
     """Load and check both rotations.
 
     Args:

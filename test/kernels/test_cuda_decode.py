@@ -28,6 +28,7 @@ from oscar_kernels.cuda.store import arrange, store
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.store import prepare_rotation
+from oscar_kernels.triton.store import store as triton_store
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WINDOWS = Windows(64, 256, 256)
@@ -186,7 +187,8 @@ def test_graph_replay_follows_the_tables() -> None:
 @needs_hopper
 @pytest.mark.parametrize("windows", [WINDOWS, Windows(0, 0, 0)], ids=str)
 @pytest.mark.parametrize("kv_lens", [[30_000], [5000, 1, 66, 9000] * 8], ids=["one", "many"])
-def test_decode_starts_while_the_store_before_it_runs(windows: Windows, kv_lens: list[int]) -> None:
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
+def test_decode_starts_while_the_store_before_it_runs(kernel: str, windows: Windows, kv_lens: list[int]) -> None:
     """Layers of a captured step, whose launches overlap, equal the same calls with a pause between any two."""
     shape = Shape(kv_heads=8, head_dim=128, group=128, windows=windows, page_size=64)
     device, count = torch.device("cuda"), len(kv_lens)
@@ -197,7 +199,8 @@ def test_decode_starts_while_the_store_before_it_runs(windows: Windows, kv_lens:
     sink = torch.where(lens <= windows.sink, tables.sink_block.long() * windows.sink + lens - 1, -1)
     slots = StoreSlots(page * shape.page_size + (lens - 1) % shape.page_size,
                        ring if windows.ring else torch.full_like(ring, -1), sink)  # fmt: skip
-    rotation = arrange(prepare_rotation(random_rotation(shape.head_dim, 7, device), shape.dtype))
+    prepared = prepare_rotation(random_rotation(shape.head_dim, 7, device), shape.dtype)
+    rotation = arrange(prepared)
     heads = (count, shape.q_heads + 2 * shape.kv_heads, shape.head_dim)
     # The same seed: pages of all layers are those of ``tables``.
     layers = [(filled_batch(shape, kv_lens, device).cache, random_vectors(heads, shape.dtype, seed, device))
@@ -208,9 +211,10 @@ def test_decode_starts_while_the_store_before_it_runs(windows: Windows, kv_lens:
         outs = []
         for cache, x in layers:
             q, k, v = x.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
-            q_rot = store(
-                cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, decoding=True
-            )  # fmt: skip
+            if kernel == "cuda":
+                q_rot = store(cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, decoding=True)
+            else:
+                q_rot = triton_store(cache, slots, k, v, prepared, prepared, 0.96, 0.92, q=q)
             pause()
             outs.append(decode(cache, tables, q_rot, 0.05, workspace=workspace))
             pause()

@@ -14,6 +14,8 @@ MAX_BATCH = 1024
 """Requests of a batch at most: their plan lies in shared memory."""
 TILE = 32
 SHARED_LIMIT = 227 * 1024
+ENOUGH_BYTES = 112 * 1024
+"""Of stages, unless there would be fewer than three; see ``src/config.cuh``."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Variant:
         return _round_up(TILE * self._warps_per_head(math_warps) * self.layout.row_bytes, 128)
 
     def _stages(self, math_warps: int) -> int:
-        return min((SHARED_LIMIT - self._fixed_bytes(math_warps)) // (2 * self._side_bytes(math_warps)), 16)
+        size = 2 * self._side_bytes(math_warps)
+        return min((SHARED_LIMIT - self._fixed_bytes(math_warps)) // size, max(ENOUGH_BYTES // size, 3), 16)
 
     @property
     def shared_bytes(self) -> int:

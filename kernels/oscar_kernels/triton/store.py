@@ -177,9 +177,7 @@ def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constex
     index = tl.load(index_ptr + token, mask=mask, other=-1)
     rows = window_ptr + (index * HEADS + head) * D
     keep = mask & (index >= 0)
-    tl.store(
-        rows[:, None] + tl.arange(0, D)[None, :], narrow(y, window_ptr.dtype.element_ty), mask=keep[:, None]
-    )
+    tl.store(rows[:, None] + tl.arange(0, D)[None, :], narrow(y, window_ptr.dtype.element_ty), mask=keep[:, None])
 
 
 @triton.jit

@@ -29,6 +29,7 @@ constexpr int PLANE = HEAD_DIM / 4;  // channels of a plane: codes at the same b
 
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
 constexpr int minimum(int a, int b) { return a < b ? a : b; }
+constexpr int maximum(int a, int b) { return a < b ? b : a; }
 
 // A warp works on one kv head and on TILE tokens of history at a time; TILES_PER_STAGE warps share a head.
 constexpr int TILE = 32;
@@ -58,7 +59,7 @@ constexpr int HEAD_SLOTS = 4 * QK_BLOCKS;  // query heads, padded
 constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
 constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
 
-// Shared memory: what the warps of a head exchange, queries, the plan, barriers, and as many stages as fit.
+// Shared memory: what the warps of a head exchange, queries, the plan, barriers, and stages.
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
 constexpr int PARTIAL_FLOATS = HEAD_SLOTS * PARTIAL_ROW;
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
@@ -67,7 +68,11 @@ constexpr int QUERIES_OFFSET = (EXCHANGE_BYTES + 127) / 128 * 128;  // of this a
 constexpr int PLAN_OFFSET = QUERIES_OFFSET + 2 * QUERY_BYTES;
 constexpr int BARRIERS_OFFSET = PLAN_OFFSET + (3 * MAX_BATCH + 32) * 4;
 constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + (16 + 2) * 16 + 127) / 128 * 128;
-constexpr int STAGES = minimum((SHARED_LIMIT - STAGES_OFFSET) / (2 * SIDE_BYTES), 16);
+// Three stages, or as many small ones as hide the latency of memory. More is slower: all copies of the card would wait in
+// a longer queue, the queries and whatever a block that starts late asks for behind them.
+constexpr int ENOUGH_BYTES = 112 * 1024;
+constexpr int FITTING_STAGES = (SHARED_LIMIT - STAGES_OFFSET) / (2 * SIDE_BYTES);
+constexpr int STAGES = minimum(minimum(FITTING_STAGES, maximum(ENOUGH_BYTES / (2 * SIDE_BYTES), 3)), 16);
 constexpr int SHARED_BYTES = STAGES_OFFSET + STAGES * 2 * SIDE_BYTES;
 
 static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");

@@ -1,5 +1,5 @@
-// The warp that keeps shared memory full: bulk copies of whole pages of history and of window rows, as many stages
-// ahead of the arithmetic as fit.
+// The warp that keeps shared memory full: bulk copies of whole pages of history and of window rows, some stages ahead of
+// the arithmetic.
 #pragma once
 
 #include "plan.cuh"
@@ -10,9 +10,10 @@ struct Buffers {
   const u8 *k_ring, *v_ring;  // [rows, RING, WINDOW_ROW]
 };
 
-// Stages that are copied before this launch knows its queries. More would keep the queries waiting: an SM's copies are
-// served in order.
+// Stages that are copied before this launch knows its queries. More would keep the queries waiting: a multiprocessor's
+// copies are served in order.
 constexpr int STAGES_BEFORE_QUERY = 1;
+constexpr int ALL_STAGES = 1 << 20;
 
 // Position in the ring of stages: which stage, and the parity that its barriers wait for.
 struct Turn {
@@ -90,41 +91,45 @@ DEVICE bool may_be_written(const Segment& segment, int stage) {
   return RECENT == 0 && stage == segment.borders.history_stages() - 1;
 }
 
-// The predecessor of this launch. Pages and lengths were written long before it and history can be copied while it runs;
-// queries and windows are its work. ``await`` runs once, after the first stages of history or before the first window.
-template <class Await>
-DEVICE void copy_history(const Segment& segment, const Tables& tables, const Buffers& buffers, const Ahead& ahead,
-                         u32 shared, Turn& turn, bool& awaited, const Await& await) {
-  int lane = threadIdx.x % 32;
-  int first = first_copy(segment), end = (segment.borders.first_stage() + segment.history_end) * COPIES;
-  // Page numbers come 32 at a time, and those of the next round are asked for before they are needed.
-  int mine = 0, next = ahead.page;
-  u64 policy = read_once_policy();
-  for (int copy = first; copy < end; copy += COPIES) {
-    int at = (copy - first) % 32;
-    if (at == 0) {
-      mine = next;
-      next = slot_of(segment, tables, copy + 32 + lane);
+// The history of a segment, stage by stage.
+struct History {
+  const Segment& segment;
+  const Tables& tables;
+  int first, copy;  // in units of COPY_TOKENS: of the segment, and the next one
+  int mine, next;   // page numbers come 32 at a time, and those of the next round are asked for before they are needed
+
+  DEVICE History(const Segment& segment, const Tables& tables, const Ahead& ahead)
+      : segment(segment), tables(tables), first(first_copy(segment)), copy(first), mine(0), next(ahead.page) {}
+
+  // Up to ``stages`` of them.
+  DEVICE void copy_stages(int stages, const Buffers& buffers, u32 shared, Turn& turn) {
+    int lane = threadIdx.x % 32;
+    int end = min((segment.borders.first_stage() + segment.history_end) * COPIES, copy + stages * COPIES);
+    u64 policy = read_once_policy();
+    for (; copy < end; copy += COPIES) {
+      int at = (copy - first) % 32;
+      if (at == 0) {
+        mine = next;
+        next = slot_of(segment, tables, copy + 32 + lane);
+      }
+      int slot = __shfl_sync(FULL_WARP, mine, (at + lane) % 32);
+      bool live = lane < COPIES && slot >= 0;
+      u32 count = __popc(__ballot_sync(FULL_WARP, live));
+      barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);
+      u32 full = full_barrier(shared, turn.stage);
+      constexpr u32 BYTES = COPY_TOKENS * ROW_BYTES;
+      if (lane == 0) barrier_arrive_expect(full, count * 2 * BYTES);
+      __syncwarp();
+      if (live) {
+        u32 destination = stage_address(shared, turn.stage) + lane * BYTES;
+        i64 source = (i64)slot * BYTES;
+        bulk_copy_once(destination, buffers.k_rows + source, BYTES, full, policy);
+        bulk_copy_once(destination + SIDE_BYTES, buffers.v_rows + source, BYTES, full, policy);
+      }
+      turn.advance();
     }
-    int stage = copy / COPIES - segment.borders.first_stage();
-    if (!awaited && (stage == segment.history_begin + STAGES_BEFORE_QUERY || may_be_written(segment, stage))) await();
-    int slot = __shfl_sync(FULL_WARP, mine, (at + lane) % 32);
-    bool live = lane < COPIES && slot >= 0;
-    u32 count = __popc(__ballot_sync(FULL_WARP, live));
-    barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);
-    u32 full = full_barrier(shared, turn.stage);
-    constexpr u32 BYTES = COPY_TOKENS * ROW_BYTES;
-    if (lane == 0) barrier_arrive_expect(full, count * 2 * BYTES);
-    __syncwarp();
-    if (live) {
-      u32 destination = stage_address(shared, turn.stage) + lane * BYTES;
-      i64 source = (i64)slot * BYTES;
-      bulk_copy_once(destination, buffers.k_rows + source, BYTES, full, policy);
-      bulk_copy_once(destination + SIDE_BYTES, buffers.v_rows + source, BYTES, full, policy);
-    }
-    turn.advance();
   }
-}
+};
 
 DEVICE void copy_window(
     const Segment& segment, const Buffers& buffers, const Ahead& ahead, u32 shared, Turn& turn) {

@@ -20,6 +20,7 @@ DEVICE void attend(
   Shared with_others[2] = {};
   for (Segments segments(plan, batch); !segments.done(); number++) {
     Segment segment = segments.next();
+    Shared with = Shared::of(segment, segments.cut);
     u32 q = query_address(base, number) + head * GQA * HEAD_DIM * 2;
     barrier_wait(query_full(base, number), query_parity(number));
     Softmax softmax;
@@ -66,7 +67,6 @@ DEVICE void attend(
     Plain plain;
     settle(softmax, output, plain);
     combine(softmax, plain, exchange, head, part);
-    Shared with = {segment.request, segment.first_block, segment.blocks};
     if (part == 0) write_result(softmax, plain, partials, result, segment, with.none(), head);
     (number == 0 ? with_others[0] : with_others[1]) = with;
   }
@@ -80,21 +80,21 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
   Segment segment = segments.next();
   Ahead ahead;
   ahead.load(segment, tables);
-  bool awaited = false;
-  auto await = [&] {
-    wait_for_predecessor();
-    let_successor_start();
-    copy_query(query, segment.request, 0, shared);
-    awaited = true;
-  };
+  // Pages and lengths were written long before the launch before this one and history can be copied while that runs;
+  // queries and windows are its work.
   for (int number = 0;; number++) {
-    if (number > 0) copy_query(query, segment.request, number, shared);
+    History history(segment, tables, ahead);
+    if (number == 0) {
+      if (!may_be_written(segment, segment.history_begin)) history.copy_stages(STAGES_BEFORE_QUERY, buffers, shared, turn);
+      wait_for_predecessor();
+      let_successor_start();
+    }
+    copy_query(query, segment.request, number, shared);
     bool last = segments.done();
     Segment next = last ? segment : segments.next();
     Ahead next_ahead;
     next_ahead.load(next, tables);
-    copy_history(segment, tables, buffers, ahead, shared, turn, awaited, await);
-    if (!awaited) await();
+    history.copy_stages(ALL_STAGES, buffers, shared, turn);
     copy_window(segment, buffers, ahead, shared, turn);
     if (last) return;
     segment = next;

@@ -44,33 +44,39 @@ DEVICE Partial load_partial(const Partials& partials, int slot, int chunk) {
   return {lse, lse == minus_infinity() ? 0.0f : 1.0f, load_from_others4(partials.out + ((i64)slot * CHUNKS + chunk) * CHUNK)};
 }
 
-// One request that this block shares with others.
+// A request, and what this block does when others have worked on it too.
 struct Shared {
-  int request, first_block, blocks;
+  int request, blocks;
+  int first_slot;  // of the partial results of all its blocks
+  int begin, end;  // chunks that this block merges
 
+  DEVICE static Shared of(const Segment& segment, const Cut& cut) {
+    int first = cut.owner(segment.cost_begin), blocks = cut.owner(segment.last_stage) - first + 1;
+    int part = blockIdx.x - first;
+    return {segment.request, blocks, first + segment.request, CHUNKS * part / blocks, CHUNKS * (part + 1) / blocks};
+  }
   DEVICE bool none() const { return blocks < 2; }
   DEVICE u32* counter(const Partials& partials) const { return partials.counters + request; }
 };
 
 constexpr int AHEAD = 3;  // partial results that a thread asks for at once
 
-// Chunks [begin, end) of a request, by all threads that calculate. ``rows`` is shared memory for a Partial of each.
-DEVICE void merge_chunks(const Shared& shared, const Partials& partials, const Result& result, int begin, int end, Partial* rows) {
+// By all threads that calculate. ``rows`` is shared memory for a Partial of each.
+DEVICE void merge_chunks(const Shared& shared, const Partials& partials, const Result& result, Partial* rows) {
   int thread = threadIdx.x;
-  int width = 1;  // threads side by side; the others take other partial results
-  while (width < end - begin && 2 * width <= MATH_THREADS) width *= 2;
-  int row = thread / width, height = MATH_THREADS / width;  // of these rows, where widths leave some threads over
-  int first_slot = shared.first_block + shared.request;
-  for (int base = begin; base < end; base += width) {
-    int chunk = base + thread % width;
-    bool live = row < height && chunk < end;
+  // A power of two of threads side by side take neighbouring chunks; the others take other partial results of the same.
+  int shift = min(32 - __clz(max(shared.end - shared.begin - 1, 0)), 31 - __clz(MATH_THREADS));
+  int width = 1 << shift, row = thread >> shift, height = MATH_THREADS >> shift;
+  for (int base = shared.begin; base < shared.end; base += width) {
+    int chunk = base + (thread & (width - 1));
+    bool live = row < height && chunk < shared.end;  // a width may leave threads over
     Partial sum = nothing();
     for (int i = row; i < shared.blocks; i += AHEAD * height) {
       Partial parts[AHEAD + 1];
 #pragma unroll
       for (int k = 0; k < AHEAD; k++)
         parts[k] = live && i + k * height < shared.blocks
-                       ? load_partial(partials, first_slot + i + k * height, chunk) : nothing();
+                       ? load_partial(partials, shared.first_slot + i + k * height, chunk) : nothing();
       parts[AHEAD] = sum;
       sum = join(parts);
     }
@@ -81,7 +87,7 @@ DEVICE void merge_chunks(const Shared& shared, const Partials& partials, const R
       sum = join(parts);
     }
     if (height > 1) {
-      int copies = max(32 / width, 1);  // threads of a warp that now have the same
+      int copies = max(32 >> shift, 1);  // threads of a warp that now have the same
       named_barrier(EVERYONE, MATH_THREADS);
       rows[thread] = sum;
       named_barrier(EVERYONE, MATH_THREADS);
@@ -123,10 +129,8 @@ DEVICE void merge(const Shared (&shared)[2], const Partials& partials, const Res
     if (threadIdx.x == 0 && !shared[i].none()) left[i] = atomicAdd(shared[i].counter(partials), LEFT) / LEFT + 1;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const Shared& with = shared[i];
-    if (with.none()) continue;
-    int part = blockIdx.x - with.first_block;
-    merge_chunks(with, partials, result, CHUNKS * part / with.blocks, CHUNKS * (part + 1) / with.blocks, (Partial*)memory);
-    if (threadIdx.x == 0 && left[i] == with.blocks) *with.counter(partials) = 0;
+    if (shared[i].none()) continue;
+    merge_chunks(shared[i], partials, result, (Partial*)memory);
+    if (threadIdx.x == 0 && left[i] == shared[i].blocks) *shared[i].counter(partials) = 0;
   }
 }

@@ -88,21 +88,33 @@ DEVICE void make_plan(const Tables& tables, Plan& plan) {
   }
 }
 
-// With little work the last blocks stay idle. A share is at least as long as any stage, so a stage begins in every share
-// and no block between two busy ones is idle. Products fit 32 bits: no GPU has the memory for 30 million units of cost.
-DEVICE int busy_blocks(int total) { return max(min((int)gridDim.x, total / max(HISTORY_COST, WINDOW_COST)), 1); }
-DEVICE int share_begin(int total, int block) {
-  int blocks = busy_blocks(total);
-  return block >= blocks ? total : (int)((u32)total * block / blocks);
-}
-// The block whose share holds a cost.
-DEVICE int owner(int total, int cost) { return (int)((((u32)cost + 1) * busy_blocks(total) - 1) / total); }
+// How the cost of a batch is cut. With little work the last blocks stay idle; a share is at least as long as any stage, so
+// a stage begins in every share and no block between two busy ones is idle. In floats, because all blocks wait for this and
+// an integer division takes a hundred cycles: begin() is the same on every block and grows with the block, whatever it is
+// rounded to, and owner() is corrected to agree with it.
+struct Cut {
+  int total, blocks;
+  float share;
+
+  DEVICE explicit Cut(int total) : total(total) {
+    blocks = max(min((int)gridDim.x, total / (max(HISTORY_COST, WINDOW_COST) + 2)), 1);
+    share = __fdividef((float)total, (float)blocks);
+  }
+  DEVICE int begin(int block) const { return block >= blocks ? total : min((int)((float)block * share), total); }
+  // The block whose share holds a cost.
+  DEVICE int owner(int cost) const {
+    int block = min((int)__fdividef((float)cost, share), blocks - 1);
+    while (begin(block) > cost) block--;
+    while (begin(block + 1) <= cost) block++;
+    return block;
+  }
+};
 
 struct Segment {
   int request;
   int history_begin, history_end;  // stages, counted from the request's first history stage
   int window_begin, window_end;    // and from its first window stage
-  int first_block, blocks;         // who works on the request
+  int cost_begin, last_stage;      // of the request: where its costs begin, and the last of its stages
   int slot;                        // of the partial result
   Borders borders;
 };
@@ -110,11 +122,12 @@ struct Segment {
 // The segments of one block, in order.
 struct Segments {
   const Plan& plan;
-  int total, cost, end, request;  // ``cost``: from where on stages are left
+  Cut cut;
+  int cost, end, request;  // ``cost``: from where on stages are left
 
-  DEVICE Segments(const Plan& plan, int batch) : plan(plan), total(plan.after(batch - 1)) {
-    cost = share_begin(total, blockIdx.x);
-    end = share_begin(total, blockIdx.x + 1);
+  DEVICE Segments(const Plan& plan, int batch) : plan(plan), cut(plan.after(batch - 1)) {
+    cost = cut.begin(blockIdx.x);
+    end = cut.begin(blockIdx.x + 1);
     int low = 0, high = batch;  // before(low) <= cost < before(high), were there such a cost
     while (high - low > 1) {
       int middle = (low + high) / 2;
@@ -141,8 +154,8 @@ struct Segments {
     segment.history_end = segment.borders.history_before(last);
     segment.window_begin = segment.borders.window_before(first);
     segment.window_end = segment.borders.window_before(last);
-    segment.first_block = owner(total, before);
-    segment.blocks = owner(total, after - segment.borders.last_cost()) - segment.first_block + 1;
+    segment.cost_begin = before;
+    segment.last_stage = after - segment.borders.last_cost();
     segment.slot = blockIdx.x + request;  // from segment to segment one of the two counts up, so no two share a slot
     cost = min(end, after);
     if (cost == after) request++;
