@@ -9,6 +9,16 @@ from sglang_oscar.errors import Int2Error
 
 Check = Callable[[Any], bool]
 
+
+def _compiles_nothing(args: Any) -> bool:
+    """SGLang compiles a decode step where it captures one as a whole, and nowhere else."""
+    off = args.disable_cuda_graph or args.disable_decode_cuda_graph
+    backend = args.cuda_graph_backend_decode or ("disabled" if off else "full")
+    # Before SGLang has resolved them, its settings are None or the text of a flag.
+    resolved = getattr(args.cuda_graph_config, "decode", None)
+    return args.enable_torch_compile and (resolved.backend if resolved else backend) != "full"
+
+
 ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.speculative_algorithm is not None, "speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
@@ -35,10 +45,8 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.enable_two_batch_overlap, "two-batch overlap; drop --enable-two-batch-overlap"),
     (lambda a: a.dllm_algorithm is not None, "diffusion language models; drop --dllm-algorithm"),
     (lambda a: a.enable_memory_saver, "the memory saver; drop --enable-memory-saver"),
-    (
-        lambda a: a.enable_torch_compile and a.device == "cpu",
-        "torch.compile on a CPU; drop --enable-torch-compile or set --device cuda",
-    ),
+    (_compiles_nothing, "torch.compile without full CUDA graphs of decode steps; drop --enable-torch-compile"),
+    (lambda a: a.enable_torch_compile and a.device == "cpu", "torch.compile on a CPU; drop --enable-torch-compile"),
     (lambda a: a.use_ray, "Ray (its workers load no plugins); drop --use-ray"),
     (lambda a: bool(a.enable_lora or a.lora_paths), "LoRA adapters; drop --enable-lora and --lora-paths"),
     (lambda a: a.weight_cache_mode != "off", "the weight cache; drop --weight-cache-mode"),

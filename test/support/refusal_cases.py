@@ -38,6 +38,8 @@ FLAGS = [
     "--dllm-algorithm LowConfidence",
     "--enable-memory-saver",
     "--enable-torch-compile",
+    "--enable-torch-compile --disable-decode-cuda-graph",
+    "--enable-torch-compile --cuda-graph-backend-decode breakable",
     "--use-ray",
     "--enable-lora",
     "--lora-paths a=/nonexistent",
