@@ -237,8 +237,8 @@ INTRODUCTION = """# Accuracy
 What 2 bits do to a model, method by method, on models that anyone can train in minutes. Large models are the paper's
 claim and are not measured here; differences between *methods* on small models, with and without outliers, are.
 
-Made by `python benchmark/accuracy/run.py`; a section names its run: size of the sample, device, and how long all regimes
-of the model took.
+Made by `python benchmark/accuracy/run.py`; a section names its run: size of the sample, device, and how long all
+regimes of the model took.
 
 * **Models.** `reference` is the shipped model; `strong` is what `scripts/train_reference_model.py --preset strong`
   trains. Both are measured as trained and with outliers that change nothing but the cache: keys of one rotary pair per
@@ -279,8 +279,8 @@ NOTES = """## How to read this
   not save a format from outliers: naive INT4 and both TurboQuants fail where a 2-bit format that undoes them does not.
 * **RotateKV** is rebuilt from its paper's abstract and its authors' program; what is assumed is named in its file.
 * **Where plus helps least.** Without outliers. It closes all but 1% of the perplexity gap where the published recipe
-  breaks (strong outliers at group 128), elsewhere 65 to 71% on `reference` and 54 to 60% on `strong`; of the KL as much.
-  Retrieval lost comes back: all of it on `strong` (up to 9 questions of 96), all but one question on `reference`.
+  breaks (strong outliers at group 128), elsewhere 65 to 71% on `reference` and 54 to 60% on `strong`; of the KL as
+  much. Retrieval lost comes back: all of it on `strong` (up to 9 questions of 96), all but one question on `reference`.
   Intervals are wide, and trainings differ by more than they tell: another `strong`, on shorter contexts, had 76 to 83%
   of the perplexity gap closed.
 * **What the parts do.** On `reference` as trained, balanced transforms and centers with rows as the published recipe
@@ -303,8 +303,9 @@ NOTES = """## How to read this
   cost the attention kernel. Values enter linearly: their best gain is 1.
 * **What bounds plus.** One layer. On `strong` (the other training of it) the keys of layer 4 alone cause 93% of the KL
   that all keys cause, on `reference` those of the last layer 97%: there some heads find the earlier occurrence of a
-  phrase, and what decides is the noise in their logits. Weighted by attention its variance on `strong` is 0.72 nats^2 with the published recipe
-  and 0.37 with plus, and the KL follows it (0.0186 and 0.0093 on the same text). For a given quantizer that variance is
+  phrase, and what decides is the noise in their logits. Weighted by attention its variance on `strong` is 0.72 nats^2
+  with the published recipe and 0.37 with plus, and the KL follows it (0.0186 and 0.0093 on the same text). For a given
+  quantizer that variance is
   (sum of sigma)^2 / d, the minimum over all linear maps; sigma is flat there (mean over geometric mean 1.22, the
   largest direction returned exactly), so error feedback in the manner of GPTQ, which could gain that factor at most and
   would make the store kernel sequential in the channels, gains nothing. One matrix per kv head gains 3% of the KL on
@@ -315,7 +316,7 @@ NOTES = """## How to read this
 * **Cost in the server.** Rows are the same bytes, the attention kernels are the same. The store kernel subtracts one
   vector per kv head and adds up four sums per group, and queries are multiplied by another matrix of the same size;
   the CUDA store kernel takes 4.0 us instead of 3.5 at 32 tokens, and no longer than before at 8 and below. Prompt
-  chunks behind a cached prefix lose the center in one elementwise pass. Value transforms are folded into the weights. Per-head
-  matrices would serve values for free and cost the key tiles of the store kernel their shared operand."""
+  chunks behind a cached prefix lose the center in one elementwise pass. Value transforms are folded into the weights.
+  Per-head matrices would serve values for free and cost the key tiles of the store kernel their shared operand."""
 
 __all__ = ["FIGURES", "lines", "write_report"]

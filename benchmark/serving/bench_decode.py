@@ -4,7 +4,8 @@ Prints, for every context length, both times, their ratio, and the ratio of each
 weights and of cached keys and values that a step must read, over the card's read bandwidth. Also records how the
 start-up account of int2 mode compares with what the card reports, and how long the servers took to start.
 
-``--server-args "--enable-torch-compile --torch-compile-max-bs 1"`` measures both with torch.compile.
+``--server-args "--enable-torch-compile --torch-compile-max-bs 1" --server-env TORCHINDUCTOR_ENABLE_PDL=1`` measures
+both with torch.compile.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def main(
     lengths: Annotated[str, typer.Option(help="context lengths, separated by commas")] = "30000,60000,100000",
     bandwidth: Annotated[float, typer.Option(help="read bandwidth of the card in TB/s")] = 4.6,
     baseline: Annotated[str, typer.Option(help="attention backend of stock SGLang")] = "flashinfer",
+    modes: Annotated[str, typer.Option(help="bf16, int2 or both, separated by commas")] = "bf16,int2",
     server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
+    server_env: Annotated[str, typer.Option(help="NAME=VALUE for both servers, separated by spaces")] = "",
     steps: Annotated[bool, typer.Option(help="profile where a step goes at the longest length")] = True,
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("decode.json"),
 ) -> None:
@@ -110,19 +113,23 @@ def main(
     layers = config["num_hidden_layers"]
     sizes = [int(part) for part in lengths.split(",")]
     rotations = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
-    modes: dict[str, tuple[list[str], dict[str, str], float]] = {
+    servers: dict[str, tuple[list[str], dict[str, str], float]] = {
         "bf16": (["--attention-backend", baseline], {}, 16.0),
         "int2": (["--kv-cache-dtype", "int2"], rotations, 2.25),
     }
+    servers = {name: servers[name] for name in modes.split(",")}
     result = describe() | {"shape": shape, "bandwidth_tb_s": bandwidth, "baseline": baseline, "rows": [], "start_s": {}}
     times: dict[str, dict[int, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         common = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
         common += server_args.split()
-        for name, (args, env, _) in modes.items():
+        extra = dict(pair.split("=", 1) for pair in server_env.split())
+        for name, (args, env, _) in servers.items():
             begin = time.monotonic()
-            with serve(folder, out.with_suffix(f".{name}.log"), [*common, *args], environment() | env) as server:
+            with serve(
+                folder, out.with_suffix(f".{name}.log"), [*common, *args], environment() | env | extra
+            ) as server:
                 result["start_s"][name] = round(time.monotonic() - begin, 1)
                 if name == "int2":
                     result["account"] = account(server.text()) | {"used_gib": used_bytes() / 2**30}
@@ -134,11 +141,12 @@ def main(
                     print(name, json.dumps(result[f"{name}_step"]), flush=True)
     for length in sizes:
         row: dict[str, Any] = {"length": length}
-        for name, (_, _, bits) in modes.items():
+        for name, (_, _, bits) in servers.items():
             bound = 1e3 * (weight_bytes(config) + kv_bytes(config, length, bits)) / (bandwidth * 1e12)
             taken = times[name][length]
             row |= {f"{name}_ms": round(taken, 3), f"{name}_of_bound": round(taken / bound, 2)}
-        row["speedup"] = round(row["bf16_ms"] / row["int2_ms"], 2)
+        if len(servers) == 2:
+            row["speedup"] = round(row["bf16_ms"] / row["int2_ms"], 2)
         result["rows"].append(row)
         print(row)
     out.write_text(json.dumps(result, indent=2) + "\n")

@@ -97,7 +97,7 @@ class RotationSet:
 
     @property
     def recipe(self) -> str:
-        """"plus" where transforms are not orthogonal, keys are centered or scales are fitted, else "paper"."""
+        """ "plus" where transforms are not orthogonal, keys are centered or scales are fitted, else "paper"."""
         return "paper" if self.duals is None and self.centers is None and self.gains is None else "plus"
 
     @property

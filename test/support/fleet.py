@@ -44,7 +44,7 @@ FLEET = {
     "online": Launch(env={"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}),
     "compiled": Launch(
         args=(*golden.WHOLE, "--enable-torch-compile", "--torch-compile-max-bs", "2"),
-        env=STRICT | {"TORCH_LOGS": "graph_breaks,graph_code"},
+        env=STRICT | {"TORCH_LOGS": "graph_breaks,graph_code", "TORCHINDUCTOR_ENABLE_PDL": "1"},
     ),
     "watched": Launch(env=checked("nan", "sync")),
     "broken_by_nan": Launch(env=checked("nan_everywhere")),
