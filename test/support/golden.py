@@ -41,7 +41,7 @@ UNSTABLE = (37, 39, 58)
 """Questions of :func:`many` whose answer the CPU server itself changes under the noise of one rounding to BF16 on
 queries, keys and values (check ``noise`` of the test plugin): 39 in 3 runs of 3, 37 in 1 of 10 at its third digit,
 where its gap goes from 4.3 nats (the median) down to -0.2, 58 in 3 of 120 at its sixth digit (7.5 nats, down to -1.6).
-39 and 58 have a digit twice in a row, told apart by codes that lie on a rounding boundary. Nobody can be asked to agree.
+39 and 58 have a digit twice in a row, told apart by codes that lie on a rounding boundary. Nobody can agree there.
 """
 
 
