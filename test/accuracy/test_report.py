@@ -53,14 +53,14 @@ def test_share_of_a_gap() -> None:
 
 def test_runs_are_merged_by_model_and_regime() -> None:
     def run(model: str, regime: str, row: str, seconds: int) -> dict:
-        found = {model: {"parameters": 1, "regimes": {regime: {"rows": {row: row}}}}}
+        found = {model: {"parameters": 1, "regimes": {regime: {"rows": {row: row}, "seconds": 2.0}}}}
         return {"size": "s", "device": "d", "seconds": seconds, "models": found}
 
     out = merged([run("a", "x", "one", 3), run("a", "x", "two", 5), run("a", "y", "one", 1), run("b", "x", "one", 1)])
     assert out["seconds"] == 5
     assert out["models"]["a"]["regimes"] == {
-        "x": {"run": "s, d", "rows": {"one": "one", "two": "two"}},
-        "y": {"run": "s, d", "rows": {"one": "one"}},
+        "x": {"run": "s, d, 2 s", "rows": {"one": "one", "two": "two"}, "seconds": 2.0},
+        "y": {"run": "s, d, 2 s", "rows": {"one": "one"}, "seconds": 2.0},
     }
     assert list(out["models"]) == ["a", "b"]
 

@@ -39,12 +39,13 @@ def test_ranks_agree_with_each_other_and_with_one(ranks: int, tmp_path: Path) ->
         text = server.text()
     assert_same(expected["conversations"], conversations, NEAR_TIE, DRIFT)
     assert any(answer["meta_info"]["cached_tokens"] for answer in conversations)
-    said = {rank: re.findall(rf"gpu_checks: rank {rank} (\w+)", text) for rank in range(ranks)}
-    assert len(said[0]) > 100
-    assert len(set(said[0])) > 50  # most passes change something
+    # Ranks write to one log: a line may follow another without a break.
+    said = {rank: re.findall(rf"gpu_checks: rank {rank} ([0-9a-f]{{16}})", text) for rank in range(ranks)}
+    assert len(said[0]) > 80  # passes over prompts: one each in conversations and one by one, fewer at once
+    assert len(set(said[0])) > 50  # most of them change something
     for rank in range(1, ranks):
         # Ranks run a step apart: the last digests of one may be missing.
         common = min(len(said[0]), len(said[rank]))
-        assert common > 100
+        assert common > 80
         assert said[rank][:common] == said[0][:common]
     assert "Traceback" not in text

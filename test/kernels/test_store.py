@@ -147,14 +147,17 @@ def test_fitted_rows_match_reference(shape: Shape, clip: float, device: torch.de
     for x, rotation, name in ((k, rk, "k"), (v, rv, "v")):
         rows, wanted, without = (getattr(cache, f"{name}_rows")[slots.row] for cache in (*caches, plain[0]))
         assert_fitted(rows, without, exact(x, rotation), shape, 0.98)
-        (_, *got), (_, *want) = split_rows(rows, shape), split_rows(wanted, shape)
-        # A zero point is that of the scale as stored: where one scale is rounded the other way, both differ.
-        same = got[0] == want[0] if shape.scale_dtype != torch.float32 else torch.ones_like(got[0], dtype=torch.bool)
-        for mine, theirs, where in ((got[0], want[0], slice(None)), (got[1], want[1], same)):
+        (codes, *got), (wanted_codes, *want) = split_rows(rows, shape), split_rows(wanted, shape)
+        # A code on a boundary may be another one after a rotation in other order, and the rest follows from the codes;
+        # a zero point is that of the scale as stored.
+        same = (codes == wanted_codes).all(-1)
+        assert same.double().mean() > 0.95
+        for mine, theirs in zip(got, want, strict=True):
             tolerance = 2.0 ** (1 - MANTISSA[shape.scale_dtype]) + 1e-4
-            torch.testing.assert_close(mine[where], theirs[where], rtol=tolerance, atol=1e-4)
+            torch.testing.assert_close(mine[same], theirs[same], rtol=tolerance, atol=1e-4)
             if shape.scale_dtype != torch.float32:
-                assert (mine != theirs).double().mean() < 2e-2
+                same &= mine == theirs
+                assert same.double().mean() > 0.95
 
 
 def test_fitted_rows_are_bit_exact_where_sums_are(device: torch.device) -> None:
