@@ -260,63 +260,7 @@ SERVER = """The same questions over HTTP: the document is cached by a first requ
 tokens' log probabilities and the greedy answer come from the server. The files it serves were written by the
 laboratory. Differences are those of BF16 arithmetic (the laboratory computes in float32)."""
 
-NOTES = """## How to read this
-
-* **Outliers decide the order of methods.** As trained, these models hardly tell one rotation from another; with strong
-  key outliers the paper's order appears (OSCAR before QuaRot and K^T K, those before naive), with one exception: the
-  variants without H, "no rotation" among them, pass it at group 128, for the reason that follows. Whoever compares
-  formats on small models without outliers measures something else.
-* **Group 128 and two outlier directions.** A rotary pair whose keys are large spans two directions. One group-constant
-  Walsh row per group can be absorbed by the zero point; at group 128 a head of 128 channels has one. The published
-  recipe therefore loses everything at strong outliers, and clipping without any rotation does better, because it
-  simply cuts off a pair that queries hardly read. Balancing needs no such row: it undoes the change of coordinates.
-* **KIVI and Kitty** quantize keys per channel over blocks of tokens, so a channel's factor cancels: key outliers of
-  this kind hardly exist for them, and what they lose they lose in every regime alike. OScaR rotates first, which
-  spreads the factor over all channels, and its token norms are then the outliers' norms: with strong outliers its
-  ablation without rotation does better, against its own order. None of the three keeps nearby tokens as long as the
-  server's window does, and all need blocks of tokens, which a paged cache of rows does not have.
-* **Methods at 3 and 4 bits without windows** can lose to 2 bits with windows: nearby tokens matter most. More bits do
-  not save a format from outliers: naive INT4 and both TurboQuants fail where a 2-bit format that undoes them does not.
-* **RotateKV** is rebuilt from its paper's abstract and its authors' program; what is assumed is named in its file.
-* **Where plus helps least.** Without outliers. It closes all but 1% of the perplexity gap where the published recipe
-  breaks (strong outliers at group 128), elsewhere 65 to 71% on `reference` and 54 to 60% on `strong`; of the KL as
-  much. Retrieval lost comes back: all of it on `strong` (up to 9 questions of 96), all but one question on `reference`.
-  Intervals are wide, and trainings differ by more than they tell: another `strong`, on shorter contexts, had 76 to 83%
-  of the perplexity gap closed.
-* **What the parts do.** On `reference` as trained, balanced transforms and centers with rows as the published recipe
-  writes them ("paper rows") close 34% of the KL, fitted scales with the published rotations ("paper keys and values")
-  51%, both together 66%; on `strong` 11%, 46% and 50%. With strong outliers only balancing does at group 128. Shrinking
-  the moments takes 6% off the KL of `reference`; on the text that plus was chosen on it took 14% off another `strong`,
-  on this page it makes no difference there.
-* **Why fitted scales.** Clipping at ratio r and four levels between the ends give back a normal row of 128 channels
-  x^ = b x + noise: b is 0.975 at r = 0.96 and 0.90 at r = 0.88, and from row to row it moves by 3.6% of itself. Along a
-  key a logit is proportional to b, so a match that a query finds by a margin of 12 nats loses 0.3 to 1.2 nats of it
-  and gains or loses 0.4 at random; noise across the key moves it by the same order, but in both directions and for all
-  keys. Tight clipping lowers the squared error (0.156 at 0.96, 0.119 at 0.88; no four levels have less than 0.1175)
-  and yet used to raise the KL. With scale and zero point fitted to the codes b is 1 for every row; what is left at
-  r = 0.88 is noise of 0.132, where unbiased rows of the published ratio have 0.162, and no noise at all along the mean
-  of a group, which the fitted zero point returns exactly: the group-constant Walsh row, to which the order of
-  eigenvectors gives the largest direction. Least squares (a gain of 0.88) has less error still and the worst KL.
-* **Why keys get a gain of 0.98.** Noise of variance s^2 in a logit multiplies the mean of its exponential by
-  exp(s^2 / 2), for quantized tokens and not for those in the 16-bit windows. A slightly shorter key makes up for it on
-  average. Doing it exactly, by taking s^2 / 2 off every quantized logit, is no better than a gain of 0.98 and would
-  cost the attention kernel. Values enter linearly: their best gain is 1.
-* **What bounds plus.** One layer. On `strong` (the other training of it) the keys of layer 4 alone cause 93% of the KL
-  that all keys cause, on `reference` those of the last layer 97%: there some heads find the earlier occurrence of a
-  phrase, and what decides is the noise in their logits. Weighted by attention its variance on `strong` is 0.72 nats^2
-  with the published recipe and 0.37 with plus, and the KL follows it (0.0186 and 0.0093 on the same text). For a given
-  quantizer that variance is
-  (sum of sigma)^2 / d, the minimum over all linear maps; sigma is flat there (mean over geometric mean 1.22, the
-  largest direction returned exactly), so error feedback in the manner of GPTQ, which could gain that factor at most and
-  would make the store kernel sequential in the channels, gains nothing. One matrix per kv head gains 3% of the KL on
-  `strong` and nothing on `reference`, moments weighted by attention nothing. Rounding again with fitted
-  scales gains 2% of the noise at group 128. Group 32 would gain 22% for 0.75 bits more. What remains is the distance
-  of any scalar 2-bit code (0.1175) to the rate-distortion bound (0.0625), which takes trellis or lattice codes and
-  another decode kernel, or more bits for the keys of one layer.
-* **Cost in the server.** Rows are the same bytes, the attention kernels are the same. The store kernel subtracts one
-  vector per kv head and adds up four sums per group, and queries are multiplied by another matrix of the same size;
-  the CUDA store kernel takes 4.0 us instead of 3.5 at 32 tokens, and no longer than before at 8 and below. Prompt
-  chunks behind a cached prefix lose the center in one elementwise pass. Value transforms are folded into the weights.
-  Per-head matrices would serve values for free and cost the key tiles of the store kernel their shared operand."""
+NOTES = Path(__file__).with_name("notes.md").read_text(encoding="utf-8").rstrip()
+"""How to read the tables: written by hand, after looking at them."""
 
 __all__ = ["FIGURES", "lines", "write_report"]
