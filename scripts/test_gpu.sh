@@ -24,7 +24,8 @@ trap 'rm -rf "$logs"' EXIT
 declare -A parts=(
   [memcheck]="test/gpu/test_sanitizer.py -k memcheck"
   [racecheck]="test/gpu/test_sanitizer.py -k racecheck"
-  [kernels]="test/kernels"
+  [kernels]="test/kernels --ignore test/kernels/test_cuda_decode.py --ignore test/kernels/test_cuda_store.py"
+  [cuda]="test/kernels/test_cuda_decode.py test/kernels/test_cuda_store.py"
   [servers]="test/gpu/test_servers.py"
   [ranks2]="test/gpu/test_gpu_ranks.py -k [2]"
   [ranks4]="test/gpu/test_gpu_ranks.py -k [4]"
