@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from oscar_kernels.cache import StoreSlots
 from sglang_oscar import compiled, kernels, runtime
 from sglang_oscar.batch import Batch, GraphBuffers, decode_batch, extend_batch
+from sglang_oscar.compiled import Call
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.gate import BACKEND
 
@@ -96,11 +97,8 @@ class OscarAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """One token per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
-        _check_call(k, layer, save_kv_cache, kwargs)
-        heads = _heads(q, k, v, layer)
-        if torch.compiler.is_compiling():
-            return compiled.decode(*heads, forward_batch.out_cache_loc, layer.layer_id, layer.scaling)
-        return self.decode(*heads, forward_batch.out_cache_loc, layer.layer_id, layer.scaling)
+        call = _checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        return compiled.decode(*call) if torch.compiler.is_compiling() else self.decode(call)
 
     def forward_extend(
         self,
@@ -113,36 +111,19 @@ class OscarAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """A chunk per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
-        _check_call(k, layer, save_kv_cache, kwargs)
-        heads = _heads(q, k, v, layer)
-        return self._attend(self.kernels.extend, *heads, forward_batch.out_cache_loc, layer.layer_id, layer.scaling)
+        call = _checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        return self._attend(self.kernels.extend, call)
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        layer_id: int,
-        sm_scale: float,
-    ) -> torch.Tensor:
-        """:meth:`forward_decode` of checked arguments; see :func:`sglang_oscar.compiled.decode`."""
-        return self._attend(self.kernels.decode, q, k, v, out_cache_loc, layer_id, sm_scale)
+    def decode(self, call: Call) -> torch.Tensor:
+        """:meth:`forward_decode` of a checked call; see :func:`sglang_oscar.compiled.decode`."""
+        return self._attend(self.kernels.decode, call)
 
-    def _attend(
-        self,
-        attend: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        layer_id: int,
-        sm_scale: float,
-    ) -> torch.Tensor:
+    def _attend(self, attend: Any, call: Call) -> torch.Tensor:
         assert self.batch is not None
-        slots = StoreSlots(out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
-        out = attend(self.runtime.layers[layer_id], replace(self.batch, slots=slots), q, k, v, sm_scale)
-        return out.to(q.dtype).view(q.shape[0], -1)
+        slots = StoreSlots(call.out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
+        layer, batch = self.runtime.layers[call.layer_id], replace(self.batch, slots=slots)
+        out = attend(layer, batch, call.q, call.k, call.v, call.sm_scale)
+        return out.to(call.q.dtype).view(call.q.shape[0], -1)
 
     def _longest(self, forward_batch: Any) -> int:
         """Upper bound of the batch's lengths, from SGLang's host copy where it keeps one."""
@@ -151,19 +132,24 @@ class OscarAttentionBackend(AttentionBackend):
         return self.req_to_token_pool.req_to_token.shape[1]
 
 
-def _check_call(k: torch.Tensor | None, layer: Any, save_kv_cache: bool, extras: dict[str, Any]) -> None:
+def _checked_call(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool,
+    extras: dict[str, Any],
+) -> Call:
     unknown = sorted(name for name, value in extras.items() if value is not None)
     if k is None or not save_kv_cache or unknown:
         what = f"{', '.join(unknown)}" if unknown else "attention that does not store its keys and values"
         raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")
-
-
-def _heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values as [tokens, heads, head_dim]."""
-    return (
+    return Call(
         q.view(-1, layer.tp_q_head_num, layer.head_dim),
         k.view(-1, layer.tp_k_head_num, layer.head_dim),
         v.view(-1, layer.tp_v_head_num, layer.head_dim),
+        forward_batch.out_cache_loc,
+        layer.layer_id,
+        layer.scaling,
     )

@@ -8,10 +8,21 @@ layer. What an operator reads apart from its arguments, the cache and the batch'
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
+
+
+class Call(NamedTuple):
+    """One layer's call of attention, checked: the arguments of :func:`decode`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out_cache_loc: torch.Tensor
+    layer_id: int
+    sm_scale: float
 
 
 # Strides as traced: values are a slice of the projections' output, heads of which kernels read at 16-byte addresses.
@@ -31,7 +42,7 @@ def decode(
     Returns:
         [batch, q_heads * head_dim] in the dtype of ``q``.
     """
-    return get_attn_backend().decode(q, k, v, out_cache_loc, layer_id, sm_scale)
+    return get_attn_backend().decode(Call(q, k, v, out_cache_loc, layer_id, sm_scale))
 
 
 @decode.register_fake
