@@ -95,10 +95,9 @@ def free_port() -> int:
     for _ in range(100):
         # Connections get ports from 32768 on. Not the shared generator: others may have seeded it alike.
         port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as probe:
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
     raise OSError("no free TCP port between 10000 and 32767")
 
 
