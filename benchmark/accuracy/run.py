@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
         results = merged([json.loads(path.read_text(encoding="utf-8")) for path in args.sources])
     else:
         size_name = args.size or ("full" if args.device.startswith("cuda") else "reduced")
-        results = measure(args, size_name)
+        results = merged([measure(args, size_name)])
         print(f"wrote {args.out} after {results['seconds']} s", flush=True)
     if not args.measure_only:
         from accuracy.report import write_report
