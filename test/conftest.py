@@ -11,7 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# No test may fail because the machine is busy.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")

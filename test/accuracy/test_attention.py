@@ -126,7 +126,7 @@ def test_equals_the_server_step_by_step(prompt: int, chunk: int, prefix: int) ->
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 64), st.integers(0, 200), st.integers(0, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_windows_are_the_servers(length: int, prompt: int, chunk: int, prefix: int, recent: int) -> None:
     """For every query, the positions read exactly are those of split_positions, and the query's own chunk."""
     prompt = min(prompt, length)

@@ -32,7 +32,7 @@ def vectors(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data(), head_dim=st.sampled_from([64, 128, 256]))
 def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int) -> None:
     codes = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=head_dim, max_size=head_dim)))
@@ -44,7 +44,7 @@ def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int) -> None
     assert int(packed[byte]) >> 2 * plane & 3 == int(codes[channel])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(packed=st.binary(min_size=16, max_size=16))
 def test_every_byte_is_four_codes(packed: bytes) -> None:
     raw = torch.tensor(list(packed), dtype=torch.uint8)
@@ -68,7 +68,7 @@ def test_clip_keeps_what_is_below_the_order_statistic() -> None:
     assert (clip(torch.zeros(1, 64), 0.5) == 0).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     spread=st.floats(1e-6, 1e6),
@@ -152,7 +152,7 @@ def test_row_of_the_paper() -> None:
     assert RowLayout(8, 128, 128, torch.float32).bits_per_element == 2.5
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31), ratio=st.sampled_from([0.84, 0.88, 0.96, 1.0]), group=st.sampled_from([32, 64, 128]),
     gain=st.sampled_from([0.95, 0.98, 1.0]), dtype=st.sampled_from(list(SCALE_DTYPES.values())),

@@ -40,7 +40,7 @@ def loss(transform: torch.Tensor, stored: torch.Tensor, reading: torch.Tensor) -
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_derivation(seed: int) -> None:
     """Both sides get one spectrum, evenly spread; the loss is (sum sigma)^2 and no other transform is below it."""
     stored, reading = moment(seed), moment(seed + 1)
@@ -62,7 +62,7 @@ def test_derivation(seed: int) -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(1.0, 64.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_outliers_of_coordinates_vanish(seed: int, factor: float) -> None:
     """Keys times A and queries times A^-T: what is stored has the same distribution up to a common scale."""
     stored, reading = moment(seed), moment(seed + 1)
@@ -103,7 +103,7 @@ def test_geometric_mean() -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(1.0, 64.0), st.floats(0.0, 1.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_shrinkage_leaves_outlier_channels_harmless(seed: int, factor: float, share: float) -> None:
     """Balancing shrunk moments is still indifferent to the scale of a channel, and shrinks correlations alone."""
     stored, reading = moment(seed), moment(seed + 1)

@@ -13,7 +13,7 @@ from oscar_rotation.hadamard import bit_reversal, sylvester_hadamard
 
 ORDERS: tuple[EigenOrder, ...] = ("ascending", "descending")
 seeds = st.integers(0, 2**31 - 1)
-quick = settings(deadline=None, max_examples=25)
+quick = settings(max_examples=25)
 
 
 def random_covariance(d: int, seed: int) -> torch.Tensor:

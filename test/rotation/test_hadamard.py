@@ -20,7 +20,7 @@ PRINTED = 0.0111
 
 exponents = st.integers(0, 9)
 seeds = st.integers(0, 2**31 - 1)
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 
 
 @pytest.fixture(scope="module")

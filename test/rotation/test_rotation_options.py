@@ -67,7 +67,7 @@ def test_blocks_must_divide() -> None:
         block_hadamard(96, 64)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 6), seeds)
 def test_theorem_1_no_rotation_beats_the_eigenbasis_for_a_frozen_diagonal_residual(exponent: int, seed: int) -> None:
     d = 2**exponent
