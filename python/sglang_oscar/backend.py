@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from oscar_kernels.cache import StoreSlots
 from sglang_oscar import compiled, kernels, runtime
-from sglang_oscar.batch import Batch, GraphBuffers, decode_batch, extend_batch
+from sglang_oscar.batch import Batch, DecodeTables, extend_batch
 from sglang_oscar.compiled import Call
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.gate import BACKEND
@@ -55,14 +55,16 @@ class OscarAttentionBackend(AttentionBackend):
             largest = model_runner.server_args.torch_compile_max_bs
             logger.info("int2 decode: one operator per layer inside torch.compile, up to %d requests", largest)
         self.batch: Batch | None = None
-        self.graph_buffers: GraphBuffers | None = None
+        self.graph_tables: DecodeTables | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Build the batch's tables for an eager forward pass."""
         if forward_batch.forward_mode.is_idle():
             self.batch = None
         elif forward_batch.forward_mode.is_decode():
-            self.batch = decode_batch(self.runtime, forward_batch, self._longest(forward_batch))
+            longest = self._longest(forward_batch)
+            tables = DecodeTables(self.runtime, forward_batch.batch_size, longest)
+            self.batch = tables.fill(self.runtime, forward_batch, longest)
         else:
             batch = extend_batch(self.runtime, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch))
@@ -71,16 +73,12 @@ class OscarAttentionBackend(AttentionBackend):
         """Refresh the fixed tables that a decode graph reads."""
         if not forward_batch.forward_mode.is_decode():
             return self.init_forward_metadata(forward_batch)
-        assert self.graph_buffers is not None
-        if in_capture:
-            self.batch = self.graph_buffers.view(forward_batch.batch_size)
-        else:
-            batch = decode_batch(self.runtime, forward_batch, self._longest(forward_batch))
-            self.batch = self.graph_buffers.fill(batch)
+        assert self.graph_tables is not None
+        self.batch = self.graph_tables.fill(self.runtime, forward_batch, self._longest(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the fixed tables."""
-        self.graph_buffers = GraphBuffers(self.runtime, max_bs)
+        self.graph_tables = DecodeTables(self.runtime, max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded rows: one token, in the dummy row, page and block 0."""

@@ -9,6 +9,7 @@ import torch
 
 from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
+from oscar_kernels.tables import Requests, fill_decode_tables, page_numbers, window_slots
 from sglang_oscar.runtime import Runtime
 
 
@@ -29,45 +30,55 @@ class Batch:
     extend_plan: ExtendPlan | None = None
 
 
-def row_slots(positions: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor, runtime: Runtime) -> StoreSlots:
-    """Ring and sink slots of tokens at ``positions`` of requests in ``rows`` with sink ``blocks``.
-
-    All arguments int64 [tokens]. The history slot is filled in by the caller.
-    """
-    windows = runtime.plan.geometry.windows
-    nowhere = torch.full_like(positions, -1)
-    ring = rows * windows.ring + positions % windows.ring if windows.ring else nowhere
-    sink = torch.where(positions < windows.sink, blocks * windows.sink + positions, -1) if windows.sink else nowhere
-    return StoreSlots(row=nowhere, ring=ring, sink=sink)
-
-
-def page_numbers(runtime: Runtime, rows: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """Page tables of the requests in ``rows``: int32 [batch, pages that hold ``max_tokens`` tokens]."""
-    first_slots = runtime.req_to_token_pool.req_to_token[:, : max(max_tokens, 1) : runtime.page_size]
-    return first_slots.index_select(0, rows).floor_divide_(runtime.page_size)
-
-
-def decode_batch(runtime: Runtime, forward_batch: Any, max_tokens: int) -> Batch:
-    """Tables for one new token per request.
+class DecodeTables:
+    """Fixed-address tables of decode steps, as a captured CUDA graph reads them.
 
     Args:
         runtime: of this process.
-        forward_batch: SGLang's batch, or the padded view of it that a CUDA graph replays.
-        max_tokens: upper bound of the lengths, known on the host.
+        max_batch: requests of a step at most.
+        max_tokens: length of a request at most; by default what SGLang's request pool holds.
     """
-    runtime.rows.upload()
-    rows = forward_batch.req_pool_indices.long()
-    kv_lens = forward_batch.seq_lens
-    blocks = runtime.rows.sink_block[rows]
-    tables = BatchTables(
-        page_size=runtime.page_size,
-        page_table=page_numbers(runtime, rows, max_tokens),
-        kv_lens=kv_lens.int(),
-        ring_row=rows.int(),
-        ring_start=runtime.rows.ring_start[rows],
-        sink_block=blocks,
-    )
-    return Batch(tables, row_slots(kv_lens.long() - 1, rows, blocks.long(), runtime))
+
+    def __init__(self, runtime: Runtime, max_batch: int, max_tokens: int | None = None) -> None:
+        device = runtime.rows.device
+        max_tokens = runtime.req_to_token_pool.req_to_token.shape[1] if max_tokens is None else max(max_tokens, 1)
+        self.page_size = runtime.page_size
+        self.page_table = torch.zeros(max_batch, -(-max_tokens // runtime.page_size), dtype=torch.int32, device=device)
+        self.ints = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
+        self.longs = torch.full((2, max_batch), -1, dtype=torch.int64, device=device)
+        self.ints[0] = 1
+        self._fill = fill_decode_tables
+        if device.type == "cuda":
+            from oscar_kernels.triton import tables
+
+            self._fill = tables.fill_decode_tables
+
+    def view(self, batch_size: int) -> Batch:
+        """The tables as a batch of ``batch_size``; the caller fills in the history slots."""
+        kv_lens, ring_row, ring_start, sink_block = self.ints[:, :batch_size]
+        tables = BatchTables(self.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block)
+        ring, sink = self.longs[:, :batch_size]
+        return Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink))
+
+    def fill(self, runtime: Runtime, forward_batch: Any, max_tokens: int) -> Batch:
+        """Write the tables of a step.
+
+        Args:
+            runtime: of this process.
+            forward_batch: SGLang's batch, or the padded view of it that a CUDA graph replays.
+            max_tokens: upper bound of the lengths, known on the host.
+
+        Returns:
+            the view of them.
+        """
+        runtime.rows.upload()
+        requests = Requests(
+            forward_batch.req_pool_indices.long(), forward_batch.seq_lens, runtime.req_to_token_pool.req_to_token,
+            runtime.rows.ring_start, runtime.rows.sink_block,
+        )  # fmt: skip
+        batch = self.view(len(requests.rows))
+        self._fill(requests, runtime.plan.geometry.windows, max_tokens, batch.tables, batch.slots)
+        return batch
 
 
 def extend_batch(runtime: Runtime, forward_batch: Any) -> Batch:
@@ -86,7 +97,9 @@ def extend_batch(runtime: Runtime, forward_batch: Any) -> Batch:
     tables = BatchTables(
         page_size=runtime.page_size,
         # One more than the prefix: a chunk of one token is decoded once it is stored.
-        page_table=page_numbers(runtime, rows, max(prefix_lens, default=0) + 1),
+        page_table=page_numbers(
+            runtime.req_to_token_pool.req_to_token, rows, max(prefix_lens, default=0) + 1, runtime.page_size
+        ),
         kv_lens=prefix.int(),
         ring_row=rows.int(),
         ring_start=runtime.rows.ring_start[rows],
@@ -94,45 +107,10 @@ def extend_batch(runtime: Runtime, forward_batch: Any) -> Batch:
     )
     request = torch.repeat_interleave(torch.arange(len(extend_lens), device=device), lens, output_size=tokens)
     positions = forward_batch.positions[:tokens].long()
-    slots = row_slots(positions, rows[request], blocks.long()[request], runtime)
-    newest = positions >= (prefix.long() + lens)[request] - runtime.plan.geometry.windows.ring
+    windows = runtime.plan.geometry.windows
+    ring, sink = window_slots(positions, rows[request], blocks.long()[request], windows)
+    newest = positions >= (prefix.long() + lens)[request] - windows.ring
     starts = torch.zeros(len(extend_lens) + 1, dtype=torch.int32, device=device)
     starts[1:] = lens.cumsum(0)
-    slots = StoreSlots(slots.row, torch.where(newest, slots.ring, -1), slots.sink)
+    slots = StoreSlots(row=torch.full_like(ring, -1), ring=torch.where(newest, ring, -1), sink=sink)
     return Batch(tables, slots, extend_lens, starts, prefix_lens)
-
-
-class GraphBuffers:
-    """Fixed-address copies of a decode batch's tables, as a captured CUDA graph reads them.
-
-    Args:
-        runtime: of this process.
-        max_batch: largest batch of a graph.
-    """
-
-    def __init__(self, runtime: Runtime, max_batch: int) -> None:
-        device = runtime.rows.device
-        max_pages = -(-runtime.req_to_token_pool.req_to_token.shape[1] // runtime.page_size)
-        self.page_size = runtime.page_size
-        self.page_table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
-        self.ints = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
-        self.longs = torch.full((2, max_batch), -1, dtype=torch.int64, device=device)
-        self.ints[0] = 1
-
-    def view(self, batch_size: int) -> Batch:
-        """The buffers as a batch of ``batch_size``, for capture."""
-        kv_lens, ring_row, ring_start, sink_block = self.ints[:, :batch_size]
-        tables = BatchTables(self.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block)
-        ring, sink = self.longs[:, :batch_size]
-        return Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink))
-
-    def fill(self, batch: Batch) -> Batch:
-        """Copy a batch's tables in and return the view of them."""
-        size = batch.tables.kv_lens.shape[0]
-        view = self.view(size)
-        self.page_table[:size, : batch.tables.page_table.shape[1]] = batch.tables.page_table
-        for name in ("kv_lens", "ring_row", "ring_start", "sink_block"):
-            getattr(view.tables, name).copy_(getattr(batch.tables, name))
-        view.slots.ring.copy_(batch.slots.ring)
-        view.slots.sink.copy_(batch.slots.sink)
-        return view

@@ -33,13 +33,13 @@ def register():
 
     from sglang_oscar import refusals
     from sglang_oscar.backend import OscarAttentionBackend
-    from sglang_oscar.batch import GraphBuffers
+    from sglang_oscar.batch import DecodeTables
 
     def allocate(self, max_bs, max_num_tokens):
-        self.graph_buffers = GraphBuffers(self.runtime, max_bs)
+        self.graph_tables = DecodeTables(self.runtime, max_bs)
 
     def capture(self, bs, *unused):
-        self.batch = self.graph_buffers.view(bs)
+        self.batch = self.graph_tables.view(bs)
 
     refusals.ARGUMENTS[:] = [(check, what) for check, what in refusals.ARGUMENTS if "torch.compile" not in what]
     OscarAttentionBackend.init_cpu_graph_state = allocate

@@ -1,0 +1,119 @@
+"""Tokens per second of many long requests at once: stock BF16 SGLang against int2 mode, random weights.
+
+For every number of requests, all are sent at once, each with a prompt of its own, and SGLang's own count of generated
+tokens per second is read off its log while as many of them run as fit. A cache that holds fewer than were sent ends the
+list: more would not run faster. Prints tokens per second and milliseconds per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+from bench_decode import COMMON, SHAPES
+from machine import describe
+
+from sglang_oscar.cpu_server import environment
+from sglang_oscar.local_server import LocalServer, serve
+
+MODES: dict[str, tuple[list[str], dict[str, str]]] = {
+    "bf16": (["--attention-backend", "flashinfer"], {}),
+    "int2": (
+        ["--kv-cache-dtype", "int2"],
+        {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"},
+    ),
+}
+LOG_EVERY = 16
+"""Steps between two lines of SGLang's log."""
+DECODE_LINE = re.compile(r"Decode batch.*#running-req: (\d+).*gen throughput \(token/s\): ([\d.]+)")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000, 100000) for _ in range(length)]
+
+
+async def send(url: str, requests: int, length: int, tokens: int) -> None:
+    """Send all requests at once and wait for their answers.
+
+    Raises:
+        aiohttp.ClientResponseError: one was refused.
+    """
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+    async def one(session: aiohttp.ClientSession, number: int) -> None:
+        asking = {"input_ids": prompt(number, length), "sampling_params": sampling}
+        async with session.post(f"{url}/generate", json=asking, raise_for_status=True) as reply:
+            await reply.read()
+
+    limit = aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
+        await asyncio.gather(*(one(session, number) for number in range(requests)))
+
+
+def steady(log: str) -> dict[str, float]:
+    """Speed while most requests ran: the median of the log's lines, the first of which also counts the prompts' time.
+
+    Raises:
+        ValueError: the log has too few lines about decoding.
+    """
+    lines = [(int(running), float(speed)) for running, speed in DECODE_LINE.findall(log)]
+    most = max((running for running, _ in lines), default=0)
+    speeds = [speed for running, speed in lines if running == most][1:]
+    if len(speeds) < 3:
+        raise ValueError(f"{len(speeds)} log lines about {most} requests at once; let them generate more tokens")
+    speed = statistics.median(speeds)
+    return {"running": most, "tokens_per_s": round(speed, 1), "ms_per_step": round(1e3 * most / speed, 2)}
+
+
+def measure(server: LocalServer, counts: list[int], length: int, tokens: int) -> list[dict[str, Any]]:
+    """One row for every number of requests, up to the first that does not fit."""
+    rows = []
+    for count in counts:
+        before = len(server.text())
+        asyncio.run(send(server.url, count, length, tokens))
+        rows.append({"requests": count, **steady(server.text()[before:])})
+        print(rows[-1], flush=True)
+        if rows[-1]["running"] < count:
+            break
+    return rows
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "qwen3-8b",
+    length: Annotated[int, typer.Option(help="tokens of a prompt")] = 16_384,
+    requests: Annotated[str, typer.Option(help="numbers of requests, separated by commas")] = "8,48,128",
+    tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 192,
+    modes: Annotated[str, typer.Option(help="bf16, int2 or both, separated by commas")] = "bf16,int2",
+    server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
+    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("throughput.json"),
+) -> None:
+    """Measure how many tokens per second a full card generates."""
+    result: dict[str, Any] = describe() | {"shape": shape, "length": length}
+    counts = [int(part) for part in requests.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+        common = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
+        common += ["--decode-log-interval", str(LOG_EVERY), *server_args.split()]
+        for mode in modes.split(","):
+            args, env = MODES[mode]
+            with serve(folder, out.with_suffix(f".{mode}.log"), [*common, *args], environment() | env) as server:
+                result[mode] = measure(server, counts, length, tokens)
+    best = {mode: max(row["tokens_per_s"] for row in result[mode]) for mode in modes.split(",")}
+    if len(best) == 2:
+        result["speedup"] = round(best["int2"] / best["bf16"], 2)
+        print(f"int2 generates {result['speedup']} times as many tokens per second", flush=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
