@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import subprocess
 import tempfile
@@ -25,21 +24,11 @@ import requests
 import typer
 from machine import describe
 from step_profile import profile_steps
+from subjects import BASELINE, COMMON, MODES, SERVER, SHAPES, Mode, prompt, write_model
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
-SHAPES: dict[str, dict[str, int]] = {
-    "qwen3-4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
-    "qwen3-8b": {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
-    "qwen3-32b": {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
-}
-COMMON = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8,
-    "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "eos_token_id": 151645, "bos_token_id": 151643,
-}  # fmt: skip
 TOKENS = 128
 
 
@@ -64,15 +53,9 @@ def generate(server: LocalServer, ids: list[int], tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-def prompt(length: int) -> list[int]:
-    """Token ids, the same ones for every call with a length."""
-    rng = random.Random(length)
-    return [rng.randrange(1000, 100000) for _ in range(length)]
-
-
 def ms_per_token(server: LocalServer, length: int) -> float:
     """Decode time per token at a context of ``length`` tokens: long minus short generation on a cached prompt."""
-    ids = prompt(length)
+    ids = prompt(length, length)
     generate(server, ids, 1)
     pairs = [(generate(server, ids, TOKENS + 1), generate(server, ids, 1)) for _ in range(3)]
     return 1e3 * min(long - short for long, short in pairs) / TOKENS
@@ -97,11 +80,50 @@ def account(log: str) -> dict[str, float]:
             "free_log_gib": [float(x) for x in free]}  # type: ignore[dict-item]  # fmt: skip
 
 
+def measure(
+    mode: Mode, folder: str, server_args: list[str], extra: dict[str, str], log: Path, sizes: list[int], steps: int
+) -> dict[str, Any]:
+    """Start a server in one mode and time it.
+
+    Args:
+        mode: the cache.
+        folder: of the model.
+        server_args, extra: further flags and environment.
+        log: of the server.
+        sizes: context lengths.
+        steps: layers of the model, to profile where a step goes; 0 for not.
+    """
+    begin = time.monotonic()
+    env = environment() | mode.env | extra
+    with serve(folder, log, [*SERVER, *server_args, *mode.args], env) as server:
+        result: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1)}
+        if "int2" in mode.args:
+            result["account"] = account(server.text()) | {"used_gib": used_bytes() / 2**30}
+        result["ms"] = {length: ms_per_token(server, length) for length in sizes}
+        print(result["ms"], flush=True)
+        if steps:
+            asking = partial(generate, server, prompt(sizes[-1], sizes[-1]), 4 * TOKENS)
+            result["step"] = profile_steps(server, asking, steps)
+            print(json.dumps(result["step"]), flush=True)
+    return result
+
+
+def row(config: dict[str, Any], measured: dict[str, dict[str, Any]], length: int, bandwidth: float) -> dict[str, Any]:
+    """Times of all modes at one context length and what they are of their byte bounds; ``bandwidth`` in TB/s."""
+    out: dict[str, Any] = {"length": length}
+    for name, result in measured.items():
+        bound = 1e3 * (weight_bytes(config) + kv_bytes(config, length, MODES[name].bits)) / (bandwidth * 1e12)
+        taken = result["ms"][length]
+        out |= {f"{name}_ms": round(taken, 3), f"{name}_of_bound": round(taken / bound, 2)}
+    if len(measured) == 2:
+        out["speedup"] = round(out["bf16_ms"] / out["int2_ms"], 2)
+    return out
+
+
 def main(
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "qwen3-8b",
     lengths: Annotated[str, typer.Option(help="context lengths, separated by commas")] = "30000,60000,100000",
     bandwidth: Annotated[float, typer.Option(help="read bandwidth of the card in TB/s")] = 4.6,
-    baseline: Annotated[str, typer.Option(help="attention backend of stock SGLang")] = "flashinfer",
     modes: Annotated[str, typer.Option(help="bf16, int2 or both, separated by commas")] = "bf16,int2",
     server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
     server_env: Annotated[str, typer.Option(help="NAME=VALUE for both servers, separated by spaces")] = "",
@@ -110,45 +132,23 @@ def main(
 ) -> None:
     """Measure decode latency of one request end to end."""
     config = COMMON | SHAPES[shape]
-    layers = config["num_hidden_layers"]
     sizes = [int(part) for part in lengths.split(",")]
-    rotations = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
-    servers: dict[str, tuple[list[str], dict[str, str], float]] = {
-        "bf16": (["--attention-backend", baseline], {}, 16.0),
-        "int2": (["--kv-cache-dtype", "int2"], rotations, 2.25),
-    }
-    servers = {name: servers[name] for name in modes.split(",")}
-    result = describe() | {"shape": shape, "bandwidth_tb_s": bandwidth, "baseline": baseline, "rows": [], "start_s": {}}
-    times: dict[str, dict[int, float]] = {}
+    extra = dict(pair.split("=", 1) for pair in server_env.split())
+    layers = config["num_hidden_layers"] if steps else 0
+    measured: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        common = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
-        common += server_args.split()
-        extra = dict(pair.split("=", 1) for pair in server_env.split())
-        for name, (args, env, _) in servers.items():
-            begin = time.monotonic()
-            with serve(
-                folder, out.with_suffix(f".{name}.log"), [*common, *args], environment() | env | extra
-            ) as server:
-                result["start_s"][name] = round(time.monotonic() - begin, 1)
-                if name == "int2":
-                    result["account"] = account(server.text()) | {"used_gib": used_bytes() / 2**30}
-                times[name] = {length: ms_per_token(server, length) for length in sizes}
-                print(name, times[name], flush=True)
-                if steps:
-                    asking = partial(generate, server, prompt(sizes[-1]), 4 * TOKENS)
-                    result[f"{name}_step"] = profile_steps(server, asking, layers)
-                    print(name, json.dumps(result[f"{name}_step"]), flush=True)
-    for length in sizes:
-        row: dict[str, Any] = {"length": length}
-        for name, (_, _, bits) in servers.items():
-            bound = 1e3 * (weight_bytes(config) + kv_bytes(config, length, bits)) / (bandwidth * 1e12)
-            taken = times[name][length]
-            row |= {f"{name}_ms": round(taken, 3), f"{name}_of_bound": round(taken / bound, 2)}
-        if len(servers) == 2:
-            row["speedup"] = round(row["bf16_ms"] / row["int2_ms"], 2)
-        result["rows"].append(row)
-        print(row)
+        write_model(Path(folder), shape)
+        for name in modes.split(","):
+            log = out.with_suffix(f".{name}.log")
+            measured[name] = measure(MODES[name], folder, server_args.split(), extra, log, sizes, layers)
+    result = describe() | {"shape": shape, "bandwidth_tb_s": bandwidth, "baseline": BASELINE}
+    result["rows"] = [row(config, measured, length, bandwidth) for length in sizes]
+    for line in result["rows"]:
+        print(line)
+    result["start_s"] = {name: part["start_s"] for name, part in measured.items()}
+    for name, part in measured.items():
+        result |= {"account": part["account"]} if "account" in part else {}
+        result |= {f"{name}_step": part["step"]} if "step" in part else {}
     out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import statistics
 import tempfile
@@ -18,28 +17,15 @@ from typing import Annotated, Any
 
 import aiohttp
 import typer
-from bench_decode import COMMON, SHAPES
 from machine import describe
+from subjects import MODES, SERVER, SHAPES, prompt, write_model
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
-MODES: dict[str, tuple[list[str], dict[str, str]]] = {
-    "bf16": (["--attention-backend", "flashinfer"], {}),
-    "int2": (
-        ["--kv-cache-dtype", "int2"],
-        {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"},
-    ),
-}
 LOG_EVERY = 16
 """Steps between two lines of SGLang's log."""
 DECODE_LINE = re.compile(r"Decode batch.*#running-req: (\d+).*gen throughput \(token/s\): ([\d.]+)")
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """Random token ids."""
-    rng = random.Random(seed)
-    return [rng.randrange(1000, 100000) for _ in range(length)]
 
 
 async def send(url: str, requests: int, length: int, tokens: int) -> None:
@@ -101,14 +87,13 @@ def main(
     result: dict[str, Any] = describe() | {"shape": shape, "length": length}
     counts = [int(part) for part in requests.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
-        common = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
-        common += ["--decode-log-interval", str(LOG_EVERY), *server_args.split()]
-        for mode in modes.split(","):
-            args, env = MODES[mode]
-            with serve(folder, out.with_suffix(f".{mode}.log"), [*common, *args], environment() | env) as server:
-                result[mode] = measure(server, counts, length, tokens)
-    best = {mode: max(row["tokens_per_s"] for row in result[mode]) for mode in modes.split(",")}
+        write_model(Path(folder), shape)
+        common = [*SERVER, "--decode-log-interval", str(LOG_EVERY), *server_args.split()]
+        for name in modes.split(","):
+            mode, log = MODES[name], out.with_suffix(f".{name}.log")
+            with serve(folder, log, [*common, *mode.args], environment() | mode.env) as server:
+                result[name] = measure(server, counts, length, tokens)
+    best = {name: max(row["tokens_per_s"] for row in result[name]) for name in modes.split(",")}
     if len(best) == 2:
         result["speedup"] = round(best["int2"] / best["bf16"], 2)
         print(f"int2 generates {result['speedup']} times as many tokens per second", flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import tempfile
 import time
@@ -18,14 +17,14 @@ from typing import Annotated, Any
 
 import aiohttp
 import typer
-from bench_decode import COMMON, SHAPES, used_bytes
+from bench_decode import used_bytes
 from machine import describe
+from subjects import MODES, SERVER, SHAPES, prompt, write_model
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TOLERANCE = 0.02
-ROTATIONS = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 
 
 def account(log: str) -> dict[str, float]:
@@ -56,11 +55,11 @@ async def load(url: str, tokens: int, requests: int, longest: int) -> tuple[int,
     Returns:
         failed requests, and the largest number of bytes in use on the GPU.
     """
-    rng, failures, peak, done = random.Random(0), 0, used_bytes(), False
+    failures, peak, done = 0, used_bytes(), False
 
-    async def one(session: aiohttp.ClientSession, length: int) -> None:
+    async def one(session: aiohttp.ClientSession, number: int, length: int) -> None:
         nonlocal failures
-        ids = [rng.randrange(1000, 100000) for _ in range(length)]
+        ids = prompt(number, length)
         # Long enough that nobody leaves before everybody is there.
         sampling = {"temperature": 0, "max_new_tokens": 512, "ignore_eos": True}
         async with session.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling}) as reply:
@@ -77,7 +76,7 @@ async def load(url: str, tokens: int, requests: int, longest: int) -> tuple[int,
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
         watcher = asyncio.create_task(watch())
         lengths = [longest, *[max(1, (tokens - longest) // max(requests - 1, 1))] * (requests - 1)]
-        await asyncio.gather(*(one(session, length) for length in lengths))
+        await asyncio.gather(*(one(session, number, length) for number, length in enumerate(lengths)))
         done = True
         await watcher
     return failures, peak
@@ -85,11 +84,10 @@ async def load(url: str, tokens: int, requests: int, longest: int) -> tuple[int,
 
 def check(shape: str, fill: float, longest: int, server_args: list[str], folder: Path) -> dict[str, Any]:
     """Start, compare, load."""
-    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
-    args = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
-    args += ["--kv-cache-dtype", "int2", *server_args]
+    write_model(folder, shape)
+    args, mode = [*SERVER, *server_args], MODES["int2"]
     begin = time.monotonic()
-    with serve(folder, folder / f"{shape}.log", args, environment() | ROTATIONS) as server:
+    with serve(folder, folder / f"{shape}.log", [*args, *mode.args], environment() | mode.env) as server:
         row: dict[str, Any] = {"shape": shape, "start_s": round(time.monotonic() - begin, 1), **account(server.text())}
         row["difference"] = round(row["allocated_gib"] / row["account_gib"] - 1, 4)
         begin = time.monotonic()

@@ -1,0 +1,52 @@
+"""What the serving benchmarks measure: models of random weights in the shapes of real ones, under both caches."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+SHAPES: dict[str, dict[str, int]] = {
+    "qwen3-4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
+    "qwen3-8b": {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
+    "qwen3-32b": {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
+}
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8,
+    "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "eos_token_id": 151645, "bos_token_id": 151643,
+}  # fmt: skip
+SERVER = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
+
+
+class Mode(NamedTuple):
+    """A cache: flags and environment of a server, and bits per cached element."""
+
+    args: list[str]
+    env: dict[str, str]
+    bits: float
+
+
+BASELINE = "flashinfer"
+"""Attention backend of stock SGLang; its best one for these shapes."""
+MODES = {
+    "bf16": Mode(["--attention-backend", BASELINE], {}, 16.0),
+    "int2": Mode(
+        ["--kv-cache-dtype", "int2"],
+        {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"},
+        2.25,
+    ),
+}
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A model folder that a server with :data:`SERVER` loads: a config without weights."""
+    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids, the same ones for every call with the same arguments."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000, 100000) for _ in range(length)]

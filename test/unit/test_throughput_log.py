@@ -1,0 +1,30 @@
+"""What the throughput benchmark reads off a server's log."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
+from bench_throughput import steady  # noqa: E402
+
+
+def line(running: int, speed: float) -> str:
+    usage = "#token: 789504, token usage: 0.17, cuda graph: True"
+    return (
+        f"[2026-01-01] Decode batch, #running-req: {running}, {usage}, gen throughput (token/s): {speed}, #queue-req: 0"
+    )
+
+
+def test_speed_is_that_of_the_largest_batch_without_its_first_line() -> None:
+    log = "\n".join(
+        ["Prefill batch, #running-req: 9", line(3, 999.0), line(4, 1.0), *(line(4, x) for x in (80, 90, 70))]
+    )
+    assert steady(log) == {"running": 4, "tokens_per_s": 80.0, "ms_per_step": 50.0}
+
+
+def test_too_little_text_is_no_result() -> None:
+    with pytest.raises(ValueError, match="2 log lines about 4 requests"):
+        steady("\n".join(line(4, x) for x in (1.0, 80.0, 90.0)))
