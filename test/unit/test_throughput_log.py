@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
-from bench_throughput import steady  # noqa: E402
+from bench_throughput import steady
 
 
 def line(running: int, speed: float) -> str:
