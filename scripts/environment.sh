@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes .venv with the pinned project, once, and activates it.
 #
 # PYTHON chooses the interpreter (3.10, 3.11 or 3.12); by default the first of python3.11, python3.12, python3.10,
-# python3 that fits. The environment is made anew when dependencies or pins change.
+# python3 that fits. The environment is made anew when dependencies, pins, its place or a chosen interpreter change.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${OSCAR_VENV:-$root/.venv}
@@ -11,8 +11,9 @@ fits() {
 }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3.11 python3.12 python3.10 python3}; do
+  local candidate candidates=(python3.11 python3.12 python3.10 python3)
+  if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+  for candidate in "${candidates[@]}"; do
     if fits "$candidate"; then
       echo "$candidate"
       return
@@ -28,7 +29,7 @@ current() {  # current NAME SUM: whether the environment was made for this check
 
 make_environment() {
   local python version packages project
-  packages=$({ grep -E '^(dependencies|plots|eval|dev) ' "$root/pyproject.toml" && cat "$root"/scripts/constraints/*.txt; } | sha256sum)
+  packages=$({ grep -E '^(dependencies|plots|eval|dev) ' "$root/pyproject.toml" && cat "$root"/scripts/constraints/*.txt && echo "$root ${PYTHON:-}"; } | sha256sum)
   project=$(sha256sum <"$root/pyproject.toml")
   if ! current packages "$packages"; then
     python=$(find_python)

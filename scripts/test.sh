@@ -3,5 +3,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ruff check .
+ruff format --check .
 mypy
 exec python -m pytest "$@"

@@ -2,12 +2,13 @@
 # All tests that need an NVIDIA GPU: kernels, servers, compute-sanitizer, and several GPUs where there are several.
 #
 # PYTHON chooses the interpreter, whose environment must have the project and pytest; python3 by default.
-# OSCAR_TEST_SERVER_ARGS adds flags to every server. Arguments go to pytest. Takes under 8 minutes.
+# OSCAR_TEST_SERVER_ARGS adds flags to every server. Arguments go to pytest, after those that choose a part's tests (so no
+# -k). Takes under 8 minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
-"$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || {
-  echo "error: $python sees no NVIDIA GPU" >&2
+"$python" -c 'import torch; assert torch.cuda.is_available()' || {
+  echo "error: $python sees no NVIDIA GPU; the line above says why" >&2
   exit 1
 }
 "$python" -c 'import importlib.metadata as m; m.entry_points(group="sglang.srt.plugins")["oscar"]' 2>/dev/null || {

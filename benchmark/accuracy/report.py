@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from accuracy.plan import FIGURES
-
 Rows = dict[str, Any]
 PLUS_AND_PAPER = (("OSCAR g128", "plus g128"), ("OSCAR g64", "plus g64"))
 TITLES = {
@@ -249,7 +247,8 @@ regimes of the model took.
   one forward with two kinds of keys per query equals decoding token by token, which a test shows.
 * **Measures.** Perplexity of the last tokens of long contexts of held-out source text, the excess over BF16 in nats,
   KL(BF16 || method) of the next-token distribution (far less noisy than perplexity), and retrieval of a seven-digit
-  number from a document in the prefix cache. In brackets 95% intervals: bootstrap over contexts, Wilson for retrieval.
+  number from a document in the prefix cache. In brackets 95% intervals: bootstrap over contexts, Wilson for
+  retrieval (four questions share a document and are taken as independent).
 * **Bits** are computed from what a method stores, scales and windows included, at 128K tokens of context."""
 
 QUESTION = """`plus` was chosen on other documents and other text than these (`--split choice`). Gaps
@@ -262,5 +261,3 @@ laboratory. Differences are those of BF16 arithmetic (the laboratory computes in
 
 NOTES = Path(__file__).with_name("notes.md").read_text(encoding="utf-8").rstrip()
 """How to read the tables: written by hand, after looking at them."""
-
-__all__ = ["FIGURES", "lines", "write_report"]

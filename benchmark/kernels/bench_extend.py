@@ -50,8 +50,11 @@ class Case:
         self.q, self.k, self.v = fused.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
         self.indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * chunk
         nowhere = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
-        ring = torch.arange(tokens, device="cuda")
-        self.slots = StoreSlots(torch.arange(tokens, device="cuda"), torch.where(ring < 256, ring, -1), nowhere)
+        # Of every chunk the newest tokens go to the ring of its request.
+        position = torch.arange(tokens, device="cuda") % chunk
+        ring = (torch.arange(tokens, device="cuda") // chunk + 1) * 256 + position % 256
+        ring = torch.where(position >= chunk - 256, ring, -1)
+        self.slots = StoreSlots(torch.arange(tokens, device="cuda"), ring, nowhere)
         self.chunks = random_cache(tokens, batch, LAYOUT, Windows(64, 256, 256))
 
     def triton(self) -> object:

@@ -20,8 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import decode_log
 import requests
 import typer
+from decode_log import steady
 from machine import describe
 from step_profile import profile_steps
 from subjects import BASELINE, COMMON, MODES, SERVER, SHAPES, Mode, prompt, write_model
@@ -29,7 +31,7 @@ from subjects import BASELINE, COMMON, MODES, SERVER, SHAPES, Mode, prompt, writ
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
-TOKENS = 128
+TOKENS = 256
 
 
 def weight_bytes(config: dict[str, Any]) -> int:
@@ -45,20 +47,22 @@ def kv_bytes(config: dict[str, Any], length: int, bits: float) -> float:
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * length * bits / 8
 
 
-def generate(server: LocalServer, ids: list[int], tokens: int) -> float:
-    """Seconds for a request that generates ``tokens`` tokens."""
+def generate(server: LocalServer, ids: list[int], tokens: int) -> None:
+    """Have ``tokens`` tokens generated.
+
+    Raises:
+        requests.HTTPError: the server refused.
+    """
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    begin = time.perf_counter()
-    requests.post(f"{server.url}/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=600)
-    return time.perf_counter() - begin
+    asking = {"input_ids": ids, "sampling_params": sampling}
+    requests.post(f"{server.url}/generate", json=asking, timeout=600).raise_for_status()
 
 
 def ms_per_token(server: LocalServer, length: int) -> float:
-    """Decode time per token at a context of ``length`` tokens: long minus short generation on a cached prompt."""
-    ids = prompt(length, length)
-    generate(server, ids, 1)
-    pairs = [(generate(server, ids, TOKENS + 1), generate(server, ids, 1)) for _ in range(3)]
-    return 1e3 * min(long - short for long, short in pairs) / TOKENS
+    """Decode time per token at a context of ``length`` tokens."""
+    before = len(server.text())
+    generate(server, prompt(length, length), TOKENS)
+    return steady(server.text()[before:]).ms_per_step
 
 
 def used_bytes() -> int:
@@ -95,14 +99,14 @@ def measure(
     """
     begin = time.monotonic()
     env = environment() | mode.env | extra
-    with serve(folder, log, [*SERVER, *server_args, *mode.args], env) as server:
+    with serve(folder, log, [*SERVER, *decode_log.FLAGS, *server_args, *mode.args], env) as server:
         result: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1)}
         if "int2" in mode.args:
             result["account"] = account(server.text()) | {"used_gib": used_bytes() / 2**30}
         result["ms"] = {length: ms_per_token(server, length) for length in sizes}
         print(result["ms"], flush=True)
         if steps:
-            asking = partial(generate, server, prompt(sizes[-1], sizes[-1]), 4 * TOKENS)
+            asking = partial(generate, server, prompt(max(sizes), max(sizes)), 2 * TOKENS)
             result["step"] = profile_steps(server, asking, steps)
             print(json.dumps(result["step"]), flush=True)
     return result
@@ -128,12 +132,13 @@ def main(
     server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
     server_env: Annotated[str, typer.Option(help="NAME=VALUE for both servers, separated by spaces")] = "",
     steps: Annotated[bool, typer.Option(help="profile where a step goes at the longest length")] = True,
-    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("decode.json"),
+    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/decode.json"),
 ) -> None:
     """Measure decode latency of one request end to end."""
     config = COMMON | SHAPES[shape]
     sizes = [int(part) for part in lengths.split(",")]
     extra = dict(pair.split("=", 1) for pair in server_env.split())
+    out.parent.mkdir(parents=True, exist_ok=True)
     layers = config["num_hidden_layers"] if steps else 0
     measured: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:

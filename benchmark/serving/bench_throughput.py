@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
+import decode_log
 import typer
+from decode_log import steady
 from machine import describe
 from subjects import MODES, SERVER, SHAPES, prompt, write_model
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
-
-LOG_EVERY = 16
-"""Steps between two lines of SGLang's log."""
-DECODE_LINE = re.compile(r"Decode batch.*#running-req: (\d+).*gen throughput \(token/s\): ([\d.]+)")
 
 
 async def send(url: str, requests: int, length: int, tokens: int) -> None:
@@ -46,28 +42,21 @@ async def send(url: str, requests: int, length: int, tokens: int) -> None:
         await asyncio.gather(*(one(session, number) for number in range(requests)))
 
 
-def steady(log: str) -> dict[str, float]:
-    """Speed while most requests ran: the median of the log's lines, the first of which also counts the prompts' time.
-
-    Raises:
-        ValueError: the log has too few lines about decoding.
-    """
-    lines = [(int(running), float(speed)) for running, speed in DECODE_LINE.findall(log)]
-    most = max((running for running, _ in lines), default=0)
-    speeds = [speed for running, speed in lines if running == most][1:]
-    if len(speeds) < 3:
-        raise ValueError(f"{len(speeds)} log lines about {most} requests at once; let them generate more tokens")
-    speed = statistics.median(speeds)
-    return {"running": most, "tokens_per_s": round(speed, 1), "ms_per_step": round(1e3 * most / speed, 2)}
-
-
 def measure(server: LocalServer, counts: list[int], length: int, tokens: int) -> list[dict[str, Any]]:
     """One row for every number of requests, up to the first that does not fit."""
     rows = []
     for count in counts:
         before = len(server.text())
         asyncio.run(send(server.url, count, length, tokens))
-        rows.append({"requests": count, **steady(server.text()[before:])})
+        speed = steady(server.text()[before:])
+        rows.append(
+            {
+                "requests": count,
+                "running": speed.running,
+                "tokens_per_s": round(speed.tokens_per_s, 1),
+                "ms_per_step": round(speed.ms_per_step, 2),
+            }
+        )
         print(rows[-1], flush=True)
         if rows[-1]["running"] < count:
             break
@@ -81,14 +70,15 @@ def main(
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 192,
     modes: Annotated[str, typer.Option(help="bf16, int2 or both, separated by commas")] = "bf16,int2",
     server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
-    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("throughput.json"),
+    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/throughput.json"),
 ) -> None:
     """Measure how many tokens per second a full card generates."""
     result: dict[str, Any] = describe() | {"shape": shape, "length": length}
+    out.parent.mkdir(parents=True, exist_ok=True)
     counts = [int(part) for part in requests.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape)
-        common = [*SERVER, "--decode-log-interval", str(LOG_EVERY), *server_args.split()]
+        common = [*SERVER, *decode_log.FLAGS, *server_args.split()]
         for name in modes.split(","):
             mode, log = MODES[name], out.with_suffix(f".{name}.log")
             with serve(folder, log, [*common, *mode.args], environment() | mode.env) as server:

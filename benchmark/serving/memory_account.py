@@ -25,20 +25,26 @@ from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TOLERANCE = 0.02
+ANSWER = 512
+"""Tokens that every request generates."""
 
 
 def account(log: str) -> dict[str, float]:
     """The start-up account and the memory that SGLang found free around it, in GiB."""
 
-    def number(pattern: str) -> float:
+    def number(pattern: str, otherwise: float | None = None) -> float:
         found = re.search(pattern, log)
-        return float(found[1]) if found else 0.0
+        if found is None and otherwise is not None:
+            return otherwise
+        if found is None:
+            raise ValueError(f"the server's log has no line with {pattern}")
+        return float(found[1])
 
     said = {
         "pool_tokens": number(r"history pool: (\d+) tokens"),
         "pool_gib": number(r"history pool: .*? bytes = ([\d.]+) GiB"),
         "windows_gib": number(r"side buffers: ([\d.]+) GiB"),
-        "extend_gib": number(r"extend workspace: ([\d.]+) GiB"),
+        "extend_gib": number(r"extend workspace: ([\d.]+) GiB", otherwise=0.0),  # none with the Triton kernel
         "max_running": number(r"for at most (\d+) running requests"),
     }
     loaded = number(r"Load weight end\..*?avail mem=([\d.]+) GB")
@@ -61,7 +67,7 @@ async def load(url: str, tokens: int, requests: int, longest: int) -> tuple[int,
         nonlocal failures
         ids = prompt(number, length)
         # Long enough that nobody leaves before everybody is there.
-        sampling = {"temperature": 0, "max_new_tokens": 512, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
         async with session.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling}) as reply:
             failures += reply.status != 200
             await reply.read()
@@ -91,7 +97,8 @@ def check(shape: str, fill: float, longest: int, server_args: list[str], folder:
         row: dict[str, Any] = {"shape": shape, "start_s": round(time.monotonic() - begin, 1), **account(server.text())}
         row["difference"] = round(row["allocated_gib"] / row["account_gib"] - 1, 4)
         begin = time.monotonic()
-        tokens, running = int(fill * row["pool_tokens"]), int(row["max_running"])
+        running = int(row["max_running"])
+        tokens = int(fill * row["pool_tokens"]) - running * ANSWER
         row["failures"], peak = asyncio.run(load(server.url, tokens, running, min(longest, tokens // 2)))
         row |= {"load_s": round(time.monotonic() - begin, 1), "used_peak_gib": round(peak / 2**30, 2)}
         row |= seen(server)
@@ -114,11 +121,12 @@ def main(
     fill: Annotated[float, typer.Option(help="share of the pool to fill")] = 1.0,
     longest: Annotated[int, typer.Option(help="tokens of the longest prompt")] = 100_000,
     server_args: Annotated[str, typer.Option(help="further flags for the servers")] = "",
-    out: Annotated[Path, typer.Option(help="result as JSON")] = Path("memory.json"),
+    out: Annotated[Path, typer.Option(help="result as JSON")] = Path("results/memory.json"),
 ) -> None:
     """Check the account of each shape; the exit status is 0 if all are true and nothing ran out of memory."""
     result: dict[str, Any] = describe() | {"rows": []}
     bad = False
+    out.parent.mkdir(parents=True, exist_ok=True)
     for shape in shapes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             row = check(shape, fill, longest, server_args.split(), Path(folder))

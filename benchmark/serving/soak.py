@@ -160,7 +160,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="tokens of the history pool: small ones force eviction")] = 65_536,
     part: Annotated[int, typer.Option(min=5, help="requests at the beginning and at the end that are compared")] = 500,
     server_args: Annotated[str, typer.Option(help="further flags for the server")] = "",
-    out: Annotated[Path, typer.Option(help="result as JSON; the log goes beside it")] = Path("soak.json"),
+    out: Annotated[Path, typer.Option(help="result as JSON; the log goes beside it")] = Path("results/soak.json"),
 ) -> None:
     """Run the soak test on the shipped model; the exit status is 0 if nothing broke."""
     env = environment() | {
@@ -180,6 +180,7 @@ def main(
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             return await Client(url, session, seed=0, longest=longest).run(requests, concurrency)
 
+    out.parent.mkdir(parents=True, exist_ok=True)
     with serve(MODEL, out.with_suffix(".log"), args, env) as server:
         begin = time.monotonic()
         tally = asyncio.run(drive(server.url))

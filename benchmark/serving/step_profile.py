@@ -6,10 +6,10 @@ import gzip
 import json
 import re
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,12 @@ def profile_steps(server: LocalServer, generate: Callable[[], object], layers: i
     Raises:
         TimeoutError: the server wrote no trace within a minute.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        asking = threading.Thread(target=generate)
-        asking.start()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(generate)
         time.sleep(0.3)
         body = {"output_dir": folder, "num_steps": STEPS, "activities": ["GPU"], "with_stack": False}
         requests.post(f"{server.url}/start_profile", json=body, timeout=120).raise_for_status()
-        asking.join()
+        asking.result()
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             for path in Path(folder).rglob("*.trace.json.gz"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from sglang_oscar import flags
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.rotations import IDENTITY, load_rotations
+from sglang_oscar.rotations import IDENTITY, Side, load_rotations
 from sglang_oscar.settings import Settings, of_this_process
 
 logger = logging.getLogger(__name__)
@@ -92,14 +93,20 @@ def absorb(model: nn.Module, settings: Settings) -> None:
         logger.warning("int2 rotates values online instead of absorbing the rotation: %s", reason)
         return
     head_dim = layers[0][1].head_dim
-    side = load_rotations(settings, num_layers=len(layers), head_dim=head_dim).value
+    side = _value_side(settings, len(layers), head_dim)
     assert side.rotation is not None
     assert side.reading is not None
     with torch.no_grad():
         for qkv, attn, o_proj in layers:
             rotate_value_rows(qkv, side.rotation[attn.layer_id].to(qkv.weight.device))
-            rotate_output_columns(o_proj, side.reading[attn.layer_id].to(qkv.weight.device))
+            rotate_output_columns(o_proj, side.reading[attn.layer_id].to(o_proj.weight.device))
     setattr(model, MARK, True)
+
+
+@cache
+def _value_side(settings: Settings, num_layers: int, head_dim: int) -> Side:
+    """As read at the first load: weights that are loaded later must fit clip ratios and caches of the start."""
+    return load_rotations(settings, num_layers=num_layers, head_dim=head_dim).value
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
@@ -156,18 +163,3 @@ def rotate_output_columns(o_proj: Any, rotation: torch.Tensor) -> None:
     weight = o_proj.weight
     heads = weight.float().view(weight.shape[0], -1, rotation.shape[0])
     weight.copy_((heads @ rotation).view_as(weight))
-
-
-def around_update_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse partial weight updates from memory: they would overwrite absorbed projections with plain ones.
-
-    Done before the worker unpacks what it was sent.
-    """
-    from sglang.srt.runtime_context import get_server_args
-
-    if get_server_args().kv_cache_dtype == flags.DTYPE:
-        return False, (
-            "int2 mode updates weights from disk only (POST /update_weights_from_disk), where the value rotation is "
-            "absorbed again"
-        )
-    return original(self, *args, **kwargs)

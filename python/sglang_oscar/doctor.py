@@ -19,6 +19,7 @@ import typer
 
 from sglang_oscar import SGLANG_VERSION
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.model_identity import model_identity
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
@@ -209,7 +210,8 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
 
     def rotations() -> str:
         config = loaded["model"]
-        found = load_rotations(loaded["settings"], config.num_hidden_layers, config.head_dim)
+        identity = model_identity(path, config)
+        found = load_rotations(loaded["settings"], config.num_hidden_layers, config.head_dim, identity)
         return f"keys {found.key.source}, values {found.value.source}"
 
     def account() -> str:

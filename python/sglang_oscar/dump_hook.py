@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from oscar_rotation.dump_manifest import DumpManifest
 from oscar_rotation.dump_writer import DumpWriter
 from sglang_oscar import flags
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.model_identity import model_identity
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,16 @@ class DumpSettings(BaseModel):
             raise Int2Error(f"{name}={values[name]!r}: {first['msg'].lower()}") from None
 
 
+UNSEEN: dict[str, Callable[[Any], bool]] = {
+    "--pp-size": lambda args: args.pp_size > 1,
+    "--dp-size": lambda args: args.dp_size > 1,
+    "--enable-dp-attention": lambda args: args.enable_dp_attention,
+    "--enable-torch-compile": lambda args: args.enable_torch_compile,
+    "--speculative-algorithm": lambda args: args.speculative_algorithm is not None,
+}
+"""What a dump would miss calls of attention under, or mix those of several models or replicas."""
+
+
 def configure(args: Any) -> None:
     """Prepare server arguments for a dump; does nothing where none is asked for.
 
@@ -63,13 +74,15 @@ def configure(args: Any) -> None:
         return
     if args.kv_cache_dtype == flags.DTYPE:
         raise Int2Error("DUMP_KVCACHE=1 needs an ordinary server: drop --kv-cache-dtype int2")
-    if args.pp_size > 1 or args.enable_dp_attention or args.enable_torch_compile:
-        raise Int2Error("DUMP_KVCACHE=1 does not work with --pp-size, --enable-dp-attention or --enable-torch-compile")
+    given = [flag for flag, is_given in UNSEEN.items() if is_given(args)]
+    if given:
+        raise Int2Error(f"DUMP_KVCACHE=1 does not work with {', '.join(given)}; drop it for the dump")
     manifest = settings.folder / "manifest.json"
     if manifest.exists():
         raise Int2Error(f"DUMP_KVCACHE_DIR={settings.folder} holds a dump already; remove it or name another folder")
     args.disable_radix_cache = True
     args.disable_prefill_cuda_graph = True
+    args.cuda_graph_backend_prefill = "disabled"  # weighs more than the flag before it
     logger.info("dumping q, k and v of %d tokens to %s", settings.tokens, settings.folder)
 
 
@@ -119,6 +132,7 @@ class Dump:
         )
         self.manifest = DumpManifest(
             model_id=server_args.model_path,
+            model_hash=model_identity(server_args.model_path, model).model_hash,
             num_layers=model.num_hidden_layers,
             q_heads=model.num_attention_heads,
             kv_heads=model.get_total_num_kv_heads(),

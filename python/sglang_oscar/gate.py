@@ -10,10 +10,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from oscar_kernels.layout import RowLayout
-from oscar_rotation.identity import ModelIdentity
 from sglang_oscar import decode_backend, dump_hook, extend_backend, flags, refusals
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.model_identity import model_identity
 from sglang_oscar.rotations import load_rotations
 from sglang_oscar.settings import Settings
 
@@ -117,16 +119,22 @@ def check(args: Any, settings: Settings) -> None:
     refusals.check_arguments(args)
     if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
         raise Int2Error(
-            f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}"
+            f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}; "
+            f"set --chunked-prefill-size {-(-args.chunked_prefill_size // args.page_size) * args.page_size}"
         )
     model = args.get_model_config()
     refusals.check_model(model)
     check_device(args.device)
+    if args.device == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
+        raise Int2Error(f"int2 mode computes in 16 bits on a GPU, the model in {model.dtype}; set --dtype bfloat16")
+    if args.attention_backend != BACKEND:
+        raise Int2Error(
+            f"SGLang insists on attention backend {args.attention_backend} for this model; use --kv-cache-dtype auto"
+        )
     decode_backend.check(settings.decode_backend, args.device)
     extend_backend.choose(settings.extend_backend, args.device)
     layout = row_layout(args, settings, model, kv_heads=1)
-    identity = ModelIdentity(model_id=args.model_path, kv_heads=model.get_total_num_kv_heads())
-    load_rotations(settings, model.num_hidden_layers, layout.head_dim, identity)
+    load_rotations(settings, model.num_hidden_layers, layout.head_dim, model_identity(args.model_path, model))
     logger.info("int2 settings: %s", " ".join(settings.lines()))
 
 

@@ -133,7 +133,8 @@ def make_plan(
     if needed > budget_bytes:
         raise Int2Error(
             f"the KV budget of {budget_bytes / GIB:.3f} GiB is too small for int2 mode: BF16 windows of {max_running} "
-            f"running requests take {plan.side_bytes / GIB:.3f} GiB; lower --max-running-requests, "
+            f"running requests take {plan.side_bytes / GIB:.3f} GiB, "
+            f"extend {(plan.fixed_bytes - plan.side_bytes) / GIB:.3f} GiB; lower --max-running-requests, "
             "SGLANG_MIXED_KV_RECENT_TOKENS or SGLANG_MIXED_KV_PREFIX_TOKENS, or raise --mem-fraction-static"
         )
     return plan

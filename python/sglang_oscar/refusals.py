@@ -19,6 +19,12 @@ def _compiles_nothing(args: Any) -> bool:
     return args.enable_torch_compile and (resolved.backend if resolved else backend) != "full"
 
 
+def _captures_whole_prefills(args: Any) -> bool:
+    """A graph of a whole forward pass would keep the tables and the plan of the batch that it was captured with."""
+    resolved = getattr(args.cuda_graph_config, "prefill", None)
+    return (resolved.backend if resolved else args.cuda_graph_backend_prefill) == "full"
+
+
 ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.speculative_algorithm is not None, "speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
@@ -47,6 +53,13 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.enable_memory_saver, "the memory saver; drop --enable-memory-saver"),
     (_compiles_nothing, "torch.compile without full CUDA graphs of decode steps; drop --enable-torch-compile"),
     (lambda a: a.enable_torch_compile and a.device == "cpu", "torch.compile on a CPU; drop --enable-torch-compile"),
+    (_captures_whole_prefills, "full CUDA graphs of prefills; drop --cuda-graph-backend-prefill full"),
+    (lambda a: a.load_format == "presharded", "saving weights as they are served; drop --load-format presharded"),
+    (
+        lambda a: a.checkpoint_engine_wait_weights_before_ready,
+        "weights from a checkpoint engine; drop --checkpoint-engine-wait-weights-before-ready",
+    ),
+    (lambda a: a.model_impl == "transformers", "models of transformers; drop --model-impl transformers"),
     (lambda a: a.use_ray, "Ray (its workers load no plugins); drop --use-ray"),
     (lambda a: bool(a.enable_lora or a.lora_paths), "LoRA adapters; drop --enable-lora and --lora-paths"),
     (lambda a: a.weight_cache_mode != "off", "the weight cache; drop --weight-cache-mode"),
@@ -63,6 +76,7 @@ ARGUMENTS: list[tuple[Check, str]] = [
 MODELS: list[tuple[Check, str]] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: m.is_hybrid_swa, "models with sliding-window attention layers"),
+    (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
     (lambda m: m.is_multimodal, "multimodal models"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
@@ -121,4 +135,6 @@ def check_attention_layer(layer: Any) -> None:
     ]
     for present, what in features:
         if present:
-            raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")
+            raise Int2Error(
+                f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id}); use --kv-cache-dtype auto"
+            )

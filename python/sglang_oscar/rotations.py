@@ -11,6 +11,7 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files import load_rotation
 from oscar_rotation.identity import ModelIdentity
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.model_identity import model_identity
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 
 IDENTITY = "identity"
@@ -76,11 +77,9 @@ def served_model() -> ModelIdentity | None:
 
     try:
         args = get_server_args()
-        config = args.get_model_config()
+        return model_identity(args.model_path, args.get_model_config())
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError):
         return None
-    # The path that the user gave, not where a download put it.
-    return ModelIdentity(model_id=args.model_path, kv_heads=config.get_total_num_kv_heads())
 
 
 def _load(

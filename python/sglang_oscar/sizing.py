@@ -167,7 +167,8 @@ def check_layers(model: Any, layers: int) -> None:
         refusals.check_attention_layer(layer)
     if sorted(layer.layer_id for layer in found) != list(range(layers)):
         raise Int2Error(
-            f"--kv-cache-dtype int2 needs one attention layer per cache layer; the model has {len(found)} for {layers}"
+            f"--kv-cache-dtype int2 needs one attention layer per cache layer; the model has {len(found)} for "
+            f"{layers}; use --kv-cache-dtype auto"
         )
 
 

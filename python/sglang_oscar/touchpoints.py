@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_oscar import absorption, cpu_engine, dump_hook, gate, lifecycle, sizing
+from sglang_oscar import absorption, cpu_engine, dump_hook, gate, lifecycle, sizing, weight_updates
 
 SRT = "sglang.srt."
 ARGS = SRT + "server_args."
@@ -16,6 +16,7 @@ CONFIGURATOR = MEM + "kv_cache_configurator.KVCacheConfigurator."
 ALLOCATOR = MEM + "allocator.paged.PagedTokenToKVPoolAllocator."
 ROW_POOL = MEM + "memory_pool.ReqToTokenPool."
 WORKER = SRT + "managers.tp_worker.BaseTpWorker."
+UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 
 TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
@@ -50,9 +51,14 @@ TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
         AROUND,
         absorption.around_load_weights_and_postprocess,
     ),
-    (WORKER + "update_weights_from_tensor", AROUND, absorption.around_update_weights),
-    (WORKER + "update_weights_from_distributed", AROUND, absorption.around_update_weights),
-    (WORKER + "update_weights_from_ipc", AROUND, absorption.around_update_weights),
+    (WORKER + "update_weights_from_disk", AROUND, weight_updates.around_update_from_disk),
+    (WORKER + "init_weights_update_group", AROUND, weight_updates.around_update_weights),
+    (WORKER + "update_weights_from_tensor", AROUND, weight_updates.around_update_weights),
+    (WORKER + "update_weights_from_distributed", AROUND, weight_updates.around_update_weights),
+    (WORKER + "update_weights_from_ipc", AROUND, weight_updates.around_update_weights),
+    (WORKER + "send_weights_to_remote_instance", AROUND, weight_updates.around_send_weights),
+    (UPDATER + "save_remote_model", AROUND, weight_updates.around_save_weights),
+    (UPDATER + "save_sharded_model", AROUND, weight_updates.around_save_weights),
     # Calibration: dumping q, k and v.
     (SRT + "layers.radix_attention.RadixAttention.forward", BEFORE, dump_hook.before_attention),
     # Machines without a GPU.

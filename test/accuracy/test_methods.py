@@ -177,7 +177,7 @@ def test_kivi_ignores_the_scale_of_a_key_channel(fitted: dict) -> None:
     factor[[3, 67]] = 32.0
     for name in ("KIVI-2", "Kitty"):
         method = fitted[name]
-        assert noise(fitted["KIVI-2"], x * factor)[1] > 2 * noise(fitted["KIVI-2"], x)[1]
+        assert noise(method, x * factor)[1] > 2 * noise(method, x)[1]
         if name == "KIVI-2":
             assert torch.equal(method.keys(0, x * factor), method.keys(0, x) * factor)
 

@@ -30,7 +30,7 @@ def test_wilson_interval() -> None:
         wilson(3, 2)
 
 
-def test_bootstrap_covers_the_mean_and_respects_clusters() -> None:
+def test_bootstrap_covers_the_mean() -> None:
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(200):
@@ -39,9 +39,6 @@ def test_bootstrap_covers_the_mean_and_respects_clusters() -> None:
         assert found.low <= found.mean <= found.high
         hits += found.low <= 3.0 <= found.high
     assert 178 <= hits <= 199
-    repeated = np.repeat(rng.normal(size=10), 20)
-    apart, together = bootstrap(repeated), bootstrap(repeated, np.repeat(np.arange(10), 20))
-    assert together.high - together.low > 3 * (apart.high - apart.low)
     with pytest.raises(ValueError, match="observations"):
         bootstrap([])
 

@@ -1,4 +1,4 @@
-"""Small launches for compute-sanitizer: of our Triton kernels, or with ``cuda`` of the CUDA decode kernel."""
+"""Small launches for compute-sanitizer: of our Triton kernels, or with ``cuda`` of the CUDA kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = [1, 30, 150, 300]
 
 
 def run(shape: Shape, device: torch.device) -> None:
-    """Every kernel once."""
+    """Every kernel once, but that of the tables, which has a test of its own."""
     tokens = 37
     rotation = prepare_rotation(random_rotation(shape.head_dim, 1, device), shape.dtype)
     q, k, v = (
@@ -48,8 +48,9 @@ def run(shape: Shape, device: torch.device) -> None:
     assert torch.isfinite(space).all()
 
 
-def run_cuda_decode(device: torch.device) -> None:
-    """Few requests on many blocks, windows and all."""
+def run_cuda(device: torch.device) -> None:
+    """A decode step: store, then attention of few requests on many blocks, windows and all."""
+    from oscar_kernels.cuda import store as cuda_store
     from oscar_kernels.cuda.decode import decode as cuda_decode
     from oscar_kernels.cuda.decode import unsupported
 
@@ -58,7 +59,17 @@ def run_cuda_decode(device: torch.device) -> None:
     reason = unsupported(batch.cache, shape.page_size, shape.q_heads, shape.dtype)
     if reason is not None:
         raise SystemExit(f"skipped: {reason}")
-    q_rot = random_vectors((4, shape.q_heads, shape.head_dim), shape.dtype, 3, device)
+    q, k, v = (
+        random_vectors((4, heads, shape.head_dim), shape.dtype, seed, device)
+        for seed, heads in enumerate((shape.q_heads, shape.kv_heads, shape.kv_heads))
+    )
+    rotation = cuda_store.arrange(prepare_rotation(random_rotation(shape.head_dim, 1, device), shape.dtype))
+    cache = empty_cache(shape, 8, 4, device)
+    slots = random_slots(4, shape.windows, 8 * shape.page_size, 4, device)
+    for gain in (0.0, 0.98):
+        q_rot = cuda_store.store(
+            cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, k_gain=gain, v_gain=gain
+        )
     out = cuda_decode(batch.cache, batch.tables, q_rot, 0.1)
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()
@@ -67,7 +78,7 @@ def run_cuda_decode(device: torch.device) -> None:
 def main() -> None:
     device = torch.device("cuda")
     if sys.argv[1:] == ["cuda"]:
-        run_cuda_decode(device)
+        run_cuda(device)
     else:
         for shape in SHAPES:
             run(shape, device)

@@ -79,7 +79,7 @@ def test_written_zoo_file_has_the_public_schema(tmp_path: Path, rotation_set: Ro
         assert torch.equal(entry["eigenvalues"], expected["layers"][layer]["eigenvalues"])
 
 
-def test_written_files_are_the_same_every_time(tmp_path: Path, rotation_set: RotationSet) -> None:
+def test_what_is_written_is_read_back_every_time(tmp_path: Path, rotation_set: RotationSet) -> None:
     for suffix in (".pt", ".safetensors"):
         first, second = tmp_path / "a" / f"k{suffix}", tmp_path / "b" / f"k{suffix}"
         save_rotation_file(first, rotation_set)

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from oscar_rotation.dump import DumpReader
+from sglang_oscar.model_identity import config_hash
 from support.activations import Activations, activations, load
 from support.models import COMMON, VOCABULARY, save
 from support.servers import Server, serve
@@ -84,6 +86,8 @@ def assert_dump(folder: Path, expected: dict[int, Activations]) -> None:
     assert reader.manifest.complete
     assert reader.manifest.tokens == sum(LENGTHS)
     assert (reader.manifest.q_heads, reader.manifest.kv_heads, reader.manifest.head_dim) == (4, KV_HEADS, 64)
+    config = AutoConfig.from_pretrained(reader.manifest.model_id)
+    assert reader.manifest.model_hash == config_hash(config.to_dict())
     assert reader.manifest.sm_scale == pytest.approx(64**-0.5)
     for layer in range(LAYERS):
         seen = []

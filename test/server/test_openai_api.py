@@ -110,7 +110,9 @@ def test_chat_logprobs(client: OpenAI) -> None:
         top_logprobs=3,
     )
     assert reply.choices[0].logprobs is not None
-    for entry in reply.choices[0].logprobs.content or []:
+    entries = reply.choices[0].logprobs.content
+    assert entries
+    for entry in entries:
         assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
         assert len(entry.top_logprobs) == 3
 
@@ -261,16 +263,22 @@ def test_weights_from_disk_keep_answers(client: OpenAI, server: Server) -> None:
     [
         ("update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
         ("update_weights_from_distributed", {"names": ["norm"], "dtypes": ["bfloat16"], "shapes": [[192]]}),
+        (
+            "init_weights_update_group",
+            {"master_address": "localhost", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"},
+        ),
+        ("update_weights_from_disk", {"model_path": NAME, "load_format": "flash_rl"}),
     ],
 )
-def test_weights_from_memory_are_refused(route: str, body: dict, client: OpenAI, server: Server) -> None:
-    """A partial update would put plain projections among absorbed ones; nothing is unpacked, nothing changes."""
+def test_other_weights_are_refused(route: str, body: dict, client: OpenAI, server: Server) -> None:
+    """They would put plain projections in the place of absorbed ones; nothing is unpacked, nothing changes."""
     ids = token_ids(document(600, seed=9).text)
     before = server.generate(ids, 8)
     reply = requests.post(f"{server.url}/{route}", json=body, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["success"] is False
-    assert "/update_weights_from_disk" in reply.json()["message"]
+    what_works = "use auto" if "load_format" in body else "/update_weights_from_disk"
+    assert what_works in reply.json()["message"]
     server.flush()
     assert server.generate(ids, 8)["output_ids"] == before["output_ids"]
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, DeepseekV3Config, GptOssConfig, Qwen2VLConfig, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    BertConfig,
+    DeepseekV3Config,
+    GptOssConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from oscar_rotation.files import recipe_rotation, save_rotation_file
 from support.models import COMMON
@@ -40,6 +48,10 @@ FLAGS = [
     "--enable-torch-compile",
     "--enable-torch-compile --disable-decode-cuda-graph",
     "--enable-torch-compile --cuda-graph-backend-decode breakable",
+    "--cuda-graph-backend-prefill full",
+    "--load-format presharded",
+    "--checkpoint-engine-wait-weights-before-ready",
+    "--model-impl transformers",
     "--use-ray",
     "--enable-lora",
     "--lora-paths a=/nonexistent",
@@ -95,6 +107,11 @@ MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "latent attention",
     ),
     "sliding": (lambda: GptOssConfig(**SMALL, head_dim=64), "GptOssForCausalLM", "sliding-window"),
+    "dual chunk": (
+        lambda: Qwen2Config(**SMALL, dual_chunk_attention_config={"chunk_size": 64, "local_size": 32}),
+        "Qwen2ForCausalLM",
+        "dual-chunk",
+    ),
     "multimodal": (Qwen2VLConfig, "Qwen2VLForConditionalGeneration", "multimodal"),
     "embedding": (BertConfig, "BertModel", "embedding"),
     "reward": (lambda: Qwen3Config(**SMALL, head_dim=64), "Qwen3ForRewardModel", "reward"),

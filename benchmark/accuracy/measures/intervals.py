@@ -20,12 +20,11 @@ class Estimate:
     high: float
 
 
-def bootstrap(values: Sequence[float] | np.ndarray, clusters: Sequence[int] | np.ndarray | None = None) -> Estimate:
-    """Percentile bootstrap of a mean; whole clusters are drawn where observations of a cluster hang together.
+def bootstrap(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Percentile bootstrap of a mean of independent observations.
 
     Args:
         values: observations.
-        clusters: cluster of each observation; None where they are independent.
 
     Raises:
         ValueError: no observations.
@@ -33,10 +32,8 @@ def bootstrap(values: Sequence[float] | np.ndarray, clusters: Sequence[int] | np
     x = np.asarray(values, dtype=np.float64)
     if x.size == 0:
         raise ValueError("a mean needs observations")
-    groups = np.arange(x.size) if clusters is None else np.unique(np.asarray(clusters), return_inverse=True)[1]
-    sums, counts = np.bincount(groups, x), np.bincount(groups)
-    drawn = np.random.default_rng(0).integers(0, sums.size, (RESAMPLES, sums.size))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    drawn = np.random.default_rng(0).integers(0, x.size, (RESAMPLES, x.size))
+    means = x[drawn].mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
     return Estimate(float(x.mean()), float(low), float(high))
 

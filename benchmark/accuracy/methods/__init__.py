@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
 
 from accuracy.methods.base import Method
-
-Factory = Callable[[], Method]
 
 
 def all_methods() -> dict[str, Method]:

@@ -1,4 +1,4 @@
-"""What the decode kernel is compiled for, and what it cannot do."""
+"""What the decode kernel, and with it the store kernel, is compiled for, and what it cannot do."""
 
 from __future__ import annotations
 

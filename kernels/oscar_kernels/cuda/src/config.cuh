@@ -1,4 +1,4 @@
-// What a kernel is compiled for. Every OSCAR_ macro is given to the compiler by decode.py.
+// What a kernel is compiled for. Every OSCAR_ macro is given to the compiler by variant.py and, for the store, store.py.
 #pragma once
 
 #include "ptx.cuh"
@@ -79,4 +79,4 @@ static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");
 static_assert(PAGE % TILE == 0, "a tile must not cross a page");
 static_assert(WINDOW_TOKENS > 0, "a window token must fit a stage");
 static_assert(STAGES >= 2, "copies must run ahead of arithmetic");
-static_assert(THREADS == OSCAR_THREADS && SHARED_BYTES == OSCAR_SHARED_BYTES, "decode.py launches something else");
+static_assert(THREADS == OSCAR_THREADS && SHARED_BYTES == OSCAR_SHARED_BYTES, "variant.py says something else");

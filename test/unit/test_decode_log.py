@@ -1,4 +1,4 @@
-"""What the throughput benchmark reads off a server's log."""
+"""What the serving benchmarks read off a server's log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
-from bench_throughput import steady
+from decode_log import steady
 
 
 def line(running: int, speed: float) -> str:
@@ -22,7 +22,7 @@ def test_speed_is_that_of_the_largest_batch_without_its_first_line() -> None:
     log = "\n".join(
         ["Prefill batch, #running-req: 9", line(3, 999.0), line(4, 1.0), *(line(4, x) for x in (80, 90, 70))]
     )
-    assert steady(log) == {"running": 4, "tokens_per_s": 80.0, "ms_per_step": 50.0}
+    assert steady(log) == (4, 80.0, 50.0)
 
 
 def test_too_little_text_is_no_result() -> None:
