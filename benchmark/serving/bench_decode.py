@@ -26,7 +26,7 @@ import typer
 from decode_log import steady
 from machine import describe
 from step_profile import profile_steps
-from subjects import BASELINE, COMMON, MODES, SERVER, SHAPES, Mode, prompt, write_model
+from subjects import BASELINE, COMMON, MODES, SERVER, SHAPES, Mode, asking, prompt, write_model
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -53,9 +53,7 @@ def generate(server: LocalServer, ids: list[int], tokens: int) -> None:
     Raises:
         requests.HTTPError: the server refused.
     """
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    asking = {"input_ids": ids, "sampling_params": sampling}
-    requests.post(f"{server.url}/generate", json=asking, timeout=600).raise_for_status()
+    requests.post(f"{server.url}/generate", json=asking(ids, tokens), timeout=600).raise_for_status()
 
 
 def ms_per_token(server: LocalServer, length: int) -> float:
@@ -106,8 +104,8 @@ def measure(
         result["ms"] = {length: ms_per_token(server, length) for length in sizes}
         print(result["ms"], flush=True)
         if steps:
-            asking = partial(generate, server, prompt(max(sizes), max(sizes)), 2 * TOKENS)
-            result["step"] = profile_steps(server, asking, steps)
+            longest = prompt(max(sizes), max(sizes))
+            result["step"] = profile_steps(server, partial(generate, server, longest, 2 * TOKENS), steps)
             print(json.dumps(result["step"]), flush=True)
     return result
 

@@ -13,41 +13,28 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import aiohttp
 import decode_log
 import typer
 from decode_log import steady
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, prompt, write_model
+from subjects import MODES, SERVER, SHAPES, send_all, write_model
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 
-async def send(url: str, requests: int, length: int, tokens: int) -> None:
-    """Send all requests at once and wait for their answers.
+def measure(server: LocalServer, counts: list[int], length: int, tokens: int) -> list[dict[str, Any]]:
+    """One row for every number of requests, up to the first that does not fit.
 
     Raises:
-        aiohttp.ClientResponseError: one was refused.
+        RuntimeError: the server refused requests.
     """
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-
-    async def one(session: aiohttp.ClientSession, number: int) -> None:
-        asking = {"input_ids": prompt(number, length), "sampling_params": sampling}
-        async with session.post(f"{url}/generate", json=asking, raise_for_status=True) as reply:
-            await reply.read()
-
-    limit = aiohttp.ClientTimeout(total=3600)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
-        await asyncio.gather(*(one(session, number) for number in range(requests)))
-
-
-def measure(server: LocalServer, counts: list[int], length: int, tokens: int) -> list[dict[str, Any]]:
-    """One row for every number of requests, up to the first that does not fit."""
     rows = []
     for count in counts:
         before = len(server.text())
-        asyncio.run(send(server.url, count, length, tokens))
+        refused = [status for status in asyncio.run(send_all(server.url, [length] * count, tokens)) if status != 200]
+        if refused:
+            raise RuntimeError(f"{len(refused)} of {count} requests were refused, with HTTP status {refused[0]}")
         speed = steady(server.text()[before:])
         rows.append(
             {

@@ -15,11 +15,10 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import aiohttp
 import typer
 from bench_decode import used_bytes
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, prompt, write_model
+from subjects import MODES, SERVER, SHAPES, send_all, write_model
 
 from sglang_oscar.cpu_server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -34,11 +33,11 @@ def account(log: str) -> dict[str, float]:
 
     def number(pattern: str, otherwise: float | None = None) -> float:
         found = re.search(pattern, log)
-        if found is None and otherwise is not None:
-            return otherwise
-        if found is None:
+        if found:
+            return float(found[1])
+        if otherwise is None:
             raise ValueError(f"the server's log has no line with {pattern}")
-        return float(found[1])
+        return otherwise
 
     said = {
         "pool_tokens": number(r"history pool: (\d+) tokens"),
@@ -61,16 +60,7 @@ async def load(url: str, tokens: int, requests: int, longest: int) -> tuple[int,
     Returns:
         failed requests, and the largest number of bytes in use on the GPU.
     """
-    failures, peak, done = 0, used_bytes(), False
-
-    async def one(session: aiohttp.ClientSession, number: int, length: int) -> None:
-        nonlocal failures
-        ids = prompt(number, length)
-        # Long enough that nobody leaves before everybody is there.
-        sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
-        async with session.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling}) as reply:
-            failures += reply.status != 200
-            await reply.read()
+    peak, done = used_bytes(), False
 
     async def watch() -> None:
         nonlocal peak
@@ -78,14 +68,13 @@ async def load(url: str, tokens: int, requests: int, longest: int) -> tuple[int,
             peak = max(peak, await asyncio.to_thread(used_bytes))
             await asyncio.sleep(0.5)
 
-    limit = aiohttp.ClientTimeout(total=1200)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
-        watcher = asyncio.create_task(watch())
-        lengths = [longest, *[max(1, (tokens - longest) // max(requests - 1, 1))] * (requests - 1)]
-        await asyncio.gather(*(one(session, number, length) for number, length in enumerate(lengths)))
-        done = True
-        await watcher
-    return failures, peak
+    watcher = asyncio.create_task(watch())
+    # Answers are so long that nobody leaves before everybody is there.
+    lengths = [longest, *[max(1, (tokens - longest) // max(requests - 1, 1))] * (requests - 1)]
+    statuses = await send_all(url, lengths, ANSWER)
+    done = True
+    await watcher
+    return sum(status != 200 for status in statuses), peak
 
 
 def check(shape: str, fill: float, longest: int, server_args: list[str], folder: Path) -> dict[str, Any]:

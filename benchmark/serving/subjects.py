@@ -1,11 +1,15 @@
-"""What the serving benchmarks measure: models of random weights in the shapes of real ones, under both caches."""
+"""What the serving benchmarks measure, models of random weights in the shapes of real ones under both caches, and
+what they ask."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import aiohttp
 
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3-4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
@@ -44,6 +48,28 @@ MODES = {
 def write_model(folder: Path, shape: str) -> None:
     """A model folder that a server with :data:`SERVER` loads: a config without weights."""
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+
+
+def asking(ids: list[int], tokens: int) -> dict[str, Any]:
+    """Body of a request to /generate for exactly ``tokens`` tokens."""
+    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+
+
+async def send_all(url: str, lengths: list[int], tokens: int) -> list[int]:
+    """Send a request for every prompt length at once, each with a prompt of its own, and wait for all.
+
+    Returns:
+        their HTTP statuses.
+    """
+
+    async def one(session: aiohttp.ClientSession, number: int, length: int) -> int:
+        async with session.post(f"{url}/generate", json=asking(prompt(number, length), tokens)) as reply:
+            await reply.read()
+            return reply.status
+
+    limit = aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
+        return await asyncio.gather(*(one(session, number, length) for number, length in enumerate(lengths)))
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -64,7 +64,7 @@ class OscarAttentionBackend(AttentionBackend):
         elif forward_batch.forward_mode.is_decode():
             longest = self._longest(forward_batch)
             tables = DecodeTables(self.runtime, forward_batch.batch_size, longest)
-            self.batch = tables.fill(self.runtime, forward_batch, longest)
+            self.batch = tables.fill(forward_batch, longest)
         else:
             batch = extend_batch(self.runtime, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch))
@@ -74,7 +74,7 @@ class OscarAttentionBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_decode():
             return self.init_forward_metadata(forward_batch)
         assert self.graph_tables is not None
-        self.batch = self.graph_tables.fill(self.runtime, forward_batch, self._longest(forward_batch))
+        self.batch = self.graph_tables.fill(forward_batch, self._longest(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the fixed tables."""

@@ -42,7 +42,7 @@ class DecodeTables:
     def __init__(self, runtime: Runtime, max_batch: int, max_tokens: int | None = None) -> None:
         device = runtime.rows.device
         max_tokens = runtime.req_to_token_pool.req_to_token.shape[1] if max_tokens is None else max(max_tokens, 1)
-        self.page_size = runtime.page_size
+        self.runtime = runtime
         self.page_table = torch.zeros(max_batch, -(-max_tokens // runtime.page_size), dtype=torch.int32, device=device)
         self.ints = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
         self.longs = torch.full((2, max_batch), -1, dtype=torch.int64, device=device)
@@ -56,21 +56,23 @@ class DecodeTables:
     def view(self, batch_size: int) -> Batch:
         """The tables as a batch of ``batch_size``; the caller fills in the history slots."""
         kv_lens, ring_row, ring_start, sink_block = self.ints[:, :batch_size]
-        tables = BatchTables(self.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block)
+        tables = BatchTables(
+            self.runtime.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block
+        )
         ring, sink = self.longs[:, :batch_size]
         return Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink))
 
-    def fill(self, runtime: Runtime, forward_batch: Any, max_tokens: int) -> Batch:
+    def fill(self, forward_batch: Any, max_tokens: int) -> Batch:
         """Write the tables of a step.
 
         Args:
-            runtime: of this process.
             forward_batch: SGLang's batch, or the padded view of it that a CUDA graph replays.
             max_tokens: upper bound of the lengths, known on the host.
 
         Returns:
             the view of them.
         """
+        runtime = self.runtime
         runtime.rows.upload()
         requests = Requests(
             forward_batch.req_pool_indices.long(), forward_batch.seq_lens, runtime.req_to_token_pool.req_to_token,

@@ -10,19 +10,22 @@ from sglang_oscar.errors import Int2Error
 Check = Callable[[Any], bool]
 
 
+def _graph_backend(args: Any, phase: str, unresolved: str | None) -> str | None:
+    """The CUDA graph backend of a phase; before SGLang has resolved it, its settings are None or the text of a flag."""
+    resolved = getattr(args.cuda_graph_config, phase, None)
+    return resolved.backend if resolved else unresolved
+
+
 def _compiles_nothing(args: Any) -> bool:
     """SGLang compiles a decode step where it captures one as a whole, and nowhere else."""
     off = args.disable_cuda_graph or args.disable_decode_cuda_graph
     backend = args.cuda_graph_backend_decode or ("disabled" if off else "full")
-    # Before SGLang has resolved them, its settings are None or the text of a flag.
-    resolved = getattr(args.cuda_graph_config, "decode", None)
-    return args.enable_torch_compile and (resolved.backend if resolved else backend) != "full"
+    return args.enable_torch_compile and _graph_backend(args, "decode", backend) != "full"
 
 
 def _captures_whole_prefills(args: Any) -> bool:
     """A graph of a whole forward pass would keep the tables and the plan of the batch that it was captured with."""
-    resolved = getattr(args.cuda_graph_config, "prefill", None)
-    return (resolved.backend if resolved else args.cuda_graph_backend_prefill) == "full"
+    return _graph_backend(args, "prefill", args.cuda_graph_backend_prefill) == "full"
 
 
 ARGUMENTS: list[tuple[Check, str]] = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar import absorption, flags, runtime
+from sglang_oscar import absorption, runtime
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.rotations import IDENTITY
 
@@ -22,28 +22,30 @@ NOT_EXPORTED = (
 )
 
 
-def _int2() -> bool:
-    from sglang.srt.runtime_context import get_server_args
+def _answering(reason: str) -> Callable[..., Any]:
+    """A hook that refuses in int2 mode, before the worker unpacks what it was sent or waits for others."""
 
-    return get_server_args().kv_cache_dtype == flags.DTYPE
+    def around(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if runtime.current() is None else (False, reason)
+
+    return around
 
 
-def around_update_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse partial updates from memory: they would overwrite absorbed projections with plain ones.
-
-    Done before the worker unpacks what it was sent, and before it waits for a group of senders.
-    """
-    return (False, FROM_DISK_ONLY) if _int2() else original(self, *args, **kwargs)
+around_update_weights = _answering(FROM_DISK_ONLY)
+"""Partial updates from memory would overwrite absorbed projections with plain ones."""
+around_send_weights = _answering(NOT_EXPORTED)
+"""Weights that are sent may have absorbed the rotation, which their receiver would not know."""
 
 
 def around_update_from_disk(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """Refuse what would be read without absorbing, or absorbed where values are rotated at every step."""
-    if _int2() and (reason := reload_obstacle(self.model_runner, recv_req.load_format)) is not None:
+    state = runtime.current()
+    if state is not None and (reason := reload_obstacle(state, self.model_runner, recv_req.load_format)) is not None:
         return False, reason
     return original(self, recv_req)
 
 
-def reload_obstacle(model_runner: Any, load_format: str) -> str | None:
+def reload_obstacle(state: runtime.Runtime, model_runner: Any, load_format: str) -> str | None:
     """Why weights read in this format would not fit the running server, or None."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
@@ -52,8 +54,6 @@ def reload_obstacle(model_runner: Any, load_format: str) -> str | None:
     hooked = DefaultModelLoader.load_weights_and_postprocess
     if getattr(loader, "load_weights_and_postprocess", None) is not hooked:
         return f"int2 mode cannot absorb the value rotation into weights of load_format {load_format}; use auto"
-    state = runtime.current()
-    assert state is not None
     absorbs = state.settings.absorb_v_rotation and state.settings.v_rotation != IDENTITY
     absorbs &= absorption.obstacle(model_runner.model, list(absorption.attention_layers(model_runner.model))) is None
     if absorbs and any(layer.v_rotation is not None for layer in state.layers):
@@ -64,17 +64,12 @@ def reload_obstacle(model_runner: Any, load_format: str) -> str | None:
     return None
 
 
-def around_send_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to send weights to another server."""
-    return (False, NOT_EXPORTED) if _int2() else original(self, *args, **kwargs)
-
-
 def around_save_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse to save weights.
 
     Raises:
         Int2Error: in int2 mode; SGLang reports it to the caller.
     """
-    if _int2():
+    if runtime.current() is not None:
         raise Int2Error(NOT_EXPORTED)
     return original(self, *args, **kwargs)

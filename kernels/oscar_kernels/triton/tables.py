@@ -33,7 +33,7 @@ def _fill_decode_tables(
         tl.store(ring_start_ptr + request, tl.load(ring_start_of_ptr + row))
         tl.store(sink_block_ptr + request, block)
         position = kv_len - 1
-        ring_slot = position * 0 - 1
+        ring_slot = tl.full([], -1, tl.int64)
         if RING > 0:
             ring_slot = row * RING + position % RING
         tl.store(ring_slot_ptr + request, ring_slot)

@@ -2,7 +2,8 @@
 //
 // A block takes up to 16 vectors: of keys, of values or of queries; few keys and values are spread over twice the blocks.
 // Its warps hold 16 columns of the rotation each, split into 16-bit terms that together have float32 precision; they are
-// read before the kernel waits for its predecessor, because they never change. Keys and values then go through shared memory, and a warp does the rest of a vector on its own.
+// read before the kernel waits for its predecessor, because they never change. Keys and values then go through shared
+// memory, and a warp does the rest of a vector on its own.
 #include "config.cuh"
 
 constexpr bool X_BF16 = Q_BF16;  // keys, values and queries have one format
