@@ -16,19 +16,21 @@ import torch
 from harness import random_cache, read_bandwidth, report, shuffled_tables, time_us
 
 from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.extend_plan import Decode
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.ragged_extend import RaggedExtend
-from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
-from sglang_oscar import extend_backend
+from sglang_oscar import decode_backend, extend_backend
 
 SHAPES = [
     (1, 0, 8192), (8, 0, 1024), (1, 8192, 8192), (1, 32_768, 8192), (1, 32_768, 2048), (1, 131_072, 2048),
-    (1, 32_768, 256), (8, 8192, 256), (8, 8192, 64), (64, 8192, 1),
+    (1, 32_768, 256), (8, 8192, 256), (8, 8192, 64), (1, 131_072, 32), (1, 131_072, 16), (1, 131_072, 4),
+    (8, 8192, 32), (8, 8192, 16), (8, 8192, 4), (64, 8192, 4), (64, 8192, 1),
 ]  # fmt: skip
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
+WINDOWS = Windows(64, 256, 256)
 SM_SCALE = HEAD_DIM**-0.5
 BUDGET = 100 << 30
 """KV budget from which the size of the workspace follows."""
@@ -42,7 +44,7 @@ class Case:
         # Room for the token that is stored before it is decoded, where a chunk has one only.
         tables, slots = shuffled_tables([prefix + 1] * batch, PAGE)
         self.tables = replace(tables, kv_lens=tables.kv_lens - 1)
-        self.cache = random_cache(slots, batch, LAYOUT, Windows(64, 256, 256))
+        self.cache = random_cache(slots, batch, LAYOUT, WINDOWS)
         tokens = batch * chunk
         self.rotation = prepare_rotation(rotation, torch.bfloat16)
         heads = Q_HEADS + 2 * KV_HEADS
@@ -55,15 +57,15 @@ class Case:
         ring = (torch.arange(tokens, device="cuda") // chunk + 1) * 256 + position % 256
         ring = torch.where(position >= chunk - 256, ring, -1)
         self.slots = StoreSlots(torch.arange(tokens, device="cuda"), ring, nowhere)
-        self.chunks = random_cache(tokens, batch, LAYOUT, Windows(64, 256, 256))
+        self.chunks = random_cache(tokens, batch, LAYOUT, WINDOWS)
 
     def triton(self) -> object:
         """All of it by our own kernel."""
         rotated = rotate_queries(self.q, self.rotation)
         return extend(self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
 
-    def by_passes(self, ragged: RaggedExtend) -> Callable[[], object]:
-        """Chunk and dequantized prefix by FlashInfer."""
+    def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
+        """Chunk and dequantized prefix by FlashInfer; prefixes of short chunks by the decode kernel."""
         plan = ragged.plan(self.tables, *self.lens)
 
         def call() -> object:
@@ -113,15 +115,18 @@ def main() -> None:
     limit = read_bandwidth()
     rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
     installed = flashinfer_baseline.available()
-    ragged = None
+    ragged = decode = None
     if installed:
         size = extend_backend.workspace(LAYOUT, Q_HEADS, torch.bfloat16, BUDGET)
-        ragged = extend_backend.ragged_extend(size, LAYOUT, torch.device("cuda"))
+        decode = decode_backend.choose(
+            "auto", random_cache(PAGE, 1, LAYOUT, WINDOWS), PAGE, Q_HEADS, torch.bfloat16, 256
+        )
+        ragged = extend_backend.ragged_extend(size, LAYOUT, WINDOWS, torch.device("cuda"), decode)
     rows: list[dict[str, object]] = []
     for batch, prefix, chunk in SHAPES:
         case = Case(batch, prefix, chunk, rotation)
         triton_us = time_us([case.triton], replays=7)
-        us = triton_us if ragged is None else time_us([case.by_passes(ragged)], replays=7)
+        us = triton_us if ragged is None or decode is None else time_us([case.by_passes(ragged, decode)], replays=7)
         store_us, copy_us = (time_us([call], replays=7) for call in (case.store, case.copy()))
         del case
         torch.cuda.empty_cache()

@@ -66,6 +66,16 @@ def check_queries(cache: LayerCache, q_rot: torch.Tensor) -> None:
         raise ValueError("sink store and ring must have one dtype")
 
 
+def check_lse(lse: torch.Tensor | None, batch: int, q_heads: int) -> None:
+    """What every decode kernel asks of the tensor that takes its log-sum-exps.
+
+    Raises:
+        ValueError: it is not contiguous float32 [batch, q_heads].
+    """
+    if lse is not None and not (lse.shape == (batch, q_heads) and lse.dtype == torch.float32 and lse.is_contiguous()):
+        raise ValueError(f"lse must be contiguous float32 [{batch}, {q_heads}]")
+
+
 @dataclass(frozen=True)
 class BatchTables:
     """Where the tokens of each request of a batch are.

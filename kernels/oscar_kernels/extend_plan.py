@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from oscar_kernels.cache import BatchTables
+from oscar_kernels.cache import BatchTables, LayerCache
 
-MAX_PASSES = 8
-"""Most workspace loads per layer; what would need more is read in place."""
-MIN_CHUNK = 64
-"""Chunks of fewer tokens read their prefix in place: dequantizing it would cost more than it saves."""
+WINDOW_COST = 7
+"""What a token in a 16-bit window costs the decode kernel, in tokens of history: it has 7.1 times the bytes."""
+FEW_BATCH = 256
+"""Tokens of short chunks that the decode kernel takes at a time."""
 MAX_SPLITS = 8
 """Most pieces that the keys of a pass are cut into."""
 MIN_PIECE = 1024
@@ -44,6 +44,20 @@ class Ragged(Protocol):
         """The same and float32 [tokens, q_heads], the log2 of the sum of exp2 of the logits (times log2 e)."""
 
 
+class Decode(Protocol):
+    """Attention of one token per request; see :func:`oscar_kernels.triton.decode.decode`."""
+
+    def __call__(
+        self,
+        cache: LayerCache,
+        tables: BatchTables,
+        q_rot: torch.Tensor,
+        sm_scale: float,
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Span:
     """Positions [begin, end) of a request's prefix."""
@@ -53,42 +67,82 @@ class Span:
     end: int
 
 
-def cut_prefixes(prefix_lens: list[int], chunk_lens: list[int], capacity: int) -> tuple[list[list[Span]], list[int]]:
-    """Which spans of which prefixes go through the workspace together.
+@dataclass(frozen=True)
+class Limits:
+    """What decides how a prefix is read.
+
+    Args:
+        capacity: tokens of prefixes that the workspace holds.
+        passes: loads of it per layer at most.
+        few: dequantizing a long prefix takes as long as the decode kernel takes to read it for so many tokens.
+        window: tokens of the 16-bit windows of a request.
+    """
+
+    capacity: int
+    passes: int
+    few: int
+    window: int
+
+    def short(self, prefix: int, chunk: int) -> bool:
+        """Whether the decode kernel reads a prefix sooner, once for every token of the chunk, than it is dequantized.
+
+        >>> limits = Limits(capacity=65536, passes=8, few=32, window=320)
+        >>> limits.short(100_000, 31), limits.short(8192, 25), limits.short(512, 6), limits.short(320, 5)
+        (True, True, False, False)
+        """
+        return chunk * (prefix + WINDOW_COST * self.window) <= self.few * prefix
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Requests by how their prefix is read; those without a chunk or a prefix are in none.
+
+    ``passes`` are the spans of every pass, in order of request and position; ``single`` have one token and ``short``
+    have few; ``in_place`` is too much for the passes.
+    """
+
+    passes: list[list[Span]]
+    single: list[int]
+    short: list[int]
+    in_place: list[int]
+
+
+def cut_prefixes(prefix_lens: list[int], chunk_lens: list[int], limits: Limits) -> Cut:
+    """Which spans of which prefixes go through the workspace together, and which do not.
 
     Args:
         prefix_lens: cached tokens per request.
         chunk_lens: new tokens per request.
-        capacity: tokens that the workspace holds.
+        limits: of the workspace.
 
-    Returns:
-        the spans of every pass, in order of request and position, at most ``capacity`` tokens and MAX_PASSES passes;
-        and the requests whose prefix is to be read in place.
-
-    >>> cut_prefixes([0, 300, 50], [64, 64, 1], 256)
-    ([[Span(request=1, begin=0, end=256)], [Span(request=1, begin=256, end=300)]], [2])
+    >>> cut = cut_prefixes([0, 300, 50], [64, 64, 1], Limits(256, 8, 32, 320))
+    >>> [[(span.begin, span.end) for span in load] for load in cut.passes], cut.single
+    ([[(0, 256)], [(256, 300)]], [2])
     """
-    passes: list[list[Span]] = []
-    in_place: list[int] = []
-    room = MAX_PASSES * capacity
+    cut = Cut([], [], [], [])
+    room = limits.passes * limits.capacity
     free = 0
     for request, (prefix, chunk) in enumerate(zip(prefix_lens, chunk_lens, strict=True)):
         if prefix == 0 or chunk == 0:
             continue
-        if chunk < MIN_CHUNK or prefix > room:
-            in_place.append(request)
-            continue
-        room -= prefix
-        begin = 0
-        while begin < prefix:
-            if free == 0:
-                passes.append([])
-                free = capacity
-            end = min(prefix, begin + free)
-            passes[-1].append(Span(request, begin, end))
-            free -= end - begin
-            begin = end
-    return passes, in_place
+        if chunk == 1:
+            cut.single.append(request)
+        elif limits.short(prefix, chunk):
+            cut.short.append(request)
+        elif prefix > room:
+            cut.in_place.append(request)
+        else:
+            room -= prefix
+            begin = 0
+            while begin < prefix:
+                if free == 0:
+                    cut.passes.append([])
+                    free = limits.capacity
+                end = min(prefix, begin + free)
+                cut.passes[-1].append(Span(request, begin, end))
+                free -= end - begin
+                begin = end
+    return cut
 
 
 def count_splits(works: int, processors: int, longest: int) -> int:
@@ -142,6 +196,17 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Few:
+    """Tokens of short chunks, each a request of its own to the decode kernel: attention to prefixes only.
+
+    ``tokens`` int64 says where their queries are, ``tables`` what is cached of their requests.
+    """
+
+    tokens: torch.Tensor
+    tables: BatchTables
+
+
+@dataclass(frozen=True)
 class Decoding:
     """Chunks of one token on a prefix: requests that decode within a mixed batch.
 
@@ -162,10 +227,11 @@ class ExtendPlan:
 
     tokens: int
     passes: list[Pass]
+    few: list[Few]
     in_place: BatchTables | None
     decoding: Decoding | None
 
     @property
     def has_prefix(self) -> bool:
         """Whether anything is attended to but the chunks: only then are rotated queries needed."""
-        return bool(self.passes) or self.in_place is not None or self.decoding is not None
+        return bool(self.passes or self.few) or self.in_place is not None or self.decoding is not None

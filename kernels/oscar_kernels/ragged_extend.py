@@ -2,9 +2,10 @@
 
 The chunk of every request is attended to exactly, with the model's own keys and values and a causal mask. Prefixes
 are dequantized into a workspace of fixed size, in the rotated basis, and attended to with rotated queries; what does
-not fit at once is done in several passes. Chunks of few tokens are not worth that: for these our own kernel reads the
-prefix where it is. All results are merged by their log-sum-exp. Chunks of one token, which are requests that decode
-within a mixed batch, are left to the decode kernel: it splits a long prefix among many programs.
+not fit at once is done in several passes. Chunks of few tokens are not worth that: the decode kernel takes each token
+as a request whose cache is the prefix. What is too much for the passes is read in place by the Triton extend kernel.
+All results are merged by their log-sum-exp. Chunks of one token, which are requests that decode within a mixed batch,
+are left to the caller, who stores them and decodes.
 
 The attention kernel is FlashInfer's ragged prefill.
 """
@@ -18,9 +19,13 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.extend_plan import (
+    FEW_BATCH,
     QUERY_TILE,
+    Decode,
     Decoding,
     ExtendPlan,
+    Few,
+    Limits,
     Pass,
     Ragged,
     Span,
@@ -39,9 +44,10 @@ class RaggedExtend:
     layout: of the cache.
     q_heads: query heads of this rank.
     dtype: of queries, keys and values, bfloat16 or float16.
-    capacity: tokens that the workspace holds.
+    limits: size and number of workspace loads, and what is read without it.
     device: where the cache is.
     attention: makes an attention kernel; called once for chunks and once for each pass of prefixes.
+    decode: decode kernel for up to FEW_BATCH requests.
     processors: multiprocessors that a pass is to fill; 1 where the attention kernel splits keys itself.
     """
 
@@ -50,14 +56,15 @@ class RaggedExtend:
         layout: RowLayout,
         q_heads: int,
         dtype: torch.dtype,
-        capacity: int,
+        limits: Limits,
         device: torch.device,
         attention: Callable[[], Ragged],
+        decode: Decode,
         processors: int = 1,
     ) -> None:
         self._layout, self._q_heads, self._dtype, self._device = layout, q_heads, dtype, device
-        self._capacity, self._attention, self._processors = capacity, attention, processors
-        self._workspace = torch.empty(2, capacity, layout.kv_heads, layout.head_dim, dtype=dtype, device=device)
+        self._limits, self._attention, self._processors, self._decode = limits, attention, processors, decode
+        self._workspace = torch.empty(2, limits.capacity, layout.kv_heads, layout.head_dim, dtype=dtype, device=device)
         self._chunk = attention()
         self._prefixes: list[Ragged] = []
         self._planned: torch.cuda.Event | None = None
@@ -77,22 +84,21 @@ class RaggedExtend:
             self._planned.synchronize()
         starts = _indptr(chunk_lens)
         self._plan_attention(self._chunk, starts, starts, causal=True)
-        cuts, few = cut_prefixes(prefix_lens, chunk_lens, self._capacity)
-        while len(self._prefixes) < len(cuts):
+        cut = cut_prefixes(prefix_lens, chunk_lens, self._limits)
+        while len(self._prefixes) < len(cut.passes):
             self._prefixes.append(self._attention())
-        passes = [self._plan_pass(*cut, starts) for cut in zip(self._prefixes, cuts, strict=False)]
-        single = [request for request in few if chunk_lens[request] == 1]
-        others = [request for request in few if chunk_lens[request] > 1]
+        passes = [self._plan_pass(*load, starts) for load in zip(self._prefixes, cut.passes, strict=False)]
         in_place = None
-        if others:
+        if cut.in_place:
             lengths = torch.zeros(len(prefix_lens), dtype=torch.int32)
-            lengths[others] = torch.tensor([prefix_lens[request] for request in others], dtype=torch.int32)
+            lengths[cut.in_place] = torch.tensor([prefix_lens[request] for request in cut.in_place], dtype=torch.int32)
             in_place = replace(tables, kv_lens=self._upload(lengths))
-        decoding = self._plan_decoding(tables, single, starts) if single else None
+        few = self._plan_few(tables, cut.short, starts) if cut.short else []
+        decoding = self._plan_decoding(tables, cut.single, starts) if cut.single else None
         if self._device.type == "cuda":
             self._planned = torch.cuda.Event()
             self._planned.record()
-        return ExtendPlan(int(starts[-1]), passes, in_place, decoding)
+        return ExtendPlan(int(starts[-1]), passes, few, in_place, decoding)
 
     def warm_up(self) -> None:
         """Plan and run a chunk of one token: whatever the attention kernel compiles or loads, it does here."""
@@ -144,6 +150,12 @@ class RaggedExtend:
             parts = load.attention.forward_return_lse(queries, keys, values, causal=False, sm_scale=sm_scale)
             for part in zip(*(x.chunk(load.splits) for x in parts), strict=True):
                 merge_states_(out[load.tokens], lse[load.tokens], *part)
+        for few in plan.few:
+            own, own_lse = out[few.tokens], lse[few.tokens]
+            part_lse = torch.empty_like(own_lse)
+            part_out = self._decode(cache, few.tables, q_rot[few.tokens], sm_scale, lse=part_lse)
+            merge_states_(own, own_lse, part_out, part_lse)
+            out[few.tokens] = own
         if plan.in_place is not None:
             part_lse = torch.empty_like(lse)
             part_out = extend(
@@ -169,18 +181,18 @@ class RaggedExtend:
         tokens = slice(int(own[0]), int(own[-1]))
         return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens, splits)
 
+    def _plan_few(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> list[Few]:
+        bounds = starts.tolist()
+        pairs = [(request, token) for request in requests for token in range(bounds[request], bounds[request + 1])]
+        index = self._upload(torch.tensor(pairs, dtype=torch.int64).T.contiguous())
+        parts = zip(*(rows.split(FEW_BATCH) for rows in index), strict=True)
+        return [Few(tokens, _select(tables, own)) for own, tokens in parts]
+
     def _plan_decoding(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> Decoding:
         index = torch.tensor(requests, dtype=torch.int64)
-        rows = self._upload(torch.stack([index, starts[index].long()]))
-        own = BatchTables(
-            page_size=tables.page_size,
-            page_table=tables.page_table[rows[0]],
-            kv_lens=tables.kv_lens[rows[0]] + 1,
-            ring_row=tables.ring_row[rows[0]],
-            ring_start=tables.ring_start[rows[0]],
-            sink_block=tables.sink_block[rows[0]],
-        )
-        return Decoding(rows[1], own)
+        own, tokens = self._upload(torch.stack([index, starts[index].long()]))
+        selected = _select(tables, own)
+        return Decoding(tokens, replace(selected, kv_lens=selected.kv_lens + 1))
 
     def _plan_attention(
         self, attention: Ragged, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, causal: bool
@@ -196,6 +208,12 @@ class RaggedExtend:
 
     def _upload(self, x: torch.Tensor) -> torch.Tensor:
         return x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
+
+
+def _select(tables: BatchTables, requests: torch.Tensor) -> BatchTables:
+    """Tables of some requests of a batch; a request may occur several times."""
+    names = ("page_table", "kv_lens", "ring_row", "ring_start", "sink_block")
+    return replace(tables, **{name: getattr(tables, name)[requests] for name in names})
 
 
 def _indptr(lengths: list[int]) -> torch.Tensor:

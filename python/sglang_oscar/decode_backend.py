@@ -6,12 +6,13 @@ The choice follows from the GPU and the shape of the model, is made once, at sta
 from __future__ import annotations
 
 import logging
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.extend_plan import FEW_BATCH, Decode
 from sglang_oscar.errors import Int2Error
 
 logger = logging.getLogger(__name__)
@@ -20,23 +21,28 @@ VARIABLE = "SGLANG_OSCAR_DECODE_BACKEND"
 Setting = Literal["auto", "cuda", "triton"]
 
 
-class Decode(Protocol):
-    """Attention of one new token per request; see :func:`oscar_kernels.triton.decode.decode`."""
-
-    def __call__(
-        self, cache: LayerCache, tables: BatchTables, q_rot: torch.Tensor, sm_scale: float
-    ) -> torch.Tensor: ...
-
-
 class CudaDecode:
     """The CUDA kernel with a workspace for batches of up to ``max_batch`` requests: launches follow each other."""
 
     def __init__(self, cache: LayerCache, q_heads: int, max_batch: int) -> None:
         self._workspace = cuda.make_workspace(cache, q_heads, max_batch)
 
-    def __call__(self, cache: LayerCache, tables: BatchTables, q_rot: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    def __call__(
+        self,
+        cache: LayerCache,
+        tables: BatchTables,
+        q_rot: torch.Tensor,
+        sm_scale: float,
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See :func:`oscar_kernels.cuda.decode.decode`."""
-        return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace)
+        return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse)
+
+
+def few_tokens(decode: Decode) -> int:
+    """Queries on a long prefix that take as long as dequantizing it, measured on an H200; see ``bench_extend.py``."""
+    return 32 if isinstance(decode, CudaDecode) else 16
 
 
 def check(setting: Setting, device: str) -> None:
@@ -71,9 +77,10 @@ def choose(
     if setting != "triton":
         unsupported = cuda.unsupported(cache, page_size, q_heads, dtype, max_batch)
         if unsupported is None:
-            cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype))
+            for lse in (False, True):  # decode steps, and short chunks of extends
+                cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
             logger.info("int2 decode: CUDA kernel")
-            return CudaDecode(cache, q_heads, max_batch)
+            return CudaDecode(cache, q_heads, max(max_batch, FEW_BATCH))
         if setting == "cuda":
             raise Int2Error(f"{VARIABLE}=cuda: {unsupported}; set it to auto or triton")
         reason = unsupported

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, MAX_PASSES
+from oscar_kernels.cache import Windows
+from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits
 from oscar_kernels.layout import RowLayout
+from sglang_oscar.decode_backend import few_tokens
 from sglang_oscar.errors import Int2Error
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ LARGEST_WORKSPACE = 256 << 20
 WORKSPACE_SHARE = 1 / 32
 """Largest share of the KV budget that the workspace takes on small GPUs."""
 FEWEST_TOKENS = 1024
+FEWEST_PASSES, MOST_PASSES = 8, 32
+"""Workspace loads per layer; what needs more is read in place. Each has a plan of its own in memory."""
+PLAN_SHARE = 1 / 256
+"""Largest share of the KV budget that plans of more than the fewest passes take."""
 VARIABLE = "SGLANG_OSCAR_EXTEND_BACKEND"
 Choice = Literal["flashinfer", "triton"]
 
@@ -53,8 +59,9 @@ def choose(setting: str, device: str) -> Choice | None:
 class Workspace:
     """Memory of the FlashInfer backend.
 
-    ``tokens`` of a prefix are dequantized at a time, for ``q_heads`` query heads of this rank, in ``dtype``;
-    ``kernels`` is FlashInfer's name for its kernel family and ``scratch_bytes`` what those need for partial results.
+    ``tokens`` of prefixes are dequantized at a time, up to ``passes`` times a layer, for ``q_heads`` query heads of
+    this rank, in ``dtype``; ``kernels`` is FlashInfer's name for its kernel family and ``scratch_bytes`` what those
+    need for partial results.
     """
 
     tokens: int
@@ -63,11 +70,12 @@ class Workspace:
     dtype: torch.dtype
     kernels: str
     scratch_bytes: int
+    passes: int
 
     @property
     def total_bytes(self) -> int:
         """All of it, plans included."""
-        return self.tokens * self.token_bytes + self.scratch_bytes + (1 + MAX_PASSES) * INT_WORKSPACE_BYTES
+        return self.tokens * self.token_bytes + self.scratch_bytes + (1 + self.passes) * INT_WORKSPACE_BYTES
 
     def line(self) -> str:
         """For the start-up account."""
@@ -98,11 +106,14 @@ def workspace(layout: RowLayout, q_heads: int, dtype: torch.dtype, budget_bytes:
         scratch += blocks * -(-q_heads // layout.kv_heads) * 128 * (head_dim + 1) * 4
     token_bytes = 2 * layout.kv_heads * head_dim * dtype.itemsize
     most = min(LARGEST_WORKSPACE, int(WORKSPACE_SHARE * budget_bytes))
-    return Workspace(max(FEWEST_TOKENS, most // token_bytes), token_bytes, q_heads, dtype, kernels, scratch)
+    passes = min(max(FEWEST_PASSES, int(PLAN_SHARE * budget_bytes) // INT_WORKSPACE_BYTES - 1), MOST_PASSES)
+    return Workspace(max(FEWEST_TOKENS, most // token_bytes), token_bytes, q_heads, dtype, kernels, scratch, passes)
 
 
-def ragged_extend(size: Workspace, layout: RowLayout, device: torch.device) -> RaggedExtend:
-    """Extend through FlashInfer, its kernels compiled and loaded.
+def ragged_extend(
+    size: Workspace, layout: RowLayout, windows: Windows, device: torch.device, decode: Decode
+) -> RaggedExtend:
+    """Extend through FlashInfer, its kernels compiled and loaded, and ``decode`` for chunks of few tokens.
 
     Raises:
         Int2Error: FlashInfer cannot build its prefill kernels on this machine.
@@ -112,7 +123,9 @@ def ragged_extend(size: Workspace, layout: RowLayout, device: torch.device) -> R
     # FA2 splits long prefixes itself.
     fa3 = size.kernels == "fa3"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
-    made = RaggedExtend(layout, size.q_heads, size.dtype, size.tokens, device, _wrappers(size, device), processors)
+    wrappers = _wrappers(size, device)
+    limits = Limits(size.tokens, size.passes, few_tokens(decode), windows.sink + windows.recent)
+    made = RaggedExtend(layout, size.q_heads, size.dtype, limits, device, wrappers, decode, processors)
     try:
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()

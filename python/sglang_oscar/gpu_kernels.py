@@ -72,7 +72,7 @@ class GpuKernels:
         if plan.extend is None:
             logger.info("int2 extend: Triton kernel for chunk and prefix")
         else:
-            self._ragged = ragged_extend(plan.extend, plan.geometry.layout, device)
+            self._ragged = ragged_extend(plan.extend, plan.geometry.layout, plan.geometry.windows, device, self._decode)
             logger.info("int2 extend: FlashInfer (%s) for chunk and dequantized prefix", plan.extend.kernels)
 
     def decode(

@@ -34,7 +34,8 @@ def run(shape: Shape, device: torch.device) -> None:
     store(cache, slots, k, v, rotation, rotation, 0.96, 0.92, q=q)
     batch = filled_batch(shape, LENGTHS, device)
     q_rot = rotate_queries(q, rotation)
-    decode(batch.cache, batch.tables, q_rot[: len(LENGTHS)].contiguous(), 0.1)
+    few = q_rot[: len(LENGTHS)].contiguous()
+    decode(batch.cache, batch.tables, few, 0.1, lse=torch.empty(few.shape[:2], device=device))
     starts = torch.tensor([0, 1, 10, 30, tokens], dtype=torch.int32, device=device)
     lse = torch.empty(tokens, shape.q_heads, device=device)
     out = extend(batch.cache, batch.tables, q, k, v, starts, q_rot, 0.1, lse=lse)
@@ -70,9 +71,12 @@ def run_cuda(device: torch.device) -> None:
         q_rot = cuda_store.store(
             cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, k_gain=gain, v_gain=gain
         )
+    lse = torch.empty(q_rot.shape[:2], device=device)
     out = cuda_decode(batch.cache, batch.tables, q_rot, 0.1)
+    assert torch.equal(cuda_decode(batch.cache, batch.tables, q_rot, 0.1, lse=lse), out)
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()
+    assert torch.isfinite(lse).all()
 
 
 def main() -> None:

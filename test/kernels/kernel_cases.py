@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -147,6 +148,25 @@ def decode_exact(batch: Batch, q_rot: torch.Tensor, sm_scale: float, dtype: torc
             k, v = reference.gather(batch.cache, batch.tables, request, kv_len)
             out[request] = attend(q_rot[request : request + 1], k, v, sm_scale, dtype, None)[0]
     return out
+
+
+def lse_exact(batch: Batch, q_rot: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    """float64 [batch, q_heads]: log2 of the sum of exp(logits); -inf for an empty request."""
+    out = torch.full(q_rot.shape[:2], float("-inf"), dtype=torch.float64, device=q_rot.device)
+    for request, kv_len in enumerate(batch.tables.kv_lens.tolist()):
+        k, _ = reference.gather(batch.cache, batch.tables, request, kv_len)
+        heads = q_rot[request].double().unflatten(0, (k.shape[1], -1))
+        logits = torch.einsum("hgd,thd->hgt", heads, k.double()) * sm_scale
+        out[request] = logits.logsumexp(-1).flatten() / math.log(2)
+    return out
+
+
+def assert_lse(lse: torch.Tensor, batch: Batch, q_rot: torch.Tensor, sm_scale: float) -> None:
+    """Within what two results may be weighted wrongly without harm: .01 in log2; -inf exactly where it belongs."""
+    exact = lse_exact(batch, q_rot, sm_scale)
+    assert torch.equal(lse == float("-inf"), exact == float("-inf"))
+    some = exact > float("-inf")
+    assert ((lse.double() - exact)[some].abs() < 0.01).all(), (lse.double() - exact)[some].abs().max()
 
 
 def with_padding(tables: BatchTables, rows: int) -> BatchTables:

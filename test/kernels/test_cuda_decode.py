@@ -14,6 +14,7 @@ from kernel_cases import (
     Batch,
     Shape,
     assert_as_good_as,
+    assert_lse,
     decode_exact,
     filled_batch,
     random_rotation,
@@ -71,6 +72,9 @@ def check(shape: Shape, kv_lens: list[int], ring_starts: list[int] | None = None
     assert torch.equal(*runs)
     exact = decode_exact(batch, q, sm_scale, torch.float64)
     assert_as_good_as(runs[0], exact, decode_exact(batch, q, sm_scale, shape.dtype))
+    lse = torch.full(q.shape[:2], float("nan"), device=device)
+    assert torch.equal(decode(batch.cache, batch.tables, q, sm_scale, workspace=workspace, lse=lse), runs[0])
+    assert_lse(lse, batch, q, sm_scale)
     return batch
 
 

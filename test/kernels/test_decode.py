@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Shape, assert_as_good_as, decode_exact, filled_batch, random_vectors, with_padding
+from kernel_cases import (
+    Shape,
+    assert_as_good_as,
+    assert_lse,
+    decode_exact,
+    filled_batch,
+    random_vectors,
+    with_padding,
+)
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.triton import decode as decode_module
@@ -32,8 +40,10 @@ def check(shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: l
     batch = filled_batch(shape, kv_lens, device, ring_starts)
     q = random_vectors((len(kv_lens), shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     sm_scale = 0.4 * shape.head_dim**-0.5
-    out = decode(batch.cache, batch.tables, q, sm_scale, **options)
+    lse = torch.full(q.shape[:2], float("nan"), device=device)
+    out = decode(batch.cache, batch.tables, q, sm_scale, lse=lse, **options)
     assert out.dtype == q.dtype
+    assert_lse(lse, batch, q, sm_scale)
     exact = decode_exact(batch, q, sm_scale, torch.float64)
     assert_as_good_as(out, exact, decode_exact(batch, q, sm_scale, shape.dtype))
     return batch, q, sm_scale, out
@@ -94,6 +104,20 @@ def test_padded_rows_are_harmless(device: torch.device) -> None:
     out = decode(batch.cache, padded, q, 0.1, max_kv_splits=8)
     assert torch.equal(out[:2], decode(batch.cache, batch.tables, q[:2], 0.1, max_kv_splits=8))
     assert out[2:].isnan().all()
+
+
+def test_output_does_not_depend_on_the_log_sum_exp(device: torch.device) -> None:
+    batch, q, sm_scale, out = check(Shape(), [0, 40, 210], device)
+    assert torch.equal(out, decode(batch.cache, batch.tables, q, sm_scale))
+
+
+def test_log_sum_exp_needs_its_shape(device: torch.device) -> None:
+    batch = filled_batch(Shape(), [3], device)
+    q = random_vectors((1, 8, 64), torch.bfloat16, 99, device)
+    wrong = torch.empty(1, 7), torch.empty(1, 8, dtype=torch.float64)
+    for lse in (*wrong, torch.empty(16, device=device)[::2].view(1, 8)):
+        with pytest.raises(ValueError, match=r"lse must be contiguous float32 \[1, 8\]"):
+            decode(batch.cache, batch.tables, q, 1.0, lse=lse)
 
 
 def test_buffers_of_the_caller(device: torch.device) -> None:

@@ -6,6 +6,7 @@ Without a GPU the attention kernel is a plain torch one with FlashInfer's interf
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ from hypothesis import strategies as st
 from kernel_cases import Shape, assert_as_good_as, filled_batch
 from test_extend import Chunks, exact, make
 
-from oscar_kernels import extend_plan, reference
+from oscar_kernels import extend_plan, ragged_extend, reference
 from oscar_kernels.cache import Windows
-from oscar_kernels.extend_plan import MAX_PASSES, MIN_CHUNK, count_splits, cut_prefixes
+from oscar_kernels.extend_plan import Limits, count_splits, cut_prefixes
 from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 
 LOG2_E = 1.4426950408889634
+LIMITS = Limits(capacity=100, passes=8, few=32, window=0)
 
 
 class TorchRagged:
@@ -70,11 +73,14 @@ def attention_kernel(device: torch.device) -> Any:
     return lambda: BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD")
 
 
-def run(case: Chunks, capacity: int, device: torch.device, sm_scale: float, processors: int = 132) -> torch.Tensor:
-    shape, tables = case.batch.shape, case.batch.tables
-    ragged = RaggedExtend(
-        shape.layout, shape.q_heads, shape.dtype, capacity, device, attention_kernel(device), processors
-    )
+def ragged_extend_of(case: Chunks, limits: Limits, device: torch.device) -> RaggedExtend:
+    shape, attention = case.batch.shape, attention_kernel(device)
+    return RaggedExtend(shape.layout, shape.q_heads, shape.dtype, limits, device, attention, decode, 132)
+
+
+def run(case: Chunks, limits: Limits, device: torch.device, sm_scale: float) -> torch.Tensor:
+    tables = case.batch.tables
+    ragged = ragged_extend_of(case, limits, device)
     ragged.warm_up()
     plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.tokens == len(case.q)
@@ -82,27 +88,29 @@ def run(case: Chunks, capacity: int, device: torch.device, sm_scale: float, proc
     return ragged.run(plan, case.batch.cache, tables, case.q, case.k, case.v, case.indptr, q_rot, sm_scale)
 
 
-def check(case: Chunks, capacity: int, device: torch.device) -> None:
+def check(case: Chunks, device: torch.device, limits: Limits = LIMITS) -> None:
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
-    out = run(case, capacity, device, sm_scale)
+    out = run(case, limits, device, sm_scale)
     assert out.dtype == case.q.dtype
     assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], Limits]:
     count = draw(st.integers(1, 8))
     prefixes = draw(st.lists(st.integers(0, 3000), min_size=count, max_size=count))
-    chunks = draw(st.lists(st.sampled_from([0, 1, MIN_CHUNK - 1, MIN_CHUNK, 500]), min_size=count, max_size=count))
-    return prefixes, chunks, draw(st.integers(1, 2000))
+    chunks = draw(st.lists(st.sampled_from([0, 1, 2, 20, 32, 33, 500]), min_size=count, max_size=count))
+    window = draw(st.sampled_from([0, 320]))
+    return prefixes, chunks, Limits(draw(st.integers(1, 2000)), draw(st.integers(1, 8)), 32, window)
 
 
 @given(batches())
-def test_every_cached_position_is_attended_to_once(batch: tuple[list[int], list[int], int]) -> None:
-    """By a pass or in place; passes are bounded in size and number, their requests in order."""
-    prefixes, chunks, capacity = batch
-    passes, in_place = cut_prefixes(prefixes, chunks, capacity)
-    assert len(passes) <= MAX_PASSES
+def test_every_cached_position_is_attended_to_once(batch: tuple[list[int], list[int], Limits]) -> None:
+    """In one of four ways; passes are bounded in size and number, their requests in order."""
+    prefixes, chunks, limits = batch
+    cut = cut_prefixes(prefixes, chunks, limits)
+    passes = cut.passes
+    assert len(passes) <= limits.passes
     seen: dict[int, int] = dict.fromkeys(range(len(prefixes)), 0)
     spans = [span for one in passes for span in one]
     assert [(s.request, s.begin) for s in spans] == sorted((s.request, s.begin) for s in spans)
@@ -110,12 +118,14 @@ def test_every_cached_position_is_attended_to_once(batch: tuple[list[int], list[
         assert span.begin == seen[span.request] < span.end
         seen[span.request] = span.end
     for one in passes:
-        assert 0 < sum(span.end - span.begin for span in one) <= capacity
+        assert 0 < sum(span.end - span.begin for span in one) <= limits.capacity
     for request, (prefix, chunk) in enumerate(zip(prefixes, chunks, strict=True)):
-        done = 0 if request in in_place else prefix if chunk else 0
-        assert seen[request] == done
-        assert chunk >= MIN_CHUNK or seen[request] == 0
-        assert request not in in_place or (prefix and chunk)
+        ways = [request in requests for requests in (cut.single, cut.short, cut.in_place)] + [seen[request] > 0]
+        assert sum(ways) == (prefix > 0 and chunk > 0)
+        assert seen[request] in (0, prefix)
+        assert (request in cut.single) == (prefix > 0 and chunk == 1)
+        assert request not in cut.short or 1 < chunk <= limits.few
+        assert limits.window or prefix == 0 or (request in cut.short) == (1 < chunk <= limits.few)
 
 
 SHAPES = [
@@ -172,16 +182,16 @@ def test_merge_rejects_other_shapes(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-def test_extend_by_passes_and_in_place(shape: Shape, device: torch.device) -> None:
-    """Several passes, one that ends within a request, short chunks in place, requests without prefix between them."""
-    check(make(shape, [0, 1, 30, 150, 70], [70, 64, 3, 66, 0], device), 100, device)
+def test_extend_by_passes_and_token_by_token(shape: Shape, device: torch.device) -> None:
+    """Several passes, one that ends within a request, a short chunk, requests without prefix between them."""
+    check(make(shape, [0, 1, 30, 150, 70], [70, 64, 3, 66, 0], device), device)
 
 
 def test_keys_are_cut_to_fill_the_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two requests, one of which is shorter than there are pieces, with one that has no prefix between."""
     monkeypatch.setattr(extend_plan, "MIN_PIECE", 16)
     assert count_splits(8 * 3, 132, 150) == 5
-    check(make(Shape(), [150, 0, 3, 90], [64, 70, 64, 65], device), 1000, device)
+    check(make(Shape(), [150, 0, 3, 90], [64, 70, 64, 65], device), device, replace(LIMITS, capacity=1000))
 
 
 @given(st.integers(1, 2000), st.integers(1, 200), st.integers(0, 100_000))
@@ -193,15 +203,15 @@ def test_splits_only_where_that_fills_the_gpu_better(works: int, processors: int
 
 
 def test_extend_without_prefix_needs_no_rotated_queries(device: torch.device) -> None:
-    check(make(Shape(), [0, 0], [70, 1], device), 100, device)
+    check(make(Shape(), [0, 0], [70, 1], device), device)
 
 
-def test_prefixes_beyond_the_passes_are_read_in_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extend_plan, "MAX_PASSES", 2)
+def test_prefixes_beyond_the_passes_are_read_in_place(device: torch.device) -> None:
     case = make(Shape(), [150, 90, 100], [64, 64, 64], device)
-    passes, in_place = cut_prefixes([150, 90, 100], [64, 64, 64], 100)
-    assert (len(passes), in_place) == (2, [1, 2])
-    check(case, 100, device)
+    limits = replace(LIMITS, passes=2)
+    cut = cut_prefixes([150, 90, 100], [64, 64, 64], limits)
+    assert (len(cut.passes), cut.in_place) == (2, [1, 2])
+    check(case, device, limits)
 
 
 @pytest.mark.gpu
@@ -214,7 +224,28 @@ def test_prefixes_beyond_the_passes_are_read_in_place(device: torch.device, monk
     ids=str,
 )
 def test_extend_at_size(shape: Shape, device: torch.device) -> None:
-    check(make(shape, [0, 20_000, 3000, 700, 1], [3000, 256, 1000, 2, 64], device), 8192, device)
+    limits = Limits(8192, 8, 32, 320)
+    check(make(shape, [0, 20_000, 3000, 4000, 1], [3000, 256, 1000, 10, 64], device), device, limits)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefixes_of_short_chunks(shape: Shape, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From within the sinks to several pages, more tokens than the decode kernel is given at a time."""
+    monkeypatch.setattr(ragged_extend, "FEW_BATCH", 7)
+    check(make(shape, [150, 0, 1, 30], [4, 3, 2, 3], device), device)
+
+
+def test_only_short_chunks_go_token_by_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragged_extend, "FEW_BATCH", 20)
+    shape, prefixes = Shape(), [150, 0, 20, 30]
+    case = make(shape, prefixes, [5, 3, 32, 33], device)
+    ragged = ragged_extend_of(case, LIMITS, device)
+    plan = ragged.plan(case.batch.tables, prefixes, case.lengths)
+    assert [len(one.requests) for one in plan.passes] == [1]
+    assert plan.in_place is None
+    assert [len(few.tokens) for few in plan.few] == [20, 17]
+    assert torch.cat([few.tokens for few in plan.few]).tolist() == [*range(5), *range(8, 40)]
+    assert torch.cat([few.tables.kv_lens for few in plan.few]).tolist() == [150] * 5 + [20] * 32
 
 
 def test_single_tokens_are_decoded(device: torch.device) -> None:
@@ -222,11 +253,11 @@ def test_single_tokens_are_decoded(device: torch.device) -> None:
     shape = Shape()
     case = make(shape, [150, 0, 90, 31, 64], [1, 1, 64, 1, 2], device)
     tables = case.batch.tables
-    ragged = RaggedExtend(shape.layout, shape.q_heads, shape.dtype, 100, device, attention_kernel(device))
+    ragged = ragged_extend_of(case, LIMITS, device)
     plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.decoding is not None
-    assert plan.in_place is not None
-    assert plan.in_place.kv_lens.tolist() == [0, 0, 0, 0, 64]
+    assert plan.in_place is None
+    assert [few.tables.kv_lens.tolist() for few in plan.few] == [[64, 64]]
     assert plan.decoding.tokens.tolist() == [0, 66]
     own = plan.decoding.tables
     assert own.kv_lens.tolist() == [151, 32]

@@ -9,12 +9,13 @@ import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.triton.decode import decode
 from sglang_oscar import extend_backend
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.extend_backend import Workspace, choose
 from sglang_oscar.memory_plan import GIB, Geometry, make_plan
 
-WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "fa2", 1 << 20)
+WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "fa2", 1 << 20, passes=8)
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -45,6 +46,17 @@ def test_workspace_is_in_the_account() -> None:
     assert "65536 tokens at a time" in WORKSPACE.line()
 
 
+@pytest.mark.parametrize(
+    ("gib", "tokens", "passes"), [(1, 8192, 8), (8, 65_536, 8), (20, 65_536, 9), (40, 65_536, 19), (100, 65_536, 32)]
+)
+def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice 4 KiB of keys and values a token, at most 256 MiB or a 32nd; 8 MiB for each plan."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("flashinfer.utils.determine_attention_backend", lambda *args, **options: "fa3")
+    made = extend_backend.workspace(RowLayout(8, 128, 128), 32, torch.bfloat16, gib * GIB)
+    assert (made.tokens, made.passes) == (tokens, passes)
+
+
 def test_a_budget_below_windows_and_workspace_is_refused() -> None:
     geometry = Geometry(RowLayout(1, 64, 64), Windows(sink=0, recent=0, ring=0), torch.bfloat16, layers=1)
     with pytest.raises(Int2Error, match="too small"):
@@ -58,5 +70,7 @@ def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(extend_backend, "_wrappers", lambda size, device: Broken)
     with pytest.raises(Int2Error, match=r"\(Could not find nvcc\); .*SGLANG_OSCAR_EXTEND_BACKEND=triton") as caught:
-        extend_backend.ragged_extend(WORKSPACE, RowLayout(8, 128, 128), torch.device("cpu"))
+        extend_backend.ragged_extend(
+            WORKSPACE, RowLayout(8, 128, 128), Windows(64, 256, 256), torch.device("cpu"), decode
+        )
     assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.cache import BatchTables, LayerCache, check_queries
+from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_queries
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
@@ -20,13 +20,14 @@ _Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_in
                              ("ring_row", POINTER), ("ring_start", POINTER), ("sink_block", POINTER),
                              ("batch", ctypes.c_int32)])  # fmt: skip
 _Partials = struct("Partials", [("out", POINTER), ("lse", POINTER), ("counters", POINTER)])
-_Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)])
+_Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
+                             ("lse", POINTER)])  # fmt: skip
 
 
-def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype) -> Variant:
+def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, lse: bool = False) -> Variant:
     """What a cache and its queries need the kernel compiled for."""
     layout = cache.layout
-    return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q_dtype, cache.k_ring.dtype)
+    return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q_dtype, cache.k_ring.dtype, lse)
 
 
 def unsupported(
@@ -77,6 +78,7 @@ def decode(
     sm_scale: float,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per request over everything cached, itself included.
 
@@ -93,6 +95,8 @@ def decode(
         out: [batch, q_heads, head_dim] in the dtype of ``q_rot`` with contiguous channels; allocated where None.
         workspace: from :func:`make_workspace`, for at least this batch; allocated where None. Launches that may run at
             the same time need one each.
+        lse: float32 [batch, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e), -inf
+            for requests of length 0. Nothing of the kind is written where None.
 
     Returns:
         ``out``, in the basis of the cached values.
@@ -109,9 +113,10 @@ def decode(
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     if out.dtype != q_rot.dtype or out.shape != q_rot.shape or out.stride(2) != 1:
         raise ValueError(f"out must be {tuple(q_rot.shape)} of {q_rot.dtype} with contiguous channels")
+    check_lse(lse, batch, q_heads)
     if batch == 0:
         return out
-    variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype)
+    variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype, lse is not None)
     kernel = prepare(variant)
     slots = _slots(q_rot.device, batch)
     if workspace is None:
@@ -121,7 +126,7 @@ def decode(
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
     counters = workspace.data_ptr()
     partial = counters + 4 * MAX_BATCH
-    lse = partial + 4 * slots * q_heads * head_dim
+    partial_lse = partial + 4 * slots * q_heads * head_dim
 
     query = _Query(q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale)
     buffers = _Buffers(*(getattr(cache, name).data_ptr() for name in _BUFFERS))
@@ -133,8 +138,8 @@ def decode(
     # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a processor.
     launch(
         kernel, (processors(q_rot.device.index or 0), 1, 1), variant.threads, variant.shared_bytes,
-        [query, buffers, described, _Partials(partial, lse, counters),
-         _Result(out.data_ptr(), out.stride(0), out.stride(1))],
+        [query, buffers, described, _Partials(partial, partial_lse, counters),
+         _Result(out.data_ptr(), out.stride(0), out.stride(1), 0 if lse is None else lse.data_ptr())],
         overlap=True,
     )  # fmt: skip
     return out

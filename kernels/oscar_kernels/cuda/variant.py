@@ -29,6 +29,7 @@ class Variant:
         page_size: tokens of a page.
         q_dtype: dtype of queries and outputs, bfloat16 or float16.
         window_dtype: dtype of sink store and ring, bfloat16 or float16.
+        lse: log-sum-exps are written, too.
     """
 
     layout: RowLayout
@@ -37,6 +38,7 @@ class Variant:
     page_size: int
     q_dtype: torch.dtype
     window_dtype: torch.dtype
+    lse: bool = False
 
     @cached_property
     def math_warps(self) -> int:
@@ -104,6 +106,7 @@ class Variant:
             "SINK": windows.sink,
             "RECENT": windows.recent,
             "RING": windows.ring,
+            "LSE": self.lse,
             "MATH_WARPS": self.math_warps,
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes,

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_queries
+from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
@@ -335,6 +335,7 @@ def decode(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     max_kv_splits: int | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per request over everything cached, itself included.
 
@@ -348,6 +349,8 @@ def decode(
         out: [batch, q_heads, head_dim] with contiguous channels; like ``q_rot`` where None.
         workspace: float32 of :func:`workspace_numel` elements or more; allocated where None.
         max_kv_splits: pieces that the history of the whole batch is cut into, besides one per request.
+        lse: float32 [batch, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e), -inf
+            for requests of length 0. Nothing of the kind is written where None.
 
     Returns:
         ``out``, in the basis of the cached values.
@@ -356,6 +359,7 @@ def decode(
     batch, q_heads, head_dim = q_rot.shape
     check_queries(cache, q_rot)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
+    check_lse(lse, batch, q_heads)
     if batch == 0:
         return out
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
@@ -366,7 +370,7 @@ def decode(
         workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
     elif workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
-    lse = workspace[partials * q_heads * head_dim :]
+    partial_lse = workspace[partials * q_heads * head_dim :]
     block_n, registers = tile_shape(layout)
     block_h = min(triton.next_power_of_2(layout.kv_heads), HEADS_PER_PROGRAM)
     shared = {
@@ -382,7 +386,7 @@ def decode(
     _decode_kernel[(triton.cdiv(layout.kv_heads, block_h), partials)](
         q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring,
         cache.v_ring, tables.page_table, tables.page_table.stride(0), tables.kv_lens, tables.ring_row,
-        tables.ring_start, tables.sink_block, workspace, lse, batch, pieces, sm_scale,
+        tables.ring_start, tables.sink_block, workspace, partial_lse, batch, pieces, sm_scale,
         K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads,
         GQA=q_heads // layout.kv_heads, GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype],
         PAGE=tables.page_size, RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=part, BLOCK_H=block_h,
@@ -394,7 +398,8 @@ def decode(
     block = min(max(triton.next_power_of_2(per_request), 4), 64)
     block_d = min(head_dim, 32 if batch * q_heads < 512 else head_dim)
     merge_kernel[(batch, q_heads, head_dim // block_d)](
-        workspace, lse, out, out.stride(0), out.stride(1), tables.kv_lens, tables.ring_start, batch, pieces,
-        Q_HEADS=q_heads, BLOCK=block, BLOCK_D=block_d, **shared, num_warps=min(max(block * block_d // 1024, 1), 4),
+        workspace, partial_lse, out, out.stride(0), out.stride(1), partial_lse if lse is None else lse, tables.kv_lens,
+        tables.ring_start, batch, pieces, Q_HEADS=q_heads, BLOCK=block, BLOCK_D=block_d, HAS_LSE=lse is not None,
+        **shared, num_warps=min(max(block * block_d // 1024, 1), 4),
     )  # fmt: skip
     return out

@@ -34,12 +34,15 @@ def _merge_span(
 
 @triton.jit(do_not_specialize=["batch", "pieces"])
 def merge_kernel(
-    o_ptr, lse_ptr, out_ptr, out_stride_token, out_stride_head, kv_lens_ptr, ring_start_ptr, batch, pieces,
+    o_ptr, lse_ptr, out_ptr, out_stride_token, out_stride_head, out_lse_ptr, kv_lens_ptr, ring_start_ptr, batch, pieces,
     Q_HEADS: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, WINDOW_PARTS: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch, q_heads, D / BLOCK_D): weighted mean of a query head's partials; zeros for an empty request."""
+    """Grid (batch, q_heads, D / BLOCK_D): weighted mean of a query head's partials; zeros for an empty request.
+
+    out_lse [batch, q_heads] takes the log2 of the sum, -inf for an empty request.
+    """
     request = tl.program_id(0)
     head = tl.program_id(1)
     request_ids, counts = plan_pieces(
@@ -59,6 +62,9 @@ def merge_kernel(
         top, total, out = _merge_span(
             o_ptr, lse_ptr, first, first + WINDOW_PARTS, top, total, out, Q_HEADS, D, BLOCK, BLOCK_D
         )
+    if HAS_LSE:
+        # Of an empty request the sum is 0, and top -inf.
+        tl.store(out_lse_ptr + request * Q_HEADS + head, top + tl.log2(total), mask=start_d == 0)
     out = tl.where(total == 0, 0.0, out / total)
     rows = out_ptr + request.to(tl.int64) * out_stride_token + head * out_stride_head
     tl.store(rows + start_d + tl.arange(0, BLOCK_D), narrow(out, out_ptr.dtype.element_ty))

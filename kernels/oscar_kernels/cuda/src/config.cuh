@@ -12,6 +12,7 @@ constexpr int SCALE_BYTES = OSCAR_SCALE_BYTES;  // 2 or 4
 constexpr bool SCALE_BF16 = OSCAR_SCALE_BF16;   // of 2 bytes: bfloat16, else float16
 constexpr bool Q_BF16 = OSCAR_Q_BF16;           // queries and output: bfloat16, else float16
 constexpr bool WINDOW_BF16 = OSCAR_WINDOW_BF16;
+constexpr bool WRITES_LSE = OSCAR_LSE;
 constexpr int PAGE = OSCAR_PAGE;  // tokens
 constexpr int SINK = OSCAR_SINK;
 constexpr int RECENT = OSCAR_RECENT;

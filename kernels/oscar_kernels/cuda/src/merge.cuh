@@ -104,6 +104,7 @@ DEVICE void merge_chunks(const Shared& shared, const Partials& partials, const R
       float inverse = sum.total == 0 ? 0 : 1.0f / sum.total;
       float x[CHUNK] = {sum.sum.x, sum.sum.y, sum.sum.z, sum.sum.w};
       result.write(shared.request, chunk * CHUNK / HEAD_DIM, chunk * CHUNK % HEAD_DIM, x, inverse);
+      if (chunk * CHUNK % HEAD_DIM == 0) result.write_lse(shared.request, chunk * CHUNK / HEAD_DIM, sum.top, sum.total);
     }
   }
 }

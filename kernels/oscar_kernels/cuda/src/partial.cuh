@@ -11,9 +11,13 @@ struct Partials {
   u32* counters;  // [MAX_BATCH], 0 between launches
 };
 
+// A NaN is passed on.
+DEVICE float log_sum(float top, float total) { return total == 0 ? minus_infinity() : top + log2_fast(total); }
+
 struct Result {
   u16* out;  // [batch, Q_HEADS, HEAD_DIM]
   i64 token_stride, head_stride;
+  float* lse;  // [batch, Q_HEADS], log2; only where WRITES_LSE
 
   // COUNT neighbouring channels, 2 or 4.
   template <int COUNT>
@@ -22,6 +26,9 @@ struct Result {
     u32 low = pack_halves<Q_BF16>(x[0] * factor, x[1] * factor);
     if constexpr (COUNT == 4) *(uint2*)at = make_uint2(low, pack_halves<Q_BF16>(x[2] * factor, x[3] * factor));
     else *(u32*)at = low;
+  }
+  DEVICE void write_lse(int request, int head, float top, float total) const {
+    if (WRITES_LSE) lse[request * Q_HEADS + head] = log_sum(top, total);
   }
 };
 
@@ -132,9 +139,9 @@ DEVICE void write_result(const Softmax& softmax, const Plain& plain, const Parti
     if (!head_exists(b)) continue;
     int head = kv_head * GQA + 4 * b + lane % 4;
     i64 row = (i64)segment.slot * Q_HEADS + head;
-    bool empty = softmax.total[b] == 0;  // a NaN is not: it is passed on
-    float inverse = empty ? 0.0f : 1.0f / softmax.total[b];
-    if (lane < 4 && !alone) partials.lse[row] = empty ? minus_infinity() : softmax.top[b] + log2_fast(softmax.total[b]);
+    float inverse = softmax.total[b] == 0 ? 0.0f : 1.0f / softmax.total[b];
+    if (lane < 4 && alone) result.write_lse(segment.request, head, softmax.top[b], softmax.total[b]);
+    if (lane < 4 && !alone) partials.lse[row] = log_sum(softmax.top[b], softmax.total[b]);
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
       if (alone) result.write(segment.request, head, output_channel(run), plain.out[b][run], inverse);
@@ -151,6 +158,7 @@ DEVICE void write_zeros(const Result& result, const Plan& plan, int batch) {
     for (int i = threadIdx.x; i < Q_HEADS * HEAD_DIM / 4; i += MATH_WARPS * 32) {
       float zeros[4] = {};
       result.write(request, i * 4 / HEAD_DIM, i * 4 % HEAD_DIM, zeros, 1);
+      if (i * 4 % HEAD_DIM == 0) result.write_lse(request, i * 4 / HEAD_DIM, 0, 0);
     }
   }
 }
