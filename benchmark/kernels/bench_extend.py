@@ -119,7 +119,7 @@ def main() -> None:
     if installed:
         size = extend_backend.workspace(LAYOUT, Q_HEADS, torch.bfloat16, BUDGET)
         decode = decode_backend.choose(
-            "auto", random_cache(PAGE, 1, LAYOUT, WINDOWS), PAGE, Q_HEADS, torch.bfloat16, 256
+            "auto", random_cache(PAGE, 1, LAYOUT, WINDOWS), PAGE, Q_HEADS, torch.bfloat16, 256, True
         )
         ragged = extend_backend.ragged_extend(size, LAYOUT, WINDOWS, torch.device("cuda"), decode)
     rows: list[dict[str, object]] = []

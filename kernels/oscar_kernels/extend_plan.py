@@ -12,10 +12,10 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 
-WINDOW_COST = 7
-"""What a token in a 16-bit window costs the decode kernel, in tokens of history: it has 7.1 times the bytes."""
-FEW_BATCH = 256
+SHORT_BATCH = 256
 """Tokens of short chunks that the decode kernel takes at a time."""
+MOST_SHORT = 1024
+"""Tokens of short chunks per forward pass: each needs a row of the page table."""
 MAX_SPLITS = 8
 """Most pieces that the keys of a pass are cut into."""
 MIN_PIECE = 1024
@@ -45,7 +45,7 @@ class Ragged(Protocol):
 
 
 class Decode(Protocol):
-    """Attention of one token per request; see :func:`oscar_kernels.triton.decode.decode`."""
+    """One query per request on its ``kv_lens`` cached tokens; see :func:`oscar_kernels.triton.decode.decode`."""
 
     def __call__(
         self,
@@ -74,23 +74,23 @@ class Limits:
     Args:
         capacity: tokens of prefixes that the workspace holds.
         passes: loads of it per layer at most.
-        few: dequantizing a long prefix takes as long as the decode kernel takes to read it for so many tokens.
-        window: tokens of the 16-bit windows of a request.
+        break_even: dequantizing a long prefix takes as long as the decode kernel takes to read it for so many tokens.
+        window: tokens of history that have as many bytes as the 16-bit windows of a request.
     """
 
     capacity: int
     passes: int
-    few: int
+    break_even: int
     window: int
 
     def short(self, prefix: int, chunk: int) -> bool:
         """Whether the decode kernel reads a prefix sooner, once for every token of the chunk, than it is dequantized.
 
-        >>> limits = Limits(capacity=65536, passes=8, few=32, window=320)
+        >>> limits = Limits(capacity=65536, passes=8, break_even=32, window=2240)
         >>> limits.short(100_000, 31), limits.short(8192, 25), limits.short(512, 6), limits.short(320, 5)
         (True, True, False, False)
         """
-        return chunk * (prefix + WINDOW_COST * self.window) <= self.few * prefix
+        return chunk * (prefix + self.window) <= self.break_even * prefix
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cut:
     """Requests by how their prefix is read; those without a chunk or a prefix are in none.
 
     ``passes`` are the spans of every pass, in order of request and position; ``single`` have one token and ``short``
-    have few; ``in_place`` is too much for the passes.
+    have few, up to MOST_SHORT together; ``in_place`` is too much for the passes.
     """
 
     passes: list[list[Span]]
@@ -115,20 +115,22 @@ def cut_prefixes(prefix_lens: list[int], chunk_lens: list[int], limits: Limits) 
         chunk_lens: new tokens per request.
         limits: of the workspace.
 
-    >>> cut = cut_prefixes([0, 300, 50], [64, 64, 1], Limits(256, 8, 32, 320))
+    >>> cut = cut_prefixes([0, 300, 50], [64, 64, 1], Limits(256, 8, 32, 2240))
     >>> [[(span.begin, span.end) for span in load] for load in cut.passes], cut.single
     ([[(0, 256)], [(256, 300)]], [2])
     """
     cut = Cut([], [], [], [])
     room = limits.passes * limits.capacity
+    short_room = MOST_SHORT
     free = 0
     for request, (prefix, chunk) in enumerate(zip(prefix_lens, chunk_lens, strict=True)):
         if prefix == 0 or chunk == 0:
             continue
         if chunk == 1:
             cut.single.append(request)
-        elif limits.short(prefix, chunk):
+        elif chunk <= short_room and limits.short(prefix, chunk):
             cut.short.append(request)
+            short_room -= chunk
         elif prefix > room:
             cut.in_place.append(request)
         else:
@@ -196,7 +198,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Few:
+class Short:
     """Tokens of short chunks, each a request of its own to the decode kernel: attention to prefixes only.
 
     ``tokens`` int64 says where their queries are, ``tables`` what is cached of their requests.
@@ -227,11 +229,11 @@ class ExtendPlan:
 
     tokens: int
     passes: list[Pass]
-    few: list[Few]
+    short: list[Short]
     in_place: BatchTables | None
     decoding: Decoding | None
 
     @property
     def has_prefix(self) -> bool:
         """Whether anything is attended to but the chunks: only then are rotated queries needed."""
-        return bool(self.passes or self.few) or self.in_place is not None or self.decoding is not None
+        return bool(self.passes or self.short) or self.in_place is not None or self.decoding is not None

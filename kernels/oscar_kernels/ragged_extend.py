@@ -19,15 +19,15 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.extend_plan import (
-    FEW_BATCH,
     QUERY_TILE,
+    SHORT_BATCH,
     Decode,
     Decoding,
     ExtendPlan,
-    Few,
     Limits,
     Pass,
     Ragged,
+    Short,
     Span,
     count_splits,
     cut_prefixes,
@@ -47,7 +47,7 @@ class RaggedExtend:
     limits: size and number of workspace loads, and what is read without it.
     device: where the cache is.
     attention: makes an attention kernel; called once for chunks and once for each pass of prefixes.
-    decode: decode kernel for up to FEW_BATCH requests.
+    decode: decode kernel for up to SHORT_BATCH requests.
     processors: multiprocessors that a pass is to fill; 1 where the attention kernel splits keys itself.
     """
 
@@ -93,12 +93,12 @@ class RaggedExtend:
             lengths = torch.zeros(len(prefix_lens), dtype=torch.int32)
             lengths[cut.in_place] = torch.tensor([prefix_lens[request] for request in cut.in_place], dtype=torch.int32)
             in_place = replace(tables, kv_lens=self._upload(lengths))
-        few = self._plan_few(tables, cut.short, starts) if cut.short else []
+        short = self._plan_short(tables, prefix_lens, cut.short, starts) if cut.short else []
         decoding = self._plan_decoding(tables, cut.single, starts) if cut.single else None
         if self._device.type == "cuda":
             self._planned = torch.cuda.Event()
             self._planned.record()
-        return ExtendPlan(int(starts[-1]), passes, few, in_place, decoding)
+        return ExtendPlan(int(starts[-1]), passes, short, in_place, decoding)
 
     def warm_up(self) -> None:
         """Plan and run a chunk of one token: whatever the attention kernel compiles or loads, it does here."""
@@ -150,12 +150,12 @@ class RaggedExtend:
             parts = load.attention.forward_return_lse(queries, keys, values, causal=False, sm_scale=sm_scale)
             for part in zip(*(x.chunk(load.splits) for x in parts), strict=True):
                 merge_states_(out[load.tokens], lse[load.tokens], *part)
-        for few in plan.few:
-            own, own_lse = out[few.tokens], lse[few.tokens]
+        for short in plan.short:
+            own, own_lse = out[short.tokens], lse[short.tokens]
             part_lse = torch.empty_like(own_lse)
-            part_out = self._decode(cache, few.tables, q_rot[few.tokens], sm_scale, lse=part_lse)
+            part_out = self._decode(cache, short.tables, q_rot[short.tokens], sm_scale, lse=part_lse)
             merge_states_(own, own_lse, part_out, part_lse)
-            out[few.tokens] = own
+            out[short.tokens] = own
         if plan.in_place is not None:
             part_lse = torch.empty_like(lse)
             part_out = extend(
@@ -181,12 +181,17 @@ class RaggedExtend:
         tokens = slice(int(own[0]), int(own[-1]))
         return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens, splits)
 
-    def _plan_few(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> list[Few]:
+    def _plan_short(
+        self, tables: BatchTables, prefix_lens: list[int], requests: list[int], starts: torch.Tensor
+    ) -> list[Short]:
+        # Rows of the page table are copied once per token: no wider than these prefixes need.
+        pages = -(-max(prefix_lens[request] for request in requests) // tables.page_size)
+        tables = replace(tables, page_table=tables.page_table[:, :pages])
         bounds = starts.tolist()
         pairs = [(request, token) for request in requests for token in range(bounds[request], bounds[request + 1])]
         index = self._upload(torch.tensor(pairs, dtype=torch.int64).T.contiguous())
-        parts = zip(*(rows.split(FEW_BATCH) for rows in index), strict=True)
-        return [Few(tokens, _select(tables, own)) for own, tokens in parts]
+        parts = zip(*(rows.split(SHORT_BATCH) for rows in index), strict=True)
+        return [Short(tokens, _select(tables, own)) for own, tokens in parts]
 
     def _plan_decoding(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> Decoding:
         index = torch.tensor(requests, dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import decode as cuda
-from oscar_kernels.extend_plan import FEW_BATCH, Decode
+from oscar_kernels.extend_plan import SHORT_BATCH, Decode
 from sglang_oscar.errors import Int2Error
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,11 @@ class CudaDecode:
         return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse)
 
 
-def few_tokens(decode: Decode) -> int:
-    """Queries on a long prefix that take as long as dequantizing it, measured on an H200; see ``bench_extend.py``."""
+def break_even_tokens(decode: Decode) -> int:
+    """Queries on a long prefix that take as long as dequantizing it.
+
+    Measured on an H200, both ways on prefixes of 8K to 100K tokens.
+    """
     return 32 if isinstance(decode, CudaDecode) else 16
 
 
@@ -56,7 +59,13 @@ def check(setting: Setting, device: str) -> None:
 
 
 def choose(
-    setting: Setting, cache: LayerCache, page_size: int, q_heads: int, dtype: torch.dtype, max_batch: int
+    setting: Setting,
+    cache: LayerCache,
+    page_size: int,
+    q_heads: int,
+    dtype: torch.dtype,
+    max_batch: int,
+    short_chunks: bool,
 ) -> Decode:
     """The kernel for a cache on a GPU, compiled and loaded.
 
@@ -66,7 +75,8 @@ def choose(
         page_size: tokens of a page.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values.
-        max_batch: requests of a batch at most.
+        max_batch: requests of a decode batch at most.
+        short_chunks: it reads the prefixes of short chunks, too (:mod:`oscar_kernels.ragged_extend`).
 
     Raises:
         Int2Error: ``cuda`` is asked for and cannot do this.
@@ -77,10 +87,10 @@ def choose(
     if setting != "triton":
         unsupported = cuda.unsupported(cache, page_size, q_heads, dtype, max_batch)
         if unsupported is None:
-            for lse in (False, True):  # decode steps, and short chunks of extends
+            for lse in (False, True) if short_chunks else (False,):
                 cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
             logger.info("int2 decode: CUDA kernel")
-            return CudaDecode(cache, q_heads, max(max_batch, FEW_BATCH))
+            return CudaDecode(cache, q_heads, max(max_batch, SHORT_BATCH) if short_chunks else max_batch)
         if setting == "cuda":
             raise Int2Error(f"{VARIABLE}=cuda: {unsupported}; set it to auto or triton")
         reason = unsupported

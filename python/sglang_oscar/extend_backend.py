@@ -1,7 +1,8 @@
 """Which kernels extend takes on a GPU, what memory they need, and FlashInfer's side of it.
 
-FlashInfer's ragged prefill attends to chunks and to dequantized prefixes where it is installed; else our own Triton
-kernel does all of it. The choice is made once, at start-up, and said in the log.
+FlashInfer's ragged prefill attends to chunks and to dequantized prefixes where it is installed, the decode kernel to
+prefixes of short chunks; else our own Triton kernel does all of it. The choice is made once, at start-up, and said in
+the log.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.decode_backend import few_tokens
+from sglang_oscar.decode_backend import break_even_tokens
 from sglang_oscar.errors import Int2Error
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def ragged_extend(
     fa3 = size.kernels == "fa3"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
     wrappers = _wrappers(size, device)
-    limits = Limits(size.tokens, size.passes, few_tokens(decode), windows.sink + windows.recent)
+    window = (windows.sink + windows.recent) * layout.kv_heads * layout.head_dim * size.dtype.itemsize
+    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window // layout.row_bytes)
     made = RaggedExtend(layout, size.q_heads, size.dtype, limits, device, wrappers, decode, processors)
     try:
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.

@@ -62,7 +62,7 @@ class GpuKernels:
         self._page_size = runtime.page_size
         self._decode = decode_backend.choose(
             runtime.settings.decode_backend, runtime.layers[0].cache, runtime.page_size, q_heads, dtype,
-            runtime.rows.ring_start.shape[0],
+            runtime.rows.ring_start.shape[0], runtime.plan.extend is not None,
         )  # fmt: skip
         self._arranged: dict[int, Arranged] | None = None
         if isinstance(self._decode, decode_backend.CudaDecode):
@@ -73,7 +73,10 @@ class GpuKernels:
             logger.info("int2 extend: Triton kernel for chunk and prefix")
         else:
             self._ragged = ragged_extend(plan.extend, plan.geometry.layout, plan.geometry.windows, device, self._decode)
-            logger.info("int2 extend: FlashInfer (%s) for chunk and dequantized prefix", plan.extend.kernels)
+            logger.info(
+                "int2 extend: FlashInfer (%s) for chunk and dequantized prefix, decode kernel for that of short chunks",
+                plan.extend.kernels,
+            )
 
     def decode(
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float

@@ -258,7 +258,9 @@ def test_variants_compile(shape: Shape, empty_cache: Path) -> None:
     """Also checks that the host launches with the shared memory that the kernel expects: the source asserts it."""
     if variant(shape).unsupported():
         pytest.fail(f"{shape}: {variant(shape).unsupported()}")
-    assert jit.compile_source("decode.cu", dict(variant(shape).defines()))[:4] == b"\x7fELF"
+    for lse in (False, True):
+        defines = dict(replace(variant(shape), lse=lse).defines())
+        assert jit.compile_source("decode.cu", defines)[:4] == b"\x7fELF"
 
 
 def test_compiled_code_is_kept(empty_cache: Path) -> None:

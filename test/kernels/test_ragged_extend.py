@@ -18,14 +18,15 @@ from test_extend import Chunks, exact, make
 
 from oscar_kernels import extend_plan, ragged_extend, reference
 from oscar_kernels.cache import Windows
-from oscar_kernels.extend_plan import Limits, count_splits, cut_prefixes
+from oscar_kernels.extend_plan import MOST_SHORT, Decode, Limits, count_splits, cut_prefixes
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
+from sglang_oscar import decode_backend
 
 LOG2_E = 1.4426950408889634
-LIMITS = Limits(capacity=100, passes=8, few=32, window=0)
+LIMITS = Limits(capacity=100, passes=8, break_even=32, window=0)
 
 
 class TorchRagged:
@@ -73,14 +74,14 @@ def attention_kernel(device: torch.device) -> Any:
     return lambda: BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD")
 
 
-def ragged_extend_of(case: Chunks, limits: Limits, device: torch.device) -> RaggedExtend:
+def ragged_extend_of(case: Chunks, limits: Limits, device: torch.device, kernel: Decode = decode) -> RaggedExtend:
     shape, attention = case.batch.shape, attention_kernel(device)
-    return RaggedExtend(shape.layout, shape.q_heads, shape.dtype, limits, device, attention, decode, 132)
+    return RaggedExtend(shape.layout, shape.q_heads, shape.dtype, limits, device, attention, kernel, 132)
 
 
-def run(case: Chunks, limits: Limits, device: torch.device, sm_scale: float) -> torch.Tensor:
+def run(case: Chunks, limits: Limits, device: torch.device, sm_scale: float, kernel: Decode) -> torch.Tensor:
     tables = case.batch.tables
-    ragged = ragged_extend_of(case, limits, device)
+    ragged = ragged_extend_of(case, limits, device, kernel)
     ragged.warm_up()
     plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.tokens == len(case.q)
@@ -88,9 +89,9 @@ def run(case: Chunks, limits: Limits, device: torch.device, sm_scale: float) -> 
     return ragged.run(plan, case.batch.cache, tables, case.q, case.k, case.v, case.indptr, q_rot, sm_scale)
 
 
-def check(case: Chunks, device: torch.device, limits: Limits = LIMITS) -> None:
+def check(case: Chunks, device: torch.device, limits: Limits = LIMITS, kernel: Decode = decode) -> None:
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
-    out = run(case, limits, device, sm_scale)
+    out = run(case, limits, device, sm_scale, kernel)
     assert out.dtype == case.q.dtype
     assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
 
@@ -100,7 +101,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], Limits]:
     count = draw(st.integers(1, 8))
     prefixes = draw(st.lists(st.integers(0, 3000), min_size=count, max_size=count))
     chunks = draw(st.lists(st.sampled_from([0, 1, 2, 20, 32, 33, 500]), min_size=count, max_size=count))
-    window = draw(st.sampled_from([0, 320]))
+    window = draw(st.sampled_from([0, 2240]))
     return prefixes, chunks, Limits(draw(st.integers(1, 2000)), draw(st.integers(1, 8)), 32, window)
 
 
@@ -124,8 +125,8 @@ def test_every_cached_position_is_attended_to_once(batch: tuple[list[int], list[
         assert sum(ways) == (prefix > 0 and chunk > 0)
         assert seen[request] in (0, prefix)
         assert (request in cut.single) == (prefix > 0 and chunk == 1)
-        assert request not in cut.short or 1 < chunk <= limits.few
-        assert limits.window or prefix == 0 or (request in cut.short) == (1 < chunk <= limits.few)
+        assert request not in cut.short or 1 < chunk <= limits.break_even
+        assert limits.window or prefix == 0 or (request in cut.short) == (1 < chunk <= limits.break_even)
 
 
 SHAPES = [
@@ -224,28 +225,51 @@ def test_prefixes_beyond_the_passes_are_read_in_place(device: torch.device) -> N
     ids=str,
 )
 def test_extend_at_size(shape: Shape, device: torch.device) -> None:
-    limits = Limits(8192, 8, 32, 320)
+    limits = Limits(8192, 8, 32, 2240)
     check(make(shape, [0, 20_000, 3000, 4000, 1], [3000, 256, 1000, 10, 64], device), device, limits)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefixes_of_short_chunks(shape: Shape, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """From within the sinks to several pages, more tokens than the decode kernel is given at a time."""
-    monkeypatch.setattr(ragged_extend, "FEW_BATCH", 7)
+    monkeypatch.setattr(ragged_extend, "SHORT_BATCH", 7)
     check(make(shape, [150, 0, 1, 30], [4, 3, 2, 3], device), device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gqa", [4, 8])
+def test_prefixes_of_short_chunks_by_the_cuda_kernel(gqa: int, device: torch.device) -> None:
+    """As a server has it: a workspace made for few running requests, more short tokens than it takes at a time."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    shape = Shape(gqa=gqa, kv_heads=4, head_dim=128, group=128, windows=Windows(64, 256, 256), page_size=64)
+    case = make(shape, [6000, 0, 9000, 4000, 300] * 4, [22, 3, 25, 20, 40] * 4, device)
+    kernel = decode_backend.choose("cuda", case.batch.cache, 64, shape.q_heads, shape.dtype, 1, short_chunks=True)
+    limits = Limits(8192, 8, 32, 2240)
+    plan = ragged_extend_of(case, limits, device, kernel).plan(
+        case.batch.tables, case.batch.tables.kv_lens.tolist(), case.lengths
+    )
+    assert [len(short.tokens) for short in plan.short] == [256, 12]
+    check(case, device, limits, kernel)
+
+
+def test_short_tokens_are_bounded() -> None:
+    cut = cut_prefixes([5000] * 50, [30] * 50, Limits(100_000, 1, 32, 0))
+    assert len(cut.short) == MOST_SHORT // 30
+    assert [span.request for span in cut.passes[0]] == [*range(34, 50)]
+
+
 def test_only_short_chunks_go_token_by_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragged_extend, "FEW_BATCH", 20)
+    monkeypatch.setattr(ragged_extend, "SHORT_BATCH", 20)
     shape, prefixes = Shape(), [150, 0, 20, 30]
     case = make(shape, prefixes, [5, 3, 32, 33], device)
     ragged = ragged_extend_of(case, LIMITS, device)
     plan = ragged.plan(case.batch.tables, prefixes, case.lengths)
     assert [len(one.requests) for one in plan.passes] == [1]
     assert plan.in_place is None
-    assert [len(few.tokens) for few in plan.few] == [20, 17]
-    assert torch.cat([few.tokens for few in plan.few]).tolist() == [*range(5), *range(8, 40)]
-    assert torch.cat([few.tables.kv_lens for few in plan.few]).tolist() == [150] * 5 + [20] * 32
+    assert [len(short.tokens) for short in plan.short] == [20, 17]
+    assert torch.cat([short.tokens for short in plan.short]).tolist() == [*range(5), *range(8, 40)]
+    assert torch.cat([short.tables.kv_lens for short in plan.short]).tolist() == [150] * 5 + [20] * 32
 
 
 def test_single_tokens_are_decoded(device: torch.device) -> None:
@@ -257,7 +281,7 @@ def test_single_tokens_are_decoded(device: torch.device) -> None:
     plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.decoding is not None
     assert plan.in_place is None
-    assert [few.tables.kv_lens.tolist() for few in plan.few] == [[64, 64]]
+    assert [short.tables.kv_lens.tolist() for short in plan.short] == [[64, 64]]
     assert plan.decoding.tokens.tolist() == [0, 66]
     own = plan.decoding.tables
     assert own.kv_lens.tolist() == [151, 32]

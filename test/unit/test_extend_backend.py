@@ -51,6 +51,7 @@ def test_workspace_is_in_the_account() -> None:
 )
 def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice 4 KiB of keys and values a token, at most 256 MiB or a 32nd; 8 MiB for each plan."""
+    pytest.importorskip("flashinfer")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("flashinfer.utils.determine_attention_backend", lambda *args, **options: "fa3")
     made = extend_backend.workspace(RowLayout(8, 128, 128), 32, torch.bfloat16, gib * GIB)

@@ -80,15 +80,15 @@ def decode(
     workspace: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token per request over everything cached, itself included.
+    """Attention of one query per request over its cached tokens, in a decode step the new one included.
 
     Nothing depends on lengths on the host, so a captured CUDA graph stays valid when ``tables`` change in place. The
     result does not depend on timing: repeated runs agree bit for bit. Where the launch before this one is that of
     :func:`oscar_kernels.cuda.store.store` for a decode step, history is read while it still runs.
 
     Args:
-        cache: the layer's cache; the new tokens are stored in it already. Every tensor is contiguous.
-        tables: the batch; ``kv_lens`` counts the new token. Requests of length 0 get zeros.
+        cache: the layer's cache; in a decode step the new tokens are stored in it already. Every tensor is contiguous.
+        tables: the batch; ``kv_lens`` counts what is attended to. Requests of length 0 get zeros.
         q_rot: [batch, q_heads, head_dim], rotated, bfloat16 or float16; channels contiguous, heads at multiples of
             16 bytes.
         sm_scale: factor on the logits.

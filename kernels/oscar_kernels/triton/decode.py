@@ -337,13 +337,13 @@ def decode(
     max_kv_splits: int | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token per request over everything cached, itself included.
+    """Attention of one query per request over its cached tokens, in a decode step the new one included.
 
     Nothing depends on lengths on the host, so a captured CUDA graph stays valid when ``tables`` change in place.
 
     Args:
-        cache: the layer's cache; the new tokens are stored in it already.
-        tables: the batch; ``kv_lens`` counts the new token. Requests of length 0 get zeros.
+        cache: the layer's cache; in a decode step the new tokens are stored in it already.
+        tables: the batch; ``kv_lens`` counts what is attended to. Requests of length 0 get zeros.
         q_rot: [batch, q_heads, head_dim], rotated, bfloat16 or float16; channels contiguous.
         sm_scale: factor on the logits.
         out: [batch, q_heads, head_dim] with contiguous channels; like ``q_rot`` where None.
