@@ -1,8 +1,8 @@
 """Milliseconds per generated token of one long request: stock BF16 SGLang against int2 mode, random weights.
 
 Prints, for every context length, both times, their ratio, and the ratio of each to its byte bound: the bytes of
-weights and of cached keys and values that a step must read, over the card's read bandwidth. Also records how the
-start-up account of int2 mode compares with what the card reports, and how long the servers took to start.
+weights and of cached keys and values that a step must read, over the card's read bandwidth. Also records how long the
+servers took to start.
 
 ``--server-args "--enable-torch-compile --torch-compile-max-bs 1" --server-env TORCHINDUCTOR_ENABLE_PDL=1`` measures
 both with torch.compile.
@@ -11,9 +11,6 @@ both with torch.compile.
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import tempfile
 import time
 from functools import partial
@@ -63,25 +60,6 @@ def ms_per_token(server: LocalServer, length: int) -> float:
     return steady(server.text()[before:]).ms_per_step
 
 
-def used_bytes() -> int:
-    """Bytes in use on the first GPU that this process sees."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={gpu}"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20
-
-
-def account(log: str) -> dict[str, float]:
-    """What the start-up log of int2 mode says, in GiB."""
-    pool = re.search(r"history pool: (\d+) tokens x (\d+) bytes = ([\d.]+) GiB", log)
-    side = re.search(r"side buffers: ([\d.]+) GiB of a ([\d.]+) GiB budget", log)
-    free = re.findall(r"avail mem=([\d.]+) GB", log)
-    assert pool is not None
-    assert side is not None
-    tokens, size = int(pool[1]), float(pool[3])
-    return {"tokens": tokens, "pool_gib": size, "side_gib": float(side[1]), "budget_gib": float(side[2]),
-            "free_log_gib": [float(x) for x in free]}  # type: ignore[dict-item]  # fmt: skip
-
-
 def measure(
     mode: Mode, folder: str, server_args: list[str], extra: dict[str, str], log: Path, sizes: list[int], steps: int
 ) -> dict[str, Any]:
@@ -99,8 +77,6 @@ def measure(
     env = environment() | mode.env | extra
     with serve(folder, log, [*SERVER, *decode_log.FLAGS, *server_args, *mode.args], env) as server:
         result: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1)}
-        if "int2" in mode.args:
-            result["account"] = account(server.text()) | {"used_gib": used_bytes() / 2**30}
         result["ms"] = {length: ms_per_token(server, length) for length in sizes}
         print(result["ms"], flush=True)
         if steps:
@@ -150,7 +126,6 @@ def main(
         print(line)
     result["start_s"] = {name: part["start_s"] for name, part in measured.items()}
     for name, part in measured.items():
-        result |= {"account": part["account"]} if "account" in part else {}
         result |= {f"{name}_step": part["step"]} if "step" in part else {}
     out.write_text(json.dumps(result, indent=2) + "\n")
 
