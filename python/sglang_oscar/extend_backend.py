@@ -125,8 +125,8 @@ def ragged_extend(
     fa3 = size.kernels == "fa3"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
     wrappers = _wrappers(size, device)
-    window = (windows.sink + windows.recent) * layout.kv_heads * layout.head_dim * size.dtype.itemsize
-    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window // layout.row_bytes)
+    window = (windows.sink + windows.recent) * size.token_bytes // (2 * layout.row_bytes)
+    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window)
     made = RaggedExtend(layout, size.q_heads, size.dtype, limits, device, wrappers, decode, processors)
     try:
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.

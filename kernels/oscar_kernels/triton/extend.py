@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.cache import BatchTables, LayerCache, check_lse
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
     LOG2_E,
@@ -329,8 +329,7 @@ def extend(
     for name, x in (("q", q), ("q_rot", q_rot), ("k", k), ("v", v)):
         if x.stride(2) != 1:
             raise ValueError(f"{name} must have contiguous channels")
-    if lse is not None and not (lse.is_contiguous() and lse.dtype == torch.float32):
-        raise ValueError("lse must be contiguous float32")
+    check_lse(lse, tokens, q_heads)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     batch = qo_indptr.shape[0] - 1
     if tokens == 0 or batch == 0:
