@@ -20,7 +20,7 @@ from bench_decode import used_bytes
 from machine import describe
 from subjects import MODES, SERVER, SHAPES, send_all, write_model
 
-from sglang_oscar.cpu_server import environment
+from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TOLERANCE = 0.02

@@ -19,7 +19,7 @@ import typer
 
 from sglang_oscar import SGLANG_VERSION
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.model_identity import model_identity
+from sglang_oscar.weights.model_identity import model_identity
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
@@ -101,7 +101,8 @@ def check_hooks() -> str:
     """
     from sglang.srt.plugins import load_plugins
 
-    from sglang_oscar import plugin, touchpoints
+    from sglang_oscar import plugin
+    from sglang_oscar.attach import touchpoints
 
     with quiet():
         load_plugins()
@@ -118,7 +119,7 @@ def check_torch() -> str:
     """
     import torch
 
-    from sglang_oscar.gate import check_device
+    from sglang_oscar.attach.gate import check_device
 
     try:
         triton = importlib.metadata.version("triton")
@@ -171,10 +172,11 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, and an estimate of its memory account."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_oscar import extend_backend, gate, refusals
-    from sglang_oscar.memory_plan import Geometry, make_plan
-    from sglang_oscar.rotations import load_rotations
+    from sglang_oscar.attach import gate, refusals
+    from sglang_oscar.attention import extend_choice
+    from sglang_oscar.memory.plan import Geometry, make_plan
     from sglang_oscar.settings import Settings
+    from sglang_oscar.weights.rotations import load_rotations
 
     loaded: dict[str, Any] = {}
 
@@ -206,7 +208,7 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
 
         names = {None: "the torch reference", "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return f"attention by {names[extend_backend.choose(loaded['settings'].extend_backend, device)]}"
+        return f"attention by {names[extend_choice.choose(loaded['settings'].extend_backend, device)]}"
 
     def rotations() -> str:
         config = loaded["model"]

@@ -20,14 +20,14 @@ def register() -> None:
 
     global _failure
     try:
-        from sglang_oscar import flags
+        from sglang_oscar.attach import flags
 
         flags.install()
     except Exception as error:
         installed = importlib.metadata.version("sglang")
         fatal(f"cannot add int2 to sglang {installed} (this plugin is for sglang=={SGLANG_VERSION}): {error}")
     try:
-        from sglang_oscar import touchpoints
+        from sglang_oscar.attach import touchpoints
 
         touchpoints.register_all()
     except Exception as error:
@@ -48,7 +48,7 @@ def failure() -> str | None:
         return f"sglang {installed} is installed, int2 mode needs sglang=={SGLANG_VERSION}"
     if _failure is not None:
         return _failure
-    from sglang_oscar import touchpoints
+    from sglang_oscar.attach import touchpoints
 
     missing = [target for target in touchpoints.targets() if target not in HookRegistry._patched]
     return f"not attached: {', '.join(missing)}" if missing else None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import SCALE_DTYPES
-from oscar_rotation.rotation_set import DEFAULT_CLIP_RATIOS
+from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS
 from sglang_oscar.errors import Int2Error
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")

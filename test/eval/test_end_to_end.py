@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from oscar_rotation.convert import convert
-from oscar_rotation.fit import fit
-from sglang_oscar.drivers.dump_driver import run_dump
-from sglang_oscar.drivers.folders import CalibrationFolder
-from sglang_oscar.drivers.rotation_driver import rotation_files
+from oscar_rotation.files.convert import convert
+from oscar_rotation.fit.calibrate import fit
+from sglang_oscar.calibration.dump_driver import run_dump
+from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.evaluation.methods import make_method
 from sglang_oscar.evaluation.runner import EvaluationPlan, method_server
 from sglang_oscar.local_server import ServerFailedError

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files import read_rotation_file, save_rotation_file
-from oscar_rotation.rotation_set import RotationSet
-from oscar_rotation.zoo import get_rotations, list_zoo, zoo_repo
+from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.files.zoo import get_rotations, list_zoo, zoo_repo
 
 runner = CliRunner()
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from oscar_rotation.dump import DumpReader
-from sglang_oscar.model_identity import config_hash
+from sglang_oscar.weights.model_identity import config_hash
 from support.activations import Activations, activations, load
 from support.models import COMMON, VOCABULARY, save
 from support.servers import Server, serve

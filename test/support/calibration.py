@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from oscar_rotation.fit import FitOptions
+from oscar_rotation.fit.calibrate import FitOptions
 from oscar_rotation.model_table import ModelSettings, model_settings
-from sglang_oscar.drivers.dump_driver import DumpRequest, run_dump
-from sglang_oscar.drivers.folders import CalibrationFolder, dump_state
-from sglang_oscar.drivers.rotation_driver import run_fit
+from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
+from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
+from sglang_oscar.calibration.rotation_driver import run_fit
 from support.benchmark_data import write_rows
 from support.reference import MODEL, ROOT, document
 

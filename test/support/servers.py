@@ -13,7 +13,7 @@ from typing import Any
 import requests
 
 from sglang_oscar import local_server
-from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
+from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 
 LAUNCH_TIMEOUT = 300.0
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}

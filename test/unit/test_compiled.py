@@ -20,11 +20,11 @@ from sglang.srt.models import utils
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from oscar_kernels.cache import StoreSlots
-from sglang_oscar import compiled
-from sglang_oscar.backend import OscarAttentionBackend
-from sglang_oscar.batch import Batch
-from sglang_oscar.kernels import TorchKernels
-from sglang_oscar.runtime import LayerParams
+from sglang_oscar.attention import compiled
+from sglang_oscar.attention.backend import OscarAttentionBackend
+from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.layer_attention import TorchKernels
+from sglang_oscar.memory.runtime import LayerParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 

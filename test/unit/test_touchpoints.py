@@ -12,7 +12,8 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_oscar import SGLANG_VERSION, flags, plugin, refusals, touchpoints
+from sglang_oscar import SGLANG_VERSION, plugin
+from sglang_oscar.attach import flags, refusals, touchpoints
 from sglang_oscar.errors import Int2Error
 
 

@@ -16,13 +16,13 @@ import os
 import torch
 
 CHECKS = set(filter(None, os.environ.get("GPU_CHECKS", "").split(",")))
-BACKEND = "sglang_oscar.backend.OscarAttentionBackend."
+BACKEND = "sglang_oscar.attention.backend.OscarAttentionBackend."
 ROUNDING = 2.0**-8
 calls = 0
 
 
 def poison() -> None:
-    from sglang_oscar import runtime
+    from sglang_oscar.memory import runtime
 
     state = runtime.current()
     for layer in state.layers:
@@ -38,7 +38,7 @@ def poison() -> None:
 
 def digest() -> str:
     """State of the sink store and of the rows, evictions included."""
-    from sglang_oscar import runtime
+    from sglang_oscar.memory import runtime
 
     state = runtime.current()
     sinks = state.sinks
