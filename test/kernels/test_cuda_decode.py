@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from kernel_cases import (
     with_padding,
 )
 
+from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.cuda import jit
 from oscar_kernels.cuda.decode import decode, make_workspace
@@ -137,6 +139,92 @@ def test_long_tail_beside_a_peak() -> None:
     out = decode(batch.cache, batch.tables, q, shape.head_dim**-0.5)
     exact = decode_exact(batch, q, shape.head_dim**-0.5, torch.float64)
     assert_as_good_as(out, exact, decode_exact(batch, q, shape.head_dim**-0.5, shape.dtype))
+
+
+COPIES = 264
+"""Requests that leave each of the 132 blocks of an H100 or H200 two whole ones; on more multiprocessors one or two."""
+
+
+@lru_cache(maxsize=1)
+def long_request(length: int, gqa: int = 4) -> Batch:
+    """One request, all of it history. What is cached does not depend on the number of query heads."""
+    shape = Shape(kv_heads=8, gqa=gqa, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
+    return filled_batch(shape, [length], torch.device("cuda"))
+
+
+def alone_and_in_company(batch: Batch, q: torch.Tensor, sm_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A request spread over all blocks, and the same one COPIES times: then a block has all of its positions.
+
+    Args:
+        q: [1, q_heads, head_dim].
+
+    Returns:
+        the request's output alone, and the worst of the copies' (by distance per head), [q_heads, head_dim] float64.
+    """
+    wide = {name: x.expand(COPIES, *x.shape[1:]).contiguous()
+            for name, x in vars(batch.tables).items() if isinstance(x, torch.Tensor)}  # fmt: skip
+    alone = decode(batch.cache, batch.tables, q, sm_scale)[0].double()
+    many = decode(batch.cache, replace(batch.tables, **wide), q.expand(COPIES, -1, -1).contiguous(), sm_scale).double()
+    worst = (many - alone).norm(dim=-1).argmax(0)
+    return alone, many[worst, torch.arange(many.shape[1], device=many.device)]
+
+
+def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest distance of a head's output, relative to its length."""
+    return float(((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("length", [16_384, 65_536, 131_072, 262_144])
+def test_a_request_does_not_depend_on_its_company(length: int) -> None:
+    """Whether one block has few positions of a request or all of them: rounding, at every length and every spread.
+
+    Both ways to sum values, and heads of different spreads side by side in a warp.
+    """
+    batch = long_request(length)
+    for gqa in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
+        q = random_vectors((1, 8 * gqa, 128), BF16, 99, torch.device("cuda"))
+        q[:, ::3] *= 0.1
+        for sm_scale in (0.02, 0.05, 0.1, 0.2):
+            alone, many = alone_and_in_company(batch, q, sm_scale)
+            assert relative(many, alone) < 0.01, (gqa, sm_scale, relative(many, alone))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_peak_beside_a_quarter_of_a_million_tokens(place: str) -> None:
+    """A token that weighs as much as all others, more, or less; before or after them, all of them in one block."""
+    batch = long_request(262_144)
+    keys, values = (x.double() for x in reference.gather(batch.cache, batch.tables, 0, 262_144))
+    token = 7 if place == "first" else 262_144 - 7
+    for gqa in (1, 4, 8):
+        q = keys[token].repeat_interleave(gqa, 0)[None].to(BF16)
+        for sm_scale in (0.03, 0.05, 0.07, 0.1):
+            alone, many = alone_and_in_company(batch, q, sm_scale)
+            logits = torch.einsum("hgd,thd->hgt", q[0].double().unflatten(0, (8, gqa)), keys) * sm_scale
+            exact = torch.einsum("hgt,thd->hgd", logits.softmax(-1), values).flatten(0, 1)
+            for out in (alone, many):
+                assert relative(out, exact) < 0.02, (gqa, sm_scale, relative(out, exact))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("gqa", [1, 3, 4, 8])
+def test_integer_sums_make_room(gqa: int) -> None:
+    """Flat attention over the largest codes, 262,144 positions in a block: sums pass 2^31 unless they are halved."""
+    batch = long_request(262_144)
+    rows = batch.cache.v_rows.clone()
+    rows[:, : batch.shape.layout.params_offset] = 0xFF
+    full = replace(batch, cache=replace(batch.cache, v_rows=rows))
+    q = torch.zeros(1, 8 * gqa, 128, dtype=BF16, device="cuda")
+    q[:, 1::2] = random_vectors((1, 8 * gqa, 128), BF16, 99, torch.device("cuda"))[:, 1::2]
+    alone, many = alone_and_in_company(full, q, 0.05)
+    assert relative(many, alone) < 0.01
+    exact = reference.gather(full.cache, full.tables, 0, 262_144)[1].double().mean(0).repeat_interleave(gqa, 0)
+    for out in (alone, many):
+        assert relative(out[::2], exact[::2]) < 0.01
 
 
 @pytest.mark.gpu
