@@ -18,6 +18,7 @@ from kernel_cases import (
     assert_lse,
     decode_exact,
     filled_batch,
+    poison,
     random_rotation,
     random_vectors,
     with_padding,
@@ -225,6 +226,22 @@ def test_integer_sums_make_room(gqa: int) -> None:
     exact = reference.gather(full.cache, full.tables, 0, 262_144)[1].double().mean(0).repeat_interleave(gqa, 0)
     for out in (alone, many):
         assert relative(out[::2], exact[::2]) < 0.01
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("side", ["k_rows", "v_rows"])
+@pytest.mark.parametrize("gqa", [1, 4, 5, 16])
+def test_a_nan_reaches_the_heads_that_read_it(gqa: int, side: str) -> None:
+    shape = Shape(kv_heads=8, gqa=gqa, head_dim=128, group=64, windows=WINDOWS, page_size=64)
+    batch = filled_batch(shape, [5000, 700], torch.device("cuda"))
+    q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, torch.device("cuda"))
+    clean = decode(batch.cache, batch.tables, q, 0.05)
+    poison(batch, side, request=0, position=3000)
+    out = decode(batch.cache, batch.tables, q, 0.05)
+    assert out[0, -gqa:].isnan().all()
+    out[0, -gqa:] = clean[0, -gqa:]
+    assert torch.equal(out, clean)
 
 
 @pytest.mark.gpu
