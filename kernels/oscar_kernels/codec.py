@@ -149,7 +149,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> 
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Four codes to a byte, in planes: uint8 [..., head_dim] -> uint8 [..., head_dim/4]."""
+    """Four codes to a byte, in bit planes: uint8 [..., head_dim] -> uint8 [..., head_dim/4]."""
     planes = codes.unflatten(-1, (4, -1))
     return planes[..., 0, :] | planes[..., 1, :] << 2 | planes[..., 2, :] << 4 | planes[..., 3, :] << 6
 

@@ -11,6 +11,7 @@ from test_store import assert_correctly_rounded, assert_fitted, exact, split_row
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.codec import STRETCH
 from oscar_kernels.cuda.jit import compile_source
 from oscar_kernels.cuda.store import arrange, defines, store
 from oscar_kernels.cuda.variant import Variant
@@ -203,6 +204,12 @@ def test_vectors_at_odd_addresses_are_refused() -> None:
     slots = random_slots(2, shape.windows, 64, 1, device)
     with pytest.raises(ValueError, match="k must have heads at multiples of 16 bytes"):
         store(empty_cache(shape, 1, 1, device), 64, slots, k, k, q, None, None, 1.0, 1.0)
+
+
+def test_bounds_of_fitted_scales_are_those_of_the_codec() -> None:
+    variant = Variant(SHAPES[0].layout, WINDOWS, 4, 64, BF16, BF16)
+    macros = dict(defines(variant, 3, 0, 3, False))
+    assert macros["OSCAR_STRETCH_64THS"] / 64 == STRETCH
 
 
 def test_a_lane_finds_its_columns() -> None:

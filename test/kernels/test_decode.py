@@ -113,12 +113,12 @@ def test_equal_values_count(group: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("side", ["k_rows", "v_rows"])
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
 def test_a_nan_reaches_the_heads_that_read_it(shape: Shape, side: str, device: torch.device) -> None:
-    batch = filled_batch(shape, [200, 70], device)
+    batch = filled_batch(shape, [75, 40], device)
     q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     clean = decode(batch.cache, batch.tables, q, 0.05)
-    poison(batch, side, request=0, position=100)
+    poison(batch, side, request=0, position=30)
     out = decode(batch.cache, batch.tables, q, 0.05)
     assert out[0, -shape.gqa :].isnan().all()
     out[0, -shape.gqa :] = clean[0, -shape.gqa :]

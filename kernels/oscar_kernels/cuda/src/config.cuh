@@ -26,7 +26,7 @@ constexpr int CODE_BYTES = HEAD_DIM / 4;  // of one head in a row
 constexpr int PARAM_BYTES = GROUPS * 2 * SCALE_BYTES;
 constexpr int PARAMS_OFFSET = KV_HEADS * CODE_BYTES;
 constexpr int ROW_BYTES = KV_HEADS * (CODE_BYTES + PARAM_BYTES);
-constexpr int PLANE = HEAD_DIM / 4;  // channels of a plane: codes at the same bits of a head's bytes
+constexpr int PLANE = HEAD_DIM / 4;  // channels of a bit plane: codes at the same bits of a head's bytes, see layout.py
 
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
 constexpr int minimum(int a, int b) { return a < b ? a : b; }

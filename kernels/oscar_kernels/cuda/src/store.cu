@@ -10,9 +10,10 @@ constexpr bool X_BF16 = Q_BF16;  // keys, values and queries have one format
 constexpr int K_TERMS = OSCAR_K_TERMS, V_TERMS = OSCAR_V_TERMS, Q_TERMS = OSCAR_Q_TERMS;  // 0: no rotation
 constexpr bool HAS_CENTER = OSCAR_HAS_CENTER;
 constexpr bool K_FITTED = OSCAR_K_FITTED, V_FITTED = OSCAR_V_FITTED;  // see fitted_parameters in codec.py
-constexpr float STRETCH = 1.5f;  // as in codec.py
+constexpr float STRETCH = OSCAR_STRETCH_64THS / 64.0f;  // of codec.py
 
-constexpr int VECTORS = 16;
+constexpr int VECTORS = OSCAR_VECTORS;
+static_assert(VECTORS == 16, "a block's vectors are the rows of a tensor-core product");
 constexpr int STORE_WARPS = HEAD_DIM / 16;
 constexpr int STORE_THREADS = STORE_WARPS * 32;
 constexpr int Y_STRIDE = HEAD_DIM + 4;
