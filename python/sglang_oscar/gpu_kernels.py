@@ -62,7 +62,7 @@ class GpuKernels:
         self._page_size = runtime.page_size
         self._decode = decode_backend.choose(
             runtime.settings.decode_backend, runtime.layers[0].cache, runtime.page_size, q_heads, dtype,
-            runtime.rows.ring_start.shape[0], runtime.plan.extend is not None,
+            runtime.rows.ring_start.shape[0] - 1, runtime.plan.extend is not None,  # row 0 is padding, no request
         )  # fmt: skip
         self._arranged: dict[int, Arranged] | None = None
         if isinstance(self._decode, decode_backend.CudaDecode):

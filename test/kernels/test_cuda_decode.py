@@ -429,11 +429,9 @@ def test_a_missing_compiler_is_one_line(error: Exception, empty_cache: Path, mon
         raise error
 
     monkeypatch.setattr(jit.importlib, "import_module", missing)
-    with pytest.raises(
-        KernelError, match=r"^cuda\.bindings\.nvrtc cannot be used \(no .*\); install .*$|\(No module"
-    ) as e:
+    with pytest.raises(KernelError, match=r"^cuda\.bindings\.nvrtc cannot be used \([Nn]o .*\); install .*$") as caught:
         jit.compile_source("decode.cu", {})
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
