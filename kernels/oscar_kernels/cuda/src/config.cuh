@@ -61,6 +61,7 @@ constexpr int QK_BLOCKS = (GQA + 3) / 4;
 // Up to four heads use the eight columns of the product with values as (head, half of the tokens).
 constexpr bool PAIRED = GQA <= 4;
 constexpr int PV_BLOCKS = PAIRED ? 1 : (GQA + 7) / 8;
+constexpr int SPILL_WORDS = PAIRED ? 0 : PV_BLOCKS * (HEAD_DIM / 16) * 4 + QK_BLOCKS + 1;  // of a lane
 constexpr int HEAD_SLOTS = 4 * QK_BLOCKS;  // query heads, padded
 constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
 constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
@@ -85,4 +86,5 @@ static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");
 static_assert(PAGE % TILE == 0, "a tile must not cross a page");
 static_assert(WINDOW_TOKENS > 0, "a window token must fit a stage");
 static_assert(STAGES >= 2, "copies must run ahead of arithmetic");
-static_assert(THREADS == OSCAR_THREADS && SHARED_BYTES == OSCAR_SHARED_BYTES, "variant.py says something else");
+static_assert(THREADS == OSCAR_THREADS && SHARED_BYTES == OSCAR_SHARED_BYTES &&
+              SPILL_WORDS * 32 * MATH_WARPS == OSCAR_SPILL_FLOATS, "variant.py says something else");

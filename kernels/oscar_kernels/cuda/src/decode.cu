@@ -41,9 +41,11 @@ DEVICE void attend(
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
         live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
-        if (stage % Values::STAGES_BETWEEN_LOOKS == Values::STAGES_BETWEEN_LOOKS - 1) values.make_room(softmax);
+        if (stage % Values::STAGES_BETWEEN_LOOKS == Values::STAGES_BETWEEN_LOOKS - 1)
+          values.make_room(softmax, partials.own_spill(warp), stage - segment.history_begin < Values::STAGES_BETWEEN_LOOKS);
       }
-      values.finish(output);
+      bool looked = segment.history_end / Values::STAGES_BETWEEN_LOOKS > segment.history_begin / Values::STAGES_BETWEEN_LOOKS;
+      values.finish(output, softmax, partials.own_spill(warp), looked);
     }
     if (segment.window_begin < segment.window_end) {
       QueryFloats columns;

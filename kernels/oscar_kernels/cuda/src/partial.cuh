@@ -9,6 +9,11 @@ struct Partials {
   float* out;     // [slots, Q_HEADS, HEAD_DIM], normalized
   float* lse;     // [slots, Q_HEADS], log2; -infinity where there was nothing to attend to
   u32* counters;  // [MAX_BATCH], 0 between launches
+  float* spill;   // [blocks, MATH_WARPS, SPILL_WORDS, 32 lanes]; what sums of a warp's long segment were, see FloatValues
+
+  DEVICE float* own_spill(int warp) const {
+    return spill + ((i64)blockIdx.x * MATH_WARPS + warp) * SPILL_WORDS * 32 + threadIdx.x % 32;
+  }
 };
 
 // A NaN is passed on.

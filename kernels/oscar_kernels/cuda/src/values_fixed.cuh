@@ -69,7 +69,7 @@ struct FixedValues {
   }
 
   // Keeps the sums from overflowing. Where one of a head is FULL, its weights so far and to come are half of what they were.
-  DEVICE void make_room(Softmax& softmax) {
+  DEVICE void make_room(Softmax& softmax, float*, bool) {
     int largest = 0;
 #pragma unroll
     for (const auto& tile : sums)
@@ -138,7 +138,7 @@ struct FixedValues {
     }
   }
 
-  DEVICE void finish(Output& output) const {
+  DEVICE void finish(Output& output, const Softmax&, const float*, bool) const {
 #pragma unroll
     for (int tile = 0; tile < TILES_M; tile++)
 #pragma unroll
