@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.bounds import parsed
 
 Side = Literal["k", "v"]
 
@@ -18,6 +19,9 @@ DEFAULT_CLIP_RATIOS: dict[Side, float] = {"k": 0.96, "v": 0.92}
 
 LEAST_GAIN = 0.5
 """Smallest gain that is accepted. Least squares would be about 0.88; what is below loses more than it saves."""
+
+LONGEST_TEXT = 4096
+"""Characters of one text of the metadata; the longest is the path of a model."""
 
 ORTHOGONALITY_TOLERANCE = 1e-3
 """Largest accepted entry of |R^T R - I|. float32 storage of an orthogonal matrix gives about 1e-6."""
@@ -59,13 +63,17 @@ class RotationMetadata:
         """Inverse of :meth:`to_strings`; unknown names are ignored.
 
         Raises:
-            ValueError: if ``calibration`` is not a JSON object.
+            ValueError: if ``calibration`` is not a JSON object, or a text is longer than a line.
         """
         names = set(cls.__dataclass_fields__) - {"calibration"}
-        calibration = json.loads(texts.get("calibration", "{}"))
+        calibration = parsed(texts.get("calibration", "{}"))
         if not isinstance(calibration, dict):
             raise ValueError("calibration is not a JSON object")
-        return cls(calibration=calibration, **{name: texts[name] for name in names if name in texts})
+        known = {name: texts[name] for name in names if name in texts}
+        for name, text in known.items():
+            if len(text) > LONGEST_TEXT or not text.isprintable():
+                raise ValueError(f"{name} is not a line of at most {LONGEST_TEXT} characters")
+        return cls(calibration=calibration, **known)
 
 
 @dataclass(frozen=True)
