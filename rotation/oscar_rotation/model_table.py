@@ -37,6 +37,7 @@ class ModelSettings(BaseModel):
         title: how tables name it.
         tp_dump, tp_eval: tensor parallelism of the dump and of the evaluation.
         gpu: CUDA_VISIBLE_DEVICES; empty leaves it alone.
+        recipe: of the rotations; the published one for the models of the paper, so that its figures come again.
         group_size: channels per quantization group.
         reasoning_parser: SGLang's parser for the thinking part, if any.
         server_args: further flags of every server.
@@ -55,6 +56,7 @@ class ModelSettings(BaseModel):
     tp_dump: int = Field(gt=0)
     tp_eval: int = Field(gt=0)
     gpu: str
+    recipe: str
     group_size: int = Field(gt=0)
     reasoning_parser: str | None = None
     server_args: tuple[str, ...]

@@ -39,6 +39,7 @@ class RotationMetadata:
         model_id: model that was calibrated.
         model_hash: hash of its configuration.
         version: version of the software that wrote the file.
+        recipe: how it was fitted, a name of :data:`oscar_rotation.recipes.FITTED`.
         calibration: facts about the data (tokens, requests, target, ...); JSON values.
     """
 
@@ -49,6 +50,7 @@ class RotationMetadata:
     model_id: str = ""
     model_hash: str = ""
     version: str = ""
+    recipe: str = ""
     calibration: dict[str, Any] = field(default_factory=dict)
 
     def to_strings(self) -> dict[str, str]:
@@ -105,8 +107,14 @@ class RotationSet:
 
     @property
     def recipe(self) -> str:
-        """ "plus" where transforms are not orthogonal, keys are centered or scales are fitted, else "paper"."""
-        return "paper" if self.duals is None and self.centers is None and self.gains is None else "plus"
+        """What the file states; of files that do not, "plus" where they hold more than orthogonal matrices, else
+        "paper"."""
+        return self.metadata.recipe or ("paper" if self.only_rotations else "plus")
+
+    @property
+    def only_rotations(self) -> bool:
+        """Whether matrices are orthogonal, nothing is centered, and scales are those of the range."""
+        return self.duals is None and self.centers is None and self.gains is None
 
     @property
     def num_layers(self) -> int:
@@ -171,6 +179,8 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
             f"{source}: the rotation of layer {worst} {what}: "
             f"max {formula} is {float(errors[worst]):.3g}, allowed is {ORTHOGONALITY_TOLERANCE:g}; fit it again"
         )
+    if loaded.recipe == "paper" and not loaded.only_rotations:
+        raise RotationFileError(f"{source}: states the recipe paper, but holds more than rotations; fit it again")
     _check_companions(loaded, source)
 
 

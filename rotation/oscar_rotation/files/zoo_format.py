@@ -48,7 +48,7 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
         raise RotationFileError(
             f"{path}: a .pt file holds one rotation per layer, these are one per kv head; save them as .safetensors"
         )
-    if rotation_set.recipe != "paper":
+    if not rotation_set.only_rotations:
         raise RotationFileError(
             f"{path}: a .pt file holds rotations, these are transforms of the recipe {rotation_set.recipe}; save them "
             "as .safetensors"
