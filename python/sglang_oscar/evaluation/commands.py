@@ -14,6 +14,7 @@ from sglang_oscar.calibration.commands import driver_errors
 from sglang_oscar.calibration.data import dataset_label
 from sglang_oscar.calibration.dump_driver import DumpRequest
 from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.model_files import load_config
 from sglang_oscar.calibration.option_groups import (
     NAME,
     CalibrationOptions,
@@ -193,9 +194,7 @@ def ablation_command(
 
 
 def _tables(plan: EvaluationPlan, stem: str, title: str) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(plan.settings.model, trust_remote_code=True)
+    config = load_config(plan.settings)
     rows = [(method.name, method.title, method.bits(config), plan.folder) for method in plan.methods]
     as_json, as_markdown = write_tables(plan.folder, stem, collect(rows, plan.benchmarks), title)
     typer.echo(as_markdown.read_text(encoding="utf-8"))

@@ -56,7 +56,7 @@ class Method:
 
     def server_args(self, settings: ModelSettings, extra: tuple[str, ...] = ()) -> list[str]:
         """Flags of the server for a model."""
-        args = ["--tensor-parallel-size", str(settings.tp_eval), *settings.server_args]
+        args = ["--tensor-parallel-size", str(settings.tp_eval), *settings.server_flags]
         if settings.reasoning_parser:
             args += ["--reasoning-parser", settings.reasoning_parser]
         if self.group_size is None:
