@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.rotation_file import load_rotation, read_rotation_file, save_rotation_file
+from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.files.rotation_set import check_rotation_set
-from oscar_rotation.fit.calibrate import FitOptions, fit
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.targets import METHODS
+from oscar_rotation.load import load_rotation
 from oscar_rotation.math.compose import COMPOSITIONS
 from oscar_rotation.math.covariance import QueryCovariance
 from oscar_rotation.math.eigenbasis import eigenbasis
 from oscar_rotation.math.hadamard import bit_reversal, block_hadamard, pbr_permutation, sylvester_hadamard
 from oscar_rotation.math.quantized import quantized
 from oscar_rotation.math.residual import ResidualCovariance
+from oscar_rotation.recipes.paper import fit
 
 MakeDump = Callable[..., Path]
 seeds = st.integers(0, 2**31 - 1)

@@ -131,8 +131,7 @@ def plus_files(folder: Path, layers: int = 3, kv_heads: int = 2, head_dim: int =
     for side, center in (("k", centers), ("v", None)):
         transform, dual = transforms()
         save_rotation_file(folder / f"{side}.safetensors", RotationSet(transform, duals=dual, centers=center))
-    paths = {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(folder / f"{side}.safetensors") for side in "kv"}
-    return paths | {"SGLANG_OSCAR_RECIPE": "plus"}
+    return {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(folder / f"{side}.safetensors") for side in "kv"}
 
 
 @pytest.mark.parametrize("absorb", ["1", "0"])

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
+from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata
+from oscar_rotation.load import recipe_rotation
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.build import layer_params
 from sglang_oscar.settings import DEFAULT_V_CLIP, Settings
@@ -46,9 +47,9 @@ def test_gains_reach_the_layers(tmp_path: Path) -> None:
     older = dataclasses.replace(rotations, duals=rotations.rotations.clone(), metadata=RotationMetadata(side="v"))
     save_rotation_file(tmp_path / "v.safetensors", older)
     paths = {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(tmp_path / f"{side}.safetensors") for side in "kv"}
-    loaded = load_rotations(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "plus"}), LAYERS, HEAD_DIM)
+    loaded = load_rotations(Settings.from_env(paths), LAYERS, HEAD_DIM)
     layers = layer_params(loaded, [SimpleNamespace()] * LAYERS, "cpu", False, slice(0, 1))
     assert tuple(layer.k_gain for layer in layers) == gains
     assert [layer.v_gain for layer in layers] == [0.0] * LAYERS
-    with pytest.raises(Int2Error, match="recipe plus, SGLANG_OSCAR_RECIPE is paper"):
-        load_rotations(Settings.from_env(paths), LAYERS, HEAD_DIM)
+    with pytest.raises(Int2Error, match="recipe plus, SGLANG_OSCAR_RECIPE asks for paper"):
+        load_rotations(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "paper"}), LAYERS, HEAD_DIM)

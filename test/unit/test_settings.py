@@ -15,7 +15,7 @@ from sglang_oscar.settings import Settings
 DEFAULTS = {
     "SGLANG_OSCAR_K_ROTATION_PATH": None,
     "SGLANG_OSCAR_V_ROTATION_PATH": None,
-    "SGLANG_OSCAR_RECIPE": "paper",
+    "SGLANG_OSCAR_RECIPE": None,
     "SGLANG_OSCAR_K_CLIP_RATIO": None,
     "SGLANG_OSCAR_V_CLIP_RATIO": None,
     "SGLANG_OSCAR_ALLOW_OTHER_MODEL": False,
@@ -152,8 +152,9 @@ def test_wrong_dump_settings(name: str, text: str) -> None:
 @pytest.fixture
 def plus_files(tmp_path):
     """Rotation files of the recipe plus for a model of 2 layers, 3 kv heads and head_dim 64."""
-    from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
+    from oscar_rotation.files.rotation_file import save_rotation_file
     from oscar_rotation.files.rotation_set import RotationSet
+    from oscar_rotation.load import recipe_rotation
 
     base = recipe_rotation("hadamard", num_layers=2, head_dim=64, side="k").rotations
     key = RotationSet(2 * base, duals=base / 2, centers=torch.arange(2 * 3 * 64).float().view(2, 3, 64))
@@ -164,11 +165,19 @@ def plus_files(tmp_path):
 
 
 def test_recipe_and_files_must_agree(plus_files):
-    """A server is told which recipe it serves; files of another one are refused, whichever way round."""
+    """Files say which recipe they are of, both the same; where the variable says one, files of another are refused."""
     from sglang_oscar.weights.rotations import load_rotations
 
-    with pytest.raises(Int2Error, match="set SGLANG_OSCAR_RECIPE=plus"):
-        load_rotations(Settings.from_env(plus_files), 2, 64)
+    load_rotations(Settings.from_env(plus_files), 2, 64)
+    built_in = dict.fromkeys(plus_files, "hadamard")
+    load_rotations(Settings.from_env(built_in), 2, 64)
+    with pytest.raises(Int2Error, match=r"is of the recipe plus, SGLANG_OSCAR_RECIPE asks for paper; .* or unset"):
+        load_rotations(Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "paper"}), 2, 64)
+    with pytest.raises(Int2Error, match="hadamard is of the recipe paper, SGLANG_OSCAR_RECIPE asks for plus"):
+        load_rotations(Settings.from_env(built_in | {"SGLANG_OSCAR_RECIPE": "plus"}), 2, 64)
+    for side in plus_files:
+        with pytest.raises(Int2Error, match=r"is of the recipe .*, SGLANG_OSCAR_V.* give two files of one fit"):
+            load_rotations(Settings.from_env(plus_files | {side: "identity"}), 2, 64)
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
     loaded = load_rotations(plus, 2, 64)
     assert loaded.key.centers.shape == (2, 3, 64)

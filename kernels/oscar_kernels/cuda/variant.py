@@ -73,7 +73,7 @@ class Variant:
 
     @property
     def spill_floats(self) -> int:
-        """float32 words of a block in the workspace: sums of warps whose segments are long, see ``values_float.cuh``."""
+        """float32 words of a block in the workspace, for sums of long segments (``values_float.cuh``)."""
         if self.gqa <= 4:
             return 0
         words = -(-self.gqa // 8) * (self.layout.head_dim // 16) * 4 + -(-self.gqa // 4) + 1

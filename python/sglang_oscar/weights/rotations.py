@@ -9,7 +9,7 @@ import torch
 
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity
-from oscar_rotation.files.rotation_file import load_rotation
+from oscar_rotation.load import load_rotation
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 from sglang_oscar.weights.model_identity import model_identity
@@ -58,17 +58,22 @@ def load_rotations(settings: Settings, num_layers: int, head_dim: int, model: Mo
         model: the model to be served; what SGLang has published in this process where None.
 
     Raises:
-        Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe.
+        Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe than
+            the other file, or than SGLANG_OSCAR_RECIPE where that is set.
     """
     model = None if settings.allow_other_model else model or served_model()
 
-    def load(side: Literal["k", "v"], source: str | None, override: float | None, default: float) -> Side:
+    def load(side: Literal["k", "v"], source: str | None, override: float | None, default: float) -> tuple[Side, str]:
         return _load(side, source, override, default, num_layers, head_dim, model, settings.recipe)
 
-    return Rotations(
-        key=load("k", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP),
-        value=load("v", settings.v_rotation, settings.v_clip_ratio, DEFAULT_V_CLIP),
-    )
+    key, key_recipe = load("k", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP)
+    value, value_recipe = load("v", settings.v_rotation, settings.v_clip_ratio, DEFAULT_V_CLIP)
+    if key_recipe != value_recipe:
+        raise Int2Error(
+            f"SGLANG_OSCAR_K_ROTATION_PATH: {key.source} is of the recipe {key_recipe}, SGLANG_OSCAR_V_ROTATION_PATH: "
+            f"{value.source} is of the recipe {value_recipe}; give two files of one fit"
+        )
+    return Rotations(key, value)
 
 
 def served_model() -> ModelIdentity | None:
@@ -90,8 +95,9 @@ def _load(
     layers: int,
     head_dim: int,
     model: ModelIdentity | None,
-    recipe: str,
-) -> Side:
+    recipe: str | None,
+) -> tuple[Side, str]:
+    """One side, and the recipe that it is of: what the file says, "paper" for built-in ones."""
     variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
     if source is None:
         raise Int2Error(
@@ -102,14 +108,10 @@ def _load(
         found = load_rotation(source, num_layers=layers, head_dim=head_dim, side=side, model=model)
     except RotationFileError as error:
         raise Int2Error(f"{variable}: {error}") from None
-    if found.recipe != recipe:
-        remedy = (
-            "set SGLANG_OSCAR_RECIPE=plus"
-            if found.recipe == "plus"
-            else "fit one with `oscar fit --recipe plus`, or set SGLANG_OSCAR_RECIPE=paper"
-        )
+    if recipe is not None and found.recipe != recipe:
         raise Int2Error(
-            f"{variable}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE is {recipe}; {remedy}"
+            f"{variable}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE asks for {recipe}; "
+            f"fit one with `oscar fit --recipe {recipe}`, or unset SGLANG_OSCAR_RECIPE"
         )
     if found.centers is not None and model and model.kv_heads and found.centers.shape[1] != model.kv_heads:
         raise Int2Error(
@@ -121,4 +123,5 @@ def _load(
     stored = found.clip_ratios or (default,) * layers
     clips = list(stored) if override is None else [override] * layers
     rotation = None if source == IDENTITY else found.rotations
-    return Side(source, rotation, clips, found.duals, found.centers, found.gains or (0.0,) * layers)
+    gains = found.gains or (0.0,) * layers
+    return Side(source, rotation, clips, found.duals, found.centers, gains), found.recipe
