@@ -1,6 +1,6 @@
-"""The two figures of the README, from committed results: accuracy by bits, and speed by context.
+"""The README's figures from committed results: accuracy by bits, speed by context, and where memory goes.
 
-    python benchmark/plots.py               # reads benchmark/results, writes docs/figures/{accuracy,speed}.svg
+    python benchmark/plots.py      # reads benchmark/results, writes docs/figures/{accuracy,speed,memory}.svg
 
 Needs matplotlib: ``pip install 'sglang-oscar[plots]'``. Accuracy comes from a real language model where its results are
 among those that are read (:data:`REAL_MODEL`), else from the shipped model with key outliers.
@@ -24,6 +24,8 @@ BITS_AT = "131072"
 DECODE, SERVING = "h200_kernels_decode.json", "h200_serving_decode_qwen3_8b.json"
 BATCH = 32
 """Requests of the attention panel."""
+MEMORY, BF16_TOKEN_BYTES = "h200_memory_qwen3_8b.json", 2 * 36 * 8 * 128 * 2
+"""Keys and values of a token of Qwen3-8B in 16 bits: 36 layers, 8 kv heads of 128."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,35 @@ def draw_speed(folder: Path, path: Path) -> None:
     save(figure, path)
 
 
+def draw_memory(folder: Path, path: Path) -> None:
+    """The KV budget of a card in BF16 and in INT2.
+
+    Args:
+        folder: of results.
+        path: the figure.
+    """
+    results = json.loads((folder / MEMORY).read_text(encoding="utf-8"))
+    row = results["rows"][0]
+    tokens = row["account_gib"] * 2**30 / BF16_TOKEN_BYTES
+    figure = new_figure(height=2.1)
+    axis = figure.subplots()
+    parts = (
+        ("INT2", 0.0, row["pool_gib"], "#8fb3d9", f"history: {row['pool_tokens'] / 1e6:.2f} million tokens"),
+        ("INT2", row["pool_gib"], row["windows_gib"], "#f4b860", f"windows of\n{row['max_running']:.0f} requests"),
+        ("INT2", row["pool_gib"] + row["windows_gib"], row["extend_gib"], "#7f8c8d", ""),
+        ("BF16", 0.0, row["account_gib"], "#34495e", f"{tokens / 1e6:.2f} million tokens"),
+    )
+    for name, left, width, color, text in parts:
+        axis.barh(name, width, left=left, color=color, height=0.6)
+        ink = "white" if name == "BF16" else "black"
+        axis.text(left + width / 2, name, text, ha="center", va="center", color=ink, fontsize=8)
+    axis.set_xlim(0, row["account_gib"])
+    axis.set_xlabel("GiB of the KV budget")
+    axis.grid(False)
+    figure.suptitle(f"Qwen3-8B on one {results['gpu'].removeprefix('NVIDIA ')}", fontsize=10)
+    save(figure, path)
+
+
 STYLES: dict[str, dict[str, Any]] = {
     "BF16": {"label": "BF16, stock SGLang (FlashInfer)", "color": "#34495e", "marker": "s"},
     "INT2": {"label": "INT2", "color": "#c0392b", "marker": "o"},
@@ -185,8 +216,8 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def new_figure() -> Any:
-    """An empty figure of the README's size.
+def new_figure(height: float = 4.0) -> Any:
+    """An empty figure of the README's width and ``height`` in inches.
 
     Raises:
         SystemExit: matplotlib is not installed.
@@ -199,7 +230,7 @@ def new_figure() -> Any:
     # Text stays text and ids do not change from run to run: small files that can be compared.
     rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "sglang-oscar", "font.size": 9, "axes.titlesize": 9})
     rcParams.update({"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False})
-    return Figure(figsize=(9.5, 4.0), layout="constrained", facecolor="white")
+    return Figure(figsize=(9.5, height), layout="constrained", facecolor="white")
 
 
 def save(figure: Any, path: Path) -> None:
@@ -209,14 +240,14 @@ def save(figure: Any, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draw both figures."""
+    """Draw all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results")
     parser.add_argument("--out", type=Path, default=FIGURES, help="folder of figures")
     args = parser.parse_args(argv)
-    draw_accuracy(args.results, args.out / "accuracy.svg")
-    draw_speed(args.results, args.out / "speed.svg")
-    print(f"wrote {args.out / 'accuracy.svg'} and {args.out / 'speed.svg'}")
+    for name, draw in (("accuracy", draw_accuracy), ("speed", draw_speed), ("memory", draw_memory)):
+        draw(args.results, args.out / f"{name}.svg")
+        print(f"wrote {args.out / name}.svg")
 
 
 if __name__ == "__main__":

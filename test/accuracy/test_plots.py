@@ -25,12 +25,14 @@ def results(tmp_path: Path) -> Path:
     return folder
 
 
-def test_both_figures_from_the_committed_results(tmp_path: Path) -> None:
+def test_figures_from_the_committed_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots.main(["--out", str(tmp_path)])
-    texts = {name: (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in ("accuracy", "speed")}
+    texts = {name: (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in ("accuracy", "speed", "memory")}
     assert "INT2, recipe plus" in texts["accuracy"]
     assert "stock SGLang" in texts["speed"]
+    assert "4.61 million tokens" in texts["memory"]
+    assert "0.75 million tokens" in texts["memory"]
     plots.main(["--out", str(tmp_path / "again")])
     assert {name: (tmp_path / "again" / f"{name}.svg").read_text(encoding="utf-8") for name in texts} == texts
 
