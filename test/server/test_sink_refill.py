@@ -89,7 +89,7 @@ def test_every_conversation_hits(name: str, model: Path, expected: list[dict], t
         assert min(cached) >= 512, f"cached tokens {cached}"
         assert refills(server) > before
         if "--enable-metrics" in args:
-            text = requests.get(f"{server.url}/metrics", timeout=60).text
+            text = requests.get(f"{server.url}/metrics", timeout=600).text
             counted = re.search(r"^sglang:oscar_sink_refills_total\{.*\} (\S+)$", text, re.MULTILINE)
             assert counted is not None
             assert float(counted[1]) == refills(server)

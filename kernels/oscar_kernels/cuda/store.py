@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import LayerCache, StoreSlots
-from oscar_kernels.codec import clip_rank
+from oscar_kernels.codec import STRETCH, clip_rank
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.triton.store import Rotation
 
 VECTORS = 16
+"""Vectors of a block: rows of a tensor-core product."""
 _STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
@@ -73,6 +74,7 @@ def defines(
     """The macros that ``src/store.cu`` is compiled with; 0 terms rotate nothing."""
     own = {"K_TERMS": k_terms, "V_TERMS": v_terms, "Q_TERMS": q_terms, "HAS_CENTER": centered}
     own |= {"K_FITTED": fitted[0], "V_FITTED": fitted[1]}
+    own |= {"VECTORS": VECTORS, "STRETCH_64THS": int(64 * STRETCH)}
     both = dict(variant.defines()) | {f"OSCAR_{name}": int(value) for name, value in own.items()}
     return tuple(sorted(both.items()))
 

@@ -8,6 +8,7 @@ own a vector.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,10 @@ from oscar_kernels.codec import STRETCH as CODEC_STRETCH
 from oscar_kernels.codec import clip_rank
 from oscar_kernels.triton.arith import dot, narrow
 
-# float16 terms of a rotation are kept times this power of two, so that their low parts are no subnormals.
+# float16 terms of a rotation are kept times a power of two, so that their low parts are no subnormals: this one, or as
+# much less as keeps the largest entry at FP16_LARGEST_TERM at most.
 FP16_TERM_SCALE = 4096.0
+FP16_LARGEST_TERM = 32768.0
 STRETCH = tl.constexpr(CODEC_STRETCH)
 TERMS = {torch.bfloat16: 3, torch.float16: 2}
 """16-bit terms that together hold a float32 rotation: 3 x 8 or 2 x 11 bits of mantissa."""
@@ -40,12 +43,21 @@ def prepare_rotation(rotation: torch.Tensor | None, dtype: torch.dtype) -> Rotat
     Args:
         rotation: float32 [head_dim, head_dim] on the device of the cache, or None for identity.
         dtype: dtype of the vectors that it will rotate, bfloat16 or float16.
+
+    Raises:
+        ValueError: another dtype, or a matrix that is not finite.
     """
     if rotation is None:
         return None
     if dtype not in TERMS:
         raise ValueError(f"keys, values and queries must be bfloat16 or float16, got {dtype}")
-    scale = FP16_TERM_SCALE if dtype == torch.float16 else 1.0
+    largest = float(rotation.abs().max())
+    if not math.isfinite(largest):
+        raise ValueError("a rotation must be finite")
+    scale = 1.0
+    if dtype == torch.float16:
+        # frexp: largest is below 2^exponent.
+        scale = min(FP16_TERM_SCALE, FP16_LARGEST_TERM / 2.0 ** math.frexp(largest)[1])
     rest = rotation.double() * scale
     terms = []
     for _ in range(TERMS[dtype]):
@@ -151,6 +163,9 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
     planes = tl.reshape(code, [BLOCK, 4, D // 4])
     weight = (1 << (2 * tl.arange(0, 4))).to(tl.float32)
     packed = tl.sum(planes * weight[None, :, None], 1)
+    # Minima and maxima of a GPU pass over a NaN, so a vector that has one is looked for.
+    broken = tl.max((whole != whole).to(tl.int32), 1) > 0
+    packed = tl.where(broken[:, None], 0.0, packed)
     if FITTED:
         # Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
         middle = 0.5 * (low + high)
@@ -167,6 +182,9 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
             fitted = tl.minimum(tl.maximum(fitted, 0.00006103515625), 65504.0)
         scale = narrow(fitted, SCALE_DTYPE)
         zero = narrow(mean_code - tl.div_rn(middle + mean, scale.to(tl.float32)), SCALE_DTYPE)
+    nan = narrow(tl.full(low.shape, float("nan"), tl.float32), SCALE_DTYPE)
+    scale = tl.where(broken[:, None], nan, scale)
+    zero = tl.where(broken[:, None], nan, zero)
     return packed.to(tl.int32).to(tl.uint8), scale, zero
 
 

@@ -63,7 +63,7 @@ class GpuKernels:
         self._page_size = cache.page_size
         self._decode = decode_choice.choose(
             cache.settings.decode_backend, cache.first_layer.cache, cache.page_size, q_heads, dtype,
-            cache.rows.ring_start.shape[0], cache.plan.extend is not None,
+            cache.rows.ring_start.shape[0] - 1, cache.plan.extend is not None,  # row 0 is padding, no request
         )  # fmt: skip
         self._arranged: dict[int, Arranged] | None = None
         if isinstance(self._decode, decode_choice.CudaDecode):
