@@ -230,23 +230,24 @@ def server_table(server: dict[str, Any]) -> Iterator[str]:
     yield from table(head, body)
 
 
-INTRODUCTION = """# Accuracy
+INTRODUCTION = """# Accuracy, in tables
 
-What 2 bits do to a model, method by method, on models that anyone can train in minutes. Large models are the paper's
-claim and are not measured here; differences between *methods* on small models, with and without outliers, are.
+Every cache format inside a Hugging Face model, and real servers beside it.
+[docs/accuracy.md](../../docs/accuracy.md) has the findings; here is what was measured, with remarks at the end.
 
-Made by `python benchmark/accuracy/run.py`; a section names its run: size of the sample, device, and how long all
-regimes of the model took.
+Made by `python benchmark/accuracy/run.py`. A section names its run: size of the sample, device, and how long
+all regimes of the model took.
 
 * **Models.** `reference` is the shipped model; `strong` is what `scripts/train_reference_model.py --preset strong`
   trains. Both are measured as trained and with outliers that change nothing but the cache: keys of one rotary pair per
   layer times a factor and queries divided by it, one value channel per kv head times a factor and its columns of
   `o_proj` divided by it.
-* **Semantics.** Those of the server: sink of 64, recent window of 256, a chunk of a prompt exact to itself, every older
-  token read as its quantizer gives it back, queries of later layers downstream of all that. Decoding is teacher-forced;
-  one forward with two kinds of keys per query equals decoding token by token, which a test shows.
-* **Measures.** Perplexity of the last tokens of long contexts of held-out source text, the excess over BF16 in nats,
-  KL(BF16 || method) of the next-token distribution (far less noisy than perplexity), and retrieval of a seven-digit
+* **Semantics.** Those of the server: sink of 64 tokens, recent window of 256, a chunk of a prompt exact to itself,
+  every older token as its quantizer gives it back; errors of a layer reach the queries of the layers behind it.
+  Decoding is teacher-forced: one forward pass with two kinds of keys per query equals decoding token by token, which a
+  test shows.
+* **Measures.** Perplexity of the last tokens of long contexts of held-out source text; the excess over BF16 in nats;
+  KL(BF16 || method) of the next-token distribution, far less noisy than perplexity; and retrieval of a seven-digit
   number from a document in the prefix cache. In brackets 95% intervals: bootstrap over contexts, Wilson for
   retrieval (four questions share a document and are taken as independent).
 * **Bits** are computed from what a method stores, scales and windows included, at 128K tokens of context."""

@@ -86,7 +86,7 @@ def test_a_run_end_to_end(tmp_path: Path) -> None:
     for wanted in ("| plus g128 | 2.28 |", "| BF16 | 16.00 |", "## Does plus beat", "### reference, keys x32"):
         assert wanted in text
     if importlib.util.find_spec("matplotlib"):
-        report = tmp_path / "docs" / "accuracy.md"
+        report = tmp_path / "results" / "accuracy.md"
         subprocess.run([*command, "--from", str(out), "--report", str(report)], check=True, env=env, timeout=1500)
         drawn = sorted(path.name for path in (report.parent / "figures").iterdir())
         assert drawn == ["accuracy-reference-as-trained.png", "accuracy-reference-keys-x32.png"]
