@@ -27,7 +27,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from reference_model.retrieval import DIGITS, Document, build_document, question
-from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
+from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +163,7 @@ def bits_per_element(method: Method) -> float:
     if method.group is None:
         return 16.0
     from oscar_kernels.layout import RowLayout
-    from sglang_oscar.memory_plan import Geometry
+    from sglang_oscar.memory.plan import Geometry
     from sglang_oscar.settings import Settings
 
     config = json.loads((MODEL / "config.json").read_text())

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from accuracy.attention import CacheView, reading
-from oscar_rotation.covariance import CovarianceAccumulator
-from oscar_rotation.output_weights import reader_of
+from oscar_rotation.fit.output_weights import reader_of
+from oscar_rotation.math.covariance import CovarianceAccumulator
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Calibration:
         return self.once((layer, key), fill)
 
     def covariance(self, layer: int, kind: Callable[..., CovarianceAccumulator]) -> CovarianceAccumulator:
-        """A target of :mod:`oscar_rotation.covariance` over all sequences of a layer."""
+        """A target of :mod:`oscar_rotation.math.covariance` over all sequences of a layer."""
         return self.accumulated(layer, kind, lambda: kind(self.kv_heads, self.head_dim, self.device))
 
     def first(self, sequences: int) -> Calibration:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accuracy.calibration import Calibration, calibrate
-from oscar_rotation.covariance import KeyCovariance, QueryCovariance, ValueCovariance
+from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
 from reference_model.outliers import choose_pair, scale_pair, scale_value_channel
 
 

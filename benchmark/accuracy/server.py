@@ -15,10 +15,10 @@ from accuracy.calibration import calibrate
 from accuracy.measures.retrieval import Retrieval
 from accuracy.methods import all_methods
 from accuracy.methods.base import Method, RowMethod, Transforms
-from oscar_rotation.files import save_rotation_file
-from oscar_rotation.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from reference_model.evaluate import Questions, calibration_prompts, retrieval_questions
-from sglang_oscar.cpu_server import OUR_PREFIXES, environment, has_gpu
+from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.local_server import serve
 
 METHODS = ("BF16", "OSCAR g64", "plus g64", "OSCAR g128", "plus g128")

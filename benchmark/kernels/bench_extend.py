@@ -21,7 +21,7 @@ from oscar_kernels.layout import RowLayout
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
-from sglang_oscar import decode_backend, extend_backend
+from sglang_oscar.attention import decode_choice, extend_choice
 
 SHAPES = [
     (1, 0, 8192), (8, 0, 1024), (1, 8192, 8192), (1, 32_768, 8192), (1, 32_768, 2048), (1, 131_072, 2048),
@@ -116,10 +116,10 @@ def main() -> None:
     rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
     installed = flashinfer_baseline.available()
     ragged, cache = None, random_cache(PAGE, 1, LAYOUT, WINDOWS)
-    decode = decode_backend.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=installed)
+    decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=installed)
     if installed:
-        size = extend_backend.workspace(LAYOUT, Q_HEADS, torch.bfloat16, BUDGET)
-        ragged = extend_backend.ragged_extend(size, LAYOUT, WINDOWS, torch.device("cuda"), decode)
+        size = extend_choice.workspace(LAYOUT, Q_HEADS, torch.bfloat16, BUDGET)
+        ragged = extend_choice.ragged_extend(size, LAYOUT, WINDOWS, torch.device("cuda"), decode)
     rows: list[dict[str, object]] = []
     for batch, prefix, chunk in SHAPES:
         case = Case(batch, prefix, chunk, rotation)

@@ -29,7 +29,7 @@ import typer
 
 from oscar_rotation.cli import fit_with_progress, save_fit
 from oscar_rotation.dump import DumpWriter
-from oscar_rotation.fit import FitOptions, choose_device
+from oscar_rotation.fit.calibrate import FitOptions, choose_device
 
 WARMUP = 8
 

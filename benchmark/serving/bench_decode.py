@@ -25,7 +25,7 @@ from machine import describe
 from step_profile import profile_steps
 from subjects import BASELINE, COMMON, MODES, SERVER, SHAPES, Mode, asking, prompt, write_model
 
-from sglang_oscar.cpu_server import environment
+from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TOKENS = 256

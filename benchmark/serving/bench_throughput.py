@@ -19,7 +19,7 @@ from decode_log import steady
 from machine import describe
 from subjects import MODES, SERVER, SHAPES, send_all, write_model
 
-from sglang_oscar.cpu_server import environment
+from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 

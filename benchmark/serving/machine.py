@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_oscar.cpu_server import has_gpu
+from sglang_oscar.cpu.server import has_gpu
 
 
 def describe() -> dict[str, Any]:

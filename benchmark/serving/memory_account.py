@@ -19,7 +19,7 @@ import typer
 from machine import describe, used_bytes
 from subjects import MODES, SERVER, SHAPES, send_all, write_model
 
-from sglang_oscar.cpu_server import environment
+from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TOLERANCE = 0.02

@@ -25,7 +25,7 @@ import typer
 from machine import describe
 from tokenizers import Tokenizer
 
-from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.cpu.server import environment, has_gpu
 from sglang_oscar.local_server import serve
 
 ROOT = Path(__file__).resolve().parents[2]

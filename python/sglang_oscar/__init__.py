@@ -1,4 +1,8 @@
-"""INT2 KV cache for stock SGLang, installed as a plugin. See :mod:`sglang_oscar.touchpoints` for where it attaches."""
+"""INT2 KV cache for stock SGLang, installed as a plugin.
+
+Read :mod:`sglang_oscar.attach` for how it enters SGLang, :mod:`sglang_oscar.memory` for who owns which bytes,
+:mod:`sglang_oscar.requests` for the life of a request and :mod:`sglang_oscar.attention` for what a forward pass does.
+"""
 
 __version__ = "0.1.0"
 SGLANG_VERSION = "0.5.17"

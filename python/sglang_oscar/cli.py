@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from oscar_rotation.cli import app
+from sglang_oscar.calibration.commands import add_driver_commands
 from sglang_oscar.doctor import doctor
-from sglang_oscar.drivers.commands import add_driver_commands
 from sglang_oscar.evaluation.commands import add_evaluation_commands
 
 __all__ = ["app"]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_oscar.cpu_server import environment, has_gpu
+from sglang_oscar.cpu.server import environment, has_gpu
 
 START_TIMEOUT = 600.0
 READY = "The server is fired up and ready to roll!"

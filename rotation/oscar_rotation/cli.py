@@ -15,21 +15,21 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from oscar_rotation.compose import COMPOSITIONS, DEFAULT_COMPOSITION
-from oscar_rotation.covariance_dump import is_covariance_dump
 from oscar_rotation.dump import DumpReader
-from oscar_rotation.eigenbasis import EIGEN_ORDERS
+from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.errors import DumpError, RotationFileError
 from oscar_rotation.file_commands import add_file_commands
-from oscar_rotation.files import SUFFIXES, rotation_file_name, save_rotation_file
-from oscar_rotation.fit import FitOptions, FitResult, choose_device, fit
-from oscar_rotation.fit_options import SHARES
-from oscar_rotation.inspect import describe, render
-from oscar_rotation.output_weights import OutputWeights
-from oscar_rotation.plus_fit import fit_plus
-from oscar_rotation.quantized import DEFAULT_GROUP_SIZE
-from oscar_rotation.report import REPORT_NAME, ReportError, read_report, render_report, write_report
-from oscar_rotation.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
+from oscar_rotation.files.rotation_file import SUFFIXES, rotation_file_name, save_rotation_file
+from oscar_rotation.fit.calibrate import FitOptions, FitResult, choose_device, fit
+from oscar_rotation.fit.options import SHARES
+from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.fit.plus import fit_plus
+from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
+from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
+from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
+from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
+from oscar_rotation.report.inspect import describe, render
+from oscar_rotation.report.report import REPORT_NAME, ReportError, read_report, render_report, write_report
 
 app = typer.Typer(
     help="Fit and inspect rotations for the 2-bit KV cache.",
@@ -74,7 +74,7 @@ def _fail(message: str) -> None:
 
 
 def fit_with_progress(dump: Path, options: FitOptions, device: str, allow_incomplete: bool) -> FitResult:
-    """:func:`oscar_rotation.fit.fit` with a progress bar on stderr."""
+    """:func:`oscar_rotation.fit.calibrate.fit` with a progress bar on stderr."""
     source = dump if is_covariance_dump(dump) else DumpReader(dump, allow_incomplete=allow_incomplete)
     with progress_bar() as progress:
         return fit(source, options, device=device, progress=progress)
@@ -242,7 +242,7 @@ def report_command(
         content = read_report(source)
         drawn: list[Path] = []
         if plots is not None:
-            from oscar_rotation.plots import draw_report
+            from oscar_rotation.report.plots import draw_report
 
             drawn = draw_report(content, plots)
     Console().print(render_report(content))

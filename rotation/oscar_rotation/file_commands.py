@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from oscar_rotation.convert import convert
+from oscar_rotation.files.convert import convert
 
 RepoOption = Annotated[str | None, typer.Option("--repo", help="Hub repository of the zoo; or OSCAR_ZOO_REPO.")]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or, to pin it, commit.")]
@@ -40,7 +40,7 @@ def add_file_commands(app: typer.Typer, errors: Callable[[], AbstractContextMana
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Show the rotation files of a zoo."""
-        from oscar_rotation.zoo import list_zoo, zoo_repo
+        from oscar_rotation.files.zoo import list_zoo, zoo_repo
 
         with errors():
             listing = list_zoo(zoo_repo(repo), revision)
@@ -62,7 +62,7 @@ def add_file_commands(app: typer.Typer, errors: Callable[[], AbstractContextMana
         offline: Annotated[bool, typer.Option("--offline", help="Use the local cache only.")] = False,
     ) -> None:
         """Fetch rotation files and check them."""
-        from oscar_rotation.zoo import get_rotations, zoo_repo
+        from oscar_rotation.files.zoo import get_rotations, zoo_repo
 
         with errors():
             for path in get_rotations(zoo_repo(repo), paths, revision, offline=offline):

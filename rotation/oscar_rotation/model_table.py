@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from oscar_rotation.identity import model_name
+from oscar_rotation.files.identity import model_name
 
 TABLE = "models.json"
 

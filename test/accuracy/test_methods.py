@@ -24,9 +24,9 @@ from accuracy.quantizers import lloyd_max, lloyd_max_round, uniform  # noqa: E40
 from accuracy.server import transforms_set  # noqa: E402
 from oscar_kernels.codec import clip, decode_rows, dequantize, encode_rows, quantize  # noqa: E402
 from oscar_kernels.layout import RowLayout  # noqa: E402
-from oscar_rotation.covariance import QueryCovariance  # noqa: E402
-from oscar_rotation.layer_report import importance  # noqa: E402
-from oscar_rotation.rotation_set import check_rotation_set  # noqa: E402
+from oscar_rotation.files.rotation_set import check_rotation_set  # noqa: E402
+from oscar_rotation.math.covariance import QueryCovariance  # noqa: E402
+from oscar_rotation.report.layer_report import importance  # noqa: E402
 
 D, HEADS = 128, 2
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from oscar_rotation.dump_manifest import DumpManifest
+from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError, RotationFileError
 from oscar_rotation.model_table import known_models, model_settings
+from sglang_oscar.calibration.data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
+from sglang_oscar.calibration.dump_driver import choose_prompts
+from sglang_oscar.calibration.errors import DataError
+from sglang_oscar.calibration.folders import CalibrationFolder, dump_state, latest_calibration
+from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.cli import app
-from sglang_oscar.drivers.calibration_data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
-from sglang_oscar.drivers.dump_driver import choose_prompts
-from sglang_oscar.drivers.errors import DataError
-from sglang_oscar.drivers.folders import CalibrationFolder, dump_state, latest_calibration
-from sglang_oscar.drivers.rotation_driver import rotation_files
 from sglang_oscar.evaluation.ablations import ABLATIONS
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
 from sglang_oscar.evaluation.methods import TITLES, make_method

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from oscar_rotation.convert import convert
-from oscar_rotation.fit import fit
-from sglang_oscar.drivers.dump_driver import run_dump
-from sglang_oscar.drivers.folders import CalibrationFolder
-from sglang_oscar.drivers.rotation_driver import rotation_files
+from oscar_rotation.files.convert import convert
+from oscar_rotation.fit.calibrate import fit
+from sglang_oscar.calibration.dump_driver import run_dump
+from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.evaluation.methods import make_method
 from sglang_oscar.evaluation.runner import EvaluationPlan, method_server
 from sglang_oscar.local_server import ServerFailedError
@@ -166,7 +166,9 @@ def test_ablations(
     variables = dict(variable.split("=", 1) for variable in common)
     command = [sys.executable, "-m", "sglang_oscar", "ablation", ablation, str(MODEL), "--only", variant]
     command += ["--benchmarks", "gpqa", "--dataset-path", f"MMLU={mmlu}"]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=1500, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "BF16: 1 runs done, 0 to do" in done.stdout
     result = (calibrated.path / f"ablation_{ablation}.md").read_text()

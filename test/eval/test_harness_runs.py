@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from oscar_rotation.model_table import model_settings
-from sglang_oscar.drivers.errors import DataError, HarnessError
+from sglang_oscar.calibration.errors import DataError, HarnessError
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
 from sglang_oscar.evaluation.harness import RunRequest, check_harness, run, task_config
 from sglang_oscar.evaluation.methods import make_method

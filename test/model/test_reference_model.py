@@ -16,7 +16,7 @@ from accuracy.calibration import calibrate  # noqa: E402
 from accuracy.measures.retrieval import Retrieval  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
 from accuracy.models import load  # noqa: E402
-from oscar_rotation.covariance import KeyCovariance, QueryCovariance  # noqa: E402
+from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance  # noqa: E402
 from reference_model import corpus, evaluate, export, retrieval  # noqa: E402
 from reference_model.model import SIZES, ReferenceModel  # noqa: E402
 from reference_model.outliers import choose_pair, scale_pair, scale_value_channel  # noqa: E402

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_rotation.compose import r_h_pbr
 from oscar_rotation.dump import DumpWriter
-from oscar_rotation.eigenbasis import eigenbasis
-from oscar_rotation.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.math.compose import r_h_pbr
+from oscar_rotation.math.eigenbasis import eigenbasis
 
 REQUESTS = [[5], [30, 50], [120], [1, 64]]
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from oscar_rotation.balanced import balance, gain, shrunk
 from oscar_rotation.cli import app
 from oscar_rotation.dump import DumpError, DumpReader
-from oscar_rotation.files import load_rotation, read_rotation_file, save_rotation_file
-from oscar_rotation.output_weights import OutputWeights
-from oscar_rotation.plus_fit import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments, fit_plus
-from oscar_rotation.rotation_set import RotationSet
+from oscar_rotation.files.rotation_file import load_rotation, read_rotation_file, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.fit.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments, fit_plus
+from oscar_rotation.math.balanced import balance, gain, shrunk
 
 K_NAME, V_NAME = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
 runner = CliRunner()

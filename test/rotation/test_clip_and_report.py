@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from oscar_kernels.codec import clip, dequantize, quantize
 from oscar_rotation.cli import app
-from oscar_rotation.clip_fit import CLIP_GRID, fit_clip_ratio
 from oscar_rotation.dump import DumpError, DumpReader
-from oscar_rotation.files import load_rotation
-from oscar_rotation.fit import FitOptions, FitResult, fit
-from oscar_rotation.layer_report import importance
-from oscar_rotation.quantized import quantized, quantized_at
-from oscar_rotation.samples import HeadSample, head_samples, plan_samples
+from oscar_rotation.files.rotation_file import load_rotation
+from oscar_rotation.fit.calibrate import FitOptions, FitResult, fit
+from oscar_rotation.fit.clip import CLIP_GRID, fit_clip_ratio
+from oscar_rotation.fit.samples import HeadSample, head_samples, plan_samples
+from oscar_rotation.math.quantized import quantized, quantized_at
+from oscar_rotation.report.layer_report import importance
 
 MakeDump = Callable[..., Path]
 runner = CliRunner()

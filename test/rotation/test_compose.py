@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_rotation.compose import RECIPES, r_h_pbr
-from oscar_rotation.eigenbasis import EigenOrder, eigenbasis
-from oscar_rotation.hadamard import bit_reversal, sylvester_hadamard
+from oscar_rotation.math.compose import RECIPES, r_h_pbr
+from oscar_rotation.math.eigenbasis import EigenOrder, eigenbasis
+from oscar_rotation.math.hadamard import bit_reversal, sylvester_hadamard
 
 ORDERS: tuple[EigenOrder, ...] = ("ascending", "descending")
 seeds = st.integers(0, 2**31 - 1)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from oscar_rotation import attention
-from oscar_rotation.covariance import (
+from oscar_rotation.math import attention
+from oscar_rotation.math.covariance import (
     CovarianceAccumulator,
     KeyCovariance,
     ProxyValueCovariance,

@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
-from oscar_rotation.covariance_dump import CovarianceWriter, is_covariance_dump, read_covariances
 from oscar_rotation.dump import DumpError, DumpManifest, DumpReader, DumpWriter
-from oscar_rotation.fit import FitOptions, fit
+from oscar_rotation.dump.covariances import CovarianceWriter, is_covariance_dump, read_covariances
+from oscar_rotation.fit.calibrate import FitOptions, fit
 
 MakeDump = Callable[..., Path]
 

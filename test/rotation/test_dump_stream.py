@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_rotation import attention
-from oscar_rotation.covariance import CovarianceAccumulator
 from oscar_rotation.dump import DumpError, DumpReader
-from oscar_rotation.dump_stream import stream_chunks
-from oscar_rotation.fit import fit
+from oscar_rotation.dump.stream import stream_chunks
+from oscar_rotation.fit.calibrate import fit
+from oscar_rotation.math import attention
+from oscar_rotation.math.covariance import CovarianceAccumulator
 
 MakeDump = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_a_gpu_fits_what_a_cpu_fits(tmp_path: Path, make_dump: MakeDump, monkeyp
     on_cpu = fit(root, device="cpu")
     if not torch.cuda.is_available():
         # The same ways on a CPU: chunks read ahead, all heads in one batch, attention in blocks.
-        monkeypatch.setattr("oscar_rotation.layer_fit.stream_chunks", partial(stream_chunks, ahead=2))
+        monkeypatch.setattr("oscar_rotation.fit.layer.stream_chunks", partial(stream_chunks, ahead=2))
         monkeypatch.setattr(CovarianceAccumulator, "_heads", lambda self: [slice(0, self.kv_heads)])
         monkeypatch.setattr(attention, "_fused", attention._blocked)
     on_gpu = fit(root)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_rotation.compose import r_h_pbr
-from oscar_rotation.hadamard import bit_reversal, pbr_permutation, sylvester_hadamard
+from oscar_rotation.math.compose import r_h_pbr
+from oscar_rotation.math.hadamard import bit_reversal, pbr_permutation, sylvester_hadamard
 
 EXAMPLE = Path(__file__).parents[1] / "data" / "worked_example_layer10.json"
 # The inputs are rounded to two decimals: a sum of 128 of them, each within 0.005, has this much play.

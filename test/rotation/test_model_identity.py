@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files import load_rotation, save_rotation_file
-from oscar_rotation.identity import ModelIdentity, model_name
-from oscar_rotation.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.files.identity import ModelIdentity, model_name
+from oscar_rotation.files.rotation_file import load_rotation, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 
 
 @pytest.mark.parametrize(

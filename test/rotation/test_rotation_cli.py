@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
-from oscar_rotation.files import load_rotation, save_rotation_file
-from oscar_rotation.rotation_set import RotationSet
+from oscar_rotation.files.rotation_file import load_rotation, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationSet
 
 MakeDump = Callable[..., Path]
 K_NAME, V_NAME = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"

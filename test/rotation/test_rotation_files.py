@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files import load_rotation, read_rotation_file, rotation_file_name, save_rotation_file
-from oscar_rotation.hadamard import sylvester_hadamard
-from oscar_rotation.identity import ModelIdentity
-from oscar_rotation.rotation_set import RotationSet
+from oscar_rotation.files.identity import ModelIdentity
+from oscar_rotation.files.rotation_file import load_rotation, read_rotation_file, rotation_file_name, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.math.hadamard import sylvester_hadamard
 
 Content = dict[str, Any]
 

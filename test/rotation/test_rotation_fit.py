@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_rotation.covariance import CovarianceAccumulator, QueryCovariance, ScoreValueCovariance
 from oscar_rotation.dump import DumpError, DumpManifest, DumpReader, DumpWriter
-from oscar_rotation.eigenbasis import EigenOrder
-from oscar_rotation.fit import FitOptions, choose_device, fit
-from oscar_rotation.rotation_set import check_rotation_set
-from oscar_rotation.targets import KEY_TARGETS, METHODS, VALUE_TARGETS
+from oscar_rotation.files.rotation_set import check_rotation_set
+from oscar_rotation.fit.calibrate import FitOptions, choose_device, fit
+from oscar_rotation.fit.targets import KEY_TARGETS, METHODS, VALUE_TARGETS
+from oscar_rotation.math.covariance import CovarianceAccumulator, QueryCovariance, ScoreValueCovariance
+from oscar_rotation.math.eigenbasis import EigenOrder
 
 MakeDump = Callable[..., Path]
 

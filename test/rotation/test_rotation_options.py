@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_rotation.compose import COMPOSITIONS
-from oscar_rotation.covariance import QueryCovariance
 from oscar_rotation.dump import DumpReader
-from oscar_rotation.eigenbasis import eigenbasis
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files import load_rotation, read_rotation_file, save_rotation_file
-from oscar_rotation.fit import FitOptions, fit
-from oscar_rotation.hadamard import bit_reversal, block_hadamard, pbr_permutation, sylvester_hadamard
-from oscar_rotation.quantized import quantized
-from oscar_rotation.residual import ResidualCovariance
-from oscar_rotation.rotation_set import check_rotation_set
-from oscar_rotation.targets import METHODS
+from oscar_rotation.files.rotation_file import load_rotation, read_rotation_file, save_rotation_file
+from oscar_rotation.files.rotation_set import check_rotation_set
+from oscar_rotation.fit.calibrate import FitOptions, fit
+from oscar_rotation.fit.targets import METHODS
+from oscar_rotation.math.compose import COMPOSITIONS
+from oscar_rotation.math.covariance import QueryCovariance
+from oscar_rotation.math.eigenbasis import eigenbasis
+from oscar_rotation.math.hadamard import bit_reversal, block_hadamard, pbr_permutation, sylvester_hadamard
+from oscar_rotation.math.quantized import quantized
+from oscar_rotation.math.residual import ResidualCovariance
 
 MakeDump = Callable[..., Path]
 seeds = st.integers(0, 2**31 - 1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_rotation.files import save_rotation_file
-from oscar_rotation.rotation_set import RotationSet
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.files.rotation_set import RotationSet
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from sglang_oscar.attach.refusals import ARGUMENTS, MODELS
 from sglang_oscar.errors import EXIT_CODE
-from sglang_oscar.refusals import ARGUMENTS, MODELS
 from support.launch_cases import run_cases
 from support.models import save
 from support.refusal_cases import FLAGS, MODEL_CASES, VARIABLES, K, V, broken_files

@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from oscar_rotation.dump_writer import DumpWriter
+from oscar_rotation.dump.writer import DumpWriter
 
 RECORDER = "record_activations"
 Activations = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

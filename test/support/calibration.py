@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from oscar_rotation.fit import FitOptions
+from oscar_rotation.fit.calibrate import FitOptions
 from oscar_rotation.model_table import ModelSettings, model_settings
-from sglang_oscar.drivers.dump_driver import DumpRequest, run_dump
-from sglang_oscar.drivers.folders import CalibrationFolder, dump_state
-from sglang_oscar.drivers.rotation_driver import run_fit
+from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
+from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
+from sglang_oscar.calibration.rotation_driver import run_fit
 from support.benchmark_data import write_rows
 from support.reference import MODEL, ROOT, document
 
@@ -61,7 +61,7 @@ def script(name: str, *arguments: str) -> list[str]:
 def run_script(name: str, *arguments: str) -> str:
     """Run a script under ``rotation/`` to its end and return what it said."""
     done = subprocess.run(
-        script(name, *arguments), env=_environment(), capture_output=True, text=True, timeout=600, check=False
+        script(name, *arguments), env=_environment(), capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

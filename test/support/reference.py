@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from oscar_rotation.files import rotation_file_name, save_rotation_file
-from oscar_rotation.fit import fit
+from oscar_rotation.files.rotation_file import rotation_file_name, save_rotation_file
+from oscar_rotation.fit.calibrate import fit
 from support.activations import write_dump
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from oscar_rotation.files import recipe_rotation
-from sglang_oscar.absorption import rotate_output_columns, rotate_value_rows
+from oscar_rotation.files.rotation_file import recipe_rotation
+from sglang_oscar.weights.absorption import rotate_output_columns, rotate_value_rows
 
 HIDDEN, HEAD_DIM, TOKENS = 96, 64, 12
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory_plan import DEFAULT_MAX_RUNNING, GIB, SIDE_SHARE, Geometry, MemoryPlan, make_plan
+from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, GIB, SIDE_SHARE, Geometry, MemoryPlan, make_plan
 
 QWEN3_8B = Geometry(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from oscar_rotation.files import recipe_rotation, save_rotation_file
-from oscar_rotation.rotation_set import RotationMetadata
+from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.rotations import load_rotations
+from sglang_oscar.memory.build import layer_params
 from sglang_oscar.settings import DEFAULT_V_CLIP, Settings
-from sglang_oscar.sizing import layer_params
+from sglang_oscar.weights.rotations import load_rotations
 
 LAYERS, HEAD_DIM = 3, 64
 STORED = (0.96, 0.8, 1.0)

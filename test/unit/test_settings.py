@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oscar_kernels.cache import Windows
-from sglang_oscar.dump_hook import DumpSettings
+from sglang_oscar.calibration.dump_hook import DumpSettings
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import Settings
 
@@ -152,8 +152,8 @@ def test_wrong_dump_settings(name: str, text: str) -> None:
 @pytest.fixture
 def plus_files(tmp_path):
     """Rotation files of the recipe plus for a model of 2 layers, 3 kv heads and head_dim 64."""
-    from oscar_rotation.files import recipe_rotation, save_rotation_file
-    from oscar_rotation.rotation_set import RotationSet
+    from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
+    from oscar_rotation.files.rotation_set import RotationSet
 
     base = recipe_rotation("hadamard", num_layers=2, head_dim=64, side="k").rotations
     key = RotationSet(2 * base, duals=base / 2, centers=torch.arange(2 * 3 * 64).float().view(2, 3, 64))
@@ -165,7 +165,7 @@ def plus_files(tmp_path):
 
 def test_recipe_and_files_must_agree(plus_files):
     """A server is told which recipe it serves; files of another one are refused, whichever way round."""
-    from sglang_oscar.rotations import load_rotations
+    from sglang_oscar.weights.rotations import load_rotations
 
     with pytest.raises(Int2Error, match="set SGLANG_OSCAR_RECIPE=plus"):
         load_rotations(Settings.from_env(plus_files), 2, 64)
@@ -186,8 +186,8 @@ def test_recipe_and_files_must_agree(plus_files):
 
 
 def test_centers_of_another_model(plus_files):
-    from oscar_rotation.identity import ModelIdentity
-    from sglang_oscar.rotations import load_rotations
+    from oscar_rotation.files.identity import ModelIdentity
+    from sglang_oscar.weights.rotations import load_rotations
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
     load_rotations(plus, 2, 64, ModelIdentity(kv_heads=3))
@@ -199,8 +199,8 @@ def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
     """Tensor parallelism slices centers as it slices kv heads; matrices are the same on all ranks."""
     from types import SimpleNamespace
 
-    from sglang_oscar.rotations import load_rotations
-    from sglang_oscar.sizing import layer_params
+    from sglang_oscar.memory.build import layer_params
+    from sglang_oscar.weights.rotations import load_rotations
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
     loaded = load_rotations(plus, 2, 64)
@@ -223,7 +223,7 @@ def test_heads_of_a_rank(monkeypatch, total, ranks, kept, firsts):
 
     from sglang.srt import runtime_context
 
-    from sglang_oscar.sizing import own_heads
+    from sglang_oscar.memory.build import own_heads
 
     model = SimpleNamespace(get_total_num_kv_heads=lambda: total)
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(get_model_config=lambda: model))

@@ -8,9 +8,9 @@ import torch
 from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.batch import Batch
-from sglang_oscar.kernels import TorchKernels
-from sglang_oscar.runtime import LayerParams
+from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.layer_attention import TorchKernels
+from sglang_oscar.memory.layer_params import LayerParams
 
 D, HEADS, GQA, PAGE, SLOTS = 64, 2, 3, 16, 96
 SCALE = D**-0.5

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sglang.srt.model_loader import loader
 
-from sglang_oscar import absorption, runtime, weight_updates
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.weights import absorption, updates
 
 
 def original(*args: Any) -> str:
@@ -18,19 +18,19 @@ def original(*args: Any) -> str:
 
 
 def test_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "current", SimpleNamespace)
+    monkeypatch.setattr(updates, "active", SimpleNamespace)
     with pytest.raises(Int2Error, match="does not hand out weights"):
-        weight_updates.around_save_weights(original, None, {"path": "x"})
-    assert weight_updates.around_send_weights(original, None, None) == (False, weight_updates.NOT_EXPORTED)
-    monkeypatch.setattr(runtime, "current", lambda: None)
-    assert weight_updates.around_save_weights(original, None, {"path": "x"}) == "done"
-    assert weight_updates.around_send_weights(original, None, None) == "done"
+        updates.around_save_weights(original, None, {"path": "x"})
+    assert updates.around_send_weights(original, None, None) == (False, updates.NOT_EXPORTED)
+    monkeypatch.setattr(updates, "active", lambda: None)
+    assert updates.around_save_weights(original, None, {"path": "x"}) == "done"
+    assert updates.around_send_weights(original, None, None) == "done"
 
 
 def state(online: bool) -> Any:
     """A server that rotates values at every step, or one whose weights have absorbed the rotation."""
     layer = SimpleNamespace(v_rotation=torch.eye(2) if online else None)
-    return SimpleNamespace(settings=SimpleNamespace(absorb_v_rotation=True, v_rotation="hadamard"), layers=[layer])
+    return SimpleNamespace(settings=SimpleNamespace(absorb_v_rotation=True, v_rotation="hadamard"), layers={0: layer})
 
 
 @pytest.mark.parametrize(
@@ -48,5 +48,5 @@ def test_weights_that_would_absorb_where_values_are_rotated(
     monkeypatch.setattr(absorption, "attention_layers", lambda model: [])
     monkeypatch.setattr(loader, "get_model_loader", lambda config, model: loader.DefaultModelLoader(config))
     runner = SimpleNamespace(model=None, model_config=None, server_args=SimpleNamespace(load_format="sharded_state"))
-    reason = weight_updates.reload_obstacle(state(online), runner, "auto")
+    reason = updates.reload_obstacle(state(online), runner, "auto")
     assert reason is None if expected is None else expected in str(reason)

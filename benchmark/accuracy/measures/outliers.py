@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from accuracy.calibration import Calibration
-from oscar_rotation.balanced import gain
-from oscar_rotation.covariance import KeyCovariance, QueryCovariance, ValueCovariance
+from oscar_rotation.math.balanced import gain
+from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
 
 
 def outlier_statistics(calibration: Calibration) -> list[dict[str, Any]]:
     """Per layer and side: ``channel_ratio`` (largest over median channel RMS), ``kurtosis`` of all elements,
     ``mean_share`` (energy of the mean vector of a head), ``norm_ratio`` (largest over median token norm), and
-    ``balance``: what balancing leaves of the error that any rotation has (:func:`oscar_rotation.balanced.gain`)."""
+    ``balance``: what balancing leaves of the error that any rotation has
+    (:func:`oscar_rotation.math.balanced.gain`)."""
     rows = []
     for layer, x in enumerate(calibration.layers):
         queries = calibration.covariance(layer, QueryCovariance).shared()

@@ -7,7 +7,7 @@ import torch
 from accuracy.calibration import Calibration
 from accuracy.methods.plus import Plus
 from oscar_kernels.codec import clip, dequantize, fitted_parameters, quantize
-from oscar_rotation.covariance import QueryCovariance
+from oscar_rotation.math.covariance import QueryCovariance
 
 DAMPING = 0.01
 """Added to the diagonal of the metric, relative to its mean: keeps feedback from chasing what no query reads."""

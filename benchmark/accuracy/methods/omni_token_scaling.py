@@ -9,7 +9,7 @@ import torch
 from accuracy.calibration import Calibration
 from accuracy.methods.kivi import Kivi, per_channel
 from accuracy.quantizers import SIXTEEN, uniform, uniform_bits
-from oscar_rotation.hadamard import sylvester_hadamard
+from oscar_rotation.math.hadamard import sylvester_hadamard
 
 
 class OmniTokenScaling(Kivi):

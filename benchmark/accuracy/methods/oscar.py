@@ -13,11 +13,11 @@ from accuracy.calibration import Calibration
 from accuracy.methods.base import RowMethod, Transforms
 from accuracy.methods.turboquant import SEED, haar
 from accuracy.quantizers import lloyd_max_round
-from oscar_rotation.compose import RECIPES
-from oscar_rotation.covariance import ProxyValueCovariance, QueryCovariance
-from oscar_rotation.fit_options import FitOptions
-from oscar_rotation.layer_fit import compose_side
-from oscar_rotation.targets import KEY_TARGETS, VALUE_TARGETS, TargetInputs
+from oscar_rotation.fit.layer import compose_side
+from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.fit.targets import KEY_TARGETS, VALUE_TARGETS, TargetInputs
+from oscar_rotation.math.compose import RECIPES
+from oscar_rotation.math.covariance import ProxyValueCovariance, QueryCovariance
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Oscar(RowMethod):
 
     Attributes:
         label: what differs from the method; "" for the method itself.
-        key_target, value_target, order, composition: as in :class:`oscar_rotation.fit_options.FitOptions`; the
+        key_target, value_target, order, composition: as in :class:`oscar_rotation.fit.options.FitOptions`; the
             target "random" is a random rotation.
         group, k_clip, v_clip, k_gain, v_gain, sink, recent: of the rows and windows.
         sequences: calibration sequences used; 0 for all.

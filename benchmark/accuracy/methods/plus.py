@@ -10,18 +10,18 @@ import torch
 
 from accuracy.calibration import Calibration
 from accuracy.methods.base import RowMethod, Transforms
-from oscar_rotation.balanced import SHRINKAGE, balance, shrunk
-from oscar_rotation.covariance import ScoreValueCovariance
-from oscar_rotation.eigenbasis import eigenbasis
-from oscar_rotation.fit_options import FitOptions
-from oscar_rotation.hadamard import bit_reversal_matrix, sylvester_hadamard
-from oscar_rotation.layer_fit import compose_side
-from oscar_rotation.plus_fit import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments
+from oscar_rotation.fit.layer import compose_side
+from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.fit.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments
+from oscar_rotation.math.balanced import SHRINKAGE, balance, shrunk
+from oscar_rotation.math.covariance import ScoreValueCovariance
+from oscar_rotation.math.eigenbasis import eigenbasis
+from oscar_rotation.math.hadamard import bit_reversal_matrix, sylvester_hadamard
 
 
 @dataclass
 class Plus(RowMethod):
-    """See :mod:`oscar_rotation.balanced` and :mod:`oscar_rotation.plus_fit`. Each part can be left out, which the
+    """See :mod:`oscar_rotation.math.balanced` and :mod:`oscar_rotation.fit.plus`. Each part can be left out, which the
     report does.
 
     Attributes:
@@ -48,7 +48,7 @@ class Plus(RowMethod):
     sink: int = 64
     recent: int = 256
     table: str = "methods"
-    source: str = "this project; see rotation/oscar_rotation/plus_fit.py"
+    source: str = "this project; see rotation/oscar_rotation/fit/plus.py"
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

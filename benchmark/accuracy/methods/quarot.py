@@ -6,7 +6,7 @@ from functools import partial
 
 from accuracy.calibration import Calibration
 from accuracy.methods.base import RowMethod, shared
-from oscar_rotation.hadamard import sylvester_hadamard
+from oscar_rotation.math.hadamard import sylvester_hadamard
 
 
 class QuaRot(RowMethod):

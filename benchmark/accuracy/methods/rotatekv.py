@@ -9,7 +9,7 @@ import torch
 from accuracy.calibration import Calibration
 from accuracy.methods.base import Method
 from accuracy.quantizers import uniform, uniform_bits
-from oscar_rotation.hadamard import sylvester_hadamard
+from oscar_rotation.math.hadamard import sylvester_hadamard
 
 HEADS_TOGETHER, GROUP, RANGE, SINK_TOKENS = 4, 128, 0.8, 20
 """Heads that are rotated together, channels of a scale, share of min..max that the levels span, exact tokens: the

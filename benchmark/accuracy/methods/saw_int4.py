@@ -7,7 +7,7 @@ import torch
 from accuracy.calibration import Calibration
 from accuracy.methods.base import Method, Transforms, shared
 from accuracy.quantizers import uniform, uniform_bits
-from oscar_rotation.hadamard import block_hadamard
+from oscar_rotation.math.hadamard import block_hadamard
 
 
 class SawInt4(Method):

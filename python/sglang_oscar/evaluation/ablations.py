@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from oscar_rotation.fit import FitOptions
+from oscar_rotation.fit.calibrate import FitOptions
 from oscar_rotation.model_table import ModelSettings
-from sglang_oscar.drivers.dump_driver import DumpRequest, run_dump
-from sglang_oscar.drivers.folders import CalibrationFolder
-from sglang_oscar.drivers.rotation_driver import rotation_files, run_fit
+from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
+from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.rotation_driver import rotation_files, run_fit
 from sglang_oscar.evaluation.methods import K_CLIP, V_CLIP, Method, make_method
 
 SINK, RECENT = "SGLANG_MIXED_KV_PREFIX_TOKENS", "SGLANG_MIXED_KV_RECENT_TOKENS"

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from oscar_rotation.model_table import ModelSettings
-from sglang_oscar.drivers.calibration_data import dataset_label
-from sglang_oscar.drivers.commands import driver_errors
-from sglang_oscar.drivers.dump_driver import DumpRequest
-from sglang_oscar.drivers.folders import CalibrationFolder
-from sglang_oscar.drivers.option_groups import (
+from sglang_oscar.calibration.commands import driver_errors
+from sglang_oscar.calibration.data import dataset_label
+from sglang_oscar.calibration.dump_driver import DumpRequest
+from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.option_groups import (
     NAME,
     CalibrationOptions,
     DataOptions,

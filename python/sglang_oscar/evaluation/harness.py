@@ -12,8 +12,8 @@ from typing import Any
 
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.model_table import ModelSettings
-from sglang_oscar.drivers.calibration_data import explain_hub_failure, read_rows
-from sglang_oscar.drivers.errors import DataError, HarnessError
+from sglang_oscar.calibration.data import explain_hub_failure, read_rows
+from sglang_oscar.calibration.errors import DataError, HarnessError
 from sglang_oscar.evaluation.benchmarks import Benchmark
 
 PYTHON_VARIABLE = "OSCAR_HARNESS_PYTHON"

@@ -8,9 +8,9 @@ from typing import Any
 
 from oscar_kernels.layout import RowLayout
 from oscar_rotation.model_table import ModelSettings
-from sglang_oscar.drivers.dump_driver import plain_backend
-from sglang_oscar.drivers.rotation_driver import rotation_files
-from sglang_oscar.memory_plan import Geometry
+from sglang_oscar.calibration.dump_driver import plain_backend
+from sglang_oscar.calibration.rotation_driver import rotation_files
+from sglang_oscar.memory.plan import Geometry
 from sglang_oscar.settings import Settings
 
 K_PATH, V_PATH = "SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_V_ROTATION_PATH"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_rotation.model_table import ModelSettings
-from sglang_oscar.drivers.dump_driver import server_environment
+from sglang_oscar.calibration.dump_driver import server_environment
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS, Benchmark
 from sglang_oscar.evaluation.harness import RESULT, RunRequest, check_harness, run
 from sglang_oscar.evaluation.methods import Method

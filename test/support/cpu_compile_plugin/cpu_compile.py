@@ -31,9 +31,9 @@ def register():
     from sglang.srt.model_executor import cpu_graph_runner
     from sglang.srt.models import utils
 
-    from sglang_oscar import refusals
-    from sglang_oscar.backend import OscarAttentionBackend
-    from sglang_oscar.batch import DecodeTables
+    from sglang_oscar.attach import refusals
+    from sglang_oscar.attention.backend import OscarAttentionBackend
+    from sglang_oscar.attention.batch import DecodeTables
 
     def allocate(self, max_bs, max_num_tokens):
         self.graph_tables = DecodeTables(self.runtime, max_bs)

@@ -1,0 +1,1 @@
+"""How int2 mode enters SGLang: hooks, flags, refusals."""

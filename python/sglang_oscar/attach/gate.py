@@ -1,0 +1,150 @@
+"""The gate: everything that can be decided before a model is loaded is decided here, in the launching process.
+
+Runs around ``ServerArgs.__post_init__``: fills in what int2 mode needs, lets SGLang resolve the rest, then refuses
+what cannot work. On the command line a refusal is one line and exit status 78; ``Engine(...)`` gets an Int2Error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_oscar.attach import failure, refusals
+from sglang_oscar.attach.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
+from sglang_oscar.attention import decode_choice, extend_choice
+from sglang_oscar.calibration import dump_hook
+from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.memory.plan import row_layout
+from sglang_oscar.settings import Settings
+from sglang_oscar.weights.model_identity import model_identity
+from sglang_oscar.weights.rotations import load_rotations
+
+logger = logging.getLogger(__name__)
+
+
+def around_prepare_server_args(original: Callable[..., Any], argv: list[str]) -> Any:
+    """Command line: turn a refusal into one line and an exit status."""
+    try:
+        return original(argv)
+    except Int2Error as error:
+        fatal(error)
+
+
+def around_post_init(original: Callable[..., None], self: Any) -> None:
+    """Configure and check int2 mode around SGLang's own resolution of arguments.
+
+    Raises:
+        Int2Error: int2 mode cannot run like this.
+    """
+    dump_hook.configure(self)
+    if not is_int2(self):
+        if getattr(self, GROUP_SIZE) is not None:
+            raise Int2Error("--kv-cache-quant-group-size needs --kv-cache-dtype int2")
+        return original(self)
+    if (reason := failure.reason()) is not None:
+        raise Int2Error(f"int2 mode cannot attach to SGLang: {reason}")
+    settings = Settings.from_env()
+    # These come again after SGLang's own resolution, which stops at some with a traceback and switches others on.
+    refusals.check_arguments(self)
+    check_model_early(self)
+    configure(self, settings)
+    original(self)
+    check(self, settings)
+
+
+def before_check_server_args(self: Any) -> None:
+    """Second chance: arguments that were built before plugins were loaded pass through here."""
+    if is_int2(self):
+        if self.attention_backend != BACKEND:
+            raise Int2Error("these server arguments were made before load_plugins(); make them afterwards")
+        refusals.check_arguments(self)
+
+
+def configure(args: Any, settings: Settings) -> None:
+    """Set the arguments that int2 mode decides: attention backend and page size.
+
+    Raises:
+        Int2Error: page size and sink window do not fit together.
+    """
+    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in backends if getattr(args, name)]
+    if {getattr(args, name) for name in backends} - {None, BACKEND}:
+        logger.warning("int2 mode brings its own attention backend and does not use %s", ", ".join(given))
+    args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend = BACKEND, None, None
+    sink = settings.windows.sink
+    if sink & (sink - 1):
+        raise Int2Error(
+            f"SGLANG_MIXED_KV_PREFIX_TOKENS={sink}: must be 0 or a power of two, because pages are powers of two"
+        )
+    if args.page_size is None:
+        args.page_size = max(DEFAULT_PAGE_SIZE, sink)
+    page_size = args.page_size
+    if page_size < 16 or page_size & (page_size - 1):
+        raise Int2Error(f"--page-size {page_size}: int2 mode needs a power of two of at least 16; 64 is the default")
+    if sink > page_size:
+        # Cached prefixes come in pages: only then does every prefix hit cover the whole sink window.
+        raise Int2Error(
+            f"--page-size {page_size} is smaller than SGLANG_MIXED_KV_PREFIX_TOKENS={sink}; "
+            f"set --page-size {max(DEFAULT_PAGE_SIZE, sink)} or a smaller sink window"
+        )
+
+
+def check_model_early(args: Any) -> None:
+    """Refuse a model before SGLang looks for an attention backend that suits it, and fails to find one.
+
+    Raises:
+        Int2Error: naming the model and the feature.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        model = ModelConfig.from_server_args(args)
+    except Exception:  # an unreadable model is SGLang's to report, in its own words
+        return
+    refusals.check_model(model)
+
+
+def check(args: Any, settings: Settings) -> None:
+    """Refuse what cannot work and load the rotations once, so that a broken file stops the launch right here.
+
+    Raises:
+        Int2Error: naming the flag, variable or file at fault.
+    """
+    refusals.check_arguments(args)
+    if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
+        raise Int2Error(
+            f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}; "
+            f"set --chunked-prefill-size {-(-args.chunked_prefill_size // args.page_size) * args.page_size}"
+        )
+    model = args.get_model_config()
+    refusals.check_model(model)
+    check_device(args.device)
+    if args.device == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
+        raise Int2Error(f"int2 mode computes in 16 bits on a GPU, the model in {model.dtype}; set --dtype bfloat16")
+    if args.attention_backend != BACKEND:
+        raise Int2Error(
+            f"SGLang insists on attention backend {args.attention_backend} for this model; use --kv-cache-dtype auto"
+        )
+    decode_choice.check(settings.decode_backend, args.device)
+    extend_choice.choose(settings.extend_backend, args.device)
+    layout = row_layout(args, settings, model, kv_heads=1)
+    load_rotations(settings, model.num_hidden_layers, layout.head_dim, model_identity(args.model_path, model))
+    logger.info("int2 settings: %s", " ".join(settings.lines()))
+
+
+def check_device(device: str) -> None:
+    """Refuse devices without kernels.
+
+    Raises:
+        Int2Error: neither a CPU nor an NVIDIA GPU of compute capability 8.0 or later.
+    """
+    if device not in ("cuda", "cpu"):
+        raise Int2Error(f"--device {device}: int2 mode runs on cuda and, for tests, on cpu")
+    if device == "cuda":
+        if torch.version.cuda is None:
+            raise Int2Error("int2 mode needs an NVIDIA GPU; this PyTorch is built for another platform")
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+            raise Int2Error("int2 mode needs a GPU of compute capability 8.0 (Ampere) or later")

@@ -1,0 +1,1 @@
+"""The attention backend and the kernels it chooses."""

@@ -1,0 +1,103 @@
+"""The commands ``dump``, ``calibrate``, ``eval``, ``ablation`` and ``models``.
+
+Every option can also be given as the environment variable that the scripts under ``rotation/`` document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oscar_rotation.cli import one_line_errors
+from oscar_rotation.fit.calibrate import FitOptions
+from oscar_rotation.fit.targets import DEFAULT_METHOD
+from oscar_rotation.model_table import known_models, model_settings
+from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
+from sglang_oscar.calibration.errors import DataError, HarnessError
+from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.option_groups import (
+    NAME,
+    TOKENS,
+    CalibrationOptions,
+    DataOptions,
+    ServerOptions,
+    with_groups,
+)
+from sglang_oscar.calibration.rotation_driver import run_fit
+from sglang_oscar.local_server import ServerFailedError
+
+
+@contextmanager
+def driver_errors() -> Iterator[None]:
+    """The errors that a user can cause, as one line and exit code 1."""
+    with one_line_errors():
+        try:
+            yield
+        except (DataError, HarnessError, ServerFailedError, ValueError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+def add_driver_commands(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command("models")(models_command)
+    app.command("dump")(dump_command)
+    app.command("calibrate")(calibrate_command)
+
+
+def models_command() -> None:
+    """Show the models with settings of their own."""
+    for name in known_models():
+        settings = model_settings(name)
+        typer.echo(f"{name}: {settings.model}, TP {settings.tp_dump} to dump, {settings.tp_eval} to evaluate")
+
+
+@with_groups
+def dump_command(
+    name: NAME,
+    calibration: CalibrationOptions,
+    data: DataOptions,
+    servers: ServerOptions,
+    tokens: TOKENS = 30000,
+    covariances: Annotated[
+        bool, typer.Option("--covariances", envvar="STREAM", help="Keep covariances instead of activations.")
+    ] = False,
+) -> None:
+    """Record queries, keys and values of a model on a data set, through an ordinary server."""
+    settings = servers.settings(name, calibration.group_size)
+    dataset, local = calibration.dataset, data.local(calibration.dataset)
+    assert tokens is not None
+    with driver_errors():
+        request = DumpRequest(settings, calibration.root, dataset, tokens, local, covariances, servers.flags)
+        folder = run_dump(request)
+    typer.echo(f"dump: {folder.dump}")
+
+
+@with_groups
+def calibrate_command(
+    name: NAME,
+    calibration: CalibrationOptions,
+    tokens: TOKENS = None,
+    dump_dir: Annotated[Path | None, typer.Option(envvar="DUMP_DIR", help="This dump, not the newest one.")] = None,
+    method: Annotated[str, typer.Option(envvar="METHOD", help="Pair of targets, as in `oscar fit`.")] = DEFAULT_METHOD,
+    composition: Annotated[str, typer.Option(envvar="COMPOSITION", help="As in `oscar fit`.")] = "r_h_pbr",
+    clip: Annotated[str, typer.Option(envvar="CLIP", help="none, or fit: clip ratios per layer.")] = "none",
+    report: Annotated[bool, typer.Option(envvar="REPORT", help="Measure errors per layer.")] = True,
+    device: Annotated[str, typer.Option(envvar="DEVICE", help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Fit the rotations of a model from its newest complete dump, of as many tokens as asked for if asked."""
+    if clip not in ("none", "fit"):
+        raise typer.BadParameter(f"{clip!r} is neither none nor fit", param_hint="--clip")
+    settings = model_settings(name).overridden(group_size=calibration.group_size)
+    with driver_errors():
+        folder = CalibrationFolder(dump_dir.parent) if dump_dir else calibration.latest(settings, tokens)
+        options = FitOptions.of_method(
+            method, composition=composition, fit_clip=clip == "fit", report=report, group_size=settings.group_size
+        )
+        typer.echo(f"fitting {folder.dump}")
+        out = run_fit(folder, options, device)
+    typer.echo(f"rotations: {out}")

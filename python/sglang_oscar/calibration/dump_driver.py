@@ -1,0 +1,137 @@
+"""A dump through an ordinary server, from a model and a data set to ``qkv_dumps``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from oscar_rotation.model_table import ModelSettings
+from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, dataset_label
+from sglang_oscar.calibration.errors import DataError
+from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
+from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
+from sglang_oscar.local_server import LocalServer, serve
+
+LONGEST_PROMPT = 8192
+"""Tokens; a prompt must fit into one prefill chunk to be recorded whole."""
+
+
+@dataclass(frozen=True)
+class DumpRequest:
+    """What to dump; ``dataset`` as in :func:`calibration_chats`, ``covariances`` streams."""
+
+    settings: ModelSettings
+    root: Path
+    dataset: str = "GPQA"
+    tokens: int = 30000
+    local: LocalData = field(default_factory=dict)
+    covariances: bool = False
+    server_args: tuple[str, ...] = ()
+
+
+def server_environment(settings: ModelSettings, extra: dict[str, str]) -> dict[str, str]:
+    """The process's environment without settings of earlier runs, made fit for this machine and these GPUs."""
+    env = environment({k: v for k, v in os.environ.items() if not k.startswith(OUR_PREFIXES)})
+    if settings.gpu and has_gpu():
+        env["CUDA_VISIBLE_DEVICES"] = settings.gpu
+    return env | extra
+
+
+def plain_backend(args: Sequence[str]) -> list[str]:
+    """The attention backend an ordinary server needs on a machine without a GPU."""
+    return [] if has_gpu() or "--attention-backend" in args else ["--attention-backend", "torch_native"]
+
+
+def encode(tokenizer: Any, prompt: Chat | str) -> list[int]:
+    """Token ids of a prompt; chats go through the model's template, or are joined where it has none."""
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(tokenizer.encode("\n\n".join(message["content"] for message in prompt)))
+
+
+def choose_prompts(tokenizer: Any, prompts: Iterable[Chat | str], tokens: int) -> list[list[int]]:
+    """Prompts in order until they hold ``tokens`` tokens; the last one is cut to fit.
+
+    Raises:
+        DataError: the data set holds no prompt.
+    """
+    chosen: list[list[int]] = []
+    total = 0
+    for prompt in prompts:
+        ids = encode(tokenizer, prompt)[: min(LONGEST_PROMPT, tokens - total)]
+        if ids:
+            chosen.append(ids)
+            total += len(ids)
+        if total >= tokens:
+            return chosen
+    if not chosen:
+        raise DataError("the data set holds no prompt")
+    return chosen
+
+
+def run_dump(request: DumpRequest) -> CalibrationFolder:
+    """Dump, unless it was done before; a broken dump of an earlier run is removed first.
+
+    Returns:
+        the calibration folder, its dump complete.
+
+    Raises:
+        DataError: the data set cannot be had.
+        ServerFailedError: the server did not start or ended.
+    """
+    from transformers import AutoTokenizer
+
+    settings = request.settings
+    tokenizer = AutoTokenizer.from_pretrained(settings.model, trust_remote_code=True)
+    chats = calibration_chats(request.dataset, request.local.get(request.dataset))
+    prompts = choose_prompts(tokenizer, chats, request.tokens)
+    if (found := sum(map(len, prompts))) < request.tokens:
+        print(f"note: {request.dataset} holds {found} tokens, not the {request.tokens} asked for")
+    label = dataset_label(request.dataset)
+    folder = CalibrationFolder.of(request.root, settings.name, label, request.tokens, len(prompts), settings.group_size)
+    state = dump_state(folder.dump)
+    if state == "complete":
+        print(f"{folder.dump} is complete and reused")
+        return folder
+    if state == "interrupted":
+        print(f"{folder.dump} is what an interrupted dump left; starting over")
+        shutil.rmtree(folder.dump)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    env = {
+        "DUMP_KVCACHE": "1",
+        "DUMP_KVCACHE_TOKENS": str(sum(map(len, prompts))),
+        "DUMP_KVCACHE_DIR": str(folder.dump.resolve()),
+        "DUMP_KVCACHE_MODE": "covariances" if request.covariances else "activations",
+    }
+    args = ["--tensor-parallel-size", str(settings.tp_dump), "--chunked-prefill-size", str(LONGEST_PROMPT)]
+    args += [*settings.server_args, *plain_backend(request.server_args), *request.server_args]
+    log = folder.path / "dump_server.log"
+    print(f"dumping {env['DUMP_KVCACHE_TOKENS']} tokens of {len(prompts)} prompts; server log: {log}")
+    with serve(settings.model, log, args, server_environment(settings, env)) as server:
+        # One at a time: prompts that share a prefill may be split over two chunks, and only the first is recorded.
+        for ids in track(prompts, "dumping"):
+            prefill(server, ids)
+    if dump_state(folder.dump) != "complete":
+        raise DataError(f"{folder.dump}: the server recorded less than was asked for; see {log}")
+    return folder
+
+
+def prefill(server: LocalServer, ids: list[int]) -> None:
+    """Let the server see a prompt."""
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=3600) as reply:
+        reply.read()

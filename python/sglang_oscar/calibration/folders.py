@@ -1,0 +1,61 @@
+"""Where the drivers put things: ``<root>/<model>/<DATASET>/seq<T>_prompt<N>_group<G>/``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from oscar_rotation.dump.covariances import is_covariance_dump
+from oscar_rotation.dump.manifest import DumpManifest
+from oscar_rotation.errors import DumpError
+
+
+@dataclass(frozen=True)
+class CalibrationFolder:
+    """One calibration: ``qkv_dumps`` and ``rotations`` lie in it, and evaluations of these rotations."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, root: Path, model: str, dataset: str, tokens: int, prompts: int, group: int) -> CalibrationFolder:
+        """The folder of a calibration by its parts."""
+        return cls(root / model / dataset / f"seq{tokens}_prompt{prompts}_group{group}")
+
+    @property
+    def dump(self) -> Path:
+        """Activations or covariances."""
+        return self.path / "qkv_dumps"
+
+    @property
+    def rotations(self) -> Path:
+        """Rotation files."""
+        return self.path / "rotations"
+
+
+def dump_state(folder: Path) -> str:
+    """ "complete", "interrupted" or "none"."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return "none"
+    try:
+        manifest = DumpManifest.read(folder)
+    except DumpError:
+        return "interrupted"
+    if manifest is None:
+        # A dump in the public layout states nothing; the reader checks its files.
+        return "complete" if (folder / "layer_0").is_dir() or is_covariance_dump(folder) else "interrupted"
+    return "complete" if manifest.complete else "interrupted"
+
+
+def latest_calibration(root: Path, model: str, dataset: str, tokens: int | None, group: int) -> CalibrationFolder:
+    """The calibration with the newest complete dump.
+
+    Raises:
+        DumpError: there is none.
+    """
+    pattern = f"seq{tokens if tokens is not None else '*'}_prompt*_group{group}"
+    found = [CalibrationFolder(path) for path in (root / model / dataset).glob(pattern)]
+    complete = [folder for folder in found if dump_state(folder.dump) == "complete"]
+    if not complete:
+        place = root / model / dataset / pattern
+        raise DumpError(f"{place}/qkv_dumps: no complete dump; make one with rotation/{model}/save_qkv_{model}.sh")
+    return max(complete, key=lambda folder: folder.dump.stat().st_mtime)

@@ -1,0 +1,1 @@
+"""Servers on machines without a GPU."""

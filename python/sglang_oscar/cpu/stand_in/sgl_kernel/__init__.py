@@ -1,0 +1,27 @@
+"""Stand-in for SGLang's kernel package on machines without libcuda, where the real one cannot be imported.
+
+Put on PYTHONPATH for a CPU server and never elsewhere (:func:`sglang_oscar.cpu.server.environment`): importing
+SGLang needs these names, serving on a CPU calls none of them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+__version__ = "0.4.5"
+
+
+def _unavailable(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError("this operator of sgl_kernel does not exist in the CPU stand-in")
+
+
+assign_extend_cache_locs_cpu = _unavailable
+assign_req_to_token_pool_cpu = _unavailable
+build_tree_kernel_efficient_cpu = _unavailable
+copy_all_layer_kv_cache_cpu = _unavailable
+fill_accept_out_cache_loc_cpu = _unavailable
+fill_bonus_tokens_cpu = _unavailable
+verify_tree_greedy_cpu = _unavailable
+
+scalar_type = SimpleNamespace(ScalarType=object, scalar_types=SimpleNamespace())

@@ -1,0 +1,158 @@
+"""Where the KV budget goes: INT2 rows, BF16 side buffers for as many requests as may run, a workspace for extend.
+
+Stock SGLang would admit 2,048 and more requests; each takes a BF16 window here (36 MiB on Qwen3-8B), so the number
+of running requests is derived from the budget before the history pool is sized from what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
+from sglang_oscar.attach.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.workspace import Workspace
+from sglang_oscar.settings import Settings
+
+DEFAULT_MAX_RUNNING = 256
+SIDE_SHARE = 0.2
+"""Largest share of the budget that side buffers take when --max-running-requests is not given."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one token, one window and one sink block cost, over all layers of this rank."""
+
+    layout: RowLayout
+    windows: Windows
+    window_dtype: torch.dtype
+    layers: int
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token in the history pool: K and V rows of all layers."""
+        return 2 * self.layers * self.layout.row_bytes
+
+    @property
+    def full_token_bytes(self) -> int:
+        """Bytes of one token in 16 bits: K and V of all layers."""
+        return 2 * self.layers * self.layout.kv_heads * self.layout.head_dim * self.window_dtype.itemsize
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of one request's recent ring."""
+        return self.windows.ring * self.full_token_bytes
+
+    @property
+    def sink_bytes(self) -> int:
+        """Bytes of one sink block."""
+        return self.windows.sink * self.full_token_bytes
+
+    def bits_per_element(self, tokens: int) -> float:
+        """Effective bits per KV element of one request of ``tokens`` tokens, its windows included."""
+        elements = 2 * self.layers * self.layout.kv_heads * self.layout.head_dim * tokens
+        return 8 * (tokens * self.cell_bytes + self.ring_bytes + self.sink_bytes) / elements
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How many requests may run, what their side buffers take, and what extend takes (None: nothing)."""
+
+    geometry: Geometry
+    max_running: int
+    budget_bytes: int
+    extend: Workspace | None = None
+
+    @property
+    def ring_rows(self) -> int:
+        """Ring rows, the dummy row 0 included."""
+        return self.max_running + 1
+
+    @property
+    def sink_blocks(self) -> int:
+        """Sink blocks: one per running request, as many again for idle prefixes, and the dummy block 0."""
+        return 2 * self.max_running + 1
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of ring and sink store."""
+        return self.ring_rows * self.geometry.ring_bytes + self.sink_blocks * self.geometry.sink_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of all that is not the history pool."""
+        return self.side_bytes + (0 if self.extend is None else self.extend.total_bytes)
+
+    def lines(self, tokens: int) -> list[str]:
+        """The start-up account.
+
+        Args:
+            tokens: capacity of the history pool.
+        """
+        geometry = self.geometry
+        bits = ", ".join(f"{geometry.bits_per_element(n * 1024):.2f} at {n}K" for n in (8, 32, 128))
+        full = tokens * geometry.full_token_bytes
+        return [
+            f"history pool: {tokens} tokens x {geometry.cell_bytes} bytes = {tokens * geometry.cell_bytes / GIB:.3f} "
+            f"GiB ({geometry.layout.bits_per_element:.2f} bits per element, group {geometry.layout.group_size}; "
+            f"16 bits would take {full / GIB:.3f} GiB)",
+            f"side buffers: {self.side_bytes / GIB:.3f} GiB of a {self.budget_bytes / GIB:.3f} GiB budget: "
+            f"{self.ring_rows} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
+            f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests",
+            f"effective bits per element with windows: {bits}",
+            *([] if self.extend is None else [self.extend.line()]),
+        ]
+
+
+def make_plan(
+    geometry: Geometry, budget_bytes: int, max_running: int | None, page_size: int, extend: Workspace | None = None
+) -> MemoryPlan:
+    """Split a budget.
+
+    Args:
+        geometry: costs on this rank.
+        budget_bytes: bytes that the KV cache and its side buffers may take.
+        max_running: --max-running-requests, or None to derive it.
+        page_size: tokens per page.
+        extend: what extend takes of the budget.
+
+    Raises:
+        Int2Error: the side buffers leave no room for history.
+    """
+    per_request = geometry.ring_bytes + 2 * geometry.sink_bytes
+    fixed = geometry.ring_bytes + geometry.sink_bytes
+    if max_running is None:
+        room = SIDE_SHARE * budget_bytes - fixed
+        limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
+        max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend)
+    # The pool needs the padding page and at least one page for a request.
+    needed = plan.fixed_bytes + 2 * page_size * geometry.cell_bytes
+    if needed > budget_bytes:
+        raise Int2Error(
+            f"the KV budget of {budget_bytes / GIB:.3f} GiB is too small for int2 mode: BF16 windows of {max_running} "
+            f"running requests take {plan.side_bytes / GIB:.3f} GiB, "
+            f"extend {(plan.fixed_bytes - plan.side_bytes) / GIB:.3f} GiB; lower --max-running-requests, "
+            "SGLANG_MIXED_KV_RECENT_TOKENS or SGLANG_MIXED_KV_PREFIX_TOKENS, or raise --mem-fraction-static"
+        )
+    return plan
+
+
+def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowLayout:
+    """Row geometry from flags and model.
+
+    Raises:
+        Int2Error: --kv-cache-quant-group-size does not fit the model's head_dim.
+    """
+    group_size = getattr(args, GROUP_SIZE)
+    if group_size is None:
+        group_size = min(DEFAULT_GROUP_SIZE, model.head_dim)
+    try:
+        return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype)
+    except ValueError as error:
+        raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None

@@ -1,0 +1,105 @@
+"""Hooks into SGLang's memory sizing: dtype, bytes per token, budget, number of requests, and the call for the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from sglang_oscar.attach import failure
+from sglang_oscar.attach.names import DTYPE, is_int2
+from sglang_oscar.attention import extend_choice
+from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, row_layout
+from sglang_oscar.memory.workspace import Workspace
+from sglang_oscar.settings import of_this_process
+
+_plans: WeakKeyDictionary[Any, MemoryPlan] = WeakKeyDictionary()
+"""By model: a process may have two, each with a pool of its own, and SGLang's configurator takes no attributes."""
+
+
+def geometry_of(configurator: Any) -> Geometry:
+    """Sizes of this rank from SGLang's KVCacheConfigurator."""
+    from sglang.srt.runtime_context import get_parallel
+
+    settings = of_this_process()
+    model, args = configurator.model_config, configurator.server_args
+    layout = row_layout(args, settings, model, model.get_num_kv_heads(get_parallel().attn_tp_size))
+    layers = configurator.layer_info.num_effective_layers
+    return Geometry(layout, settings.windows, settings.window_torch_dtype, layers)
+
+
+def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -> Workspace | None:
+    """What extend takes of the budget; None where it needs nothing.
+
+    Raises:
+        Int2Error: the backend that is asked for cannot be had.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    backend = extend_choice.choose(of_this_process().extend_backend, configurator.server_args.device)
+    if backend != "flashinfer":
+        return None
+    model = configurator.model_config
+    q_heads = model.num_attention_heads // get_parallel().attn_tp_size
+    return extend_choice.workspace(geometry.layout, q_heads, model.dtype, budget_bytes)
+
+
+def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Resolve ``int2`` to byte rows; first int2 step in a worker, so it also checks that all hooks are attached."""
+    if kwargs["server_args_kv_cache_dtype"] != DTYPE:
+        return original(**kwargs)
+    from sglang_oscar.attention import backend
+
+    if (reason := failure.reason()) is not None:
+        fatal(f"int2 mode cannot attach to SGLang: {reason}")
+    backend.register()
+    return DTYPE, torch.uint8
+
+
+def around_compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
+    """Bytes of one token in the history pool."""
+    return geometry_of(kvc).cell_bytes if is_int2(kvc.server_args) else original(self, kvc, num_layers)
+
+
+def after_profile_available_bytes(available: int, self: Any, pre_model_load_memory: int) -> int | None:
+    """Take the side buffers off the budget before the history pool is sized from it."""
+    if not is_int2(self.server_args):
+        return None
+    from sglang.srt.runtime_context import get_schedule
+
+    schedule = get_schedule()
+    try:
+        geometry = geometry_of(self)
+        extend = extend_workspace(self, geometry, available)
+        plan = make_plan(geometry, available, schedule.max_running_requests, self.page_size, extend)
+    except Int2Error as error:
+        fatal(error)
+    _plans[self.model] = plan
+    return available - plan.fixed_bytes
+
+
+def around_resolve_max_num_reqs(original: Callable[..., int], self: Any, token_capacity: int) -> int:
+    """Admit no more requests than there are windows for."""
+    limit = original(self, token_capacity)
+    plan = _plans.get(self.model)
+    return limit if plan is None else min(limit, plan.max_running)
+
+
+def after_post_capture_kv_sizing_planned(planned: bool, self: Any) -> bool | None:
+    """Size the pool before graph capture: the alternative reserves address space that byte rows cannot use."""
+    return False if is_int2(self) else None
+
+
+def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    """Build the INT2 pool with its side buffers, and its cache object."""
+    if not is_int2(self.server_args):
+        return original(self, **kwargs)
+    from sglang_oscar.memory.build import build_pool
+
+    try:
+        return build_pool(self, _plans[self.model], kwargs["sizes"], kwargs["req_to_token_pool"])
+    except Int2Error as error:
+        fatal(error)

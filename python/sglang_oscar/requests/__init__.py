@@ -1,0 +1,1 @@
+"""The life of a request: rows, rings and sink blocks."""

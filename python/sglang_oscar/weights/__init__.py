@@ -1,0 +1,1 @@
+"""Rotations of a server and what they do to its weights."""

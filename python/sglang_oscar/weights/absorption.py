@@ -1,0 +1,165 @@
+"""Absorbing the value rotation into the weights, so that it costs nothing at run time.
+
+With v' = v R stored in the cache and o' = o R coming out of attention, the projections become
+W_v' = R^T W_v (and b' = b R) per kv head and W_o' = W_o R per query head; paper, section 4. It happens between
+loading a checkpoint and SGLang's post-processing: weights are still in checkpoint layout there, are quantized
+online only afterwards, and reloading weights from disk passes the same place. Each tensor-parallel rank rotates its
+own shard. Weights that are quantized in the checkpoint are never requantized: their values are rotated online.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_oscar.attach import names
+from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.settings import Settings, of_this_process
+from sglang_oscar.weights.rotations import IDENTITY, Side, load_rotations
+
+logger = logging.getLogger(__name__)
+MARK = "_oscar_absorbed_v_rotation"
+
+ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Glm4MoeForCausalLM",
+        "MiniMaxM2ForCausalLM",
+    }
+)
+"""Models in which nothing but the identity lies between attention output and o_proj."""
+
+
+def around_load_weights_and_postprocess(
+    original: Callable[..., None], model: nn.Module, weights: Any, target_device: Any
+) -> None:
+    """Absorb right after ``model.load_weights`` and before any post-processing."""
+    from sglang.srt.runtime_context import get_server_args
+
+    server_args = get_server_args()
+    if server_args.kv_cache_dtype != names.DTYPE:
+        return original(model, weights, target_device)
+    load_weights: Any = model.load_weights
+
+    def load_and_absorb(*args: Any, **kwargs: Any) -> Any:
+        loaded = load_weights(*args, **kwargs)
+        try:
+            absorb(model, of_this_process())
+        except Int2Error as error:
+            fatal(error)
+        return loaded
+
+    model.load_weights = load_and_absorb  # type: ignore[assignment]
+    try:
+        original(model, weights, target_device)
+    finally:
+        del model.load_weights
+
+
+def is_absorbed(model: nn.Module, server_args: Any, settings: Settings) -> bool:
+    """Whether the weights of a loaded model have absorbed the value rotation.
+
+    Random weights (--load-format dummy) count as rotated already: a rotation of them is as random.
+    """
+    if server_args.load_format == "dummy" and settings.absorb_v_rotation:
+        return obstacle(model, list(attention_layers(model))) is None
+    return hasattr(model, MARK)
+
+
+def absorb(model: nn.Module, settings: Settings) -> None:
+    """Absorb the value rotation if it is wanted and the weights allow it.
+
+    Args:
+        model: loaded model in checkpoint layout.
+        settings: settings of int2 mode.
+
+    Raises:
+        Int2Error: the rotation cannot be loaded.
+    """
+    if not settings.absorb_v_rotation or settings.v_rotation == IDENTITY:
+        return
+    layers = list(attention_layers(model))
+    if (reason := obstacle(model, layers)) is not None:
+        logger.warning("int2 rotates values online instead of absorbing the rotation: %s", reason)
+        return
+    head_dim = layers[0][1].head_dim
+    side = _value_side(settings, len(layers), head_dim)
+    assert side.rotation is not None
+    assert side.reading is not None
+    with torch.no_grad():
+        for qkv, attn, o_proj in layers:
+            rotate_value_rows(qkv, side.rotation[attn.layer_id].to(qkv.weight.device))
+            rotate_output_columns(o_proj, side.reading[attn.layer_id].to(o_proj.weight.device))
+    setattr(model, MARK, True)
+
+
+@cache
+def _value_side(settings: Settings, num_layers: int, head_dim: int) -> Side:
+    """As read at the first load: weights that are loaded later must fit clip ratios and caches of the start."""
+    return load_rotations(settings, num_layers=num_layers, head_dim=head_dim).value
+
+
+def attention_layers(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
+    """(qkv_proj, RadixAttention, o_proj) of every attention block that has them under these names."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        attn = getattr(module, "attn", None)
+        if isinstance(attn, RadixAttention) and hasattr(module, "qkv_proj") and hasattr(module, "o_proj"):
+            yield module.qkv_proj, attn, module.o_proj
+
+
+def obstacle(model: nn.Module, layers: list[tuple[Any, Any, Any]]) -> str | None:
+    """Why the rotation cannot be absorbed into this model, or None."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    name = type(model).__name__
+    if name not in ARCHITECTURES:
+        return f"{name} is not known to lead attention output straight into o_proj"
+    if not layers or sorted(attn.layer_id for _, attn, _ in layers) != list(range(len(layers))):
+        return f"{name} has attention layers without qkv_proj and o_proj"
+    for qkv, attn, o_proj in layers:
+        for linear in (qkv, o_proj):
+            plain = isinstance(linear.quant_method, UnquantizedLinearMethod)
+            if not plain or linear.weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                return f"projections of layer {attn.layer_id} are quantized"
+    return None
+
+
+def rotate_value_rows(qkv: Any, rotation: torch.Tensor) -> None:
+    """W_v <- R^T W_v and b_v <- b_v R in place, head by head, on this rank's shard of a fused QKV projection.
+
+    Args:
+        qkv: QKVParallelLinear; weight [q + k + v rows, hidden].
+        rotation: [head_dim, head_dim].
+    """
+    begin = qkv.q_proj_shard_size + qkv.kv_proj_shard_size
+    head_dim = rotation.shape[0]
+    rows = qkv.weight[begin:]
+    heads = rows.float().view(-1, head_dim, rows.shape[1])
+    rows.copy_((rotation.T @ heads).view_as(rows))
+    if qkv.bias is not None:
+        bias = qkv.bias[begin:]
+        bias.copy_((bias.float().view(-1, head_dim) @ rotation).view_as(bias))
+
+
+def rotate_output_columns(o_proj: Any, rotation: torch.Tensor) -> None:
+    """W_o <- W_o R in place, head by head, on this rank's shard of the output projection.
+
+    Args:
+        o_proj: RowParallelLinear; weight [hidden, q_heads * head_dim].
+        rotation: [head_dim, head_dim]; of a transform that is not orthogonal, its dual.
+    """
+    weight = o_proj.weight
+    heads = weight.float().view(weight.shape[0], -1, rotation.shape[0])
+    weight.copy_((heads @ rotation).view_as(weight))

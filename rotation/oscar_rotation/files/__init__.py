@@ -1,0 +1,1 @@
+"""Rotation files: what they hold, how they are read and written."""

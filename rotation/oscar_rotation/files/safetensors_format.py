@@ -1,0 +1,94 @@
+"""Rotation files as safetensors: all layers in one tensor, provenance in the header.
+
+Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` float32 [layers, d], ``duals`` float32
+[layers, d, d] and ``centers`` float32 [layers, kv_heads, d] (see ``RotationSet``). Header strings:
+``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata``, and ``clip_ratios`` and
+``gains`` (JSON lists, one number per layer).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from oscar_rotation.atomic import write_atomically
+from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+
+FORMAT = "oscar-rotation"
+FORMAT_VERSION = "1"
+_OPTIONAL = ("eigenvalues", "duals", "centers")
+_PER_LAYER = ("clip_ratios", "gains")
+
+
+def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
+    """Write a safetensors rotation file atomically.
+
+    Args:
+        path: the .safetensors file.
+        rotation_set: what to write; float32 on any device.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    tensors = {"rotations": rotation_set.rotations.detach().cpu().contiguous()}
+    for name in _OPTIONAL:
+        tensor = getattr(rotation_set, name)
+        if tensor is not None:
+            tensors[name] = tensor.detach().cpu().contiguous()
+    header = {"format": FORMAT, "format_version": FORMAT_VERSION, **rotation_set.metadata.to_strings()}
+    for name in _PER_LAYER:
+        numbers = getattr(rotation_set, name)
+        if numbers is not None:
+            header[name] = json.dumps(list(numbers))
+
+    def fill(temporary: Path) -> None:
+        # save_file would make the file private to its owner; bytes follow the umask like any other file.
+        temporary.write_bytes(save(tensors, metadata=header))
+
+    write_atomically(path, fill)
+
+
+def read_safetensors(path: Path) -> RotationSet:
+    """Read a safetensors rotation file.
+
+    Args:
+        path: the .safetensors file.
+
+    Returns:
+        its content; the values are not checked yet (see ``check_rotation_set``).
+
+    Raises:
+        RotationFileError: unreadable, corrupt or truncated, or not of the form above.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise RotationFileError(
+            f"{path}: not a readable safetensors file, probably truncated ({error}); copy or fit it again"
+        ) from error
+    if header.get("format") != FORMAT:
+        raise RotationFileError(
+            f"{path}: not a rotation file, header 'format' is {header.get('format')!r}, expected {FORMAT!r}"
+        )
+    version = header.get("format_version")
+    if version != FORMAT_VERSION:
+        raise RotationFileError(
+            f"{path}: format_version is {version!r}, this release reads {FORMAT_VERSION!r}; update sglang-oscar"
+        )
+    if "rotations" not in tensors or set(tensors) - {"rotations", *_OPTIONAL}:
+        expected = f"'rotations' and perhaps {', '.join(_OPTIONAL)}"
+        raise RotationFileError(f"{path}: holds tensors {sorted(tensors)}, expected {expected}")
+    try:
+        metadata = RotationMetadata.from_strings(header)
+        per_layer = {name: tuple(map(float, json.loads(header[name]))) for name in _PER_LAYER if name in header}
+    except (ValueError, TypeError) as error:
+        raise RotationFileError(f"{path}: the header cannot be read ({error})") from error
+    optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL} | per_layer
+    return RotationSet(tensors["rotations"], metadata=metadata, **optional)

@@ -1,0 +1,179 @@
+"""From a dump to rotations, layer by layer (paper, algorithm 1, procedure Calibrate)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oscar_rotation.dump import DumpManifest, DumpReader
+from oscar_rotation.dump.covariances import is_covariance_dump
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_rotation.fit.layer import LayerFitter, Progress, SideFit, target_composition
+from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.fit.streamed import fit_covariances
+from oscar_rotation.fit.targets import KEY_TARGETS, VALUE_TARGETS
+
+__all__ = ["FitOptions", "FitResult", "Progress", "choose_device", "fit"]
+
+FEW_TOKENS_PER_CHANNEL = 8
+"""Below this many tokens per channel a covariance is too noisy to trust its small eigenvalues."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Rotations of both sides, remarks on the calibration data, and the report, empty where none was asked for."""
+
+    key: RotationSet
+    value: RotationSet
+    remarks: tuple[str, ...] = ()
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """The torch device of a name: "auto" is CUDA where there is a GPU, else the CPU; other names are torch devices.
+
+    Raises:
+        ValueError: if the device does not exist here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: this machine has no usable CUDA GPU; use auto or cpu")
+    return device
+
+
+def fit(
+    dump: DumpReader | str | Path,
+    options: FitOptions | None = None,
+    *,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> FitResult:
+    """Fit key and value rotations of every layer.
+
+    Covariances are accumulated on ``device``; eigenvectors are computed in float64 on the CPU with a fixed sign, so
+    a refit of the same dump on the same kind of device gives the same files. Memory is one chunk of one layer.
+
+    Args:
+        dump: reader of a dump, or its folder, which may hold covariances instead of activations.
+        options: targets, order, composition, clip ratios, report; the method's defaults.
+        device: "auto", "cpu", "cuda" or another torch device.
+        progress: told about every chunk.
+
+    Returns:
+        FitResult; float32 rotations [layers, head_dim, head_dim], or [layers, kv_heads, head_dim, head_dim] with
+        one per kv head, with eigenvalues, clip ratios and metadata.
+
+    Raises:
+        DumpError: the dump is broken or does not suffice.
+        ValueError: unknown device.
+    """
+    options = options or FitOptions()
+    chosen_device = choose_device(device)
+    if not isinstance(dump, DumpReader) and is_covariance_dump(Path(dump)):
+        return _fit_streamed(Path(dump), options, progress)
+    reader = dump if isinstance(dump, DumpReader) else DumpReader(dump)
+    fitter = LayerFitter(reader, options, chosen_device, progress)
+    layers = [fitter.run(layer) for layer in range(reader.num_layers)]
+    calibration = {
+        "tokens": fitter.tokens,
+        "requests": sum(map(len, fitter.seq_lens.values())),
+        "chunks": len(fitter.chunks),
+        "include_warmup": options.include_warmup,
+        "q_heads": fitter.q_heads,
+        "kv_heads": fitter.kv_heads,
+    }
+    if options.fit_clip:
+        calibration |= {"held_out_tokens": fitter.sampled_tokens, "clip_group_size": options.group_size}
+    metadata = _metadata(reader.manifest, options, calibration)
+    report: dict[str, Any] = {}
+    if options.needs_samples:
+        report = {
+            "model_id": metadata["k"].model_id,
+            "options": vars(options),
+            "calibration": metadata["k"].calibration,
+            "sampled_tokens": fitter.sampled_tokens,
+            "held_out": options.fit_clip,
+            "layers": [layer.report for layer in layers],
+        }
+    return FitResult(
+        pack([layer.key for layer in layers], metadata["k"]),
+        pack([layer.value for layer in layers], metadata["v"]),
+        remarks(fitter.tokens, fitter.head_dim),
+        report,
+    )
+
+
+def _fit_streamed(root: Path, options: FitOptions, progress: Progress | None) -> FitResult:
+    streamed, keys, values = fit_covariances(root, options, progress)
+    manifest = streamed.manifest
+    calibration = {
+        "tokens": streamed.tokens,
+        "requests": streamed.requests,
+        "include_warmup": False,
+        "q_heads": manifest.q_heads,
+        "kv_heads": manifest.kv_heads,
+    }
+    metadata = _metadata(manifest, options, calibration)
+    return FitResult(
+        pack(keys, metadata["k"]), pack(values, metadata["v"]), remarks(streamed.tokens, manifest.head_dim)
+    )
+
+
+def remarks(tokens: int, head_dim: int) -> tuple[str, ...]:
+    """What is to be said about the size of a calibration set."""
+    enough = FEW_TOKENS_PER_CHANNEL * head_dim
+    if tokens >= enough:
+        return ()
+    return (f"only {tokens} calibration tokens for head_dim {head_dim}; {enough} or more make a sound fit",)
+
+
+def pack(sides: Sequence[SideFit], metadata: RotationMetadata) -> RotationSet:
+    """One side of all layers as a rotation set."""
+    spectra = [side.eigenvalues for side in sides if side.eigenvalues is not None]
+    ratios = [side.clip_ratio for side in sides if side.clip_ratio is not None]
+    return RotationSet(
+        torch.stack([side.rotation for side in sides]),
+        torch.stack(spectra) if spectra else None,
+        tuple(ratios) if ratios else None,
+        metadata,
+    )
+
+
+def _metadata(
+    manifest: DumpManifest | None, options: FitOptions, calibration: dict[str, Any]
+) -> dict[Side, RotationMetadata]:
+    sides: list[tuple[Side, str, dict[str, Any]]] = [
+        ("k", options.key_target, KEY_TARGETS),
+        ("v", options.value_target, VALUE_TARGETS),
+    ]
+    return {
+        side: RotationMetadata(
+            objective=target,
+            side=side,
+            composition=target_composition(known[target], options.composition),
+            eigen_order=options.order,
+            model_id=manifest.model_id if manifest else "",
+            model_hash=manifest.model_hash if manifest else "",
+            version=package_version(),
+            calibration=calibration,
+        )
+        for side, target, known in sides
+    }
+
+
+def package_version() -> str:
+    """Version of the installed distribution; empty where it is not installed."""
+    try:
+        return importlib.metadata.version("sglang-oscar")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,78 @@
+"""How to fit: the options of :func:`oscar_rotation.fit.calibrate.fit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
+from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
+from oscar_rotation.math.eigenbasis import EIGEN_ORDERS, EigenOrder
+from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
+
+Share = Literal["layer", "kv_head"]
+SHARES: tuple[str, ...] = get_args(Share)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How to fit.
+
+    Attributes:
+        key_target: "qqt" (C_Q), "ktk", "uresidual" or "hadamard".
+        value_target: "sst" (exact C_S), "proxy", "vtv", "uresidual" or "hadamard".
+        order: order of the eigenvectors: "ascending" (default) or "descending".
+        composition: how the rotation is put together; "r_h_pbr" is U H P.
+        include_warmup: fit on chunk 0 too.
+        share: "layer": one rotation for all kv heads of a layer; "kv_head": one per kv head.
+        fit_clip: choose clip ratios per layer on held-out requests, which then take no part in the covariances.
+        report: measure errors per layer; see :mod:`oscar_rotation.report.layer_report`.
+        group_size: channels that share a scale, for ``fit_clip`` and ``report``.
+        holdout_tokens: tokens that clip ratios and errors are measured on.
+
+    Raises:
+        ValueError: for an unknown name or a number out of range.
+    """
+
+    key_target: str = METHODS[DEFAULT_METHOD][0]
+    value_target: str = METHODS[DEFAULT_METHOD][1]
+    order: EigenOrder = "ascending"
+    composition: str = DEFAULT_COMPOSITION
+    include_warmup: bool = False
+    share: Share = "layer"
+    fit_clip: bool = False
+    report: bool = False
+    group_size: int = DEFAULT_GROUP_SIZE
+    holdout_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("key_target", KEY_TARGETS),
+            ("value_target", VALUE_TARGETS),
+            ("order", EIGEN_ORDERS),
+            ("composition", COMPOSITIONS),
+            ("share", SHARES),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.group_size < 2 or self.group_size & (self.group_size - 1):
+            raise ValueError(f"group_size must be a power of two, got {self.group_size}")
+        if self.holdout_tokens < 1:
+            raise ValueError(f"holdout_tokens must be at least 1, got {self.holdout_tokens}")
+
+    @classmethod
+    def of_method(cls, method: str, **overrides: Any) -> FitOptions:
+        """Options of a named method, for instance "qqt_sst"; ``overrides`` replace single fields.
+
+        Raises:
+            ValueError: for an unknown method or value.
+        """
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        key_target, value_target = METHODS[method]
+        return cls(**{"key_target": key_target, "value_target": value_target, **overrides})
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether single requests are kept to measure errors on."""
+        return self.fit_clip or self.report

@@ -1,0 +1,168 @@
+"""The fit of the recipe ``plus``: key centers and balanced transforms (see :mod:`oscar_rotation.math.balanced`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from oscar_rotation.dump import DumpError, DumpReader
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_rotation.fit.calibrate import FitResult, choose_device, package_version, remarks
+from oscar_rotation.fit.layer import Progress
+from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.math.balanced import Balanced, balance, shrunk
+from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
+from oscar_rotation.math.hadamard import is_power_of_two
+
+SINK = 64
+"""First tokens of a request, which a server reads in 16 bits; at most half of a short request is left out for them."""
+
+CLIP_RATIO = 0.88
+"""Of keys and values: the squared error of four fitted levels over a normal row is least about here."""
+
+KEY_GAIN, VALUE_GAIN = 0.98, 1.0
+"""Gains of scales fitted to the codes. Noise in a logit makes exp(logit) larger on average, by half its variance in
+nats, for every token that is read quantized; keys read a little short make up for it. Values need no such thing."""
+
+OBJECTIVE = "balanced"
+COMPOSITION = "u_h_br"
+
+
+class Moments:
+    """What the transforms of one layer are made of.
+
+    Args:
+        kv_heads, head_dim, device: as of :class:`oscar_rotation.math.covariance.CovarianceAccumulator`.
+    """
+
+    def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
+        size = (kv_heads, head_dim, device)
+        self.queries, self.keys, self.values = QueryCovariance(*size), KeyCovariance(*size), ValueCovariance(*size)
+        self.key_sum = torch.zeros(kv_heads, head_dim, dtype=torch.float64, device=device)
+
+    def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
+        """Add whole requests; shapes as of the covariance accumulators. Sink tokens count as queries only."""
+        self.queries.update(q, k, v, seq_lens)
+        k, v = (behind_sink(x, seq_lens).to(self.key_sum.device) for x in (k, v))
+        self.keys.update(q, k, v, seq_lens)
+        self.values.update(q, k, v, seq_lens)
+        self.key_sum += k.double().sum(0)
+
+    @property
+    def center(self) -> torch.Tensor:
+        """Mean key by kv head: float64 [kv_heads, head_dim] on the CPU."""
+        return (self.key_sum / self.keys.rows).cpu()
+
+    def stored_keys_by_head(self, centered: bool = True) -> torch.Tensor:
+        """Second moment of the keys, less their centers: float64 [kv_heads, head_dim, head_dim]."""
+        moment = self.keys.per_head().cpu()
+        return moment - self.center[:, :, None] * self.center[:, None, :] if centered else moment
+
+    def stored_keys(self, centered: bool = True) -> torch.Tensor:
+        """Mean of :meth:`stored_keys_by_head` over kv heads: float64 [head_dim, head_dim]."""
+        return self.stored_keys_by_head(centered).mean(0)
+
+
+def behind_sink(x: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
+    """Tokens behind the sink of every request: [tokens, heads, d] -> [fewer, heads, d]."""
+    return torch.cat([part[min(SINK, len(part) // 2) :] for part in x.split(list(seq_lens))])
+
+
+@dataclass(frozen=True)
+class PlusLayer:
+    """Transforms of one layer; ``center`` float64 [kv_heads, head_dim] in the model's basis."""
+
+    key: Balanced
+    value: Balanced
+    center: torch.Tensor
+
+
+def fit_plus_layer(moments: Moments, reader: torch.Tensor) -> PlusLayer:
+    """Both transforms and the centers of one layer.
+
+    Args:
+        moments: of the layer.
+        reader: W_o W_o^T by kv head, [kv_heads, head_dim, head_dim].
+    """
+    key = balance(shrunk(moments.stored_keys()), shrunk(moments.queries.shared()))
+    value = balance(moments.values.shared(), reader.mean(0))
+    return PlusLayer(key, value, moments.center)
+
+
+def fit_plus(
+    dump: DumpReader | str | Path,
+    weights: OutputWeights,
+    *,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> FitResult:
+    """Fit the recipe ``plus`` to a dump of activations.
+
+    Args:
+        dump: reader of a dump, or its folder.
+        weights: output projections of the model that was dumped.
+        device: "auto", "cpu", "cuda" or another torch device.
+        progress: told about every chunk.
+
+    Raises:
+        DumpError: the dump or the weights are broken, do not fit each other or do not suffice.
+        ValueError: unknown device.
+    """
+    place = choose_device(device)
+    source = dump if isinstance(dump, DumpReader) else DumpReader(dump)
+    chunks = source.fit_chunks()
+    layers: list[PlusLayer] = []
+    tokens = requests = q_heads = kv_heads = head_dim = 0
+    for layer in range(source.num_layers):
+        moments: Moments | None = None
+        for index, chunk in enumerate(source.iterate(layer, chunks)):
+            q_heads, kv_heads, head_dim = chunk.q.shape[1], chunk.k.shape[1], chunk.k.shape[2]
+            if not is_power_of_two(head_dim):
+                raise DumpError(f"{source.root}: head_dim is {head_dim}; a Hadamard rotation needs a power of two")
+            if moments is None:
+                moments = Moments(kv_heads, head_dim, place)
+            moments.update(chunk.q.to(place), chunk.k.to(place), chunk.v.to(place), chunk.seq_lens)
+            if layer == 0:
+                tokens, requests = tokens + sum(chunk.seq_lens), requests + len(chunk.seq_lens)
+            if progress is not None:
+                progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
+        assert moments is not None
+        layers.append(fit_plus_layer(moments, weights.reader(layer, kv_heads, head_dim)))
+    calibration = {
+        "tokens": tokens, "requests": requests, "chunks": len(chunks), "include_warmup": False,
+        "q_heads": q_heads, "kv_heads": kv_heads,
+    }  # fmt: skip
+    model = (source.manifest.model_id, source.manifest.model_hash) if source.manifest else ("", "")
+
+    def metadata(side: Side) -> RotationMetadata:
+        return RotationMetadata(OBJECTIVE, side, COMPOSITION, "descending", *model, package_version(), calibration)
+
+    return FitResult(*pack_plus(layers, metadata("k"), metadata("v")), remarks(tokens, head_dim))
+
+
+def pack_plus(
+    layers: Sequence[PlusLayer], key_metadata: RotationMetadata, value_metadata: RotationMetadata
+) -> tuple[RotationSet, RotationSet]:
+    """Both sides of all layers as files hold them."""
+    centers = torch.stack([layer.center @ layer.key.transform for layer in layers]).float()
+    return (
+        _pack([layer.key for layer in layers], key_metadata, KEY_GAIN, centers),
+        _pack([layer.value for layer in layers], value_metadata, VALUE_GAIN, None),
+    )
+
+
+def _pack(
+    sides: Sequence[Balanced], metadata: RotationMetadata, gain: float, centers: torch.Tensor | None
+) -> RotationSet:
+    return RotationSet(
+        torch.stack([side.transform for side in sides]).float(),
+        torch.stack([side.sigma for side in sides]).float(),
+        (CLIP_RATIO,) * len(sides),
+        metadata,
+        torch.stack([side.dual for side in sides]).float(),
+        centers,
+        (gain,) * len(sides),
+    )

@@ -1,0 +1,1 @@
+"""Bases, covariances and errors: linear algebra without files."""

@@ -1,0 +1,1 @@
+"""What a fit or a file says about itself."""

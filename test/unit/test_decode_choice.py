@@ -1,0 +1,63 @@
+"""Which kernel decodes, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.extend_plan import SHORT_BATCH
+from oscar_kernels.triton import decode as triton
+from sglang_oscar.attention import decode_choice
+from sglang_oscar.errors import Int2Error
+
+CACHE = SimpleNamespace(k_rows=torch.empty(0))
+
+
+def choose(setting: str, max_batch: int = 65, short_chunks: bool = False) -> object:
+    return decode_choice.choose(setting, CACHE, 64, 32, torch.bfloat16, max_batch, short_chunks)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Variants that are prepared (their last argument) and the batches of workspaces that are made."""
+    made: list[object] = []
+    monkeypatch.setattr(cuda, "unsupported", lambda *args: None)
+    monkeypatch.setattr(cuda, "variant_of", lambda *args: args[-1])
+    monkeypatch.setattr(cuda, "prepare", made.append)
+    monkeypatch.setattr(cuda, "make_workspace", lambda cache, q_heads, batch: made.append(batch))
+    return made
+
+
+@pytest.mark.usefixtures("hopper")
+def test_choice_on_hopper() -> None:
+    for setting in ("auto", "cuda"):
+        assert isinstance(choose(setting), decode_choice.CudaDecode)
+    assert choose("triton") is triton.decode
+
+
+def test_short_chunks_need_log_sum_exps_and_room(hopper: list[object]) -> None:
+    choose("auto", 65)
+    assert hopper == [False, 65]
+    hopper.clear()
+    choose("auto", 65, short_chunks=True)
+    choose("auto", 300, short_chunks=True)
+    assert hopper == [False, True, SHORT_BATCH, False, True, 300]
+
+
+def test_elsewhere_triton_decodes_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose("auto") is triton.decode
+    assert "Triton kernel, because the GPU is not of compute capability 9.0" in caplog.text
+    with pytest.raises(Int2Error, match=r"DECODE_BACKEND=cuda: the GPU is not .*; set it to auto or triton"):
+        choose("cuda")
+
+
+def test_a_cpu_has_no_choice() -> None:
+    decode_choice.check("auto", "cpu")
+    for setting in ("cuda", "triton"):
+        with pytest.raises(Int2Error, match=f"DECODE_BACKEND={setting} needs --device cuda"):
+            decode_choice.check(setting, "cpu")  # type: ignore[arg-type]

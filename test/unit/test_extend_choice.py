@@ -1,0 +1,77 @@
+"""Which backend extend gets, and that its memory is in the account."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
+from oscar_kernels.triton.decode import decode
+from sglang_oscar.attention import extend_choice
+from sglang_oscar.attention.extend_choice import Workspace, choose
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.plan import GIB, Geometry, make_plan
+
+WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "fa2", 1 << 20, passes=8)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_choice_on_a_gpu(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert choose("auto", "cuda") == ("flashinfer" if installed else "triton")
+    assert choose("triton", "cuda") == "triton"
+    if installed:
+        assert choose("flashinfer", "cuda") == "flashinfer"
+    else:
+        with pytest.raises(Int2Error, match="not installed; pip install flashinfer-python"):
+            choose("flashinfer", "cuda")
+
+
+def test_a_cpu_has_no_choice() -> None:
+    assert choose("auto", "cpu") is None
+    for setting in ("triton", "flashinfer"):
+        with pytest.raises(Int2Error, match=f"{extend_choice.VARIABLE}={setting} needs --device cuda"):
+            choose(setting, "cpu")
+
+
+def test_workspace_is_in_the_account() -> None:
+    geometry = Geometry(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
+    plain, plan = (make_plan(geometry, 40 * GIB, 64, 64, extend) for extend in (None, WORKSPACE))
+    assert plan.fixed_bytes == plain.fixed_bytes + WORKSPACE.total_bytes
+    assert WORKSPACE.total_bytes > 256 << 20
+    assert [line for line in plan.lines(1000) if line not in plain.lines(1000)] == [WORKSPACE.line()]
+    assert "65536 tokens at a time" in WORKSPACE.line()
+
+
+@pytest.mark.parametrize(
+    ("gib", "tokens", "passes"), [(1, 8192, 8), (8, 65_536, 8), (20, 65_536, 9), (40, 65_536, 19), (100, 65_536, 32)]
+)
+def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice 4 KiB of keys and values a token, at most 256 MiB or a 32nd; 8 MiB for each plan."""
+    pytest.importorskip("flashinfer")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("flashinfer.utils.determine_attention_backend", lambda *args, **options: "fa3")
+    made = extend_choice.workspace(RowLayout(8, 128, 128), 32, torch.bfloat16, gib * GIB)
+    assert (made.tokens, made.passes) == (tokens, passes)
+
+
+def test_a_budget_below_windows_and_workspace_is_refused() -> None:
+    geometry = Geometry(RowLayout(1, 64, 64), Windows(sink=0, recent=0, ring=0), torch.bfloat16, layers=1)
+    with pytest.raises(Int2Error, match="too small"):
+        make_plan(geometry, WORKSPACE.total_bytes, 1, 64, WORKSPACE)
+
+
+def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def plan(self, *args: object, **options: object) -> None:
+            raise RuntimeError("Could not find nvcc\nand more")
+
+    monkeypatch.setattr(extend_choice, "_wrappers", lambda size, device: Broken)
+    with pytest.raises(Int2Error, match=r"\(Could not find nvcc\); .*SGLANG_OSCAR_EXTEND_BACKEND=triton") as caught:
+        extend_choice.ragged_extend(
+            WORKSPACE, RowLayout(8, 128, 128), Windows(64, 256, 256), torch.device("cpu"), decode
+        )
+    assert "\n" not in str(caught.value)
