@@ -41,8 +41,12 @@ ABLATED = dict.fromkeys(("plus", "factors", "order", "targets"), (REGIMES[0], RE
 ONCE = {"windows": REGIMES[1:2], "clip": REGIMES[1:2], "calibration": REGIMES[1:2]}
 
 
-REAL = (*EVERYWHERE, "focus", "bits")
-"""Tables of a real model: every method, the parts of the recipe that was made on one, and bits of keys and values."""
+REAL = (*EVERYWHERE, "focus", "bits", "domains")
+"""Tables of a real model, in this order: every method, the parts of the recipe that was made on one, bits of keys and
+values, and calibration on one kind of text."""
+
+EVERY_LENGTH = (*EVERYWHERE, "bits")
+"""Tables whose methods are asked about documents of every length, not of the first alone."""
 
 
 @dataclass(frozen=True)

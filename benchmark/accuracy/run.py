@@ -59,6 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--from", dest="sources", action="append", type=Path, help="report on these results; repeatable"
     )
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out holds, measure the others")
     parser.add_argument("--no-server", action="store_true", help="start no servers")
     parser.add_argument("--server-only", action="store_true", help="nothing but servers")
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "accuracy.md")
@@ -124,7 +125,7 @@ class Bench:
             "retrieval": {
                 str(n): task.measure(method)
                 for index, (n, task) in enumerate(self.retrieval.items())
-                if index == 0 or method.table in self.all_lengths
+                if index == 0 or method.table in plan.EVERY_LENGTH
             },
         }
         if self.kinds:
@@ -136,11 +137,6 @@ class Bench:
                 str(n): vars_of(layers.measure(method), "attention_kl") for n, layers in self.long.items()
             }
         return row
-
-    @property
-    def all_lengths(self) -> tuple[str, ...]:
-        """Tables whose methods are asked about documents of every length, not of the first alone."""
-        return plan.REAL if self.kinds else plan.EVERYWHERE
 
 
 def one_batch(model: Any, ids: torch.Tensor, tail: int) -> Session:
@@ -160,10 +156,12 @@ def measure_model(
     device: str,
     only: list[str],
     save: Callable[[dict[str, Any]], None],
+    known: dict[str, Any],
 ) -> dict[str, Any]:
     """All regimes and methods on one model; ``save`` is given what there is after every row.
 
-    Regimes are of the shipped models; any other is measured as it is, on four kinds of text.
+    Regimes are of the shipped models; any other is measured as it is, on four kinds of text. Rows of ``known``, what an
+    earlier run saved, are kept and not measured again.
     """
     model, tokenizer = load(source, device)
     shipped = is_shipped(source)
@@ -181,11 +179,12 @@ def measure_model(
             "factors": {"keys": regime.keys, "values": regime.values},
             "outliers": outlier_statistics(calibration),
             "outlier_alignment": common_direction(calibration),
-            "rows": {},
+            "rows": known.get("regimes", {}).get(regime.name, {}).get("rows", {}),
         }
         out["regimes"][regime.name] = found
         print(f"{source}, {regime.name}: ready after {time.time() - begin:.0f} s", flush=True)
-        for name, row in rows(bench, regime, size, only, not shipped):
+        left = chosen_methods(regime, size, only, not shipped, set(found["rows"]))
+        for name, row in rows(bench, left):
             found["rows"][name] = row
             found["seconds"] = round(time.time() - begin, 1)
             save(out)
@@ -193,14 +192,21 @@ def measure_model(
     return out
 
 
-def rows(
-    bench: Bench, regime: Regime, size: plan.Size, only: list[str], real: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and rows of all methods that are wanted in a regime, as they come."""
-    for name, method in all_methods().items():
-        unwanted = only and name != "BF16" and not any(x in name for x in only)
-        if unwanted or not plan.wanted(method, regime.name, size, real):
-            continue
+def chosen_methods(regime: Regime, size: plan.Size, only: list[str], real: bool, done: set[str]) -> list[Method]:
+    """Methods that are wanted in a regime and not done, those of a real model table by table."""
+    chosen = [
+        method
+        for name, method in all_methods().items()
+        if plan.wanted(method, regime.name, size, real)
+        and (not only or name == "BF16" or any(x in name for x in only))
+        and name not in done
+    ]
+    return sorted(chosen, key=lambda method: size.real_tables.index(method.table)) if real else chosen
+
+
+def rows(bench: Bench, methods: list[Method]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and rows of methods, as they come."""
+    for method in methods:
         begin = time.time()
         row = bench.row(method)
         recalled = " ".join(f"{x['accuracy']['mean']:.2f}" for x in row["retrieval"].values())
@@ -208,8 +214,10 @@ def rows(
         line = f"ppl {language['perplexity']['mean']:9.3f}  kl {language['kl']['mean']:8.5f}"
         line += "".join(f" {x['kl']['mean']:.5f}" for x in row.get("kinds", {}).values())
         seconds = f"{time.time() - begin:5.1f} s ({row['fit_seconds']:.1f} s to fit)"
-        print(f"{name:44s} {row['bits']['131072']:6.3f} bits  {line}  retrieval {recalled}  {seconds}", flush=True)
-        yield name, row
+        print(
+            f"{method.name:44s} {row['bits']['131072']:6.3f} bits  {line}  retrieval {recalled}  {seconds}", flush=True
+        )
+        yield method.name, row
 
 
 def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
@@ -222,6 +230,8 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
         "models": {},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.resume and args.out.is_file():
+        results["models"] = json.loads(args.out.read_text(encoding="utf-8"))["models"]
 
     def save(name: str, found: dict[str, Any]) -> None:
         results["models"][name] = found
@@ -234,7 +244,8 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
     sources = [] if args.server_only else args.model or [str(MODEL)]
     for source in sources:
         keep = partial(save, Path(source).name)
-        measure_model(source, size, args.split, args.device, args.only or [], keep)
+        known = results["models"].get(Path(source).name, {})
+        measure_model(source, size, args.split, args.device, args.only or [], keep, known)
     if not args.no_server:
         from accuracy.server import measure_server
 
