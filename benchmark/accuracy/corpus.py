@@ -79,8 +79,13 @@ def source_texts(part: str, render: Render) -> Iterator[str]:
 
 
 def docs_texts(part: str, render: Render) -> Iterator[str]:
-    """Topics of the language reference."""
-    yield from (f"{topics[name].strip()}\n" for name in sorted(topics) if part_of(name) == part)
+    """Topics of the language reference. Some hold others: a paragraph belongs to the first topic that has it."""
+    seen: set[str] = set()
+    for name in sorted(topics):
+        own = [paragraph for paragraph in topics[name].strip().split("\n\n") if paragraph.strip() not in seen]
+        seen.update(paragraph.strip() for paragraph in own)
+        if own and part_of(name) == part:
+            yield "\n\n".join(own) + "\n"
 
 
 def chat_texts(part: str, render: Render) -> Iterator[str]:
@@ -118,7 +123,7 @@ def description_texts(part: str, render: Render) -> Iterator[str]:
     for package in importlib.metadata.distributions():
         facts: Any = package.metadata
         body = facts.get_payload() if facts else None
-        if body and len(body) > SHORTEST_ANSWER:
+        if body and facts["Name"] and len(body) > SHORTEST_ANSWER:
             found[facts["Name"].lower().replace("_", "-")] = f"{body.strip()}\n"
     seen = set()
     for name in sorted(found):
