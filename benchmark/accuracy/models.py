@@ -32,19 +32,28 @@ REGIMES = (
 )
 
 
-def load(source: str | Path, device: str) -> tuple[Any, Any]:
-    """A model in float32 without outliers of its making, and its tokenizer (of the ``tokenizers`` library).
+RECORD = "training.json"
+"""File of a model that scripts/train_reference_model.py trained; says which outliers were put into it."""
 
-    A folder's ``training.json`` says which outliers were put into it; they are taken out, which is exact.
+
+def is_shipped(source: str | Path) -> bool:
+    """Whether scripts/train_reference_model.py trained a model, so that outliers can be put into it."""
+    return (Path(source) / RECORD).is_file()
+
+
+def load(source: str | Path, device: str) -> tuple[Any, Any]:
+    """A model in float32 without outliers of its making, and its tokenizer (of ``transformers``).
+
+    Outliers that :data:`RECORD` says were put into it are taken out, which is exact.
 
     Args:
         source: folder or id of the Hub.
         device: torch device.
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(source).backend_tokenizer
-    record = Path(source) / "training.json"
-    if record.is_file():
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    record = Path(source) / RECORD
+    if is_shipped(source):
         facts = json.loads(record.read_text(encoding="utf-8"))
         state = dict(model.state_dict())
         for layer, pair in enumerate(facts["outlier_pairs"]):

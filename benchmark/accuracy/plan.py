@@ -30,7 +30,8 @@ class Split:
 SPLITS = {"report": Split(31, (64_000, None)), "choice": Split(5, (32_000, 64_000))}
 """The recipe ``plus`` was chosen on the second; the report is about the first."""
 
-LAYER_CONTEXTS = 8
+LAYER_CONTEXTS, LONG_CONTEXTS = 8, 4
+"""Contexts of what is measured layer by layer, and of it at several lengths."""
 
 FIGURES = ("naive INT2 g128", "QuaRot-INT2 g128", "OSCAR g128, no rotation", "OSCAR g128", "plus g128")
 """Methods drawn in the figures, as in the paper: naive, Hadamard, clipping alone, OSCAR; and ``plus``."""
@@ -38,6 +39,14 @@ FIGURES = ("naive INT2 g128", "QuaRot-INT2 g128", "OSCAR g128, no rotation", "OS
 EVERYWHERE = ("methods",)
 ABLATED = dict.fromkeys(("plus", "factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
 ONCE = {"windows": REGIMES[1:2], "clip": REGIMES[1:2], "calibration": REGIMES[1:2]}
+
+
+REAL = (*EVERYWHERE, "focus", "bits", "domains")
+"""Tables of a real model, in this order: every method, the parts of the recipe that was made on one, bits of keys and
+values, and calibration on one kind of text."""
+
+EVERY_LENGTH = (*EVERYWHERE, "bits")
+"""Tables whose methods are asked about documents of every length, not of the first alone."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Size:
         documents, questions: of retrieval, per length.
         long_contexts: lengths at which the attention KL of :data:`FIGURES` is measured.
         tables: of methods; others are left out.
+        real_tables: the same, for models that are measured as they are, without regimes.
+        kind_contexts, kind_context, kind_tail: of each further kind of text of a real model.
         regimes: names; others are left out.
         batch_tokens: retrieval, at a time.
     """
@@ -65,22 +76,28 @@ class Size:
     tables: tuple[str, ...] = (*EVERYWHERE, *ABLATED, *ONCE)
     regimes: tuple[str, ...] = tuple(regime.name for regime in REGIMES)
     batch_tokens: int = 65536
+    real_tables: tuple[str, ...] = REAL
+    kind_contexts: int = 12
+    kind_context: int = 1536
+    kind_tail: int = 256
 
 
 TWO = (REGIMES[0].name, REGIMES[2].name)
 SIZES = {
     "full": Size(),
-    "reduced": Size(6, 1024, 256, (1024,), 3, 4, (), ("methods",), TWO, 8192),
-    "long": Size(24, 1536, 256, (1024,), 12, 4, (), ("methods",), batch_tokens=16384),
-    "tiny": Size(2, 640, 32, (700,), 1, 2, (640,), ("methods",), TWO, 4096),
+    "reduced": Size(6, 1024, 256, (1024,), 3, 4, (), EVERYWHERE, TWO, 8192, EVERYWHERE, 2, 768, 128),
+    "long": Size(24, 1536, 256, (1024,), 12, 4, (), EVERYWHERE, batch_tokens=16384),
+    "tiny": Size(2, 640, 32, (700,), 1, 2, (640,), EVERYWHERE, TWO, 4096, EVERYWHERE, 1, 512, 16),
 }
 
 
-def wanted(method: Method, regime: str, size: Size) -> bool:
-    """Whether a method is measured in a regime."""
+def wanted(method: Method, regime: str, size: Size, real: bool = False) -> bool:
+    """Whether a method is measured in a regime; a ``real`` model has none but "as trained"."""
+    if real:
+        return method.table in size.real_tables
     if method.table not in size.tables:
         return False
-    regimes = REGIMES if method.table in EVERYWHERE else (ABLATED | ONCE)[method.table]
+    regimes = REGIMES if method.table in EVERYWHERE else (ABLATED | ONCE).get(method.table, ())
     return regime in {r.name for r in regimes}
 
 

@@ -1,10 +1,12 @@
-"""What a result was measured on."""
+"""What a result was measured on, and how much of its memory is in use."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,3 +26,15 @@ def describe() -> dict[str, Any]:
         **versions,
         "command": shlex.join(command),
     }
+
+
+def used_bytes() -> int:
+    """Bytes in use on the first GPU that this process sees, by all processes together.
+
+    Raises:
+        FileNotFoundError: there is no ``nvidia-smi``.
+        subprocess.CalledProcessError: it failed.
+    """
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={gpu}"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20

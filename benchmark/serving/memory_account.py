@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_decode import used_bytes
-from machine import describe
+from machine import describe, used_bytes
 from subjects import MODES, SERVER, SHAPES, send_all, write_model
 
 from sglang_oscar.cpu.server import environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +44,17 @@ def equal_words(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def retrieval_questions(
-    tokenizer: Tokenizer, length: int, documents: int, questions: int, facts: int, seed: int, last: int = RECENT
+    tokenizer: Tokenizer,
+    length: int,
+    documents: int,
+    questions: int,
+    facts: int,
+    seed: int,
+    last: int = RECENT,
+    lines: Sequence[str] | None = None,
 ) -> Questions:
     """Retrieval questions about documents of ``length`` tokens; no fact in the last ``last`` tokens of a document.
+    Documents are made of ``lines``, by default those that :func:`reference_model.retrieval.build_document` takes.
 
     Raises:
         ValueError: the tokenizer gives answers of different lengths (it must keep every digit apart).
@@ -56,7 +65,7 @@ def retrieval_questions(
 
     words = equal_words(tokenizer)
     built = [
-        build_document(lambda t: len(encode(t)), length, facts, seed * 100_003 + i, 128, last, words)
+        build_document(lambda t: len(encode(t)), length, facts, seed * 100_003 + i, 128, last, words, lines)
         for i in range(documents)
     ]
     texts = [encode(document.text) for document in built]

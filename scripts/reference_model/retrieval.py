@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,6 +91,7 @@ def build_document(
     first: int = 64,
     last: int = 256,
     words: tuple[str, ...] = WORDS,
+    lines: Sequence[str] | None = None,
 ) -> Document:
     """A document of at most ``length`` tokens (and at most about 20 fewer) with facts at random depths.
 
@@ -104,6 +105,7 @@ def build_document(
         first, last: tokens at either end in which no fact begins or ends. The defaults are the 16-bit windows of
             the server, so that every fact is read from the quantized part of the cache.
         words: names to draw from.
+        lines: what the document is made of, each with its line break; :func:`filler_lines` by default.
 
     Raises:
         ValueError: if the facts do not fit into the length.
@@ -114,7 +116,7 @@ def build_document(
     budget = length - count_tokens("".join(statements))
     if budget < first + last + facts:
         raise ValueError(f"{facts} facts do not fit into {length} tokens outside windows of {first} and {last}")
-    lines = filler_lines()
+    lines = lines or filler_lines()
     begin = rng.randrange(len(lines))
     chosen: list[str] = []
     ends: list[int] = []

@@ -95,8 +95,16 @@ class Oscar(RowMethod):
 
 
 def lloyd_max_rows(y: torch.Tensor, group: int) -> torch.Tensor:
-    """Lloyd-Max levels around the group's mean, scaled by its standard deviation, both bfloat16: same bits."""
-    grouped = y.unflatten(-1, (-1, group))
+    """Lloyd-Max levels around the group's mean, scaled by its standard deviation, both bfloat16: same bits.
+
+    Args:
+        y: [..., d].
+        group: channels that share both; all d where there are fewer.
+
+    Returns:
+        float32 [..., d].
+    """
+    grouped = y.unflatten(-1, (-1, min(group, y.shape[-1])))
     mean = grouped.mean(-1, keepdim=True).bfloat16().float()
     deviation = (grouped - mean).square().mean(-1, keepdim=True).sqrt().clamp_min(1e-8).bfloat16().float()
     return (mean + deviation * lloyd_max_round((grouped - mean) / deviation, 2)).flatten(-2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from accuracy.calibration import Calibration
@@ -20,17 +22,20 @@ class RotateKV(Method):
 
     Assumed, where paper and program leave it open or a laboratory of one attention layer cannot follow: the exact
     tokens are the first ones, not those of the largest hidden activations; groups of heads have as many as fit; no
-    recent window; the range is that of each token in each group, shortened at both ends alike.
+    recent window; the range is that of each token in each group, shortened at both ends alike; where groups of 128
+    do not divide the channels of a layer, the largest power of two that does takes their place.
     """
 
     name = "RotateKV g128"
     source = "Su et al. 2025 (arXiv 2501.16383); see the class for what is assumed"
     sink, recent = SINK_TOKENS, 0
+    group = GROUP
 
     def fit(self, calibration: Calibration) -> None:
         """The order of channels in every layer."""
         self.rotary = calibration.rotary
         heads = calibration.kv_heads
+        self.group = math.gcd(GROUP, heads * calibration.head_dim)
         together = next(n for n in (HEADS_TOGETHER, 2, 1) if heads % n == 0)
         self.hadamard = {
             size: sylvester_hadamard(size).float().to(calibration.device)
@@ -54,7 +59,7 @@ class RotateKV(Method):
         """See :class:`Method`."""
         order = self.order[layer]
         coded = torch.empty_like(flat := self.rotated(k))
-        coded[..., order] = uniform(flat[..., order], 2, -1, GROUP, span=RANGE)
+        coded[..., order] = uniform(flat[..., order], 2, -1, self.group, span=RANGE)
         back = (coded.unflatten(2, (-1, self.width)) @ self.hadamard[self.width]).flatten(2)
         return turned(back.unflatten(2, (k.shape[1], -1)).transpose(1, 2), *self.rotary(k.shape[2]))
 
@@ -65,7 +70,7 @@ class RotateKV(Method):
 
     def stored_bits(self, head_dim: int) -> tuple[float, float]:
         """See :class:`Method`."""
-        return uniform_bits(2, GROUP), uniform_bits(2, min(GROUP, head_dim))
+        return uniform_bits(2, self.group), uniform_bits(2, min(GROUP, head_dim))
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

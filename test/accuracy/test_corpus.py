@@ -1,0 +1,69 @@
+"""Text of a real model's tables: four kinds, three parts without a document in common, the same at every run."""
+
+from __future__ import annotations
+
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
+
+from accuracy.corpus import KINDS, PARTS, TEXTS, Corpus, library_files, part_of, plain_chat  # noqa: E402
+from accuracy.material import RealMaterial  # noqa: E402
+from reference_model.corpus import held_out_tokens  # noqa: E402
+from reference_model.retrieval import HELD_OUT  # noqa: E402
+
+LINES_THAT_REPEAT = 0.2
+"""Licences, imports and empty lines are in many files."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_share_no_document(kind: str) -> None:
+    """Every part has text, no text is in two, and asking again gives the same."""
+    texts = {part: list(TEXTS[kind](part, plain_chat)) for part in PARTS}
+    for part, found in texts.items():
+        assert sum(map(len, found)) > 40_000, part
+        assert found == list(TEXTS[kind](part, plain_chat))
+    for one, other in combinations(PARTS, 2):
+        assert not set(texts[one]) & set(texts[other])
+        lines = [{x for text in texts[part] for x in text.splitlines() if len(x) > 60} for part in (one, other)]
+        assert len(lines[0] & lines[1]) < LINES_THAT_REPEAT * min(map(len, lines))
+
+
+def test_held_out_modules_are_reported_on() -> None:
+    """What the shipped models have not seen comes first in the report and is in no other part."""
+    held_out = [name for name in library_files() if name in HELD_OUT]
+    assert list(library_files())[: len(held_out)] == held_out
+    assert {part_of(name) for name in HELD_OUT} == {"report"}
+
+
+def test_report_text_is_that_of_the_shipped_models(tokenizer) -> None:
+    tokens = Corpus(tokenizer).tokens("source", "report", 50_000)
+    assert np.array_equal(tokens, held_out_tokens(tokenizer.backend_tokenizer, 50_000))
+
+
+def test_material_of_a_real_model(tokenizer) -> None:
+    """Contexts of every kind, calibration of every domain in one shape, questions from lines of the measured part."""
+    material = RealMaterial(tokenizer, "choice")
+    shapes = {material.calibration(domain).shape for domain in material.domains if domain != "mixed"}
+    assert len(shapes) == 1
+    assert material.calibration("mixed").shape[1] == next(iter(shapes))[1]
+    for kind in material.kinds:
+        assert material.text(kind, 3, 400).shape == (3, 400)
+    asked = material.questions(800, 1, 2)
+    lines = set(material.corpus.lines("choose"))
+    text = tokenizer.decode(asked.prompts[0])
+    inside = [line in lines for line in text.splitlines(keepends=True)[1:-1] if "magic number" not in line]
+    assert np.mean(inside) > 0.9
+    with pytest.raises(ValueError, match="no text of kind 'poems'"):
+        material.corpus.tokens("poems", "train")
