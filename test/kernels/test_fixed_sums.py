@@ -58,7 +58,7 @@ def fixed_sums(heads: Heads) -> Sums:
     """As the kernel sums: float32 where it has float32, integers where it has integers."""
     f32, f64 = np.float32, np.float64
     peak, step = f32(constant("PEAK")), constant("PHASE_STEP")
-    looks, full = constant("STAGES_BETWEEN_LOOKS"), constant("FULL")
+    looks, full = constant("RUN_STAGES"), constant("FULL")
     count, tokens = heads.logits.shape
     top, factor = np.full(count, -1e30, f32), np.full(count, 1e30, f32)
     total, shift = np.zeros((count, 8), f32), np.zeros((count, 8), f32)
@@ -172,7 +172,7 @@ def test_values_of_large_scale_cost_no_resolution() -> None:
 
 def test_sums_cannot_overflow_between_two_looks() -> None:
     """The largest numbers there are, for as long as it takes."""
-    tokens = 4 * TILE * constant("STAGES_BETWEEN_LOOKS")
+    tokens = 4 * TILE * constant("RUN_STAGES")
     heads = random_heads(tokens, [0.0], [None])
     heads.logits[:] = 0
     heads.logits[:, TILE:] = 0.999
@@ -180,5 +180,5 @@ def test_sums_cannot_overflow_between_two_looks() -> None:
     heads.scale[:], heads.zero[:] = 1, 0
     found = fixed_sums(heads)
     assert constant("FULL") < found.largest < 2**31
-    assert constant("FULL") + constant("STAGES_BETWEEN_LOOKS") * TILE * 255 * 255 < 2**31
+    assert constant("FULL") + constant("RUN_STAGES") * TILE * 255 * 255 < 2**31
     assert errors(heads, found).max() < 1e-4

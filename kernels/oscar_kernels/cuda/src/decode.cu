@@ -34,18 +34,23 @@ DEVICE void attend(
       values.clear();
       int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
       int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
-      for (int stage = segment.history_begin; stage < segment.history_end; stage++, turn.advance()) {
-        u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
-        barrier_wait(full_barrier(base, turn.stage), turn.parity);
-        attend_history(softmax, values, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
-        live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
-        if (stage % Values::STAGES_BETWEEN_LOOKS == Values::STAGES_BETWEEN_LOOKS - 1)
-          values.make_room(softmax, partials.own_spill(warp), stage - segment.history_begin < Values::STAGES_BETWEEN_LOOKS);
+      // In runs, so that what keeps sums in bounds is not part of the loop over stages.
+      bool spilled = false;
+      for (int stage = segment.history_begin;;) {
+        int stop = min(segment.history_end, (stage / Values::RUN_STAGES + 1) * Values::RUN_STAGES);
+        for (; stage < stop; stage++, turn.advance()) {
+          u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
+          barrier_wait(full_barrier(base, turn.stage), turn.parity);
+          attend_history(softmax, values, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
+          live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
+        }
+        if (stage == segment.history_end) break;
+        values.make_room(softmax, partials.own_spill(warp), !spilled);
+        spilled = true;
       }
-      bool looked = segment.history_end / Values::STAGES_BETWEEN_LOOKS > segment.history_begin / Values::STAGES_BETWEEN_LOOKS;
-      values.finish(output, softmax, partials.own_spill(warp), looked);
+      values.finish(output, softmax, partials.own_spill(warp), spilled);
     }
     if (segment.window_begin < segment.window_end) {
       QueryFloats columns;

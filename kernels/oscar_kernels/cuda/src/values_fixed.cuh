@@ -20,12 +20,12 @@ struct FixedValues {
   float factor;  // weights times value scale times this are the fixed-point numbers, for this lane's head
   u32 phase;     // of the dither: its fraction of the distance between neighbouring offsets, as a fraction of 2^32
 
-  static constexpr float PEAK = 32768;       // of the fixed-point numbers, at the largest product of weight and value scale
+  static constexpr float PEAK = 16384;       // of the fixed-point numbers, at the largest product of weight and value scale
   static constexpr float INTEGER = 8388608;  // 2^23: above it, the bits of a float count in ones
   static constexpr u32 PHASE_STEP = 0x9e3779b9;  // the golden ratio: phases of successive tiles fill their range evenly
-  // A tile adds at most 32 * 255 * 255 < 2^21 to a sum, and the stages between two looks at the sums less than 2^29. Sums
+  // A tile adds at most 32 * 255 * 255 < 2^21 to a sum, and a run of stages less than 2^29. Sums
   // below FULL at one look are below 2^31 at the next.
-  static constexpr int STAGES_BETWEEN_LOOKS = 256;
+  static constexpr int RUN_STAGES = 256;
   static constexpr int FULL = 1 << 30;
   static constexpr bool PREFIXES = GROUPS == 1;  // groups have weights of their own: then only single codes are multiplied
 
@@ -60,7 +60,7 @@ struct FixedValues {
   }
 
   // A new unit after the running maximum was raised; ``largest`` is this tile's largest weight times value scale. What has
-  // been summed up was at most 2 PEAK, times the fade: the unit is as small as both allow, so a value of a large scale
+  // been summed up was at most 4 PEAK, times the fade: the unit is as small as both allow, so a value of a large scale
   // that the maximum has left behind costs no resolution.
   DEVICE void scale(const Softmax::Fade& fade, float largest) {
     float old = factor;

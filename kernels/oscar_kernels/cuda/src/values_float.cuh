@@ -40,7 +40,7 @@ struct FloatValues {
     return !(bits & 0x40004000u);  // the second bit of a float16 tells
   }
 
-  static constexpr int STAGES_BETWEEN_LOOKS = 1024;  // of two products each
+  static constexpr int RUN_STAGES = 1024;  // of two products each
   static constexpr int SPILLED = PV_BLOCKS * TILES_M * 4;
 
   // Moves the sums to ``spill``, every lane to words of its own, 32 apart, and with them the units that they are in.
