@@ -23,8 +23,8 @@ struct FixedValues {
   static constexpr float PEAK = 16384;       // of the fixed-point numbers, at the largest product of weight and value scale
   static constexpr float INTEGER = 8388608;  // 2^23: above it, the bits of a float count in ones
   static constexpr u32 PHASE_STEP = 0x9e3779b9;  // the golden ratio: phases of successive tiles fill their range evenly
-  // A tile adds at most 32 * 255 * 255 < 2^21 to a sum, and a run of stages less than 2^29. Sums
-  // below FULL at one look are below 2^31 at the next.
+  // A tile adds at most 32 * 255 * 255 < 2^21 to a sum, and a run of stages less than 2^29. Sums below FULL after one run
+  // are below 2^31 after the next.
   static constexpr int RUN_STAGES = 256;
   static constexpr int FULL = 1 << 30;
   static constexpr bool PREFIXES = GROUPS == 1;  // groups have weights of their own: then only single codes are multiplied
