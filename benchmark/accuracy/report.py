@@ -15,7 +15,16 @@ TITLES = {
     "targets": "Targets of values, and levels",
     "windows": "Windows (the paper's table 5)",
     "calibration": "Calibration volume and text (the paper's table 7)",
+    "focus": "The recipe focus, part by part",
+    "domains": "The recipe focus, by calibration text",
+    "bits": "Bits of keys and values",
 }
+BASES = {
+    "plus": ("OSCAR g128", "plus g128"),
+    **dict.fromkeys(("focus", "domains", "bits"), ("plus g128", "plus g64", "focus g128", "focus g64")),
+}
+"""Rows of the main table that a table of variants begins with; :data:`PUBLISHED` where nothing is said."""
+PUBLISHED = ("OSCAR g128", "OSCAR g64")
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
@@ -73,10 +82,12 @@ def recalled(row: Rows) -> dict[str, str]:
 
 
 def main_table(rows: Rows) -> Iterator[str]:
-    """Every method of the main table."""
+    """Every method of the main table; where there are further kinds of text, with the KL on each of them."""
     chosen = {name: row for name, row in rows.items() if row["table"] == "methods"}
+    kinds = list(dict.fromkeys(kind for row in chosen.values() for kind in row.get("kinds", {})))
     lengths = sorted({n for row in chosen.values() for n in row["retrieval"]}, key=int)
-    head = ["method", "bits at 128K", "perplexity", "excess nats", "KL", *(f"retrieval, {n}" for n in lengths)]
+    head = ["method", "bits at 128K", "perplexity", "excess nats", "KL"]
+    head += [*(f"KL, {kind}" for kind in kinds), *(f"retrieval, {n}" for n in lengths)]
     body = []
     for name, row in sorted(chosen.items(), key=lambda item: item[1]["language"]["kl"]["mean"]):
         language = row["language"]
@@ -87,6 +98,7 @@ def main_table(rows: Rows) -> Iterator[str]:
                 f"{language['perplexity']['mean']:.2f}",
                 interval(language["excess"], 3),
                 interval(language["kl"], 4),
+                *(interval(row["kinds"][kind]["kl"], 4) if kind in row.get("kinds", {}) else "-" for kind in kinds),
                 *(recalled(row).get(n, "-") for n in lengths),
             ]
         )
@@ -173,8 +185,9 @@ def ablations(model: str, found: dict[str, Any]) -> Iterator[str]:
         if not measured:
             continue
         yield from ("", f"### {model}: {title}", "")
-        base = ["OSCAR g128", "OSCAR g64"] if name != "plus" else ["OSCAR g128", "plus g128"]
-        names = base + [n for n, row in next(iter(measured.values())).items() if row["table"] == name]
+        first_rows = next(iter(measured.values()))
+        names = [n for n in BASES.get(name, PUBLISHED) if n in first_rows]
+        names += [n for n, row in first_rows.items() if row["table"] == name]
         head = ["variant", *(f"{r}: {what}" for r in measured for what in ("KL", "retrieval"))]
         body = []
         for variant in dict.fromkeys(names):
