@@ -42,7 +42,7 @@ def lossless_cache(monkeypatch: pytest.MonkeyPatch, recent: int) -> LayerCache:
     layout = RowLayout(HEADS, D, D)
     rows = [torch.zeros(SLOTS, layout.row_bytes, dtype=torch.uint8) for _ in range(2)]
     side = [torch.zeros(2, size, HEADS, D) for size in (8, 8, recent, recent)]
-    return LayerCache(layout, Windows(8, recent, recent), *rows, *side)
+    return LayerCache(layout, layout, Windows(8, recent, recent), *rows, *side)
 
 
 def batch(kv_len: int, first: int, count: int, recent: int, chunk: bool) -> Batch:
@@ -76,7 +76,7 @@ def test_attention_is_the_same(monkeypatch: pytest.MonkeyPatch, absorbed: bool, 
     total = sum(lens)
     q, k, v = vectors(4, total, HEADS * GQA), vectors(5, total, HEADS), vectors(6, total, HEADS)
     if centered:
-        torch.testing.assert_close(layer.plain_center, mean, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(layer.format.key.transform.plain_center, mean, atol=1e-4, rtol=1e-4)
     kernels, out, first = TorchKernels(), [], 0
     for count in lens:
         span = slice(first, first + count)
@@ -98,13 +98,14 @@ def test_orthogonal_layers_need_no_second_matrix() -> None:
     rotation = torch.linalg.qr(torch.randn(D, D, generator=torch.Generator().manual_seed(7)))[0]
     center = torch.randn(HEADS, D, generator=torch.Generator().manual_seed(8))
     empty = torch.empty(0)
-    cache = LayerCache(RowLayout(HEADS, D, D), Windows(0, 0, 0), *(empty,) * 6)
+    layout = RowLayout(HEADS, D, D)
+    cache = LayerCache(layout, layout, Windows(0, 0, 0), *(empty,) * 6)
     layer = LayerParams(cache, rotation, rotation, 1.0, 1.0, k_center=center)
-    assert layer.query_matrix is rotation
-    assert layer.output_matrix is not None
-    torch.testing.assert_close(layer.output_matrix, rotation.T)
-    torch.testing.assert_close(layer.plain_center @ rotation, center, atol=1e-5, rtol=1e-5)
+    assert layer.format.key.transform.reading is rotation
+    assert layer.format.value.transform.back is not None
+    torch.testing.assert_close(layer.format.value.transform.back, rotation.T)
+    torch.testing.assert_close(layer.format.key.transform.plain_center @ rotation, center, atol=1e-5, rtol=1e-5)
     bare = LayerParams(cache, None, None, 1.0, 1.0, k_center=center)
-    assert bare.query_matrix is None
-    assert bare.output_matrix is None
-    assert bare.plain_center is center
+    assert bare.format.key.transform.reading is None
+    assert bare.format.value.transform.back is None
+    assert bare.format.key.transform.plain_center is center

@@ -39,9 +39,10 @@ class TorchKernels:
         self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
-        self._store(layer, batch, k, v)
-        out = reference.decode(layer.cache, batch.tables, q, layer.query_matrix, sm_scale)
-        return reference.rotate(out, layer.output_matrix)
+        key, value = layer.format.key.transform, layer.format.value.transform
+        reference.store(layer.cache, batch.slots, k, v, layer.format)
+        out = reference.decode(layer.cache, batch.tables, q, key.reading, sm_scale)
+        return reference.rotate(out, value.back)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`Kernels`: nothing to decide."""
@@ -52,21 +53,12 @@ class TorchKernels:
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
         assert batch.extend_lens is not None
-        rotated = reference.rotate(v, layer.v_rotation)
-        center = layer.plain_center
-        chunk = k if center is None else k.float() - center
-        out = reference.extend(
-            layer.cache, batch.tables, q, chunk, rotated, batch.extend_lens, layer.query_matrix, sm_scale
-        )
-        self._store(layer, batch, k, v)
-        return reference.rotate(out, layer.output_matrix)
-
-    @staticmethod
-    def _store(layer: LayerParams, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
-        reference.store(
-            layer.cache, batch.slots, k, v, layer.k_rotation, layer.v_rotation, layer.k_clip, layer.v_clip,
-            layer.k_center, layer.k_gain, layer.v_gain,
-        )  # fmt: skip
+        key, value = layer.format.key.transform, layer.format.value.transform
+        rotated = reference.rotate(v, value.matrix)
+        chunk = k if key.plain_center is None else k.float() - key.plain_center
+        out = reference.extend(layer.cache, batch.tables, q, chunk, rotated, batch.extend_lens, key.reading, sm_scale)
+        reference.store(layer.cache, batch.slots, k, v, layer.format)
+        return reference.rotate(out, value.back)
 
 
 def for_device(runtime: Runtime, dtype: torch.dtype, q_heads: int) -> Kernels:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from oscar_kernels.cache import LayerCache
+from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.transform import SideTransform
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_store import SinkStore
@@ -38,23 +41,14 @@ class LayerParams:
     k_gain: float = 0.0
     v_gain: float = 0.0
 
-    @property
-    def query_matrix(self) -> torch.Tensor | None:
-        """What queries are multiplied by; None for the identity."""
-        return self.k_rotation if self.q_rotation is None else self.q_rotation
-
-    @property
-    def output_matrix(self) -> torch.Tensor | None:
-        """What attention outputs are multiplied by; None for the identity."""
-        back = self.v_rotation if self.v_back is None else self.v_back
-        return None if self.v_rotation is None or back is None else back.T.contiguous()
-
-    @property
-    def plain_center(self) -> torch.Tensor | None:
-        """``k_center`` in the basis of the keys as they are, float32 [kv_heads, head_dim]."""
-        if self.k_center is None or self.query_matrix is None:
-            return self.k_center
-        return self.k_center @ self.query_matrix.T
+    @cached_property
+    def format(self) -> LayerFormat:
+        """The same as the kernels take it."""
+        layout = self.cache.layout
+        key = SideTransform(self.k_rotation, self.q_rotation, self.k_center, self.k_clip, self.k_gain)
+        value = SideTransform(self.v_rotation, self.v_back, None, self.v_clip, self.v_gain)
+        sides = (SideFormat(layout.group_size, layout.scale_dtype, layout.bits, of) for of in (key, value))
+        return LayerFormat(layout.kv_heads, layout.head_dim, *sides)
 
 
 @dataclass

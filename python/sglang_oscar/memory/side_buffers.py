@@ -36,7 +36,8 @@ class SideBuffers:
             k_rows, v_rows = pool.rows(pool.start_layer + index)
             caches.append(
                 LayerCache(
-                    layout=self.geometry.layout,
+                    k_layout=self.geometry.layout,
+                    v_layout=self.geometry.layout,
                     windows=self.geometry.windows,
                     k_rows=k_rows,
                     v_rows=v_rows,
