@@ -5,7 +5,7 @@ A row holds one token's keys (or values) for all kv heads of one layer and is co
     [kv_heads x head_dim/4 code bytes][kv_heads x groups x (scale, zero)]
 
 so whatever moves, copies, offloads or transfers rows carries the scales with them. Codes of one head are
-stored in *planes*: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
+stored in *bit planes*: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
 ``j * head_dim/4 + b``. A kernel therefore unpacks a row with one shift and one mask per plane and never has
 to interleave. Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``.
 """

@@ -6,6 +6,7 @@ has float32 accuracy in the sum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,10 @@ from oscar_kernels.cache import LayerCache, check_layouts
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
 
-# float16 terms of a rotation are kept times this power of two, so that their low parts are no subnormals.
+# float16 terms of a matrix are kept times a power of two, so that their low parts are no subnormals: this one, or as
+# much less as keeps the largest entry at FP16_LARGEST_TERM at most.
 FP16_TERM_SCALE = 4096.0
+FP16_LARGEST_TERM = 32768.0
 TERMS = {torch.bfloat16: 3, torch.float16: 2}
 """16-bit terms that together hold a float32 matrix: 3 x 8 or 2 x 11 bits of mantissa."""
 
@@ -110,13 +113,19 @@ def split_matrix(matrix: torch.Tensor | None, dtype: torch.dtype) -> SplitMatrix
         dtype: dtype of the vectors that will be multiplied by it, bfloat16 or float16.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype, or a matrix that is not finite.
     """
     if matrix is None:
         return None
     if dtype not in TERMS:
         raise ValueError(f"keys, values and queries must be bfloat16 or float16, got {dtype}")
-    scale = FP16_TERM_SCALE if dtype == torch.float16 else 1.0
+    largest = float(matrix.abs().max())
+    if not math.isfinite(largest):
+        raise ValueError("a matrix must be finite")
+    scale = 1.0
+    if dtype == torch.float16:
+        # frexp: largest is below 2^exponent.
+        scale = min(FP16_TERM_SCALE, FP16_LARGEST_TERM / 2.0 ** math.frexp(largest)[1])
     rest = matrix.double() * scale
     terms = []
     for _ in range(TERMS[dtype]):

@@ -101,12 +101,11 @@ def check_hooks() -> str:
     """
     from sglang.srt.plugins import load_plugins
 
-    from sglang_oscar import plugin
-    from sglang_oscar.attach import touchpoints
+    from sglang_oscar.attach import failure, touchpoints
 
     with quiet():
         load_plugins()
-    if (reason := plugin.failure()) is not None:
+    if (reason := failure.reason()) is not None:
         raise Int2Error(f"{reason}; remove other plugins, or install sglang=={SGLANG_VERSION} anew")
     return f"all {len(touchpoints.TOUCHPOINTS)} touch points attached"
 
@@ -172,9 +171,10 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, and an estimate of its memory account."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_oscar.attach import gate, refusals
+    from sglang_oscar.attach import refusals
+    from sglang_oscar.attach.names import DEFAULT_PAGE_SIZE
     from sglang_oscar.attention import extend_choice
-    from sglang_oscar.memory.plan import Geometry, make_plan
+    from sglang_oscar.memory.plan import Geometry, make_plan, row_layout
     from sglang_oscar.settings import Settings
     from sglang_oscar.weights.rotations import load_rotations
 
@@ -200,7 +200,7 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     def group() -> str:
         args = SimpleNamespace(kv_cache_quant_group_size=group_size)
         config = loaded["model"]
-        loaded["layout"] = gate.row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
+        loaded["layout"] = row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
         return f"{loaded['layout'].group_size} channels, {loaded['layout'].bits_per_element:.2f} bits per element"
 
     def prompts() -> str:
@@ -220,7 +220,7 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
         settings, layout = loaded["settings"], loaded["layout"]
         geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, loaded["model"].num_hidden_layers)
         budget = int(MEM_FRACTION * memory) - weight_bytes(path)
-        plan = make_plan(geometry, budget, None, gate.DEFAULT_PAGE_SIZE)
+        plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE)
         return "; ".join(plan.lines((budget - plan.fixed_bytes) // geometry.cell_bytes))
 
     checks = [attempt("model", model), attempt("variables", variables)]

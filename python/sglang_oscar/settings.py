@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import SCALE_DTYPES
 from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS
+from sglang_oscar.attach.names import is_int2
 from sglang_oscar.errors import Int2Error
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
@@ -108,3 +109,10 @@ def of_this_process() -> Settings:
         Int2Error: as :meth:`Settings.from_env`.
     """
     return Settings.from_env()
+
+
+def active() -> Settings | None:
+    """Settings of int2 mode in a worker; None where its server does not ask for int2."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return of_this_process() if is_int2(get_server_args()) else None

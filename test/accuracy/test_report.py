@@ -68,7 +68,7 @@ def test_a_run_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     args = ["--size", "tiny", "--only", "g128", "--device", "cpu", "--no-server", "--measure-only", "--out", str(out)]
-    subprocess.run([*command, *args], check=True, env=env, timeout=600)
+    subprocess.run([*command, *args], check=True, env=env, timeout=1500)
     results = json.loads(out.read_text())
     regimes = results["models"]["reference"]["regimes"]
     assert list(regimes) == ["as trained", "keys x32"]
@@ -87,7 +87,7 @@ def test_a_run_end_to_end(tmp_path: Path) -> None:
         assert wanted in text
     if importlib.util.find_spec("matplotlib"):
         report = tmp_path / "docs" / "accuracy.md"
-        subprocess.run([*command, "--from", str(out), "--report", str(report)], check=True, env=env, timeout=300)
+        subprocess.run([*command, "--from", str(out), "--report", str(report)], check=True, env=env, timeout=1500)
         drawn = sorted(path.name for path in (report.parent / "figures").iterdir())
         assert drawn == ["accuracy-reference-as-trained.png", "accuracy-reference-keys-x32.png"]
         assert all(f"figures/{name}" in report.read_text() for name in drawn)

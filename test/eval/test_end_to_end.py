@@ -166,7 +166,9 @@ def test_ablations(
     variables = dict(variable.split("=", 1) for variable in common)
     command = [sys.executable, "-m", "sglang_oscar", "ablation", ablation, str(MODEL), "--only", variant]
     command += ["--benchmarks", "gpqa", "--dataset-path", f"MMLU={mmlu}"]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=1500, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "BF16: 1 runs done, 0 to do" in done.stdout
     result = (calibrated.path / f"ablation_{ablation}.md").read_text()

@@ -54,13 +54,13 @@ def run(shape: Shape, device: torch.device) -> None:
     assert torch.isfinite(space).all()
 
 
-def run_cuda(device: torch.device) -> None:
+def run_cuda(gqa: int, device: torch.device) -> None:
     """A decode step: store, then attention of few requests on many blocks, windows and all."""
     from oscar_kernels.cuda import store as cuda_store
     from oscar_kernels.cuda.decode import decode as cuda_decode
     from oscar_kernels.cuda.decode import unsupported
 
-    shape = Shape(kv_heads=2, gqa=4, head_dim=128, group=128, page_size=64, windows=Windows(64, 256, 256))
+    shape = Shape(kv_heads=2, gqa=gqa, head_dim=128, group=128, page_size=64, windows=Windows(64, 256, 256))
     batch = filled_batch(shape, [1, 70, 700, 1500], device)
     reason = unsupported(batch.cache, shape.page_size, shape.q_heads, shape.dtype)
     if reason is not None:
@@ -87,7 +87,8 @@ def run_cuda(device: torch.device) -> None:
 def main() -> None:
     device = torch.device("cuda")
     if sys.argv[1:] == ["cuda"]:
-        run_cuda(device)
+        for gqa in (4, 16):  # integer and float sums of values, sixteen and eight warps
+            run_cuda(gqa, device)
     else:
         for shape in SHAPES:
             run(shape, device)

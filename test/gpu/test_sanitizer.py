@@ -34,7 +34,7 @@ def test_kernels_are_clean(kernels: str, tool: str) -> None:
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1500,
         check=False,
     )
     output = done.stdout + done.stderr

@@ -9,7 +9,7 @@ import torch
 
 from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
-from oscar_kernels.codec import encode_rows
+from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.transform import SideTransform
@@ -139,6 +139,21 @@ def filled_batch(
     )
     moved = {name: value.to(device) for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
     return Batch(shape, cache, replace(tables, **moved))
+
+
+def poison(batch: Batch, side: str, request: int, position: int) -> None:
+    """A history row of a request becomes what the codec makes of a NaN in its last head; ``side``: k_rows or v_rows."""
+    shape, rows = batch.shape, getattr(batch.cache, side)
+    page = int(batch.tables.page_table[request, position // shape.page_size])
+    slot = page * shape.page_size + position % shape.page_size
+    y = decode_rows(rows[slot : slot + 1].cpu(), shape.layout)
+    y[0, -1, 3] = float("nan")
+    head = encode_rows(y, shape.layout, 1.0)[0].to(rows.device)
+    layout = shape.layout
+    codes = slice((shape.kv_heads - 1) * layout.code_bytes, layout.params_offset)
+    params = slice(layout.row_bytes - layout.groups * 2 * layout.scale_dtype.itemsize, layout.row_bytes)
+    for part in (codes, params):
+        rows[slot, part] = head[part]
 
 
 def attend(

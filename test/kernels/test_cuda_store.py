@@ -13,6 +13,7 @@ from test_store import assert_correctly_rounded, assert_fitted, exact, split_row
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.codec import STRETCH
 from oscar_kernels.cuda.jit import compile_source
 from oscar_kernels.cuda.store import arrange, defines, store
 from oscar_kernels.cuda.variant import Variant
@@ -162,6 +163,49 @@ def test_ties_at_the_clip_threshold() -> None:
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("gain", [0.0, 0.98])
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("shape", SHAPES[:7], ids=str)
+def test_a_nan_is_kept_in_its_vector(shape: Shape, rotated: bool, gain: float) -> None:
+    """One channel of one head: all of that head of that token is read back as NaN, nothing else changes."""
+    device, tokens, d = torch.device("cuda"), 20, shape.head_dim
+    matrix = random_rotation(d, 1, device) if rotated else None
+    sides = (SideTransform(matrix, clip=clip, gain=gain) for clip in (0.96, 0.92))
+    layer = arrange(prepare(shape.format(*sides), shape.dtype))
+    slots = StoreSlots(torch.arange(tokens, device=device), *(torch.full((tokens,), -1, device=device),) * 2)
+    k = random_vectors((tokens, shape.kv_heads, d), shape.dtype, 1, device)
+    q = random_vectors((tokens, shape.q_heads, d), shape.dtype, 2, device)
+    broken = k.clone()
+    broken[4, -1, 7] = float("nan")
+    caches = [empty_cache(shape, 3, 2, device) for _ in range(2)]
+    for cache, x in zip(caches, (k, broken), strict=True):
+        store(cache, slots, x, x, layer, q, shape.page_size)
+    for name in ("k_rows", "v_rows"):
+        plain, mine = (split_rows(getattr(cache, name)[:tokens], shape) for cache in caches)
+        for part, want in zip(mine, plain, strict=True):
+            want[4, -1] = 0.0 if part is mine[0] else float("nan")
+            torch.testing.assert_close(part, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("largest", [20.0, 100.0])
+def test_matrices_with_large_entries(largest: float) -> None:
+    shape = SHAPES[1]
+    device = torch.device("cuda")
+    k = random_vectors((5, shape.kv_heads, 128), FP16, 1, device)
+    q = random_vectors((5, shape.q_heads, 128), FP16, 2, device)
+    matrix = random_rotation(128, 3, device)
+    matrix[3, 5] = largest
+    layer = arrange(prepare(shape.format(SideTransform(matrix, matrix)), FP16))
+    slots = random_slots(5, shape.windows, 64, 2, device)
+    got = store(empty_cache(shape, 1, 2, device), slots, k, k, layer, q, shape.page_size)
+    want = exact(q, matrix)
+    assert ((got.double() - want).abs() <= 2.0**-11 * want.abs() + 1e-5 * want.norm(dim=-1, keepdim=True)).all()
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_vectors_at_odd_addresses_are_refused() -> None:
     shape = Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
     device = torch.device("cuda")
@@ -170,6 +214,12 @@ def test_vectors_at_odd_addresses_are_refused() -> None:
     slots = random_slots(2, shape.windows, 64, 1, device)
     with pytest.raises(ValueError, match="k must have heads at multiples of 16 bytes"):
         store(empty_cache(shape, 1, 1, device), slots, k, k, prepare(shape.format(), BF16), q, 64)
+
+
+def test_bounds_of_fitted_scales_are_those_of_the_codec() -> None:
+    variant = Variant(SHAPES[0].layout, WINDOWS, 4, 64, BF16, BF16)
+    macros = dict(defines(variant, prepare(SHAPES[0].format(), BF16)))
+    assert macros["OSCAR_STRETCH_64THS"] / 64 == STRETCH
 
 
 @pytest.mark.parametrize("sets", [None, 2])

@@ -339,6 +339,55 @@ def test_nan_stays_in_its_token(device: torch.device) -> None:
     assert torch.equal(results[0][1][keep], results[1][1][keep])
 
 
+@pytest.mark.parametrize("gain", [0.0, 0.98])
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]], ids=str)
+def test_a_nan_is_kept_in_its_vector(shape: Shape, rotated: bool, gain: float, device: torch.device) -> None:
+    """One channel of one head: all of that head of that token is read back as NaN, nothing else changes."""
+    tokens, d = 20, shape.head_dim
+    rotation = random_rotation(d, 1, device) if rotated else None
+    layer = shape.format(*(SideTransform(rotation, clip=clip, gain=gain) for clip in (0.96, 0.92)))
+    slots = StoreSlots(torch.arange(tokens, device=device), *(torch.full((tokens,), -1, device=device),) * 2)
+    k = random_vectors((tokens, shape.kv_heads, d), shape.dtype, 1, device)
+    broken = k.clone()
+    broken[4, shape.kv_heads - 1, 7] = float("nan")
+    caches = [empty_cache(shape, 3, 2, device) for _ in range(3)]
+    for cache, x in zip(caches, (k, broken, broken), strict=True):
+        if cache is caches[2]:
+            reference.store(cache, slots, x, x, layer)
+        else:
+            store(cache, slots, x, x, prepare(layer, shape.dtype))
+    for name in ("k_rows", "v_rows"):
+        plain, mine, theirs = (split_rows(getattr(cache, name)[:tokens], shape) for cache in caches)
+        for part, want in zip(mine, plain, strict=True):
+            changed = want.clone()
+            changed[4, -1] = 0.0 if part is mine[0] else float("nan")
+            torch.testing.assert_close(part, changed, rtol=0, atol=0, equal_nan=True)
+        for part, want in zip(mine, theirs, strict=True):
+            assert torch.equal(part.isnan(), want.isnan())
+        assert (theirs[0][4, -1] == 0).all()
+
+
+@pytest.mark.parametrize("largest", [1.0, 20.0, 100.0])
+def test_matrices_with_large_entries(largest: float, device: torch.device) -> None:
+    """float16 terms of any scale: the product is that of the float32 matrix."""
+    shape = Shape(dtype=torch.float16, head_dim=64)
+    q = random_vectors((5, shape.q_heads, 64), shape.dtype, 1, device)
+    spread = random_rotation(64, 2, device)
+    spread[3, 5] = largest
+    for matrix in (largest * torch.eye(64, device=device), spread):
+        prepared = split_matrix(matrix, torch.float16)
+        assert prepared is not None
+        assert prepared.terms.isfinite().all()
+        sums = prepared.terms[0].double().sum(0) / prepared.scale
+        torch.testing.assert_close(sums, matrix.double(), rtol=2.0**-21, atol=largest * 2.0**-32)
+        want = exact(q, matrix)
+        bound = 2.0**-11 * want.abs() + 1e-5 * want.norm(dim=-1, keepdim=True)
+        assert ((rotate_queries(q, prepared).double() - want).abs() <= bound).all()
+    with pytest.raises(ValueError, match="must be finite"):
+        split_matrix(spread * float("inf"), torch.float16)
+
+
 def test_rejects_what_it_cannot_store(device: torch.device) -> None:
     shape = Shape()
     cache, slots = empty_cache(shape, 3, 2, device), random_slots(4, shape.windows, 48, 2, device)

@@ -142,7 +142,7 @@ def oscar(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[
     paths = os.pathsep.join(path for path in sys.path if path)
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "OSCAR_ZOO_REPO": "some/zoo", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "oscar_rotation", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_zoo_commands_online_and_offline(hub: Hub, tmp_path: Path, rotation_set: RotationSet) -> None:

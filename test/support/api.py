@@ -11,7 +11,7 @@ from support.servers import Server
 
 def loads(server: Server) -> tuple[int, int]:
     """Requests on the server and tokens that they and the prefix cache hold."""
-    core = requests.get(f"{server.url}/v1/loads", params={"include": "core"}, timeout=60).json()["loads"][0]
+    core = requests.get(f"{server.url}/v1/loads", params={"include": "core"}, timeout=600).json()["loads"][0]
     return core["num_running_reqs"] + core["num_waiting_reqs"], core["num_used_tokens"]
 
 

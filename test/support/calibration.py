@@ -61,7 +61,7 @@ def script(name: str, *arguments: str) -> list[str]:
 def run_script(name: str, *arguments: str) -> str:
     """Run a script under ``rotation/`` to its end and return what it said."""
     done = subprocess.run(
-        script(name, *arguments), env=_environment(), capture_output=True, text=True, timeout=600, check=False
+        script(name, *arguments), env=_environment(), capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

@@ -29,7 +29,7 @@ def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[dict[str
         env=env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -15,7 +15,7 @@ import requests
 from sglang_oscar import local_server
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 
-LAUNCH_TIMEOUT = 300.0
+LAUNCH_TIMEOUT = 900.0
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 IDENTITY = {"SGLANG_OSCAR_K_ROTATION_PATH": "identity", "SGLANG_OSCAR_V_ROTATION_PATH": "identity"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -50,15 +50,15 @@ class Server(local_server.LocalServer):
         """Greedy continuation of token ids through /generate, with the log probabilities of what was chosen."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True} | extra.pop("sampling", {})
         body = {"input_ids": ids, "sampling_params": sampling} | extra
-        reply = requests.post(f"{self.url}/generate", json=body, timeout=600)
+        reply = requests.post(f"{self.url}/generate", json=body, timeout=1500)
         reply.raise_for_status()
         return reply.json()
 
     def flush(self) -> None:
         """Empty the prefix cache; the server must be idle."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
-            if requests.post(f"{self.url}/flush_cache", timeout=60).ok:
+            if requests.post(f"{self.url}/flush_cache", timeout=600).ok:
                 return
             time.sleep(0.1)
         raise AssertionError("the cache cannot be flushed: requests are still running")

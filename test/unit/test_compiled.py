@@ -24,7 +24,7 @@ from sglang_oscar.attention import compiled
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.memory.runtime import LayerParams
+from sglang_oscar.memory.layer_params import LayerParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
@@ -56,11 +56,11 @@ def make_backend(lengths: list[int], values_online: bool = True) -> tuple[OscarA
     backend: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
     backend.kernels = Watched()
     rotation = random_rotation(SHAPE.head_dim, 1, CPU)
-    backend.runtime = SimpleNamespace(layers=[])
+    backend.cache = SimpleNamespace(layers={})
     for layer in range(LAYERS):
         made = filled_batch(SHAPE, lengths, CPU, seed=100 * layer)
         params = LayerParams(made.cache, rotation, rotation if values_online else None, 0.96, 0.92)
-        backend.runtime.layers.append(params)
+        backend.cache.layers[layer] = params
     # Pages and rows follow from the seed; every layer has those of the last.
     tables, windows = made.tables, SHAPE.windows
     newest = tables.kv_lens.long() - 1
@@ -68,9 +68,9 @@ def make_backend(lengths: list[int], values_online: bool = True) -> tuple[OscarA
     sink = torch.where(newest < windows.sink, tables.sink_block * windows.sink + newest, -1)
     ring = tables.ring_row * windows.ring + newest % windows.ring
     backend.batch = Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink))
-    for params in backend.runtime.layers[:-1]:
+    for params in list(backend.cache.layers.values())[:-1]:
         for name in ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring"):
-            getattr(params.cache, name).copy_(getattr(backend.runtime.layers[-1].cache, name))
+            getattr(params.cache, name).copy_(getattr(made.cache, name))
     return backend, pages * SHAPE.page_size + newest % SHAPE.page_size
 
 
@@ -104,7 +104,7 @@ def decoding(backend: OscarAttentionBackend, slots: torch.Tensor) -> Iterator[An
 
 def same_caches(a: OscarAttentionBackend, b: OscarAttentionBackend) -> bool:
     """Whether two backends' caches agree bit for bit, NaN included."""
-    pairs = zip(a.runtime.layers, b.runtime.layers, strict=True)
+    pairs = zip(a.cache.layers.values(), b.cache.layers.values(), strict=True)
     return all(
         torch.equal(getattr(x.cache, name).view(torch.uint8), getattr(y.cache, name).view(torch.uint8))
         for x, y in pairs
@@ -164,11 +164,11 @@ def test_a_call_whose_result_nobody_reads_is_kept(how: str) -> None:
         return qkv + 1
 
     qkv = torch.randn(1, (SHAPE.q_heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim).to(SHAPE.dtype)
-    before = backend.runtime.layers[0].cache.k_rows.clone()
+    before = backend.cache.layers[0].cache.k_rows.clone()
     with decoding(backend, slots) as forward_batch:
         torch.compile(store_only, backend=how, fullgraph=True)(qkv, forward_batch)
     assert len(backend.kernels.calls) == 2
-    assert not torch.equal(before, backend.runtime.layers[0].cache.k_rows)
+    assert not torch.equal(before, backend.cache.layers[0].cache.k_rows)
 
 
 def test_eager_code_does_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

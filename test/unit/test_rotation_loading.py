@@ -11,7 +11,7 @@ import pytest
 from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.sizing import layer_params
+from sglang_oscar.memory.build import layer_params
 from sglang_oscar.settings import DEFAULT_V_CLIP, Settings
 from sglang_oscar.weights.rotations import load_rotations
 

@@ -199,7 +199,7 @@ def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
     """Tensor parallelism slices centers as it slices kv heads; matrices are the same on all ranks."""
     from types import SimpleNamespace
 
-    from sglang_oscar.memory.sizing import layer_params
+    from sglang_oscar.memory.build import layer_params
     from sglang_oscar.weights.rotations import load_rotations
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
@@ -223,7 +223,7 @@ def test_heads_of_a_rank(monkeypatch, total, ranks, kept, firsts):
 
     from sglang.srt import runtime_context
 
-    from sglang_oscar.memory.sizing import own_heads
+    from sglang_oscar.memory.build import own_heads
 
     model = SimpleNamespace(get_total_num_kv_heads=lambda: total)
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(get_model_config=lambda: model))

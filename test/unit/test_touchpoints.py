@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pkgutil
+import sys
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -13,8 +14,10 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
 from sglang_oscar import SGLANG_VERSION, plugin
-from sglang_oscar.attach import flags, refusals, touchpoints
+from sglang_oscar.attach import failure, flags, refusals, touchpoints
 from sglang_oscar.errors import Int2Error
+
+ALL = touchpoints.TOUCHPOINTS + touchpoints.DUMP_TOUCHPOINTS
 
 
 def test_sglang_is_the_release_that_this_is_for() -> None:
@@ -27,10 +30,10 @@ def test_entry_point() -> None:
 
 
 def test_targets_are_listed_once() -> None:
-    assert len(set(touchpoints.targets())) == len(touchpoints.TOUCHPOINTS) > 20
+    assert len({target for target, _, _ in ALL}) == len(ALL) > 20
 
 
-@pytest.mark.parametrize(("target", "kind", "hook"), touchpoints.TOUCHPOINTS, ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(("target", "kind", "hook"), ALL, ids=lambda value: str(value)[-40:])
 def test_touchpoint_resolves(target: str, kind: HookType, hook: Any) -> None:
     """Target and hook agree on what they are called with, so far as the hook names its parameters."""
     place, _, name = target.rpartition(".")
@@ -50,13 +53,49 @@ def test_a_dropped_hook_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs and forgets a hook that it cannot attach; int2 mode must not start then."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    monkeypatch.setattr(plugin, "_failure", None)
-    monkeypatch.setattr(HookRegistry, "_patched", set(touchpoints.targets()))
-    assert plugin.failure() is None
-    monkeypatch.setattr(HookRegistry, "_patched", set(touchpoints.targets()[1:]))
-    assert plugin.failure() == f"not attached: {touchpoints.targets()[0]}"
-    monkeypatch.setattr("sglang_oscar.SGLANG_VERSION", "9.9.9")
-    assert "int2 mode needs sglang==9.9.9" in str(plugin.failure())
+    targets = [target for target, _, _ in touchpoints.TOUCHPOINTS]
+    monkeypatch.setattr(failure, "_error", None)
+    monkeypatch.setattr(failure, "_expected", ())
+    failure.expect(targets)
+    monkeypatch.setattr(HookRegistry, "_patched", set(targets))
+    assert failure.reason() is None
+    monkeypatch.setattr(HookRegistry, "_patched", set(targets[1:]))
+    assert failure.reason() == f"not attached: {targets[0]}"
+    monkeypatch.setattr(failure, "SGLANG_VERSION", "9.9.9")
+    assert "int2 mode needs sglang==9.9.9" in str(failure.reason())
+
+
+@pytest.mark.parametrize("arguments", [["--model-path", "x"], ["--kv-cache-dtype", "int2"]])
+@pytest.mark.parametrize("broken", ["flags", "release"])
+def test_what_goes_wrong_is_told_only_to_who_asks(
+    arguments: list[str], broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that does not ask for int2 never notices that the plugin cannot be installed."""
+    monkeypatch.setattr(failure, "_error", None)
+    monkeypatch.setattr(sys, "argv", ["launch_server.py", *arguments])
+    if broken == "flags":
+        monkeypatch.setattr(flags, "install", lambda: 1 / 0)
+    else:
+        monkeypatch.setattr(failure, "SGLANG_VERSION", "9.9.9")
+        monkeypatch.setattr(touchpoints, "register_all", lambda hooks: pytest.fail("another release was hooked"))
+    if "int2" not in arguments:
+        plugin.register()
+        assert capsys.readouterr() == ("", "")
+        return
+    with pytest.raises(SystemExit) as caught:
+        plugin.register()
+    assert caught.value.code == 78
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert ("division by zero" if broken == "flags" else "needs sglang==9.9.9") in said
+
+
+def test_attention_is_hooked_only_for_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DUMP_KVCACHE", raising=False)
+    assert touchpoints.wanted() == touchpoints.TOUCHPOINTS
+    monkeypatch.setenv("DUMP_KVCACHE", "1")
+    assert touchpoints.wanted() == ALL
+    assert any("RadixAttention.forward" in target for target, _, _ in touchpoints.DUMP_TOUCHPOINTS)
 
 
 def choices() -> list[str]:

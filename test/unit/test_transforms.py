@@ -10,7 +10,7 @@ from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.memory.runtime import LayerParams
+from sglang_oscar.memory.layer_params import LayerParams
 
 D, HEADS, GQA, PAGE, SLOTS = 64, 2, 3, 16, 96
 SCALE = D**-0.5

@@ -10,7 +10,6 @@ import torch
 from sglang.srt.model_loader import loader
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory import runtime
 from sglang_oscar.weights import absorption, updates
 
 
@@ -19,11 +18,11 @@ def original(*args: Any) -> str:
 
 
 def test_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "current", SimpleNamespace)
+    monkeypatch.setattr(updates, "active", SimpleNamespace)
     with pytest.raises(Int2Error, match="does not hand out weights"):
         updates.around_save_weights(original, None, {"path": "x"})
     assert updates.around_send_weights(original, None, None) == (False, updates.NOT_EXPORTED)
-    monkeypatch.setattr(runtime, "current", lambda: None)
+    monkeypatch.setattr(updates, "active", lambda: None)
     assert updates.around_save_weights(original, None, {"path": "x"}) == "done"
     assert updates.around_send_weights(original, None, None) == "done"
 
@@ -31,7 +30,7 @@ def test_exports(monkeypatch: pytest.MonkeyPatch) -> None:
 def state(online: bool) -> Any:
     """A server that rotates values at every step, or one whose weights have absorbed the rotation."""
     layer = SimpleNamespace(v_rotation=torch.eye(2) if online else None)
-    return SimpleNamespace(settings=SimpleNamespace(absorb_v_rotation=True, v_rotation="hadamard"), layers=[layer])
+    return SimpleNamespace(settings=SimpleNamespace(absorb_v_rotation=True, v_rotation="hadamard"), layers={0: layer})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,22 @@ def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.d
     return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q_dtype, cache.k_ring.dtype, lse)
 
 
+DEFAULT_MPS_PIPES = Path("/tmp/nvidia-mps")
+"""Where clients of the Multi-Process Service look for it unless a variable says otherwise."""
+
+
+def _multi_process_service() -> str | None:
+    """What says that processes share this GPU's multiprocessors, or None.
+
+    Blocks that work on the same request wait for each other, so all blocks of a launch must be on the GPU at once. That
+    is so where a process has the GPU to itself or for a slice of time, but not beside another process's blocks.
+    """
+    names = sorted(name for name in os.environ if name.startswith("CUDA_MPS_"))
+    if names:
+        return f"{names[0]} is set"
+    return f"{DEFAULT_MPS_PIPES} exists" if (DEFAULT_MPS_PIPES / "control").exists() else None
+
+
 def unsupported(
     cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, max_batch: int = 1
 ) -> str | None:
@@ -37,6 +55,9 @@ def unsupported(
     device = cache.k_rows.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the GPU is not of compute capability 9.0"
+    shared = _multi_process_service()
+    if shared is not None:
+        return f"the CUDA kernel cannot share a GPU through the Multi-Process Service ({shared})"
     if max_batch > MAX_BATCH:
         return f"the CUDA kernel takes {MAX_BATCH} requests at a time, not {max_batch}"
     reason = variant_of(cache, page_size, q_heads, q_dtype).unsupported()
@@ -48,6 +69,7 @@ def prepare(variant: Variant) -> Any:
 
     Raises:
         ValueError: the variant is not supported.
+        KernelError: the kernel cannot be built or loaded on this machine.
     """
     reason = variant.unsupported()
     if reason:
@@ -103,6 +125,7 @@ def decode(
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
+        KernelError: the kernel cannot be built, loaded or launched.
     """
     batch, q_heads, head_dim = q_rot.shape
     check_queries(cache, q_rot)
@@ -135,7 +158,9 @@ def decode(
         pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
         tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch,
     )  # fmt: skip
-    # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a processor.
+    # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a multiprocessor.
+    # A cooperative launch would have the driver vouch for that, but that it may start early is not documented; what
+    # could keep multiprocessors away is refused instead (_multi_process_service).
     launch(
         kernel, (processors(q_rot.device.index or 0), 1, 1), variant.threads, variant.shared_bytes,
         [query, buffers, described, _Partials(partial, partial_lse, counters),

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import LayerCache, StoreSlots
-from oscar_kernels.codec import clip_rank
+from oscar_kernels.codec import STRETCH, clip_rank
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
 
 VECTORS = 16
+"""Vectors of a block: rows of a tensor-core product."""
 _STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
@@ -67,6 +68,7 @@ def _kind(layer: PreparedLayer) -> tuple[int, ...]:
 def _defines(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
     names = ("K_TERMS", "V_TERMS", "Q_TERMS", "K_SETS", "V_SETS", "Q_SETS", "HAS_CENTER", "K_FITTED", "V_FITTED")
     own = {f"OSCAR_{name}": int(value) for name, value in zip(names, kind, strict=True)}
+    own |= {"OSCAR_VECTORS": VECTORS, "OSCAR_STRETCH_64THS": int(64 * STRETCH)}
     return tuple(sorted({**dict(variant.defines()), **own}.items()))
 
 

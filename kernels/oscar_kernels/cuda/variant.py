@@ -69,7 +69,7 @@ class Variant:
     def threads(self) -> int:
         """Threads of a block: the math warps and one that issues copies, with companions where registers move."""
         warps = self.layout.kv_heads * self._warps_per_head(self.math_warps)
-        return (warps + (4 if warps == 16 else 1)) * 32
+        return (warps + (4 if warps in (8, 16) else 1)) * 32
 
     def _fixed_bytes(self, math_warps: int) -> int:
         partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 4) * 4

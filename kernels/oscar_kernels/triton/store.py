@@ -137,6 +137,9 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
     planes = tl.reshape(code, [BLOCK, 4, D // 4])
     weight = (1 << (2 * tl.arange(0, 4))).to(tl.float32)
     packed = tl.sum(planes * weight[None, :, None], 1)
+    # Minima and maxima of a GPU pass over a NaN, so a vector that has one is looked for.
+    broken = tl.max((whole != whole).to(tl.int32), 1) > 0
+    packed = tl.where(broken[:, None], 0.0, packed)
     if FITTED:
         # Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
         middle = 0.5 * (low + high)
@@ -153,6 +156,9 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
             fitted = tl.minimum(tl.maximum(fitted, 0.00006103515625), 65504.0)
         scale = narrow(fitted, SCALE_DTYPE)
         zero = narrow(mean_code - tl.div_rn(middle + mean, scale.to(tl.float32)), SCALE_DTYPE)
+    nan = narrow(tl.full(low.shape, float("nan"), tl.float32), SCALE_DTYPE)
+    scale = tl.where(broken[:, None], nan, scale)
+    zero = tl.where(broken[:, None], nan, zero)
     return packed.to(tl.int32).to(tl.uint8), scale, zero
 
 

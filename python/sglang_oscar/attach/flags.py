@@ -11,8 +11,7 @@ import dataclasses
 import functools
 from typing import Annotated, Any, Optional, get_args, get_type_hints
 
-DTYPE = "int2"
-GROUP_SIZE = "kv_cache_quant_group_size"
+from sglang_oscar.attach.names import DTYPE, GROUP_SIZE
 
 
 def install() -> None:

@@ -12,20 +12,17 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.layout import RowLayout
-from sglang_oscar.attach import flags, refusals
+from sglang_oscar.attach import failure, refusals
+from sglang_oscar.attach.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.memory.plan import row_layout
 from sglang_oscar.settings import Settings
 from sglang_oscar.weights.model_identity import model_identity
 from sglang_oscar.weights.rotations import load_rotations
 
 logger = logging.getLogger(__name__)
-
-BACKEND = "oscar"
-DEFAULT_PAGE_SIZE = 64
-DEFAULT_GROUP_SIZE = 128
 
 
 def around_prepare_server_args(original: Callable[..., Any], argv: list[str]) -> Any:
@@ -43,13 +40,11 @@ def around_post_init(original: Callable[..., None], self: Any) -> None:
         Int2Error: int2 mode cannot run like this.
     """
     dump_hook.configure(self)
-    if self.kv_cache_dtype != flags.DTYPE:
-        if getattr(self, flags.GROUP_SIZE) is not None:
+    if not is_int2(self):
+        if getattr(self, GROUP_SIZE) is not None:
             raise Int2Error("--kv-cache-quant-group-size needs --kv-cache-dtype int2")
         return original(self)
-    from sglang_oscar import plugin
-
-    if (reason := plugin.failure()) is not None:
+    if (reason := failure.reason()) is not None:
         raise Int2Error(f"int2 mode cannot attach to SGLang: {reason}")
     settings = Settings.from_env()
     # These come again after SGLang's own resolution, which stops at some with a traceback and switches others on.
@@ -62,7 +57,7 @@ def around_post_init(original: Callable[..., None], self: Any) -> None:
 
 def before_check_server_args(self: Any) -> None:
     """Second chance: arguments that were built before plugins were loaded pass through here."""
-    if self.kv_cache_dtype == flags.DTYPE:
+    if is_int2(self):
         if self.attention_backend != BACKEND:
             raise Int2Error("these server arguments were made before load_plugins(); make them afterwards")
         refusals.check_arguments(self)
@@ -149,24 +144,7 @@ def check_device(device: str) -> None:
     if device not in ("cuda", "cpu"):
         raise Int2Error(f"--device {device}: int2 mode runs on cuda and, for tests, on cpu")
     if device == "cuda":
-        import torch
-
         if torch.version.cuda is None:
             raise Int2Error("int2 mode needs an NVIDIA GPU; this PyTorch is built for another platform")
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
             raise Int2Error("int2 mode needs a GPU of compute capability 8.0 (Ampere) or later")
-
-
-def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowLayout:
-    """Row geometry from flags and model.
-
-    Raises:
-        Int2Error: --kv-cache-quant-group-size does not fit the model's head_dim.
-    """
-    group_size = getattr(args, flags.GROUP_SIZE)
-    if group_size is None:
-        group_size = min(DEFAULT_GROUP_SIZE, model.head_dim)
-    try:
-        return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype)
-    except ValueError as error:
-        raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None

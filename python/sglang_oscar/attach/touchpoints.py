@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_oscar.attach import gate
+from sglang_oscar.attention import refill_pass
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.cpu import engine
 from sglang_oscar.memory import sizing
@@ -24,7 +25,10 @@ WORKER = SRT + "managers.tp_worker.BaseTpWorker."
 UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 
-TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
+Touchpoint = tuple[str, HookType, Callable[..., Any]]
+"""Dotted name of a function of SGLang, kind of hook, and the hook."""
+
+TOUCHPOINTS: list[Touchpoint] = [
     # Arguments: defaults and refusals.
     (ARGS + "prepare_server_args", AROUND, gate.around_prepare_server_args),
     (ARGS + "ServerArgs.__post_init__", AROUND, gate.around_post_init),
@@ -41,6 +45,7 @@ TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
     (CONFIGURATOR + "_build_token_to_kv_pool", AROUND, sizing.around_build_token_to_kv_pool),
     (ARGS + "ServerArgs.post_capture_kv_sizing_planned", AFTER, sizing.after_post_capture_kv_sizing_planned),
     # Requests: prefix hits, rows, sink blocks.
+    (SRT + "model_executor.model_runner.ModelRunner.forward", AROUND, refill_pass.around_model_forward),
     (
         SRT + "managers.schedule_batch.Req._compute_max_prefix_len",
         AFTER,
@@ -64,8 +69,6 @@ TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
     (WORKER + "send_weights_to_remote_instance", AROUND, updates.around_send_weights),
     (UPDATER + "save_remote_model", AROUND, updates.around_save_weights),
     (UPDATER + "save_sharded_model", AROUND, updates.around_save_weights),
-    # Calibration: dumping q, k and v.
-    (SRT + "layers.radix_attention.RadixAttention.forward", BEFORE, dump_hook.before_attention),
     # Machines without a GPU.
     (SRT + "utils.common.support_triton", AROUND, engine.around_support_triton),
     (ALLOCATOR + "alloc_extend", AROUND, engine.around_alloc_extend),
@@ -73,12 +76,18 @@ TOUCHPOINTS: list[tuple[str, HookType, Callable[..., Any]]] = [
 ]
 
 
-def targets() -> list[str]:
-    """Dotted names of everything hooked."""
-    return [target for target, _, _ in TOUCHPOINTS]
+DUMP_TOUCHPOINTS: list[Touchpoint] = [
+    (SRT + "layers.radix_attention.RadixAttention.forward", BEFORE, dump_hook.before_attention),
+]
+"""Calibration: dumping q, k and v. Every attention call of every model passes here, so only where a dump is wanted."""
 
 
-def register_all() -> None:
-    """Queue all hooks with SGLang's registry, which attaches them once every plugin is loaded."""
-    for target, kind, hook in TOUCHPOINTS:
+def wanted() -> list[Touchpoint]:
+    """The hooks of this process."""
+    return TOUCHPOINTS + DUMP_TOUCHPOINTS if dump_hook.is_wanted() else TOUCHPOINTS
+
+
+def register_all(touchpoints: list[Touchpoint]) -> None:
+    """Queue hooks with SGLang's registry, which attaches them once every plugin is loaded."""
+    for target, kind, hook in touchpoints:
         HookRegistry.register(target, hook, kind)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +14,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from oscar_kernels.cache import StoreSlots
-from sglang_oscar.attach.gate import BACKEND
+from sglang_oscar.attach.names import BACKEND
 from sglang_oscar.attention import compiled, layer_attention
-from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch
+from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, refill_batch
 from sglang_oscar.attention.compiled import Call
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.memory import runtime
+from sglang_oscar.memory.cache import cache_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +41,16 @@ class OscarAttentionBackend(AttentionBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        state = runtime.current()
-        if state is None:
+        cache = cache_of(model_runner.token_to_kv_pool)
+        if cache is None:
             raise Int2Error("the attention backend oscar needs --kv-cache-dtype int2")
         # SGLang reads both pools off the backend (forward_context.py).
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
-        self.runtime = state
+        self.cache = cache
         try:
             q_heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-            self.kernels = layer_attention.for_device(state, model_runner.dtype, q_heads)
+            self.kernels = layer_attention.for_device(cache, model_runner.dtype, q_heads)
         except Int2Error as error:
             fatal(error)
         if model_runner.server_args.enable_torch_compile:
@@ -57,17 +59,30 @@ class OscarAttentionBackend(AttentionBackend):
             logger.info("int2 decode: one operator per layer inside torch.compile, up to %d requests", largest)
         self.batch: Batch | None = None
         self.graph_tables: DecodeTables | None = None
+        self._refilled: Sequence[int] | None = None
+
+    @contextmanager
+    def refilling(self, blocks: Sequence[int]) -> Iterator[None]:
+        """While inside, an extend computes the sinks of these blocks and touches neither rings nor rows of requests."""
+        self._refilled = blocks
+        try:
+            yield
+        finally:
+            self._refilled = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Build the batch's tables for an eager forward pass."""
-        if forward_batch.forward_mode.is_idle():
+        if self._refilled is not None:
+            batch = refill_batch(self.cache, self._refilled)
+            self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch))
+        elif forward_batch.forward_mode.is_idle():
             self.batch = None
         elif forward_batch.forward_mode.is_decode():
             longest = self._longest(forward_batch)
-            tables = DecodeTables(self.runtime, forward_batch.batch_size, longest)
+            tables = DecodeTables(self.cache, forward_batch.batch_size, longest)
             self.batch = tables.fill(forward_batch, longest)
         else:
-            batch = extend_batch(self.runtime, forward_batch)
+            batch = extend_batch(self.cache, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -79,7 +94,7 @@ class OscarAttentionBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the fixed tables."""
-        self.graph_tables = DecodeTables(self.runtime, max_bs)
+        self.graph_tables = DecodeTables(self.cache, max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded rows: one token, in the dummy row, page and block 0."""
@@ -109,9 +124,19 @@ class OscarAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """A chunk per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
+        """A chunk per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``.
+
+        Where ranks exchange activations SGLang pads a batch to a multiple of their number. Rows behind the real tokens
+        are neither attended to nor stored, and come back as zeros.
+        """
         call = _checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        return self._attend(self.kernels.extend, call)
+        assert self.batch is not None
+        tokens = self.batch.tokens
+        if len(call.q) == tokens:
+            return self._attend(self.kernels.extend, call)
+        out = q.new_zeros(len(call.q), call.q.shape[1] * call.q.shape[2])
+        out[:tokens] = self._attend(self.kernels.extend, call.first(tokens))
+        return out
 
     def decode(self, call: Call) -> torch.Tensor:
         """:meth:`forward_decode` of a checked call; see :func:`sglang_oscar.attention.compiled.decode`."""
@@ -120,7 +145,7 @@ class OscarAttentionBackend(AttentionBackend):
     def _attend(self, attend: Any, call: Call) -> torch.Tensor:
         assert self.batch is not None
         slots = StoreSlots(call.out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
-        layer, batch = self.runtime.layers[call.layer_id], replace(self.batch, slots=slots)
+        layer, batch = self.cache.layers[call.layer_id], replace(self.batch, slots=slots)
         out = attend(layer, batch, call.q, call.k, call.v, call.sm_scale)
         return out.to(call.q.dtype).view(call.q.shape[0], -1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.tables import Requests, fill_decode_tables, page_numbers, window_slots
-from sglang_oscar.memory.runtime import Runtime
+from sglang_oscar.memory.cache import Int2Cache
 
 
 @dataclass
@@ -29,21 +30,26 @@ class Batch:
     prefix_lens: list[int] | None = None
     extend_plan: ExtendPlan | None = None
 
+    @property
+    def tokens(self) -> int:
+        """New tokens of the batch."""
+        return len(self.slots.ring)
+
 
 class DecodeTables:
     """Fixed-address tables of decode steps, as a captured CUDA graph reads them.
 
     Args:
-        runtime: of this process.
+        cache: of the pool that is attended to.
         max_batch: requests of a step at most.
         max_tokens: length of a request at most; by default what SGLang's request pool holds.
     """
 
-    def __init__(self, runtime: Runtime, max_batch: int, max_tokens: int | None = None) -> None:
-        device = runtime.rows.device
-        max_tokens = runtime.req_to_token_pool.req_to_token.shape[1] if max_tokens is None else max(max_tokens, 1)
-        self.runtime = runtime
-        self.page_table = torch.zeros(max_batch, -(-max_tokens // runtime.page_size), dtype=torch.int32, device=device)
+    def __init__(self, cache: Int2Cache, max_batch: int, max_tokens: int | None = None) -> None:
+        device = cache.rows.device
+        max_tokens = cache.req_to_token_pool.req_to_token.shape[1] if max_tokens is None else max(max_tokens, 1)
+        self.cache = cache
+        self.page_table = torch.zeros(max_batch, -(-max_tokens // cache.page_size), dtype=torch.int32, device=device)
         self.ints = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
         self.longs = torch.full((2, max_batch), -1, dtype=torch.int64, device=device)
         self.ints[0] = 1
@@ -57,7 +63,7 @@ class DecodeTables:
         """The tables as a batch of ``batch_size``; the caller fills in the history slots."""
         kv_lens, ring_row, ring_start, sink_block = self.ints[:, :batch_size]
         tables = BatchTables(
-            self.runtime.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block
+            self.cache.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block
         )
         ring, sink = self.longs[:, :batch_size]
         return Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink))
@@ -72,47 +78,70 @@ class DecodeTables:
         Returns:
             the view of them.
         """
-        runtime = self.runtime
-        runtime.rows.upload()
+        cache = self.cache
+        cache.rows.upload()
         requests = Requests(
-            forward_batch.req_pool_indices.long(), forward_batch.seq_lens, runtime.req_to_token_pool.req_to_token,
-            runtime.rows.ring_start, runtime.rows.sink_block,
+            forward_batch.req_pool_indices.long(), forward_batch.seq_lens, cache.req_to_token_pool.req_to_token,
+            cache.rows.ring_start, cache.rows.sink_block,
         )  # fmt: skip
         batch = self.view(len(requests.rows))
-        self._fill(requests, runtime.plan.geometry.windows, max_tokens, batch.tables, batch.slots)
+        self._fill(requests, cache.plan.geometry.windows, max_tokens, batch.tables, batch.slots)
         return batch
 
 
-def extend_batch(runtime: Runtime, forward_batch: Any) -> Batch:
+def extend_batch(cache: Int2Cache, forward_batch: Any) -> Batch:
     """Tables for a chunk of new tokens per request.
 
     The chunk is attended to before it is stored, so the tables describe the cache without it. Of a chunk longer
     than the ring only the newest tokens go there: older ones would share their slots.
     """
-    runtime.rows.upload()
+    cache.rows.upload()
     rows = forward_batch.req_pool_indices.long()
     extend_lens: list[int] = forward_batch.extend_seq_lens_cpu
     prefix_lens: list[int] = forward_batch.extend_prefix_lens_cpu
     tokens, device = sum(extend_lens), rows.device
     lens, prefix = forward_batch.extend_seq_lens.long(), forward_batch.extend_prefix_lens
-    blocks = runtime.rows.sink_block[rows]
+    blocks = cache.rows.sink_block[rows]
     tables = BatchTables(
-        page_size=runtime.page_size,
+        page_size=cache.page_size,
         # One more than the prefix: a chunk of one token is decoded once it is stored.
         page_table=page_numbers(
-            runtime.req_to_token_pool.req_to_token, rows, max(prefix_lens, default=0) + 1, runtime.page_size
+            cache.req_to_token_pool.req_to_token, rows, max(prefix_lens, default=0) + 1, cache.page_size
         ),
         kv_lens=prefix.int(),
         ring_row=rows.int(),
-        ring_start=runtime.rows.ring_start[rows],
+        ring_start=cache.rows.ring_start[rows],
         sink_block=blocks,
     )
     request = torch.repeat_interleave(torch.arange(len(extend_lens), device=device), lens, output_size=tokens)
     positions = forward_batch.positions[:tokens].long()
-    windows = runtime.plan.geometry.windows
+    windows = cache.plan.geometry.windows
     ring, sink = window_slots(positions, rows[request], blocks.long()[request], windows)
     newest = positions >= (prefix.long() + lens)[request] - windows.ring
     starts = torch.zeros(len(extend_lens) + 1, dtype=torch.int32, device=device)
     starts[1:] = lens.cumsum(0)
     slots = StoreSlots(row=torch.full_like(ring, -1), ring=torch.where(newest, ring, -1), sink=sink)
     return Batch(tables, slots, extend_lens, starts, prefix_lens)
+
+
+def refill_batch(cache: Int2Cache, blocks: Sequence[int]) -> Batch:
+    """Tables of a pass that computes sink blocks again: a whole sink a block, nothing cached before it.
+
+    No token goes to a ring: the rows that rings belong to are those of requests in full course.
+    """
+    windows, device = cache.plan.geometry.windows, cache.rows.device
+    count, sink = len(blocks), windows.sink
+    zeros = torch.zeros(count, dtype=torch.int32, device=device)
+    block = torch.tensor(list(blocks), dtype=torch.int64).to(device)
+    tables = BatchTables(
+        page_size=cache.page_size,
+        page_table=torch.zeros(count, 1, dtype=torch.int32, device=device),
+        kv_lens=zeros,
+        ring_row=zeros,
+        ring_start=zeros,
+        sink_block=block.int(),
+    )
+    nowhere = torch.full((count * sink,), -1, dtype=torch.int64, device=device)
+    slots = (block[:, None] * sink + torch.arange(sink, device=device)).flatten()
+    starts = torch.arange(0, (count + 1) * sink, sink, dtype=torch.int32, device=device)
+    return Batch(tables, StoreSlots(row=nowhere, ring=nowhere, sink=slots), [sink] * count, starts, [0] * count)

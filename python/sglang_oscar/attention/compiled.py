@@ -24,6 +24,12 @@ class Call(NamedTuple):
     layer_id: int
     sm_scale: float
 
+    def first(self, tokens: int) -> Call:
+        """The call without what lies behind ``tokens``."""
+        return self._replace(
+            q=self.q[:tokens], k=self.k[:tokens], v=self.v[:tokens], out_cache_loc=self.out_cache_loc[:tokens]
+        )
+
 
 # Strides as traced: values are a slice of the projections' output, heads of which kernels read at 16-byte addresses.
 @torch.library.custom_op("sglang_oscar::decode", mutates_args=(), tags=[torch.Tag.needs_exact_strides])

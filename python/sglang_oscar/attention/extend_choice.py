@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.workspace import Workspace
 
 if TYPE_CHECKING:
     from oscar_kernels.ragged_extend import RaggedExtend
@@ -54,34 +54,6 @@ def choose(setting: str, device: str) -> Choice | None:
     if setting == "flashinfer" and not installed:
         raise Int2Error(f"{VARIABLE}=flashinfer, but FlashInfer is not installed; pip install flashinfer-python")
     return "flashinfer" if installed and setting != "triton" else "triton"
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Memory of the FlashInfer backend.
-
-    ``tokens`` of prefixes are dequantized at a time, up to ``passes`` times a layer, for ``q_heads`` query heads of
-    this rank, in ``dtype``; ``kernels`` is FlashInfer's name for its kernel family and ``scratch_bytes`` what those
-    need for partial results.
-    """
-
-    tokens: int
-    token_bytes: int
-    q_heads: int
-    dtype: torch.dtype
-    kernels: str
-    scratch_bytes: int
-    passes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it, plans included."""
-        return self.tokens * self.token_bytes + self.scratch_bytes + (1 + self.passes) * INT_WORKSPACE_BYTES
-
-    def line(self) -> str:
-        """For the start-up account."""
-        gib = self.total_bytes / (1 << 30)
-        return f"extend workspace: {gib:.3f} GiB; prefixes are read {self.tokens} tokens at a time"
 
 
 def workspace(layout: RowLayout, q_heads: int, dtype: torch.dtype, budget_bytes: int) -> Workspace:

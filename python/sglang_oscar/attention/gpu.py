@@ -15,7 +15,8 @@ from oscar_kernels.triton.store import rotate_queries, store
 from sglang_oscar.attention import decode_choice
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.extend_choice import ragged_extend
-from sglang_oscar.memory.runtime import LayerParams, Runtime
+from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.memory.layer_params import LayerParams
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ MOST_CUDA_TOKENS = 128
 
 class GpuKernels:
     """Args:
-    runtime: of this process.
+    cache: of the pool that is attended to.
     dtype: dtype of queries, keys and values, bfloat16 or float16.
     device: the GPU.
     q_heads: query heads on this rank.
@@ -34,17 +35,17 @@ class GpuKernels:
         Int2Error: kernels that are asked for cannot be built, or cannot do this.
     """
 
-    def __init__(self, runtime: Runtime, dtype: torch.dtype, device: torch.device, q_heads: int) -> None:
-        self._prepared = {id(layer): prepare(layer.format, dtype) for layer in runtime.layers}
-        self._page_size = runtime.page_size
+    def __init__(self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int) -> None:
+        self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
+        self._page_size = cache.page_size
         self._decode = decode_choice.choose(
-            runtime.settings.decode_backend, runtime.layers[0].cache, runtime.page_size, q_heads, dtype,
-            runtime.rows.ring_start.shape[0], runtime.plan.extend is not None,
+            cache.settings.decode_backend, cache.first_layer.cache, cache.page_size, q_heads, dtype,
+            cache.rows.ring_start.shape[0] - 1, cache.plan.extend is not None,  # row 0 is padding, no request
         )  # fmt: skip
         self._arranged: dict[int, PreparedLayer] | None = None
         if isinstance(self._decode, decode_choice.CudaDecode):
             self._arranged = {key: cuda_store.arrange(prepared) for key, prepared in self._prepared.items()}
-        plan = runtime.plan
+        plan = cache.plan
         self._ragged: RaggedExtend | None = None
         if plan.extend is None:
             logger.info("int2 extend: Triton kernel for chunk and prefix")

@@ -12,7 +12,8 @@ import torch
 from oscar_kernels import reference
 from oscar_kernels.extend_plan import ExtendPlan
 from sglang_oscar.attention.batch import Batch
-from sglang_oscar.memory.runtime import LayerParams, Runtime
+from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.memory.layer_params import LayerParams
 
 
 class Kernels(Protocol):
@@ -61,20 +62,20 @@ class TorchKernels:
         return reference.rotate(out, value.back)
 
 
-def for_device(runtime: Runtime, dtype: torch.dtype, q_heads: int) -> Kernels:
+def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int) -> Kernels:
     """Kernels for the device that the cache is on.
 
     Args:
-        runtime: of this process.
+        cache: of the pool that is attended to.
         dtype: dtype of queries, keys and values.
         q_heads: query heads on this rank.
 
     Raises:
         Int2Error: the kernels cannot be built on this machine.
     """
-    device = runtime.rows.device
+    device = cache.rows.device
     if device.type == "cuda":
         from sglang_oscar.attention.gpu import GpuKernels
 
-        return GpuKernels(runtime, dtype, device, q_heads)
+        return GpuKernels(cache, dtype, device, q_heads)
     return TorchKernels()

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from oscar_rotation.dump.covariances import CovarianceWriter
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
-from sglang_oscar.attach import flags
+from sglang_oscar.attach import names
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.weights.model_identity import model_identity
 
@@ -63,6 +63,14 @@ UNSEEN: dict[str, Callable[[Any], bool]] = {
 """What a dump would miss calls of attention under, or mix those of several models or replicas."""
 
 
+def is_wanted() -> bool:
+    """Whether this process is to dump; a malformed setting counts as a wish, which :func:`configure` then refuses."""
+    try:
+        return DumpSettings.from_env().enabled
+    except Int2Error:
+        return True
+
+
 def configure(args: Any) -> None:
     """Prepare server arguments for a dump; does nothing where none is asked for.
 
@@ -72,7 +80,7 @@ def configure(args: Any) -> None:
     settings = DumpSettings.from_env()
     if not settings.enabled:
         return
-    if args.kv_cache_dtype == flags.DTYPE:
+    if args.kv_cache_dtype == names.DTYPE:
         raise Int2Error("DUMP_KVCACHE=1 needs an ordinary server: drop --kv-cache-dtype int2")
     given = [flag for flag, is_given in UNSEEN.items() if is_given(args)]
     if given:

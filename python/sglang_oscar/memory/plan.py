@@ -7,13 +7,16 @@ of running requests is derived from the budget before the history pool is sized 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.attention.extend_choice import Workspace
+from sglang_oscar.attach.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.workspace import Workspace
+from sglang_oscar.settings import Settings
 
 DEFAULT_MAX_RUNNING = 256
 SIDE_SHARE = 0.2
@@ -138,3 +141,18 @@ def make_plan(
             "SGLANG_MIXED_KV_RECENT_TOKENS or SGLANG_MIXED_KV_PREFIX_TOKENS, or raise --mem-fraction-static"
         )
     return plan
+
+
+def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowLayout:
+    """Row geometry from flags and model.
+
+    Raises:
+        Int2Error: --kv-cache-quant-group-size does not fit the model's head_dim.
+    """
+    group_size = getattr(args, GROUP_SIZE)
+    if group_size is None:
+        group_size = min(DEFAULT_GROUP_SIZE, model.head_dim)
+    try:
+        return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype)
+    except ValueError as error:
+        raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None

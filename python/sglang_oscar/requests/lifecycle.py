@@ -8,90 +8,111 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar.memory import runtime
+from sglang_oscar import settings
+from sglang_oscar.memory.cache import Int2Cache, cache_of
 
 
 def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int | None:
-    """Cap a prefix hit so that what it leaves to compute fills the windows.
+    """Cap a prefix hit so that what it leaves to compute fills the recent window: the last ``recent`` prompt tokens.
 
-    The last ``recent`` prompt tokens are computed again, which fills the request's ring; a hit whose sink block
-    is gone is cut to nothing, so that the sinks are computed again. Slower once, never silently worse.
+    A request whose embeddings are not those of its token ids must not hit: its sinks could not be computed again.
     """
-    state = runtime.current()
-    if state is None:
+    active = settings.active()
+    if active is None:
         return None
-    windows = state.plan.geometry.windows
-    if state.settings.recompute_recent:
-        longest = min(longest, input_len - windows.recent)
-    if windows.sink and state.sink_key(self) not in state.sinks:
+    if self.input_embeds is not None or self.positional_embed_overrides is not None:
         return 0
+    if active.recompute_recent:
+        longest = min(longest, input_len - active.windows.recent)
     return max(longest, 0)
 
 
 def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     """Give every request that gains a row its sink block and ring; publish sink blocks that this batch fills."""
-    state = runtime.current()
-    if state is None:
+    cache = cache_of(batch.req_to_token_pool)
+    if cache is None:
         return original(batch)
     fresh = [req for req in batch.reqs if req.req_pool_idx is None]
-    blocks = acquire_blocks(state, fresh)
+    blocks = acquire_blocks(cache, fresh)
     result = original(batch)
     for req, block in zip(fresh, blocks, strict=True):
-        state.rows.assign(req.req_pool_idx, ring_start=len(req.prefix_indices), sink_block=block)
+        cache.rows.assign(req.req_pool_idx, ring_start=len(req.prefix_indices), sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-        publish_sinks(state, req, kv_len)
+        publish_sinks(cache, req, kv_len)
     return result
 
 
-def acquire_blocks(state: runtime.Runtime, fresh: list[Any]) -> list[int]:
-    """Sink blocks for requests about to gain a row.
+def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
+    """Sink blocks for requests about to gain a row; those of prefix hits whose block is gone are queued for refilling.
 
     Shared blocks are pinned first: a private one may be had by evicting any block that nobody pins.
 
     Raises:
-        RuntimeError: a prefix hit lost its sink block, which the cap on hits rules out.
+        RuntimeError: a request without a sink has a prefix hit, which the cap on hits rules out.
     """
-    if state.plan.geometry.windows.sink == 0:
+    if cache.plan.geometry.windows.sink == 0:
         return [0] * len(fresh)
-    shared = [state.sinks.acquire_shared(state.sink_key(req)) if len(req.prefix_indices) else None for req in fresh]
-    for req, block in zip(fresh, shared, strict=True):
-        if len(req.prefix_indices) and block is None:
-            raise RuntimeError(f"request {req.rid} has a prefix hit but no sink block")
-    return [state.sinks.acquire_private() if block is None else block for block in shared]
+    hits = [bool(len(req.prefix_indices)) for req in fresh]
+    blocks = [
+        cache.sinks.acquire_shared(cache.sink_key(req)) if hit else None for req, hit in zip(fresh, hits, strict=True)
+    ]
+    for index, (req, hit) in enumerate(zip(fresh, hits, strict=True)):
+        if blocks[index] is None:
+            blocks[index] = acquire_refilled(cache, req) if hit else cache.sinks.acquire_private()
+    return blocks  # type: ignore[return-value]
 
 
-def publish_sinks(state: runtime.Runtime, req: Any, kv_len: int) -> None:
+def acquire_refilled(cache: Int2Cache, req: Any) -> int:
+    """A block that the next forward pass fills before anything else, shared from now on.
+
+    Raises:
+        RuntimeError: the request has no sink that could be computed.
+    """
+    ids, key = cache.sink_ids(req), cache.sink_key(req)
+    if ids is None:
+        raise RuntimeError(f"request {req.rid} has a prefix hit, but its sink tokens are not known")
+    if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
+        return block  # queued a moment ago for a request that begins alike
+    block = cache.sinks.acquire_private()
+    cache.refills.add(block, ids)
+    if key is not None:
+        cache.sinks.publish(block, key)
+    return block
+
+
+def publish_sinks(cache: Int2Cache, req: Any, kv_len: int) -> None:
     """Publish a request's sink block once ``kv_len`` tokens cover it.
 
     Readers come later in stream order than the kernels that fill the block.
     """
-    if kv_len < state.plan.geometry.windows.sink:
+    if kv_len < cache.plan.geometry.windows.sink:
         return
-    block, key = state.rows.block_of(req.req_pool_idx), state.sink_key(req)
+    block, key = cache.rows.block_of(req.req_pool_idx), cache.sink_key(req)
     if block and key is not None:
-        state.sinks.publish(block, key)
+        cache.sinks.publish(block, key)
 
 
 def before_release_kv_cache(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
     """Publish sinks that filled up during decoding, before the request's tokens enter the prefix cache."""
-    state = runtime.current()
-    if state is not None and req.req_pool_idx is not None:
-        publish_sinks(state, req, req.kv_committed_len)
+    cache = cache_of(tree_cache.req_to_token_pool)
+    if cache is not None and req.req_pool_idx is not None:
+        publish_sinks(cache, req, req.kv_committed_len)
 
 
 def before_free_row(self: Any, req: Any) -> None:
     """The request loses its row: unpin its sink block."""
-    state = runtime.current()
-    if state is None or req.req_pool_idx is None or self is not state.req_to_token_pool:
+    cache = cache_of(self)
+    if cache is None or req.req_pool_idx is None:
         return
-    block = state.rows.unassign(req.req_pool_idx)
+    block = cache.rows.unassign(req.req_pool_idx)
     if block:
-        state.sinks.release(block)
+        cache.sinks.release(block)
 
 
 def before_clear_rows(self: Any) -> None:
     """The cache is flushed: the prefix tree is gone, so no sink block can be asked for again."""
-    state = runtime.current()
-    if state is not None and self is state.req_to_token_pool:
-        state.rows.clear()
-        state.sinks.clear()
+    cache = cache_of(self)
+    if cache is not None:
+        cache.rows.clear()
+        cache.sinks.clear()
+        cache.refills.clear()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_oscar.attach import flags
+from sglang_oscar.attach import names
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.settings import Settings, of_this_process
 from sglang_oscar.weights.rotations import IDENTITY, Side, load_rotations
@@ -47,7 +47,7 @@ def around_load_weights_and_postprocess(
     from sglang.srt.runtime_context import get_server_args
 
     server_args = get_server_args()
-    if server_args.kv_cache_dtype != flags.DTYPE:
+    if server_args.kv_cache_dtype != names.DTYPE:
         return original(model, weights, target_device)
     load_weights: Any = model.load_weights
 

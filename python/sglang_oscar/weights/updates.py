@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory import runtime
+from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.settings import active
 from sglang_oscar.weights import absorption
 from sglang_oscar.weights.rotations import IDENTITY
 
@@ -27,7 +28,7 @@ def _answering(reason: str) -> Callable[..., Any]:
     """A hook that refuses in int2 mode, before the worker unpacks what it was sent or waits for others."""
 
     def around(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if runtime.current() is None else (False, reason)
+        return original(self, *args, **kwargs) if active() is None else (False, reason)
 
     return around
 
@@ -40,13 +41,13 @@ around_send_weights = _answering(NOT_EXPORTED)
 
 def around_update_from_disk(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """Refuse what would be read without absorbing, or absorbed where values are rotated at every step."""
-    state = runtime.current()
-    if state is not None and (reason := reload_obstacle(state, self.model_runner, recv_req.load_format)) is not None:
+    cache = cache_of(self.model_runner.token_to_kv_pool)
+    if cache is not None and (reason := reload_obstacle(cache, self.model_runner, recv_req.load_format)) is not None:
         return False, reason
     return original(self, recv_req)
 
 
-def reload_obstacle(state: runtime.Runtime, model_runner: Any, load_format: str) -> str | None:
+def reload_obstacle(cache: Int2Cache, model_runner: Any, load_format: str) -> str | None:
     """Why weights read in this format would not fit the running server, or None."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
@@ -55,9 +56,9 @@ def reload_obstacle(state: runtime.Runtime, model_runner: Any, load_format: str)
     hooked = DefaultModelLoader.load_weights_and_postprocess
     if getattr(loader, "load_weights_and_postprocess", None) is not hooked:
         return f"int2 mode cannot absorb the value rotation into weights of load_format {load_format}; use auto"
-    absorbs = state.settings.absorb_v_rotation and state.settings.v_rotation != IDENTITY
+    absorbs = cache.settings.absorb_v_rotation and cache.settings.v_rotation != IDENTITY
     absorbs &= absorption.obstacle(model_runner.model, list(absorption.attention_layers(model_runner.model))) is None
-    if absorbs and any(layer.v_rotation is not None for layer in state.layers):
+    if absorbs and any(layer.v_rotation is not None for layer in cache.layers.values()):
         return (
             f"the weights of --load-format {model_runner.server_args.load_format} have not absorbed the value "
             "rotation, which weights from disk would; start a server on the new ones"
@@ -71,6 +72,6 @@ def around_save_weights(original: Callable[..., Any], self: Any, *args: Any, **k
     Raises:
         Int2Error: in int2 mode; SGLang reports it to the caller.
     """
-    if runtime.current() is not None:
+    if active() is not None:
         raise Int2Error(NOT_EXPORTED)
     return original(self, *args, **kwargs)

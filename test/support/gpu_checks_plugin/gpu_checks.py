@@ -21,11 +21,8 @@ ROUNDING = 2.0**-8
 calls = 0
 
 
-def poison() -> None:
-    from sglang_oscar.memory import runtime
-
-    state = runtime.current()
-    for layer in state.layers:
+def poison(state) -> None:
+    for layer in state.layers.values():
         cache = layer.cache
         everything = "nan_everywhere" in CHECKS
         pages = slice(state.page_size, None) if everything else slice(0, state.page_size)
@@ -36,11 +33,8 @@ def poison() -> None:
             window[rows].fill_(float("nan"))
 
 
-def digest() -> str:
+def digest(state) -> str:
     """State of the sink store and of the rows, evictions included."""
-    from sglang_oscar.memory import runtime
-
-    state = runtime.current()
     sinks = state.sinks
     parts = (list(sinks._block_of.items()), sinks._free, sorted(sinks._pins.items()))
     return hashlib.sha256(repr((parts, sorted(state.rows._block_of_row.items()))).encode()).hexdigest()[:16]
@@ -53,9 +47,9 @@ def metadata(original, self, *args, **kwargs):
     if calls == 1:
         print(f"gpu_checks: {','.join(sorted(CHECKS))}", flush=True)
     if "ranks" in CHECKS and original.__name__ == "init_forward_metadata":
-        print(f"gpu_checks: rank {torch.distributed.get_rank()} {digest()}", flush=True)
+        print(f"gpu_checks: rank {torch.distributed.get_rank()} {digest(self.cache)}", flush=True)
     if "nan" in CHECKS or "nan_everywhere" in CHECKS:
-        poison()
+        poison(self.cache)
     return strict(original, self, *args, **kwargs)
 
 

@@ -1,7 +1,8 @@
 """Test plugin for SGLang: takes quantization noise out of int2 mode, so that its plumbing can be judged exactly.
 
 Rows hold float32 vectors instead of codes. While attention gathers a request's tokens, every row of a position that
-must come from the BF16 windows instead is NaN; reading one shows in the output.
+must come from the BF16 windows instead is NaN; reading one shows in the output. A sink block is NaN until it is
+filled.
 """
 
 from __future__ import annotations
@@ -39,6 +40,27 @@ def poisoned(gather):
     return wrapper
 
 
+def poison_sinks():
+    from sglang_oscar.memory.cache import Int2Cache
+    from sglang_oscar.requests.sink_store import SinkStore
+
+    attach, acquire_private = Int2Cache.attach, SinkStore.acquire_private
+
+    def attach_poisoned(self, kv_pool):
+        self.sinks.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_sink, layer.cache.v_sink)]
+        for sinks in self.sinks.tensors:
+            sinks[1:] = float("nan")
+        attach(self, kv_pool)
+
+    def acquire_poisoned(self):
+        block = acquire_private(self)
+        for sinks in self.tensors:
+            sinks[block] = float("nan")
+        return block
+
+    Int2Cache.attach, SinkStore.acquire_private = attach_poisoned, acquire_poisoned
+
+
 def register():
     from oscar_kernels import reference
     from oscar_kernels.layout import RowLayout
@@ -48,6 +70,7 @@ def register():
     reference.encode_rows = encode_rows
     reference.decode_rows = decode_rows
     reference.gather = poisoned(reference.gather)
+    poison_sinks()
     if os.environ.get("LOSSLESS_ROWS_IGNORE_WINDOWS"):
         # A deliberate fault, to prove that poison is noticed: read everything but the newest token from rows.
         reference.split_positions = lambda kv_len, ring_start, windows: (0, max(kv_len - 1, 0))

@@ -26,7 +26,7 @@ constexpr int CODE_BYTES = HEAD_DIM / 4;  // of one head in a row
 constexpr int PARAM_BYTES = GROUPS * 2 * SCALE_BYTES;
 constexpr int PARAMS_OFFSET = KV_HEADS * CODE_BYTES;
 constexpr int ROW_BYTES = KV_HEADS * (CODE_BYTES + PARAM_BYTES);
-constexpr int PLANE = HEAD_DIM / 4;  // channels of a plane: codes at the same bits of a head's bytes
+constexpr int PLANE = HEAD_DIM / 4;  // channels of a bit plane: codes at the same bits of a head's bytes, see layout.py
 
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
 constexpr int minimum(int a, int b) { return a < b ? a : b; }
@@ -36,10 +36,15 @@ constexpr int maximum(int a, int b) { return a < b ? b : a; }
 constexpr int TILE = 32;
 constexpr int TILES_PER_STAGE = largest_power_of_two(MAX_WARPS / KV_HEADS);
 constexpr int MATH_WARPS = KV_HEADS * TILES_PER_STAGE;
-// One more warp issues copies. Sixteen math warps want more registers than an even share, and registers change hands
-// in groups of four warps only: then the copying warp gets three idle companions, which give theirs away too.
-constexpr bool REGISTERS_MOVE = MATH_WARPS == 16;
+// One more warp issues copies. Eight or sixteen math warps want more registers than an even share, and registers change
+// hands in groups of four warps only: then the copying warp gets three idle companions, which give theirs away too.
+constexpr bool REGISTERS_MOVE = MATH_WARPS == 8 || MATH_WARPS == 16;
 constexpr int THREADS = (MATH_WARPS + (REGISTERS_MOVE ? 4 : 1)) * 32;
+// A block gets 168 registers a thread for 12 warps, 96 for 20; what is taken must have been given, or the block stands still.
+constexpr int COPY_REGISTERS = 24;
+constexpr int MATH_REGISTERS = MATH_WARPS == 8 ? 240 : 112;
+static_assert(!REGISTERS_MOVE || MATH_WARPS * MATH_REGISTERS + 4 * COPY_REGISTERS <= (MATH_WARPS + 4) * (MATH_WARPS == 8 ? 168 : 96),
+              "more registers than the block has");
 constexpr int STAGE_TOKENS = TILE * TILES_PER_STAGE;
 constexpr int COPY_TOKENS = minimum(PAGE, STAGE_TOKENS);
 constexpr int COPIES = STAGE_TOKENS / COPY_TOKENS;

@@ -41,7 +41,7 @@ DEVICE void attend(
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
         live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
-        if (stage % Values::TILES_TO_HALVE == Values::TILES_TO_HALVE - 1) values.halve(softmax);
+        if (stage % Values::STAGES_BETWEEN_LOOKS == Values::STAGES_BETWEEN_LOOKS - 1) values.make_room(softmax);
       }
       values.finish(output);
     }
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
   make_plan(tables, plan);
   __syncthreads();
   if (threadIdx.x >= MATH_WARPS * 32) {
-    if (REGISTERS_MOVE) give_registers<24>();
+    if (REGISTERS_MOVE) give_registers<COPY_REGISTERS>();
     if (threadIdx.x / 32 == MATH_WARPS) {
       copy(query, tables, buffers, plan, base);
       // Blocks without work too: what comes after this launch relies on what came before it.
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
       let_successor_start();
     }
   } else {
-    if (REGISTERS_MOVE) take_registers<112>();
+    if (REGISTERS_MOVE) take_registers<MATH_REGISTERS>();
     write_zeros(result, plan, tables.batch);
     attend(query.sm_scale, tables.batch, partials, result, plan, shared);
   }

@@ -154,7 +154,7 @@ DEVICE void write_result(const Softmax& softmax, const Plain& plain, const Parti
 DEVICE void write_zeros(const Result& result, const Plan& plan, int batch) {
   for (int request = blockIdx.x; request < batch; request += gridDim.x) {
     if (plan.before(request) < plan.after(request)) continue;
-    wait_for_predecessor();  // which may still read what lies there
+    wait_for_predecessor();  // write-after-read hazard: it may still read what lies there
     for (int i = threadIdx.x; i < Q_HEADS * HEAD_DIM / 4; i += MATH_WARPS * 32) {
       float zeros[4] = {};
       result.write(request, i * 4 / HEAD_DIM, i * 4 % HEAD_DIM, zeros, 1);

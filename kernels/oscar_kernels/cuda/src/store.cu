@@ -11,9 +11,10 @@ constexpr int K_TERMS = OSCAR_K_TERMS, V_TERMS = OSCAR_V_TERMS, Q_TERMS = OSCAR_
 constexpr int K_SETS = OSCAR_K_SETS, V_SETS = OSCAR_V_SETS, Q_SETS = OSCAR_Q_SETS;  // matrices: 1 or one per kv head
 constexpr bool HAS_CENTER = OSCAR_HAS_CENTER;
 constexpr bool K_FITTED = OSCAR_K_FITTED, V_FITTED = OSCAR_V_FITTED;  // see fitted_parameters in codec.py
-constexpr float STRETCH = 1.5f;  // as in codec.py
+constexpr float STRETCH = OSCAR_STRETCH_64THS / 64.0f;  // of codec.py
 
-constexpr int VECTORS = 16;
+constexpr int VECTORS = OSCAR_VECTORS;
+static_assert(VECTORS == 16, "a block's vectors are the rows of a tensor-core product");
 constexpr int STORE_WARPS = HEAD_DIM / 16;
 constexpr int STORE_THREADS = STORE_WARPS * 32;
 constexpr int Y_STRIDE = HEAD_DIM + 4;
@@ -190,10 +191,21 @@ DEVICE float stored(float x) {
   return SCALE_BYTES == 4 ? x : SCALE_BF16 ? low_half<true>(narrow_scale(x)) : low_half<false>(narrow_scale(x));
 }
 
+// Whether a channel of the vector is a NaN, which clip() and minima and maxima pass over.
+DEVICE bool has_nan(const Values& v) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < BYTES; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) found |= v.y[i][j] != v.y[i][j];
+  return __any_sync(FULL_WARP, found);
+}
+
 // Codes of oscar_kernels/codec.py, packed; ``row`` is the token's row, ``v`` is ``whole`` clipped.
 template <bool FITTED>
 DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, int head) {
   int lane = threadIdx.x % 32;
+  bool broken = has_nan(whole);
   u32 packed[BYTES];
 #pragma unroll
   for (int i = 0; i < BYTES; i++) packed[i] = 0;
@@ -255,6 +267,7 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
       scale = stored(fitted);
       zero = stored(mean_code - (middle + mean) / scale);
     }
+    if (broken) scale = zero = as_float(0x7fc00000u);
     if (lane == g) {
       u8* at = row + PARAMS_OFFSET + head * PARAM_BYTES + g * 2 * SCALE_BYTES;
       if (SCALE_BYTES == 4) {
@@ -267,7 +280,7 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
   }
 #pragma unroll
   for (int i = 0; i < BYTES; i++)
-    if (has_byte(i)) row[head * CODE_BYTES + lane + 32 * i] = packed[i];
+    if (has_byte(i)) row[head * CODE_BYTES + lane + 32 * i] = broken ? 0 : packed[i];
 }
 
 DEVICE void store_window(u16* window, i64 slot, int head, const float* y) {

@@ -8,7 +8,7 @@
 
 struct FloatValues {
   Output sums;
-  float factor;  // the sums are of weights times this, about the inverse of the largest value scale
+  float factor;  // the sums are of weights times value scale times this, for this lane's heads
 
   // Weights times value scale as columns of the products: column 2 c is head c of an output block, column 2 c + 1 head 4 + c.
   struct Columns {
@@ -17,7 +17,7 @@ struct FloatValues {
 
   DEVICE void clear() {
     sums.clear();
-    factor = 1e30f;  // no scale has been seen: the first tile lowers it
+    factor = 1e30f;  // no weight has been seen: the first tile lowers it
   }
 
   // False if a number is 2 or more, infinite or NaN.
@@ -37,12 +37,14 @@ struct FloatValues {
     return !(bits & 0x40004000u);  // the second bit of a float16 tells
   }
 
-  static constexpr int TILES_TO_HALVE = 1 << 30;  // floats do not overflow
-  DEVICE void halve(Softmax&) {}
+  static constexpr int STAGES_BETWEEN_LOOKS = 1 << 30;  // floats do not overflow
+  DEVICE void make_room(Softmax&) {}
 
+  // See FixedValues: here numbers of this lane's heads were below 2, and the largest one is 0.5 from now on.
   DEVICE void scale(const Softmax::Fade& fade, float largest) {
-    float old = factor;
-    if (largest * factor > 1) factor = 0.5f / largest;
+    float old = factor, kept = 0;
+    for (float x : fade.of) kept = fmaxf(kept, x);
+    factor = fminf(0.5f / fmaxf(largest, 1e-30f), old / kept);
     sums.scale(fade, factor / old);
   }
 

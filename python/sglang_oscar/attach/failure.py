@@ -1,0 +1,59 @@
+"""Why int2 mode cannot work in this process: remembered when the plugin loads, told only where int2 is asked for.
+
+A server that does not ask for int2 must not notice that the plugin is installed, whatever is wrong with it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+
+from sglang_oscar import SGLANG_VERSION
+
+_error: str | None = None
+_expected: tuple[str, ...] = ()
+
+
+def remember(error: BaseException) -> None:
+    """Keep what went wrong while flags or hooks were installed."""
+    global _error
+    _error = f"{type(error).__name__}: {error}"
+
+
+def expect(targets: Iterable[str]) -> None:
+    """Name the functions of SGLang that :func:`reason` must find hooked."""
+    global _expected
+    _expected = tuple(targets)
+
+
+def unsupported_release() -> str | None:
+    """Why the installed SGLang cannot be served with int2, or None."""
+    installed = importlib.metadata.version("sglang")
+    if installed.split("+")[0] == SGLANG_VERSION:
+        return None
+    return f"sglang {installed} is installed, int2 mode needs sglang=={SGLANG_VERSION}"
+
+
+def reason() -> str | None:
+    """Why int2 mode cannot work in this process, or None.
+
+    SGLang logs and drops hooks that it cannot attach, so what was attached is read back from its registry.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    early = unsupported_release() or _error
+    if early is not None:
+        return early
+    missing = [target for target in _expected if target not in HookRegistry._patched]
+    return f"not attached: {', '.join(missing)}" if missing else None
+
+
+def asked_for(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for int2 mode; for when its flags could not be added to SGLang's parser.
+
+    >>> asked_for(["--kv-cache-dtype", "int2"]), asked_for(["--kv-cache-dtype=int2"]), asked_for(["--dtype", "auto"])
+    (True, True, False)
+    """
+    flag = "--kv-cache-dtype"
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    return any((one, two) == (flag, "int2") or one == f"{flag}=int2" for one, two in pairs)

@@ -1,0 +1,21 @@
+"""Names and defaults that the parts of int2 mode share with SGLang's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DTYPE = "int2"
+"""What --kv-cache-dtype says in int2 mode."""
+GROUP_SIZE = "kv_cache_quant_group_size"
+"""The field of ``ServerArgs`` that the plugin adds."""
+BACKEND = "oscar"
+"""Attention backend of int2 mode, as ``ServerArgs.attention_backend`` says it."""
+DEFAULT_PAGE_SIZE = 64
+"""Tokens of a page unless --page-size is given."""
+DEFAULT_GROUP_SIZE = 128
+"""Channels that share a scale unless --kv-cache-quant-group-size is given, or head_dim where that is smaller."""
+
+
+def is_int2(server_args: Any) -> bool:
+    """Whether these server arguments ask for int2 mode."""
+    return bool(server_args.kv_cache_dtype == DTYPE)

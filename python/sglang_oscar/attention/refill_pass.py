@@ -1,0 +1,93 @@
+"""The forward pass that computes lost sink blocks again, before the batch that reads them.
+
+An extend over the first tokens of each prefix, from position 0: its keys and values go to the sink blocks, its history
+rows to the dummy page, and nothing to any ring. It costs about what a decode step does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.requests.sink_refill import Refill
+
+logger = logging.getLogger(__name__)
+
+
+def around_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Fill the sink blocks that the batch lacks, then run it."""
+    cache = cache_of(self.token_to_kv_pool)
+    if cache is not None and (refills := cache.refills.take()):
+        for part in parts_of(refills, tokens_at_once(self.server_args), cache.plan.geometry.windows.sink):
+            with self.attn_backend.refilling([refill.block for refill in part]):
+                original(self, refill_batch(cache, part, forward_batch))
+        logger.info(
+            "int2 sink refill: %d blocks computed again (%d since the start)", len(refills), cache.refills.total
+        )
+    return original(self, forward_batch, *args, **kwargs)
+
+
+def tokens_at_once(server_args: Any) -> int:
+    """Tokens that a forward pass of this server may hold: what its memory was planned for."""
+    chunked: int = server_args.chunked_prefill_size
+    return chunked if chunked > 0 else int(server_args.max_prefill_tokens)
+
+
+def parts_of(refills: list[Refill], tokens: int, sink: int) -> Iterator[list[Refill]]:
+    """Cut refills into passes of at most ``tokens`` tokens, one block at least."""
+    step = max(tokens // sink, 1)
+    return (refills[first : first + step] for first in range(0, len(refills), step))
+
+
+def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
+    """SGLang's batch of a refill pass.
+
+    Args:
+        cache: whose blocks are filled.
+        refills: what to compute.
+        beside: the batch that is about to run, for devices and dtypes.
+    """
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+
+    count, sink, device = len(refills), cache.plan.geometry.windows.sink, beside.input_ids.device
+    tokens = count * sink
+    positions = torch.arange(sink, device=device).repeat(count)
+    lens = torch.full((count,), sink, dtype=torch.int32, device=device)
+    ids = torch.tensor([refill.token_ids for refill in refills], dtype=beside.input_ids.dtype)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=count,
+        input_ids=ids.flatten().to(device, non_blocking=True),
+        # Row 0 and page 0 are dummies; a page holds the whole sink, so no two tokens of a block share a slot.
+        req_pool_indices=torch.zeros(count, dtype=beside.req_pool_indices.dtype, device=device),
+        seq_lens=lens.to(beside.seq_lens.dtype),
+        out_cache_loc=positions.to(beside.out_cache_loc.dtype),
+        seq_lens_sum=tokens,
+        orig_seq_lens=lens,
+        seq_lens_cpu=torch.full((count,), sink, dtype=torch.int64),
+        spec_algorithm=beside.spec_algorithm,
+        is_extend_in_batch=beside.is_extend_in_batch,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        positions=positions,
+        extend_num_tokens=tokens,
+        extend_seq_lens=lens,
+        extend_prefix_lens=torch.zeros_like(lens),
+        extend_start_loc=torch.arange(0, tokens, sink, dtype=torch.int32, device=device),
+        extend_prefix_lens_cpu=[0] * count,
+        extend_seq_lens_cpu=[sink] * count,
+        extend_logprob_start_lens_cpu=[sink] * count,
+    )
+    if beside.num_token_non_padded is not None:
+        batch.num_token_non_padded = torch.full_like(beside.num_token_non_padded, tokens)
+    batch.num_token_non_padded_cpu = tokens
+    if beside.global_num_tokens_cpu is not None:  # ranks exchange their token counts: all of them refill alike
+        ranks = len(beside.global_num_tokens_cpu)
+        batch.global_num_tokens_cpu = [tokens] * ranks
+        batch.global_num_tokens_gpu = torch.full_like(beside.global_num_tokens_gpu, tokens)
+        batch.global_num_tokens_for_logprob_cpu = [count] * ranks
+        batch.global_num_tokens_for_logprob_gpu = torch.full_like(beside.global_num_tokens_for_logprob_gpu, count)
+    return batch

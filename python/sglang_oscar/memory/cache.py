@@ -1,0 +1,70 @@
+"""The INT2 cache of one KV pool: who asks for rows, rings, sinks or formats finds them here, through the pool.
+
+There is no cache of the process: a draft model's pool, or the one inside a hybrid model's, lives beside another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.plan import MemoryPlan
+from sglang_oscar.requests.row_tables import RowTables
+from sglang_oscar.requests.sink_refill import SinkRefills
+from sglang_oscar.requests.sink_store import SinkStore
+from sglang_oscar.settings import Settings
+
+_ATTRIBUTE = "oscar_cache"
+
+
+@dataclass
+class Int2Cache:
+    """Everything that belongs to one INT2 pool.
+
+    ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``rows`` says which ring and
+    sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be computed again;
+    ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    """
+
+    settings: Settings
+    plan: MemoryPlan
+    page_size: int
+    req_to_token_pool: Any
+    rows: RowTables
+    sinks: SinkStore
+    layers: dict[int, LayerParams]
+    refills: SinkRefills = field(default_factory=SinkRefills)
+
+    def attach(self, kv_pool: Any) -> None:
+        """Make the cache findable from SGLang's KV pool and from its request pool."""
+        setattr(kv_pool, _ATTRIBUTE, self)
+        setattr(self.req_to_token_pool, _ATTRIBUTE, self)
+
+    @property
+    def first_layer(self) -> LayerParams:
+        """Any layer: for what all layers of a model have in common."""
+        return next(iter(self.layers.values()))
+
+    def sink_ids(self, req: Any) -> tuple[int, ...] | None:
+        """Token ids of a request's sink; None if it is too short to have one.
+
+        A request with overridden embeddings has none either: its content is not what its token ids say.
+        """
+        size = self.plan.geometry.windows.sink
+        ids = list(req.origin_input_ids[:size])
+        if len(ids) < size:
+            ids += list(req.output_ids[: size - len(ids)])
+        overridden = req.input_embeds is not None or req.positional_embed_overrides is not None
+        return None if size == 0 or len(ids) < size or overridden else tuple(ids)
+
+    def sink_key(self, req: Any) -> Hashable | None:
+        """Key under which a request's sink block is shared; None if it has none or must not share it."""
+        ids = self.sink_ids(req)
+        return None if ids is None or getattr(req, "skip_radix_cache_insert", False) else (req.extra_key, ids)
+
+
+def cache_of(pool: Any) -> Int2Cache | None:
+    """The INT2 cache of a KV pool or a request pool of SGLang; None where the pool is stock."""
+    return getattr(pool, _ATTRIBUTE, None)

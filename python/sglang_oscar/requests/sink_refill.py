@@ -1,0 +1,48 @@
+"""Sink blocks that have to be computed again: a prefix hit whose rows are all cached, but whose sink block is gone.
+
+There are fewer sink blocks than cached beginnings. The sink of a prefix depends on nothing but its own first tokens, so
+one short forward pass over these (:mod:`sglang_oscar.attention.refill_pass`) brings it back, and hits never end at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_oscar.requests.metrics import Counter
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Block ``block`` of the sink store is to hold the keys and values of ``token_ids``."""
+
+    block: int
+    token_ids: tuple[int, ...]
+
+
+class SinkRefills:
+    """Refills that the next forward pass has to do first, and how many there have been (``total``).
+
+    A queued block may be shared by then, and its request may be gone: the refill is done all the same, because others
+    rely on the block.
+    """
+
+    def __init__(self, counter: Counter | None = None) -> None:
+        self.total = 0
+        self._counter = counter
+        self._pending: list[Refill] = []
+
+    def add(self, block: int, token_ids: tuple[int, ...]) -> None:
+        """Queue a refill."""
+        self._pending.append(Refill(block, token_ids))
+
+    def take(self) -> list[Refill]:
+        """All queued refills, which are counted and queued no longer."""
+        taken, self._pending = self._pending, []
+        self.total += len(taken)
+        if taken and self._counter is not None:
+            self._counter.inc(len(taken))
+        return taken
+
+    def clear(self) -> None:
+        """Forget what is queued: the cache is flushed."""
+        self._pending.clear()

@@ -1,0 +1,176 @@
+"""Sink blocks in the life of requests: shared, refilled, published, released; on the host, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oscar_kernels.cache import Windows
+from sglang_oscar.attention.refill_pass import parts_of
+from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.requests import lifecycle
+from sglang_oscar.requests.row_tables import RowTables
+from sglang_oscar.requests.sink_refill import Refill, SinkRefills
+from sglang_oscar.requests.sink_store import SinkStore
+
+SINK, ROWS = 4, 3
+
+
+class RequestPool:
+    """Rows 1 to ROWS, as SGLang's request pool hands them out."""
+
+    def __init__(self) -> None:
+        self.free = list(range(1, ROWS + 1))
+
+
+def make_cache(blocks: int = ROWS + 1) -> Int2Cache:
+    plan: Any = SimpleNamespace(geometry=SimpleNamespace(windows=Windows(SINK, 8, 8)))
+    made = Int2Cache(
+        settings=SimpleNamespace(), plan=plan, page_size=SINK, req_to_token_pool=RequestPool(),
+        rows=RowTables(ROWS + 1, "cpu"), sinks=SinkStore(blocks), layers={},
+    )  # fmt: skip
+    made.attach(SimpleNamespace())
+    return made
+
+
+def request(first: int, hit: int = 0, **fields: Any) -> Any:
+    made = {
+        "rid": str(first), "origin_input_ids": [first] * SINK + [0], "output_ids": [], "prefix_indices": [0] * hit,
+        "req_pool_idx": None, "extra_key": None, "input_embeds": None, "positional_embed_overrides": None,
+        "kv_committed_len": SINK + 1,
+    }  # fmt: skip
+    return SimpleNamespace(**made | fields)
+
+
+def admit(cache: Int2Cache, *requests: Any) -> list[Refill]:
+    """Let requests gain rows in one batch; returns what its forward pass has to refill first."""
+    pool = cache.req_to_token_pool
+
+    def alloc(batch: Any) -> None:
+        for req in batch.reqs:
+            req.req_pool_idx = pool.free.pop(0)
+
+    lens = SimpleNamespace(tolist=lambda: [len(req.origin_input_ids) for req in requests])
+    batch = SimpleNamespace(reqs=list(requests), req_to_token_pool=pool, seq_lens_cpu=lens)
+    lifecycle.around_alloc_for_extend(alloc, batch)
+    return cache.refills.take()
+
+
+def finish(cache: Int2Cache, req: Any) -> None:
+    pool = cache.req_to_token_pool
+    lifecycle.before_release_kv_cache(req, SimpleNamespace(req_to_token_pool=pool))
+    lifecycle.before_free_row(pool, req)
+    pool.free.append(req.req_pool_idx)
+    req.req_pool_idx = None
+
+
+def test_a_hit_with_its_block_needs_no_refill() -> None:
+    cache = make_cache()
+    first = request(1)
+    assert admit(cache, first) == []
+    finish(cache, first)
+    assert admit(cache, request(1, hit=SINK)) == []
+    assert cache.refills.total == 0
+
+
+def test_a_hit_without_its_block_is_refilled_once() -> None:
+    """Two requests that begin alike, in one batch: one refill, one block, shared by a third later."""
+    cache = make_cache()
+    one, two, other = request(1, hit=SINK), request(1, hit=2 * SINK), request(2)
+    found = admit(cache, one, two, other)
+    block = cache.rows.block_of(one.req_pool_idx)
+    assert found == [Refill(block, (1,) * SINK)]
+    assert cache.rows.block_of(two.req_pool_idx) == block != cache.rows.block_of(other.req_pool_idx)
+    finish(cache, other)
+    assert admit(cache, request(1, hit=SINK)) == []
+    assert cache.refills.total == 1
+
+
+def test_a_block_that_may_not_be_shared_is_refilled_for_each() -> None:
+    cache = make_cache()
+    one, two = (request(1, hit=SINK, skip_radix_cache_insert=True) for _ in range(2))
+    found = admit(cache, one, two)
+    assert [refill.token_ids for refill in found] == [(1,) * SINK] * 2
+    assert len({refill.block for refill in found}) == 2
+
+
+def test_a_hit_whose_tokens_are_unknown_is_an_error() -> None:
+    """The cap on hits rules it out."""
+    with pytest.raises(RuntimeError, match="sink tokens are not known"):
+        admit(make_cache(), request(1, hit=SINK, input_embeds=[[0.0]]))
+
+
+def test_a_flush_forgets_refills() -> None:
+    cache = make_cache()
+    pool = cache.req_to_token_pool
+    cache.refills.add(1, (1,))
+    lifecycle.before_clear_rows(pool)
+    assert cache.refills.take() == []
+
+
+def test_stock_pools_are_left_alone() -> None:
+    stock = SimpleNamespace(req_to_token_pool=object())
+    called: list[Any] = []
+    lifecycle.around_alloc_for_extend(called.append, stock)
+    assert called == [stock]
+    lifecycle.before_release_kv_cache(request(1), stock)
+    lifecycle.before_free_row(object(), request(1, req_pool_idx=3))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=60))
+def test_readers_only_see_filled_blocks(steps: list[tuple[int, int]]) -> None:
+    """Whatever comes and goes: a request's block holds its own tokens, filled by itself or by a refill before."""
+    cache, holds, running = make_cache(), {}, []
+    seen: set[int] = set()
+    for first, leaving in steps:
+        if leaving < len(running):
+            finish(cache, running.pop(leaving))
+        if len(running) == ROWS:
+            finish(cache, running.pop(0))
+        req = request(first, hit=SINK if first in seen else 0)
+        for refill in admit(cache, req):
+            holds[refill.block] = refill.token_ids[0]
+        block = cache.rows.block_of(req.req_pool_idx)
+        if not req.prefix_indices:
+            holds[block] = first
+        running.append(req)
+        seen.add(first)
+        for other in running:
+            assert holds[cache.rows.block_of(other.req_pool_idx)] == other.origin_input_ids[0]
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(64, [1, 1, 1]), (1, [1, 1, 1]), (130, [2, 1]), (8192, [3])])
+def test_passes_hold_what_a_server_can(tokens: int, sizes: list[int]) -> None:
+    refills = [Refill(block, ()) for block in (1, 2, 3)]
+    assert [len(part) for part in parts_of(refills, tokens, 64)] == sizes
+
+
+def test_refills_are_counted() -> None:
+    counted: list[float] = []
+    counter: Any = SimpleNamespace(inc=counted.append)
+    refills = SinkRefills(counter)
+    assert refills.take() == []
+    refills.add(1, (1,))
+    refills.add(2, (2,))
+    assert len(refills.take()) == 2
+    assert refills.total == 2
+    assert counted == [2]
+
+
+Cap = Callable[[int, Any, int], "int | None"]
+
+
+@pytest.mark.parametrize(("recompute", "longest", "expected"), [(True, 99, 92), (False, 99, 99), (True, 5, 5)])
+def test_cap(recompute: bool, longest: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    active = SimpleNamespace(recompute_recent=recompute, windows=Windows(SINK, 8, 8))
+    monkeypatch.setattr(lifecycle.settings, "active", lambda: active)
+    cap: Cap = lifecycle.after_compute_max_prefix_len
+    assert cap(longest, request(1), 100) == expected
+    assert cap(longest, request(1, positional_embed_overrides=object()), 100) == 0
+    monkeypatch.setattr(lifecycle.settings, "active", lambda: None)
+    assert cap(longest, request(1), 100) is None

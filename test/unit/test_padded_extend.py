@@ -1,0 +1,83 @@
+"""Rows that SGLang pads an extend with, so that ranks can share it, are neither attended to nor stored."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots
+from sglang_oscar.attention.backend import OscarAttentionBackend
+from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.layer_attention import TorchKernels
+from sglang_oscar.memory.layer_params import LayerParams
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from kernel_cases import Shape, empty_cache, random_rotation, random_vectors
+
+CPU = torch.device("cpu")
+SHAPE = Shape()
+LENGTHS = [5, 3]
+TOKENS = sum(LENGTHS)
+PADDING = 3
+BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
+
+
+def backend_of(cache: LayerCache) -> OscarAttentionBackend:
+    """A backend whose batch is two fresh prompts, on pages, rings and sink blocks 1 and 2."""
+    made: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
+    rotation = random_rotation(SHAPE.head_dim, 1, CPU)
+    made.kernels = TorchKernels()
+    made.cache = SimpleNamespace(layers={7: LayerParams(cache, rotation, rotation, 0.96, 0.92)})
+    numbers = torch.tensor([1, 2], dtype=torch.int32)
+    zeros = torch.zeros(2, dtype=torch.int32)
+    tables = BatchTables(SHAPE.page_size, numbers[:, None], zeros, numbers, zeros, numbers)
+    request, position = places()
+    sink = (request + 1) * SHAPE.windows.sink + position
+    ring = (request + 1) * SHAPE.windows.ring + position
+    made.batch = Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink), LENGTHS, torch.tensor([0, 5, 8]), [0, 0])
+    return made
+
+
+def places() -> tuple[torch.Tensor, torch.Tensor]:
+    """Request and position of every token."""
+    request = torch.tensor([number for number, length in enumerate(LENGTHS) for _ in range(length)])
+    position = torch.tensor([p for length in LENGTHS for p in range(length)])
+    return request, position
+
+
+def extend(padding: int) -> tuple[torch.Tensor, LayerCache]:
+    """Output and cache of an extend with so many rows of garbage behind it."""
+    cache = empty_cache(SHAPE, pages=4, requests=4, device=CPU)
+    generator = random_vectors((TOKENS + padding, SHAPE.q_heads * SHAPE.head_dim), SHAPE.dtype, 5, CPU)
+    width = SHAPE.kv_heads * SHAPE.head_dim
+    q, k, v = generator.clone(), generator[:, :width].clone(), generator[:, -width:].clone()
+    # The same real tokens whatever lies behind them.
+    real = random_vectors((TOKENS, SHAPE.q_heads * SHAPE.head_dim), SHAPE.dtype, 6, CPU)
+    q[:TOKENS], k[:TOKENS], v[:TOKENS] = real, real[:, :width], real[:, -width:]
+    for x in (q, k, v):
+        x[TOKENS:] = float("nan")
+    request, position = places()
+    slots = torch.cat([(request + 1) * SHAPE.page_size + position, torch.zeros(padding, dtype=torch.int64)])
+    layer = SimpleNamespace(
+        layer_id=7, tp_q_head_num=SHAPE.q_heads, tp_k_head_num=SHAPE.kv_heads, tp_v_head_num=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim, scaling=0.1,
+    )  # fmt: skip
+    out = backend_of(cache).forward_extend(q, k, v, layer, SimpleNamespace(out_cache_loc=slots))
+    return out, cache
+
+
+@pytest.mark.parametrize("padding", [1, PADDING])
+def test_padding_changes_nothing(padding: int) -> None:
+    expected, plain = extend(0)
+    got, padded = extend(padding)
+    assert got.shape == (TOKENS + padding, SHAPE.q_heads * SHAPE.head_dim)
+    assert torch.equal(got[:TOKENS], expected)
+    assert not got[TOKENS:].any()
+    for name in BUFFERS:
+        assert torch.equal(getattr(plain, name), getattr(padded, name)), name
