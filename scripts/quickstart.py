@@ -169,7 +169,7 @@ def bits_per_element(method: Method) -> float:
     config = json.loads((MODEL / "config.json").read_text())
     settings = Settings.from_env(method.env)
     layout = RowLayout(config["num_key_value_heads"], config["head_dim"], method.group, settings.scale_torch_dtype)
-    geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, config["num_hidden_layers"])
+    geometry = Geometry.uniform(layout, settings.windows, settings.window_torch_dtype, config["num_hidden_layers"])
     return geometry.bits_per_element(128 * 1024)
 
 

@@ -15,8 +15,9 @@ from oscar_kernels.triton.store import rotate_queries, store
 from sglang_oscar.attention import decode_choice
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.extend_choice import ragged_extend
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class GpuKernels:
     """
 
     def __init__(self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int) -> None:
+        check_rows(cache)
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
         self._page_size = cache.page_size
         self._decode = decode_choice.choose(
@@ -50,14 +52,14 @@ class GpuKernels:
         if plan.extend is None:
             logger.info("int2 extend: Triton kernel for chunk and prefix")
         else:
-            self._ragged = ragged_extend(plan.extend, plan.geometry.layout, plan.geometry.windows, device, self._decode)
+            self._ragged = ragged_extend(plan.extend, plan.geometry, device, self._decode)
             logger.info(
                 "int2 extend: FlashInfer (%s) for chunk and dequantized prefix, decode kernel for that of short chunks",
                 plan.extend.kernels,
             )
 
     def decode(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
         prepared = self._prepared[id(layer)]
@@ -79,7 +81,7 @@ class GpuKernels:
         return self._ragged.plan(batch.tables, batch.prefix_lens, batch.extend_lens)
 
     def extend(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
         prepared, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
@@ -105,6 +107,20 @@ class GpuKernels:
             own = plan.decoding.tokens
             out[own] = self._decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale)
         return _rotate(out, value.reading) if cached else out
+
+
+def check_rows(cache: Int2Cache) -> None:
+    """Refuse rows that differ between layers, or between keys and values: kernels are compiled for one layout.
+
+    Raises:
+        Int2Error: they differ.
+    """
+    layouts = {layout for layer in cache.layers.values() for layout in (layer.cache.k_layout, layer.cache.v_layout)}
+    if len(layouts) > 1:
+        raise Int2Error(
+            "GPU kernels read rows of one layout: give keys and values of all layers one group size, scale dtype and "
+            "number of bits"
+        )
 
 
 def _rotate(x: torch.Tensor, matrix: SplitMatrix | None) -> torch.Tensor:

@@ -13,14 +13,14 @@ from oscar_kernels import reference
 from oscar_kernels.extend_plan import ExtendPlan
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 
 
 class Kernels(Protocol):
     """Store and attention of one layer. ``v`` and results are in the basis of the cached values."""
 
     def decode(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """Store one token per request, then attend; q [batch, q_heads, head_dim], k and v [batch, kv_heads, ...]."""
 
@@ -28,7 +28,7 @@ class Kernels(Protocol):
         """Decide once per forward pass what ``extend`` does in every layer; kept in the batch."""
 
     def extend(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """Attend from a chunk per request to the cache and to the chunk itself, then store the chunk."""
 
@@ -37,7 +37,7 @@ class TorchKernels:
     """The reference implementation, for machines without a GPU."""
 
     def decode(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
         key, value = layer.format.key.transform, layer.format.value.transform
@@ -50,7 +50,7 @@ class TorchKernels:
         return None
 
     def extend(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
         assert batch.extend_lens is not None
