@@ -65,7 +65,7 @@ def plus_files(folder: Path, per_head: bool) -> dict[str, str]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores")
 @pytest.mark.parametrize("recipe", ["paper", "plus", "plus per head"])
 def test_two_ranks_equal_one(tmp_path: Path, recipe: str) -> None:
-    """Each rank holds one of two kv heads, its centers and matrices, the rotation absorbed into its own weights, and its windows."""
+    """Each rank holds one of two kv heads, its center, its matrix, what its weights have absorbed, and its windows."""
     model = save("qwen3", tmp_path / "model")
     env = LOSSLESS | STRICT | (HADAMARD if recipe == "paper" else plus_files(tmp_path, per_head="per head" in recipe))
     with serve(model, tmp_path / "one.log", *ARGS, env=env) as server:
