@@ -22,10 +22,10 @@ import math
 
 import torch
 
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import BITS, RowLayout
 
 MIN_RANGE = 1e-8
-LEVELS = 4
+LEVELS = 1 << BITS
 STRETCH = 1.5
 """A fitted scale is within this factor of the one of the range: what a clipped outlier lacks is not made up for by
 inflating the errors of its group. Normal rows need 0.9 to 1.3."""

@@ -27,8 +27,9 @@ def load_rotation(
             head_dim must fit in any case.
 
     Returns:
-        RotationSet: ``rotations`` float32 [num_layers, head_dim, head_dim] on the CPU, ``eigenvalues`` float32
-        [num_layers, head_dim] or None, ``clip_ratios`` one per layer or None, ``metadata``.
+        RotationSet: ``rotations`` float32 [num_layers, head_dim, head_dim] on the CPU, or [num_layers, kv_heads,
+        head_dim, head_dim] where every kv head has its own; ``eigenvalues`` float32 [num_layers, head_dim] or None,
+        ``clip_ratios`` one per layer or None, ``metadata``.
 
     Raises:
         RotationFileError: one line that names the file, the fault and the remedy: a missing or unreadable file, a
@@ -51,10 +52,6 @@ def load_rotation(
             f"{path}: is of the recipe {loaded.recipe}, this release knows {', '.join(FITTED)}; update sglang-oscar"
         )
     _check_side(loaded, path, side)
-    if loaded.per_head:
-        raise RotationFileError(
-            f"{path}: holds one rotation per kv head, a server takes one per layer; fit with --share layer"
-        )
     if loaded.head_dim != head_dim:
         raise RotationFileError(
             f"{path}: made for head_dim {loaded.head_dim}, the model has {head_dim}; use this model's file"

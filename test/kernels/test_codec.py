@@ -164,6 +164,7 @@ def test_stored_bytes_never_change(case: dict) -> None:
         ((8, 128, 256), "group_size"),
         ((8, 128, 48), "group_size"),
         ((8, 128, 128, torch.int8), "scale_dtype"),
+        ((8, 128, 128, torch.bfloat16, 4), "codes of 4 bits are not supported yet"),
     ],
 )
 def test_layout_rejects(arguments: tuple, message: str) -> None:

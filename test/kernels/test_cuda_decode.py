@@ -37,7 +37,8 @@ from oscar_kernels.cuda.store import arrange, store
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
 from oscar_kernels.errors import KernelError
 from oscar_kernels.layout import RowLayout
-from oscar_kernels.triton.store import prepare_rotation
+from oscar_kernels.prepared import prepare
+from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store as triton_store
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -314,8 +315,10 @@ def test_decode_starts_while_the_store_before_it_runs(kernel: str, windows: Wind
     sink = torch.where(lens <= windows.sink, tables.sink_block.long() * windows.sink + lens - 1, -1)
     slots = StoreSlots(page * shape.page_size + (lens - 1) % shape.page_size,
                        ring if windows.ring else torch.full_like(ring, -1), sink)  # fmt: skip
-    prepared = prepare_rotation(random_rotation(shape.head_dim, 7, device), shape.dtype)
-    rotation = arrange(prepared)
+    rotation = random_rotation(shape.head_dim, 7, device)
+    layer = shape.format(SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
+    prepared = prepare(layer, shape.dtype)
+    arranged = arrange(prepared)
     heads = (count, shape.q_heads + 2 * shape.kv_heads, shape.head_dim)
     # The same seed: pages of all layers are those of ``tables``.
     layers = [(filled_batch(shape, kv_lens, device).cache, random_vectors(heads, shape.dtype, seed, device))
@@ -327,9 +330,9 @@ def test_decode_starts_while_the_store_before_it_runs(kernel: str, windows: Wind
         for cache, x in layers:
             q, k, v = x.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
             if kernel == "cuda":
-                q_rot = store(cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, decoding=True)
+                q_rot = store(cache, slots, k, v, arranged, q, shape.page_size, decoding=True)
             else:
-                q_rot = triton_store(cache, slots, k, v, prepared, prepared, 0.96, 0.92, q=q)
+                q_rot = triton_store(cache, slots, k, v, prepared, q=q)
             pause()
             outs.append(decode(cache, tables, q_rot, 0.05, workspace=workspace))
             pause()

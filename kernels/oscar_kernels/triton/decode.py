@@ -33,9 +33,9 @@ from oscar_kernels.triton.arith import (
     unit_start,
     unpack,
 )
+from oscar_kernels.triton.dtypes import TRITON_DTYPES
 from oscar_kernels.triton.merge import merge_kernel
 from oscar_kernels.triton.plan import plan_pieces, split_lengths
-from oscar_kernels.triton.store import TRITON_DTYPES
 
 WINDOW_PART = 128
 """Window tokens of one program, unless that takes more programs than the windows allow."""

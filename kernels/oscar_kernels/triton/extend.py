@@ -29,8 +29,8 @@ from oscar_kernels.triton.arith import (
     unpack,
 )
 from oscar_kernels.triton.decode import Q_PEAK, Q_UNSCALE
+from oscar_kernels.triton.dtypes import TRITON_DTYPES
 from oscar_kernels.triton.plan import split_lengths
-from oscar_kernels.triton.store import TRITON_DTYPES
 
 STAGES = 2
 """Tiles of keys in flight, the one worked on included."""
