@@ -5,7 +5,9 @@ The CPU server computes in float32 where the GPU has BF16, so log probabilities 
 
 from __future__ import annotations
 
+import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from support import golden
 from support.api import loads, retracted
-from support.compare import assert_same, first_difference, largest_drift
+from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.fleet import FLASHINFER, Fleet
 from support.reference import token_ids
 from support.servers import Server, compiled_calls
@@ -188,6 +190,46 @@ def test_padded_rows_are_harmless_and_no_step_waits(fleet: Fleet, expected: dict
     # 3, 5 and 7 at once are padded to the next size of a graph.
     for workers in (3, 5, 7, 64):
         compare_many(f"watched, {workers} at once", expected, golden.many(server, workers))
+    healthy(server)
+
+
+def refills(server: Server) -> int:
+    """Sink blocks computed again, by the server's log."""
+    found = re.findall(r"int2 sink refill: \d+ blocks computed again \((\d+) since the start\)", server.text())
+    return int(found[-1]) if found else 0
+
+
+@pytest.mark.uses("refilled")
+def test_lost_sinks_are_computed_again(fleet: Fleet, expected: dict) -> None:
+    """Four sink blocks, many beginnings: every document hits when it is asked about again, and new blocks are NaN."""
+    server = fleet["refilled"]
+    compare_many("refilled, cold", expected, golden.many(server, workers=2))
+    before = refills(server)
+    again = golden.many(server, workers=2)
+    compare_many("refilled, hits", expected, again)
+    cached = [answer["meta_info"]["cached_tokens"] for answer in again]
+    print(f"refilled: {refills(server)} blocks computed again, {before} of them cold; cached tokens {cached}")
+    assert min(cached) > 0
+    assert refills(server) > before
+    healthy(server)
+
+
+@pytest.mark.uses("many_beginnings")
+def test_a_thousand_beginnings_hit(fleet: Fleet) -> None:
+    """As many conversations as the pool holds, sixteen sink blocks: a thousand of a thousand hit, and say the same."""
+    server, rng = fleet["many_beginnings"], random.Random(5)
+    prompts = [[rng.randrange(3, 250) for _ in range(200)] for _ in range(1000)]
+
+    def ask() -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(32) as pool:
+            return list(pool.map(lambda ids: server.generate(ids, 4, **LOGPROBS), prompts))
+
+    first, again = ask(), ask()
+    cached = [answer["meta_info"]["cached_tokens"] for answer in again]
+    print(f"many beginnings: {sum(map(bool, cached))} hits, {refills(server)} blocks computed again")
+    assert min(cached) >= 128
+    assert_same(first, again, NEAR_TIE, DRIFT)
+    assert refills(server) > 500
     healthy(server)
 
 

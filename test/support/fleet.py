@@ -26,6 +26,8 @@ class Launch:
     args: tuple[str, ...] = golden.WHOLE
     env: dict[str, str] = field(default_factory=dict)
     model: Callable[[Path], Path] = lambda folder: MODEL
+    running: int = 128
+    """Requests at once; there are twice as many sink blocks."""
 
 
 def checked(*what: str) -> dict[str, str]:
@@ -49,10 +51,12 @@ FLEET = {
     "watched": Launch(env=checked("nan", "sync")),
     "broken_by_nan": Launch(env=checked("nan_everywhere")),
     "broken_by_wait": Launch(env=checked("sync", "wait")),
+    "refilled": Launch(env=STRICT | checked("sinks"), running=2),
+    "many_beginnings": Launch(env=STRICT | checked("sinks") | {"SGLANG_MIXED_KV_RECENT_TOKENS": "64"}, running=8),
     "fp8_block": Launch(model=lambda folder: quantize("block", folder / "block")),
     "fp8_tensor": Launch(model=lambda folder: quantize("tensor", folder / "tensor")),
 }
-MEMORY = ("--mem-fraction-static", "0.85", "--max-total-tokens", "262144", "--max-running-requests", "128")
+MEMORY = ("--mem-fraction-static", "0.85", "--max-total-tokens", "262144")
 """The pools are small; the fraction is of what the GPU has free while the rest of the fleet is on it, too."""
 LOG = ("--decode-log-interval", "1", "--enable-cache-report")
 
@@ -72,7 +76,8 @@ class Fleet:
         launch = FLEET[name]
         own = folder / name
         own.mkdir()
-        args = (*golden.ARGS, *launch.args, *MEMORY, *LOG)
+        running = ("--max-running-requests", str(launch.running))
+        args = (*golden.ARGS, *launch.args, *MEMORY, *running, *LOG)
         server = serve(launch.model(own), folder / f"{name}.log", *args, env=golden.ROTATIONS | launch.env)
         return self._stack.enter_context(server)
 

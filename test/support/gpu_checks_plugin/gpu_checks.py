@@ -33,6 +33,28 @@ def poison(state) -> None:
             window[rows].fill_(float("nan"))
 
 
+def poison_new_sinks(cache) -> None:
+    """Blocks that were handed out since the last pass: in stream order, before anything fills or reads them."""
+    for layer in cache.layers.values():
+        for sinks in (layer.cache.k_sink, layer.cache.v_sink):
+            sinks[cache.sinks.handed_out] = float("nan")
+    cache.sinks.handed_out.clear()
+
+
+def note_new_sinks() -> None:
+    from sglang_oscar.requests.sink_store import SinkStore
+
+    SinkStore.handed_out = []
+    acquire_private = SinkStore.acquire_private
+
+    def acquire_and_note(self):
+        block = acquire_private(self)
+        self.handed_out.append(block)
+        return block
+
+    SinkStore.acquire_private = acquire_and_note
+
+
 def digest(state) -> str:
     """State of the sink store and of the rows, evictions included."""
     sinks = state.sinks
@@ -48,6 +70,8 @@ def metadata(original, self, *args, **kwargs):
         print(f"gpu_checks: {','.join(sorted(CHECKS))}", flush=True)
     if "ranks" in CHECKS and original.__name__ == "init_forward_metadata":
         print(f"gpu_checks: rank {torch.distributed.get_rank()} {digest(self.cache)}", flush=True)
+    if "sinks" in CHECKS and self.cache.sinks.handed_out:
+        poison_new_sinks(self.cache)
     if "nan" in CHECKS or "nan_everywhere" in CHECKS:
         poison(self.cache)
     return strict(original, self, *args, **kwargs)
@@ -81,6 +105,8 @@ def strict(original, self, *args, **kwargs):
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if "sinks" in CHECKS:
+        note_new_sinks()
     for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
         HookRegistry.register(BACKEND + name, metadata, HookType.AROUND)
     for name in ("forward_decode", "forward_extend"):
