@@ -5,6 +5,7 @@
 ``sync``: PyTorch raises wherever the backend would wait for the GPU.
 ``wait``: the backend waits for the GPU in every decode step; a fault, to prove that this is noticed.
 ``noise``: queries, keys and values change by what one rounding to BF16 may change, as on another machine.
+``sinks``: a sink block is NaN from when it is handed out until it is filled.
 ``ranks``: every pass over a prompt prints a digest of what this tensor-parallel rank believes about sinks and rows.
 """
 
