@@ -205,18 +205,24 @@ def test_lost_sinks_are_computed_again(fleet: Fleet, expected: dict) -> None:
     server = fleet["refilled"]
     compare_many("refilled, cold", expected, golden.many(server, workers=2))
     before = refills(server)
-    again = golden.many(server, workers=2)
+    again = golden.many(server, workers=2, flush=False)
     compare_many("refilled, hits", expected, again)
-    cached = [answer["meta_info"]["cached_tokens"] for answer in again]
+    # A hit leaves the recent window to be computed.
+    long = [answer for answer in again if answer["meta_info"]["prompt_tokens"] >= 256 + 64]
+    cached = [answer["meta_info"]["cached_tokens"] for answer in long]
     print(f"refilled: {refills(server)} blocks computed again, {before} of them cold; cached tokens {cached}")
+    assert len(long) > 40
     assert min(cached) > 0
-    assert refills(server) > before
+    assert refills(server) > before + 40
     healthy(server)
 
 
 @pytest.mark.uses("many_beginnings")
 def test_a_thousand_beginnings_hit(fleet: Fleet) -> None:
-    """As many conversations as the pool holds, sixteen sink blocks: a thousand of a thousand hit, and say the same."""
+    """As many conversations as the pool holds, sixteen sink blocks: a thousand of a thousand hit, and say the same again.
+
+    The first answers come from prompts that were exact as a whole, not from a prefix in 2 bits: nothing to compare with.
+    """
     server, rng = fleet["many_beginnings"], random.Random(5)
     prompts = [[rng.randrange(3, 250) for _ in range(200)] for _ in range(1000)]
 
@@ -224,12 +230,12 @@ def test_a_thousand_beginnings_hit(fleet: Fleet) -> None:
         with ThreadPoolExecutor(32) as pool:
             return list(pool.map(lambda ids: server.generate(ids, 4, **LOGPROBS), prompts))
 
-    first, again = ask(), ask()
-    cached = [answer["meta_info"]["cached_tokens"] for answer in again]
-    print(f"many beginnings: {sum(map(bool, cached))} hits, {refills(server)} blocks computed again")
+    _, second, third = ask(), ask(), ask()
+    cached = [answer["meta_info"]["cached_tokens"] for answer in second + third]
+    print(f"many beginnings: {sum(map(bool, cached))} hits of 2000, {refills(server)} blocks computed again")
     assert min(cached) >= 128
-    assert_same(first, again, NEAR_TIE, DRIFT)
-    assert refills(server) > 500
+    assert_same(second, third, NEAR_TIE, DRIFT)
+    assert refills(server) > 1000
     healthy(server)
 
 

@@ -87,9 +87,12 @@ def prompts(seeds: range) -> list[tuple[list[int], str]]:
     return made
 
 
-def many(server: Server, workers: int, tokens: int = TOKENS, logprobs: bool = True) -> list[dict[str, Any]]:
-    """Answers to 64 questions about 64 documents, on an empty cache."""
-    server.flush()
+def many(
+    server: Server, workers: int, tokens: int = TOKENS, logprobs: bool = True, flush: bool = True
+) -> list[dict[str, Any]]:
+    """Answers to 64 questions about 64 documents, on an empty cache unless ``flush`` is off."""
+    if flush:
+        server.flush()
     extra = LOGPROBS if logprobs else {}
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda asked: server.generate(asked[0], tokens, **extra), prompts(range(8))))

@@ -72,6 +72,21 @@ def _defines(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], 
     return tuple(sorted({**dict(variant.defines()), **own}.items()))
 
 
+def variant_of(cache: LayerCache, q_heads: int, page_size: int, dtype: torch.dtype) -> Variant:
+    """What a cache and its queries need the kernel compiled for, a layer's matrices aside."""
+    layout = cache.layout
+    return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, dtype, cache.k_ring.dtype)
+
+
+def prepare(variant: Variant, layer: PreparedLayer) -> None:
+    """Compile (or find in the cache) and load the kernel for a layer, so that no failure waits for the first request.
+
+    Raises:
+        KernelError: the kernel cannot be built or loaded on this machine.
+    """
+    _load(variant, _kind(layer))
+
+
 @cache
 def _load(variant: Variant, kind: tuple[int, ...]) -> Any:
     """Compile (or find in the cache) and load the kernel: a second or two the first time."""
@@ -129,7 +144,7 @@ def store(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    variant = Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q.dtype, cache.k_ring.dtype)
+    variant = variant_of(cache, q_heads, page_size, q.dtype)
     kernel = _load(variant, _kind(layer))
 
     def side(x: torch.Tensor, of: PreparedSide, name: str) -> ctypes.Structure:

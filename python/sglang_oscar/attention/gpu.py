@@ -7,6 +7,7 @@ import logging
 import torch
 
 from oscar_kernels.cuda import store as cuda_store
+from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
@@ -47,6 +48,12 @@ class GpuKernels:
         self._arranged: dict[int, PreparedLayer] | None = None
         if isinstance(self._decode, decode_choice.CudaDecode):
             self._arranged = {key: cuda_store.arrange(prepared) for key, prepared in self._prepared.items()}
+            variant = cuda_store.variant_of(cache.first_layer.cache, q_heads, cache.page_size, dtype)
+            try:
+                for arranged in self._arranged.values():
+                    cuda_store.prepare(variant, arranged)
+            except KernelError as error:
+                raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
         plan = cache.plan
         self._ragged: RaggedExtend | None = None
         if plan.extend is None:

@@ -36,7 +36,7 @@ def register():
     from sglang_oscar.attention.batch import DecodeTables
 
     def allocate(self, max_bs, max_num_tokens):
-        self.graph_tables = DecodeTables(self.runtime, max_bs)
+        self.graph_tables = DecodeTables(self.cache, max_bs)
 
     def capture(self, bs, *unused):
         self.batch = self.graph_tables.view(bs)

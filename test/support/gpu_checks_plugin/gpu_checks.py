@@ -97,7 +97,7 @@ def strict(original, self, *args, **kwargs):
     try:
         result = original(self, *args, **kwargs)
         if "wait" in CHECKS and calls > 1 and original.__name__.startswith("init"):
-            self.runtime.rows.ring_start.sum().item()
+            self.cache.rows.ring_start.sum().item()
         return result
     finally:
         torch.cuda.set_sync_debug_mode(before)
