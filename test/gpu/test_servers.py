@@ -219,9 +219,9 @@ def test_lost_sinks_are_computed_again(fleet: Fleet, expected: dict) -> None:
 
 @pytest.mark.uses("many_beginnings")
 def test_a_thousand_beginnings_hit(fleet: Fleet) -> None:
-    """As many conversations as the pool holds, sixteen sink blocks: a thousand of a thousand hit, and say the same again.
+    """As many conversations as the pool holds, sixteen sink blocks: a thousand of a thousand hit, and say the same.
 
-    The first answers come from prompts that were exact as a whole, not from a prefix in 2 bits: nothing to compare with.
+    The first answers come from prompts that were exact as a whole, later ones from prefixes in 2 bits, which compare.
     """
     server, rng = fleet["many_beginnings"], random.Random(5)
     prompts = [[rng.randrange(3, 250) for _ in range(200)] for _ in range(1000)]
