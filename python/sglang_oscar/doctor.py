@@ -184,9 +184,9 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
 
     from oscar_kernels.format import fingerprint
     from sglang_oscar.attach import refusals
-    from sglang_oscar.attach.names import DEFAULT_PAGE_SIZE
     from sglang_oscar.attention import extend_choice
     from sglang_oscar.memory.plan import make_plan, row_layout
+    from sglang_oscar.names import DEFAULT_PAGE_SIZE
     from sglang_oscar.settings import Settings
     from sglang_oscar.weights.rotations import load_formats
 

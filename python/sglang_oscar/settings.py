@@ -14,8 +14,8 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import SCALE_DTYPES
 from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS
 from oscar_rotation.recipes import FITTED
-from sglang_oscar.attach.names import is_int2
 from sglang_oscar.errors import Int2Error, malformed
+from sglang_oscar.names import is_int2
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
 DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]

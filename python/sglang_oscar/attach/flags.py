@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from typing import Annotated, Any, Optional, get_args, get_type_hints
 
-from sglang_oscar.attach.names import DTYPE, GROUP_SIZE
+from sglang_oscar.names import DTYPE, GROUP_SIZE
 
 
 def install() -> None:

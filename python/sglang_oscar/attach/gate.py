@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from sglang_oscar.attach import failure, refusals
-from sglang_oscar.attach.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
 from sglang_oscar.settings import Settings
 from sglang_oscar.weights.rotations import model_formats
 

@@ -14,12 +14,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from oscar_kernels.cache import StoreSlots
-from sglang_oscar.attach.names import BACKEND
 from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, refill_batch
 from sglang_oscar.attention.compiled import Call
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.cache import cache_of
+from sglang_oscar.names import BACKEND
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from oscar_rotation.dump.covariances import CovarianceWriter
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
-from sglang_oscar.attach import names
+from sglang_oscar import names
 from sglang_oscar.errors import Int2Error, fatal, malformed
 from sglang_oscar.weights.model_identity import model_identity
 

@@ -15,9 +15,9 @@ import torch
 from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.attach.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.workspace import Workspace
+from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.settings import Settings
 
 DEFAULT_MAX_RUNNING = 256

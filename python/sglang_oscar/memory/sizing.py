@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang_oscar.attach import failure
-from sglang_oscar.attach.names import DTYPE, is_int2
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
 from sglang_oscar.memory.workspace import Workspace
+from sglang_oscar.names import DTYPE, is_int2
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.weights.rotations import model_formats
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from oscar_kernels.reference import rotate
 from oscar_kernels.transform import SideTransform
-from sglang_oscar.attach import names
+from sglang_oscar import names
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.plan import own_heads
 from sglang_oscar.settings import Settings, of_this_process
