@@ -91,6 +91,9 @@ def variant(label: str, table: str = "focus", domain: str = "retrieval", **chang
     return partial(Focus, label=label, options=replace(FocusOptions(), **changes), table=table, domain=domain)  # type: ignore[arg-type]
 
 
+UNIFORM = {"query_shares": (0.0,)}
+"""Every query counts alike."""
+
 FIXED = {"clips": FocusOptions.clips[:1], "gains": FocusOptions.gains[:1], "value_clips": FocusOptions.value_clips[:1]}
 """Clip ratios and gains as in ``plus``."""
 
@@ -100,15 +103,19 @@ PLUS_VALUES = {"value_shares": (0.0,), "value_centers": False}
 METHODS = [
     Focus,
     partial(Focus, options=FocusOptions(group=128)),
-    variant("unweighted, constant center", shares=(0.0,), turning=(False,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant("unweighted, turning center", shares=(0.0,), turning=(True,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant("half weighted, constant center", shares=(0.5,), turning=(False,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant(".9 weighted, turning center", shares=(0.9,), turning=(True,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant("chosen by head, clip and gain fixed", rounds=0, **FIXED, **PLUS_VALUES),
+    variant(
+        "unweighted, constant center", **UNIFORM, shares=(0.0,), turning=(False,), rounds=0, **FIXED, **PLUS_VALUES
+    ),
+    variant("unweighted, turning center", **UNIFORM, shares=(0.0,), turning=(True,), rounds=0, **FIXED, **PLUS_VALUES),
+    variant(
+        "half weighted, constant center", **UNIFORM, shares=(0.5,), turning=(False,), rounds=0, **FIXED, **PLUS_VALUES
+    ),
+    variant(".9 weighted, turning center", **UNIFORM, shares=(0.9,), turning=(True,), rounds=0, **FIXED, **PLUS_VALUES),
+    variant("chosen by head, clip and gain fixed", **UNIFORM, rounds=0, **FIXED, **PLUS_VALUES),
     variant("values as in plus", **PLUS_VALUES),
     variant("no second round", rounds=0),
     variant("three rounds", rounds=3),
-    variant("queries weighted too", query_shares=(0.0, 0.5, 0.9)),
+    variant("all queries alike", **UNIFORM),
     variant("constant centers", turning=(False,)),
     variant("one transform a layer", per_head=False),
     variant("clip and gain as in plus", **FIXED),

@@ -52,7 +52,7 @@ class FocusOptions:
     value_levels: int = 4
     shares: tuple[float, ...] = (0.5, 0.9)
     value_shares: tuple[float, ...] = (0.0, 0.5)
-    query_shares: tuple[float, ...] = (0.0,)
+    query_shares: tuple[float, ...] = (0.5, 0.9)
     turning: tuple[bool, ...] = (False, True)
     rounds: int = 1
     per_head: bool = True
@@ -291,7 +291,7 @@ class FocusFit:
             if not options.value_centers:
                 center = RotaryCenter(torch.zeros_like(center.constant), center.turning)
             rows = [r.v - center.at(*r.tables) for r in self.fitted]
-            forward, back = balanced_heads(moment(rows, weights), self.reader, options.per_head, 0.0)
+            forward, back = balanced_heads(moment(rows, weights), self.reader, options.per_head, SHRINKAGE)
             side = self._side(forward, back, center, f"share {share}")
             sides.append(replace(side, clip=options.value_clips[0], gain=VALUE_GAIN))
         side = best([self._value_loss(x) for x in sides], options.per_head)
