@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import requests
@@ -28,15 +29,19 @@ from tokenizers import Tokenizer
 
 from reference_model.retrieval import DIGITS, Document, build_document, question
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
+from sglang_oscar.evaluation.methods import bits_per_element
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
+from sglang_oscar.settings import variable
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "reference"
 FACTS = 5
 CALIBRATION_TOKENS = 16000
 CALIBRATION_SEED = 1000
-K_FILE, V_FILE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
-K_PLUS, V_PLUS = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
+K_FILE, V_FILE = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
+K_PAPER, V_PAPER = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
+"""What ``oscar fit`` calls its files, by default and with ``--recipe paper``."""
+DEFAULT_ROW = "INT2 (recipe plus)"
 EXTRA_ARGS: list[str] = []
 console = Console()
 
@@ -59,22 +64,21 @@ class Method:
 
 def rotation_env(k: Path | str, v: Path | str) -> dict[str, str]:
     """Variables that name the rotations."""
-    return {"SGLANG_OSCAR_K_ROTATION_PATH": str(k), "SGLANG_OSCAR_V_ROTATION_PATH": str(v)}
+    return {variable("k_rotation"): str(k), variable("v_rotation"): str(v)}
 
 
 def methods(rotations: Path) -> list[Method]:
-    """Rows of the table. Naive INT2 has neither windows nor clipping; QuaRot-INT2 has both, like OSCAR."""
-    plain = {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0"}
-    plain |= {"SGLANG_OSCAR_K_CLIP_RATIO": "1", "SGLANG_OSCAR_V_CLIP_RATIO": "1"}
-    rows = [Method("BF16")]
+    """Rows of the table: BF16, what a user gets who sets nothing, and others to compare with. Naive INT2 has neither
+    windows nor clipping; QuaRot-INT2 has both, like OSCAR, the published recipe."""
+    plain = {variable("windows_enabled"): "0", variable("k_clip_ratio"): "1", variable("v_clip_ratio"): "1"}
+    rows = [Method("BF16"), Method(DEFAULT_ROW, 128, rotation_env(rotations / K_FILE, rotations / V_FILE))]
     for group in (64, 128):
         rows += [
             Method("naive INT2", group, rotation_env("identity", "identity") | plain),
             Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
-            Method("OSCAR INT2", group, rotation_env(rotations / K_FILE, rotations / V_FILE)),
+            Method("OSCAR INT2", group, rotation_env(rotations / K_PAPER, rotations / V_PAPER)),
         ]
-    plus = rotation_env(rotations / K_PLUS, rotations / V_PLUS) | {"SGLANG_OSCAR_RECIPE": "plus"}
-    return [*rows, Method("INT2, recipe plus", 128, plus)]
+    return rows
 
 
 def clean_environment(extra: dict[str, str]) -> dict[str, str]:
@@ -113,13 +117,13 @@ def ask(server: LocalServer, document: Document) -> int:
 
 
 def calibrate(folder: Path) -> Path:
-    """Dump q, k and v of calibration text from a server and fit both rotations; reuses what an earlier run left.
+    """Dump q, k and v of calibration text from a server and fit rotations; reuses what an earlier run left.
 
     Returns:
         folder with the two rotation files of each recipe.
     """
     dump, rotations = folder / "qkv_dumps", folder / "rotations"
-    if all((rotations / name).exists() for name in (K_FILE, V_FILE, K_PLUS, V_PLUS)):
+    if all((rotations / name).exists() for name in (K_FILE, V_FILE, K_PAPER, V_PAPER)):
         console.print(f"[dim]rotations in {rotations} are reused[/dim]")
         return rotations
     shutil.rmtree(dump, ignore_errors=True)
@@ -132,9 +136,9 @@ def calibrate(folder: Path) -> Path:
                 document = build_document(count, 1900, FACTS, seed)
                 complete(server, document.text + question(next(iter(document.facts))), 1)
                 seed += 1
-    with console.status("fit: covariances and rotations"):
+    with console.status("fit: rotations of the default recipe and of the published one"):
         command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", str(rotations)]
-        for recipe in ([], ["--recipe", "plus", "--model", str(MODEL)]):
+        for recipe in ([], ["--recipe", "paper"]):
             subprocess.run([*command, *recipe], check=True, stdout=subprocess.DEVNULL)
     return rotations
 
@@ -151,26 +155,12 @@ def evaluate(method: Method, lengths: list[int], documents: int, folder: Path) -
                 texts = [build_document(count, length, FACTS, seed) for seed in range(documents)]
                 row["exact"][str(length)] = sum(ask(server, text) for text in texts) / (documents * FACTS)
             row["kv_tokens"] = requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
-    row["bits"] = bits_per_element(method)
+    config = SimpleNamespace(**json.loads((MODEL / "config.json").read_text()))
+    row["bits"] = 16.0 if method.group is None else bits_per_element(config, method.group, method.env)
     row["seconds"] = round(time.monotonic() - begin, 1)
     shown = ", ".join(f"{score:.2f} at {length}" for length, score in row["exact"].items())
     console.print(f"{label}: {shown} ({row['seconds']:.0f} s)", highlight=False)
     return row
-
-
-def bits_per_element(method: Method) -> float:
-    """Effective bits per KV element of a request of 128K tokens, windows included."""
-    if method.group is None:
-        return 16.0
-    from oscar_kernels.layout import RowLayout
-    from sglang_oscar.memory.plan import Geometry
-    from sglang_oscar.settings import Settings
-
-    config = json.loads((MODEL / "config.json").read_text())
-    settings = Settings.from_env(method.env)
-    layout = RowLayout(config["num_key_value_heads"], config["head_dim"], method.group, settings.scale_torch_dtype)
-    geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, config["num_hidden_layers"])
-    return geometry.bits_per_element(128 * 1024)
 
 
 def table(rows: list[dict[str, Any]], lengths: list[int]) -> Table:
@@ -180,7 +170,8 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> Table:
         out.add_column(heading, justify="left" if heading == "method" else "right")
     for row in rows:
         exact = [f"{row['exact'][str(n)]:.2f}" for n in lengths]
-        out.add_row(row["method"], str(row["group"] or "-"), *exact, f"{row['bits']:.2f}", f"{row['kv_tokens']:,}")
+        cells = (row["method"], str(row["group"] or "-"), *exact, f"{row['bits']:.2f}", f"{row['kv_tokens']:,}")
+        out.add_row(*cells, style="bold" if row["method"] == DEFAULT_ROW else None)
     return out
 
 
@@ -190,7 +181,7 @@ def main(
     documents: Annotated[int, typer.Option(min=1, help="documents per length, five questions each")] = 6,
     server_args: Annotated[str, typer.Option(help="further flags for every server")] = "",
 ) -> None:
-    """Serve the shipped model in BF16 and with four INT2 caches, and print one table."""
+    """Serve the shipped model in BF16, with the default INT2 cache and with others, and print one table."""
     EXTRA_ARGS.extend(shlex.split(server_args))
     sizes = [int(part) for part in lengths.split(",")]
     out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,16 @@ TITLES = {
     "targets": "Targets of values, and levels",
     "windows": "Windows (the paper's table 5)",
     "calibration": "Calibration volume and text (the paper's table 7)",
+    "focus": "The recipe focus, part by part",
+    "domains": "The recipe focus, by calibration text",
+    "bits": "Bits of keys and values",
 }
+BASES = {
+    "plus": ("OSCAR g128", "plus g128"),
+    **dict.fromkeys(("focus", "domains", "bits"), ("plus g128", "plus g64", "focus g128", "focus g64")),
+}
+"""Rows of the main table that a table of variants begins with; :data:`PUBLISHED` where nothing is said."""
+PUBLISHED = ("OSCAR g128", "OSCAR g64")
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
@@ -73,10 +82,12 @@ def recalled(row: Rows) -> dict[str, str]:
 
 
 def main_table(rows: Rows) -> Iterator[str]:
-    """Every method of the main table."""
+    """Every method of the main table; where there are further kinds of text, with the KL on each of them."""
     chosen = {name: row for name, row in rows.items() if row["table"] == "methods"}
+    kinds = list(dict.fromkeys(kind for row in chosen.values() for kind in row.get("kinds", {})))
     lengths = sorted({n for row in chosen.values() for n in row["retrieval"]}, key=int)
-    head = ["method", "bits at 128K", "perplexity", "excess nats", "KL", *(f"retrieval, {n}" for n in lengths)]
+    head = ["method", "bits at 128K", "perplexity", "excess nats", "KL"]
+    head += [*(f"KL, {kind}" for kind in kinds), *(f"retrieval, {n}" for n in lengths)]
     body = []
     for name, row in sorted(chosen.items(), key=lambda item: item[1]["language"]["kl"]["mean"]):
         language = row["language"]
@@ -87,6 +98,7 @@ def main_table(rows: Rows) -> Iterator[str]:
                 f"{language['perplexity']['mean']:.2f}",
                 interval(language["excess"], 3),
                 interval(language["kl"], 4),
+                *(interval(row["kinds"][kind]["kl"], 4) if kind in row.get("kinds", {}) else "-" for kind in kinds),
                 *(recalled(row).get(n, "-") for n in lengths),
             ]
         )
@@ -173,8 +185,9 @@ def ablations(model: str, found: dict[str, Any]) -> Iterator[str]:
         if not measured:
             continue
         yield from ("", f"### {model}: {title}", "")
-        base = ["OSCAR g128", "OSCAR g64"] if name != "plus" else ["OSCAR g128", "plus g128"]
-        names = base + [n for n, row in next(iter(measured.values())).items() if row["table"] == name]
+        first_rows = next(iter(measured.values()))
+        names = [n for n in BASES.get(name, PUBLISHED) if n in first_rows]
+        names += [n for n, row in first_rows.items() if row["table"] == name]
         head = ["variant", *(f"{r}: {what}" for r in measured for what in ("KL", "retrieval"))]
         body = []
         for variant in dict.fromkeys(names):
@@ -230,23 +243,24 @@ def server_table(server: dict[str, Any]) -> Iterator[str]:
     yield from table(head, body)
 
 
-INTRODUCTION = """# Accuracy
+INTRODUCTION = """# Accuracy, in tables
 
-What 2 bits do to a model, method by method, on models that anyone can train in minutes. Large models are the paper's
-claim and are not measured here; differences between *methods* on small models, with and without outliers, are.
+Every cache format inside a Hugging Face model, and real servers beside it.
+[docs/accuracy.md](../../docs/accuracy.md) has the findings; here is what was measured, with remarks at the end.
 
-Made by `python benchmark/accuracy/run.py`; a section names its run: size of the sample, device, and how long all
-regimes of the model took.
+Made by `python benchmark/accuracy/run.py`. A section names its run: size of the sample, device, and how long
+all regimes of the model took.
 
 * **Models.** `reference` is the shipped model; `strong` is what `scripts/train_reference_model.py --preset strong`
   trains. Both are measured as trained and with outliers that change nothing but the cache: keys of one rotary pair per
   layer times a factor and queries divided by it, one value channel per kv head times a factor and its columns of
   `o_proj` divided by it.
-* **Semantics.** Those of the server: sink of 64, recent window of 256, a chunk of a prompt exact to itself, every older
-  token read as its quantizer gives it back, queries of later layers downstream of all that. Decoding is teacher-forced;
-  one forward with two kinds of keys per query equals decoding token by token, which a test shows.
-* **Measures.** Perplexity of the last tokens of long contexts of held-out source text, the excess over BF16 in nats,
-  KL(BF16 || method) of the next-token distribution (far less noisy than perplexity), and retrieval of a seven-digit
+* **Semantics.** Those of the server: sink of 64 tokens, recent window of 256, a chunk of a prompt exact to itself,
+  every older token as its quantizer gives it back; errors of a layer reach the queries of the layers behind it.
+  Decoding is teacher-forced: one forward pass with two kinds of keys per query equals decoding token by token, which a
+  test shows.
+* **Measures.** Perplexity of the last tokens of long contexts of held-out source text; the excess over BF16 in nats;
+  KL(BF16 || method) of the next-token distribution, far less noisy than perplexity; and retrieval of a seven-digit
   number from a document in the prefix cache. In brackets 95% intervals: bootstrap over contexts, Wilson for
   retrieval (four questions share a document and are taken as independent).
 * **Bits** are computed from what a method stores, scales and windows included, at 128K tokens of context."""

@@ -8,7 +8,7 @@
     python benchmark/accuracy/run.py --server-only --out server.json  # real servers of the shipped model, over HTTP
     python benchmark/accuracy/run.py --from a.json --from b.json      # the report again, of several runs
 
-Writes RESULTS (JSON), docs/accuracy.md and docs/figures/accuracy-*.png. Plots need the extra ``plots``.
+Writes RESULTS (JSON), benchmark/results/accuracy.md and figures beside it. Plots need the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out holds, measure the others")
     parser.add_argument("--no-server", action="store_true", help="start no servers")
     parser.add_argument("--server-only", action="store_true", help="nothing but servers")
-    parser.add_argument("--report", type=Path, default=ROOT / "docs" / "accuracy.md")
+    parser.add_argument("--report", type=Path, default=ROOT / "benchmark" / "results" / "accuracy.md")
     parser.add_argument("--measure-only", action="store_true", help="no report")
     return parser.parse_args(argv)
 

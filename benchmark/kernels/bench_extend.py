@@ -13,14 +13,16 @@ from dataclasses import replace
 
 import flashinfer_baseline
 import torch
-from harness import random_cache, read_bandwidth, report, shuffled_tables, time_us
+from harness import layer_format, random_cache, read_bandwidth, report, shuffled_tables, time_us
 
 from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.extend_plan import Decode
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.prepared import prepare
 from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.extend import extend
-from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
+from oscar_kernels.triton.store import rotate_queries, store
 from sglang_oscar.attention import decode_choice, extend_choice
 
 SHAPES = [
@@ -46,7 +48,8 @@ class Case:
         self.tables = replace(tables, kv_lens=tables.kv_lens - 1)
         self.cache = random_cache(slots, batch, LAYOUT, WINDOWS)
         tokens = batch * chunk
-        self.rotation = prepare_rotation(rotation, torch.bfloat16)
+        layer = layer_format(LAYOUT, SideTransform(rotation, clip=0.96), SideTransform(clip=0.92))
+        self.layer = prepare(layer, torch.bfloat16)
         heads = Q_HEADS + 2 * KV_HEADS
         fused = torch.randn(tokens, heads, HEAD_DIM, device="cuda").bfloat16()
         self.q, self.k, self.v = fused.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -61,7 +64,7 @@ class Case:
 
     def triton(self) -> object:
         """All of it by our own kernel."""
-        rotated = rotate_queries(self.q, self.rotation)
+        rotated = rotate_queries(self.q, self.layer.key.reading)
         return extend(self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
 
     def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
@@ -69,7 +72,7 @@ class Case:
         plan = ragged.plan(self.tables, *self.lens)
 
         def call() -> object:
-            rotated = rotate_queries(self.q, self.rotation) if plan.has_prefix else None
+            rotated = rotate_queries(self.q, self.layer.key.reading) if plan.has_prefix else None
             out = ragged.run(plan, self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
             if plan.decoding is not None:
                 own = plan.decoding.tokens
@@ -80,7 +83,7 @@ class Case:
 
     def store(self) -> object:
         """What follows attention: keys rotated, values absorbed."""
-        return store(self.chunks, self.slots, self.k, self.v, self.rotation, None, 0.96, 0.92)
+        return store(self.chunks, self.slots, self.k, self.v, self.layer)
 
     def copy(self) -> Callable[[], object]:
         """What follows attention without quantization."""

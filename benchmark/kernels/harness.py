@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
+from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.transform import SideTransform
 
 COLD_BYTES = 400 << 20
 """Inputs of one graph replay together: several times the L2 cache of any current GPU."""
@@ -62,6 +64,12 @@ def read_bandwidth() -> float:
     return x.numel() * 4 / best / 1e3
 
 
+def layer_format(layout: RowLayout, key: SideTransform, value: SideTransform) -> LayerFormat:
+    """Both sides in rows of one layout."""
+    sides = (SideFormat(layout.group_size, layout.scale_dtype, layout.bits, of) for of in (key, value))
+    return LayerFormat(layout.kv_heads, layout.head_dim, *sides)
+
+
 def random_cache(
     slots: int, requests: int, layout: RowLayout, windows: Windows, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> LayerCache:
@@ -83,7 +91,7 @@ def random_cache(
         return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
     sides = (window(windows.sink), window(windows.sink), window(windows.ring), window(windows.ring))
-    return LayerCache(layout, windows, rows(), rows(), *sides)
+    return LayerCache(layout, layout, windows, rows(), rows(), *sides)
 
 
 def shuffled_tables(lengths: list[int], page_size: int, seed: int = 0) -> tuple[BatchTables, int]:

@@ -27,9 +27,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from oscar_rotation.cli import fit_with_progress, save_fit
 from oscar_rotation.dump import DumpWriter
-from oscar_rotation.fit.calibrate import FitOptions, choose_device
+from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.recipes import FITTED, FitRequest
 
 WARMUP = 8
 
@@ -127,8 +128,8 @@ def main(
         before = time.process_time()
         begin = time.perf_counter()
         options = FitOptions.of_method(method, fit_clip=clip, report=report)
-        result = fit_with_progress(root, options, device, allow_incomplete=False)
-        save_fit(result, Path(temporary) / "rotations")
+        paper = FITTED["paper"]
+        paper.fit(FitRequest(root, options, device=device)).save(Path(temporary) / "rotations", paper.suffixes[:1])
         seconds = time.perf_counter() - begin
         cpu_seconds, peak = time.process_time() - before, peak_memory()
     facts: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Device code of the 2-bit KV cache and its specification. Imports torch and triton, nothing above them."""
+"""Device code of the 2-bit KV cache and its specification. Imports torch, triton and cuda-python."""

@@ -39,10 +39,15 @@ class LayerCache:
 
     Shapes: k_rows, v_rows uint8 [slots, row_bytes]; k_sink, v_sink [sink_blocks, sink, kv_heads, head_dim];
     k_ring, v_ring [requests, ring, kv_heads, head_dim]. Sink and ring are bfloat16 or float16 and hold rotated
-    vectors. Slot ``page * page_size + i`` is token ``i`` of a page.
+    vectors. Slot ``page * page_size + i`` is token ``i`` of a page; ``k_layout`` and ``v_layout`` say
+    what is in it.
+
+    Raises:
+        ValueError: keys and values have other heads.
     """
 
-    layout: RowLayout
+    k_layout: RowLayout
+    v_layout: RowLayout
     windows: Windows
     k_rows: torch.Tensor
     v_rows: torch.Tensor
@@ -50,6 +55,34 @@ class LayerCache:
     v_sink: torch.Tensor
     k_ring: torch.Tensor
     v_ring: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if (self.k_layout.kv_heads, self.k_layout.head_dim) != (self.v_layout.kv_heads, self.v_layout.head_dim):
+            raise ValueError(f"keys and values must have the same heads, got {self.k_layout} and {self.v_layout}")
+
+    @property
+    def layout(self) -> RowLayout:
+        """The layout of all rows, for kernels that read both sides alike.
+
+        Raises:
+            ValueError: keys and values have different ones.
+        """
+        if self.k_layout is not self.v_layout and self.k_layout != self.v_layout:
+            raise ValueError(
+                "this kernel reads keys and values of one row layout: give both one group size, scale dtype and bits"
+            )
+        return self.k_layout
+
+
+def check_layouts(cache: LayerCache, key: RowLayout, value: RowLayout) -> None:
+    """Refuse to write rows of one layout into a cache of another.
+
+    Raises:
+        ValueError: a layout is not that of the cache.
+    """
+    for name, wanted, found in (("key", key, cache.k_layout), ("value", value, cache.v_layout)):
+        if wanted is not found and wanted != found:
+            raise ValueError(f"the format has {name} rows of {wanted}, the cache of {found}")
 
 
 def check_queries(cache: LayerCache, q_rot: torch.Tensor) -> None:

@@ -11,7 +11,9 @@ One head of one token, y of ``head_dim`` channels, already rotated (paper, secti
    read back has the mean of what was stored, and along it the length that the gain says; see :func:`fitted_parameters`.
 4. dequantized: scale * (code - zero).
 
-All arithmetic is float32 whatever the input dtype.
+All arithmetic is float32 whatever the input dtype. A vector with a NaN is stored as NaN scales and zero points with
+codes of 0: all of it, and nothing of other vectors, is read back as NaN, so attention loses a NaN no more than in a
+16-bit cache.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import math
 
 import torch
 
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import BITS, RowLayout
 
 MIN_RANGE = 1e-8
-LEVELS = 4
+LEVELS = 1 << BITS
 STRETCH = 1.5
 """A fitted scale is within this factor of the one of the range: what a clipped outlier lacks is not made up for by
 inflating the errors of its group. Normal rows need 0.9 to 1.3."""
@@ -75,8 +77,10 @@ def quantize(
         scale_dtype: dtype in which scale and zero point are kept.
 
     Returns:
-        codes uint8 [..., head_dim] in 0..3, scale and zero point [..., groups] in ``scale_dtype``.
+        codes uint8 [..., head_dim] in 0..3, scale and zero point [..., groups] in ``scale_dtype``. Of a vector with a
+        NaN, codes are 0 and the rest is NaN.
     """
+    broken = y.isnan().any(-1, keepdim=True)
     grouped = y.float().unflatten(-1, (-1, group_size))
     low, high = grouped.amin(-1), grouped.amax(-1)
     scale = (high - low).clamp_min(MIN_RANGE) / (LEVELS - 1)
@@ -89,7 +93,8 @@ def quantize(
     scale = scale.to(scale_dtype)
     zero = (-low / scale.float()).to(scale_dtype)
     codes = (grouped / scale.float()[..., None] + zero.float()[..., None] + 0.5).floor()
-    return codes.clamp(0, LEVELS - 1).to(torch.uint8).flatten(-2), scale, zero
+    codes = codes.flatten(-2).masked_fill(broken, 0).clamp(0, LEVELS - 1).to(torch.uint8)
+    return codes, scale.masked_fill(broken, math.nan), zero.masked_fill(broken, math.nan)
 
 
 def fitted_parameters(
@@ -144,7 +149,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> 
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Four codes to a byte, in planes: uint8 [..., head_dim] -> uint8 [..., head_dim/4]."""
+    """Four codes to a byte, in bit planes: uint8 [..., head_dim] -> uint8 [..., head_dim/4]."""
     planes = codes.unflatten(-1, (4, -1))
     return planes[..., 0, :] | planes[..., 1, :] << 2 | planes[..., 2, :] << 4 | planes[..., 3, :] << 6
 

@@ -5,7 +5,7 @@ A row holds one token's keys (or values) for all kv heads of one layer and is co
     [kv_heads x head_dim/4 code bytes][kv_heads x groups x (scale, zero)]
 
 so whatever moves, copies, offloads or transfers rows carries the scales with them. Codes of one head are
-stored in *planes*: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
+stored in *bit planes*: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
 ``j * head_dim/4 + b``. A kernel therefore unpacks a row with one shift and one mask per plane and never has
 to interleave. Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``.
 """
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 
 FORMAT_VERSION = 1
-"""Version of the row format. It changes whenever the meaning of a stored byte does."""
+"""Version of the row format. It changes whenever the meaning of a stored byte does; part of every
+:func:`oscar_kernels.format.fingerprint`."""
 
-CODES_PER_BYTE = 4
+BITS = 2
+"""Bits of a code, the only width so far."""
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -32,6 +34,7 @@ class RowLayout:
         head_dim: channels per head; a power of two from 64 to 256.
         group_size: consecutive channels that share a scale and a zero point; a power of two from 32 to head_dim.
         scale_dtype: dtype of scale and zero point: bfloat16, float16 or float32.
+        bits: bits of a code; 2.
 
     Raises:
         ValueError: if a value is outside these bounds.
@@ -41,6 +44,7 @@ class RowLayout:
     head_dim: int
     group_size: int
     scale_dtype: torch.dtype = torch.bfloat16
+    bits: int = BITS
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1:
@@ -54,6 +58,13 @@ class RowLayout:
             )
         if self.scale_dtype not in SCALE_DTYPES.values():
             raise ValueError(f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}, got {self.scale_dtype}")
+        if self.bits != BITS:
+            raise ValueError(f"codes of {self.bits} bits are not supported yet: bits must be {BITS}")
+
+    @property
+    def levels(self) -> int:
+        """Values that a code can have."""
+        return 1 << self.bits
 
     @property
     def groups(self) -> int:
@@ -63,7 +74,7 @@ class RowLayout:
     @property
     def code_bytes(self) -> int:
         """Code bytes per head."""
-        return self.head_dim // CODES_PER_BYTE
+        return self.head_dim * self.bits // 8
 
     @property
     def param_bytes(self) -> int:

@@ -40,15 +40,17 @@ from oscar_kernels.triton.prefix import copy_prefixes
 
 
 class RaggedExtend:
-    """Args:
-    layout: of the cache.
-    q_heads: query heads of this rank.
-    dtype: of queries, keys and values, bfloat16 or float16.
-    limits: size and number of workspace loads, and what is read without it.
-    device: where the cache is.
-    attention: makes an attention kernel; called once for chunks and once for each pass of prefixes.
-    decode: decode kernel for up to SHORT_BATCH requests.
-    processors: multiprocessors that a pass is to fill; 1 where the attention kernel splits keys itself.
+    """Plans and runs the extends of a model: chunks, passes of dequantized prefixes, short chunks, and their merge.
+
+    Args:
+        layout: of the cache.
+        q_heads: query heads of this rank.
+        dtype: of queries, keys and values, bfloat16 or float16.
+        limits: size and number of workspace loads, and what is read without it.
+        device: where the cache is.
+        attention: makes an attention kernel; called once for chunks and once for each pass of prefixes.
+        decode: decode kernel for up to SHORT_BATCH requests.
+        processors: multiprocessors that a pass is to fill; 1 where the attention kernel splits keys itself.
     """
 
     def __init__(

@@ -8,53 +8,49 @@ from __future__ import annotations
 
 import torch
 
-from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, split_positions
+from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, check_layouts, split_positions
 from oscar_kernels.codec import decode_rows, encode_rows
+from oscar_kernels.format import LayerFormat
 
 QUERY_BLOCK = 512
 """Queries per block of the extend reference: bounds the score matrix to block x keys per head."""
 
 
-def rotate(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
-    """x @ rotation in float32; ``x`` [..., head_dim], ``rotation`` [head_dim, head_dim] or None for identity."""
-    return x.float() if rotation is None else x.float() @ rotation.float()
+def rotate(x: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+    """x @ matrix in float32.
+
+    Args:
+        x: [..., heads, head_dim].
+        matrix: [head_dim, head_dim], or [kv_heads, head_dim, head_dim] with a matrix for every ``heads / kv_heads``
+            consecutive heads; None for identity.
+    """
+    if matrix is None or matrix.dim() == 2:
+        return x.float() if matrix is None else x.float() @ matrix.float()
+    return (x.float().unflatten(-2, (matrix.shape[0], -1)) @ matrix.float()).flatten(-3, -2)
 
 
-def store(
-    cache: LayerCache,
-    slots: StoreSlots,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_rotation: torch.Tensor | None,
-    v_rotation: torch.Tensor | None,
-    k_clip: float,
-    v_clip: float,
-    k_center: torch.Tensor | None = None,
-    k_gain: float = 0.0,
-    v_gain: float = 0.0,
-) -> None:
-    """Rotate, clip, quantize and write new tokens to the history pool, the ring and the sink store.
+def store(cache: LayerCache, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor, layer: LayerFormat) -> None:
+    """Transform, clip, quantize and write new tokens to the history pool, the ring and the sink store.
 
     Args:
         cache: the layer's cache, written in place.
         slots: destination of every token.
         k, v: [tokens, kv_heads, head_dim]; keys after RoPE.
-        k_rotation, v_rotation: [head_dim, head_dim]; None where the vectors come rotated already.
-        k_clip, v_clip: clip ratios.
-        k_center: float32 [kv_heads, head_dim], subtracted from the rotated keys before anything else; None for
-            nothing. Attention is the same: q . center shifts the logits of all tokens alike.
-        k_gain, v_gain: of scales and zero points fitted to the codes, see
-            :func:`oscar_kernels.codec.fitted_parameters`; 0 keeps those of the range.
+        layer: the format of the layer; without a value matrix where values come multiplied by it.
+
+    Raises:
+        ValueError: the cache has rows of another layout.
     """
+    check_layouts(cache, layer.key_layout, layer.value_layout)
     halves = (
-        (k, k_rotation, k_center, k_clip, k_gain, cache.k_rows, cache.k_ring, cache.k_sink),
-        (v, v_rotation, None, v_clip, v_gain, cache.v_rows, cache.v_ring, cache.v_sink),
+        (k, layer.key.transform, cache.k_layout, cache.k_rows, cache.k_ring, cache.k_sink),
+        (v, layer.value.transform, cache.v_layout, cache.v_rows, cache.v_ring, cache.v_sink),
     )
-    for x, rotation, center, clip_ratio, gain, rows, ring, sink in halves:
-        y = rotate(x, rotation)
-        if center is not None:
-            y = y - center
-        rows[slots.row] = encode_rows(y, cache.layout, clip_ratio, gain)
+    for x, transform, layout, rows, ring, sink in halves:
+        y = rotate(x, transform.matrix)
+        if transform.center is not None:
+            y = y - transform.center
+        rows[slots.row] = encode_rows(y, layout, transform.clip, transform.gain)
         for window, index in ((ring, slots.ring), (sink, slots.sink)):
             kept = index >= 0
             if window.numel() and bool(kept.any()):
@@ -76,11 +72,11 @@ def gather(cache: LayerCache, tables: BatchTables, request: int, kv_len: int) ->
     recent = positions[ring_begin:] % max(cache.windows.ring, 1)
     block, ring_row = int(tables.sink_block[request]), int(tables.ring_row[request])
     out = []
-    for row_buffer, ring, sink in (
-        (cache.k_rows, cache.k_ring, cache.k_sink),
-        (cache.v_rows, cache.v_ring, cache.v_sink),
+    for row_buffer, layout, ring, sink in (
+        (cache.k_rows, cache.k_layout, cache.k_ring, cache.k_sink),
+        (cache.v_rows, cache.v_layout, cache.v_ring, cache.v_sink),
     ):
-        parts = [decode_rows(row_buffer[rows], cache.layout)]
+        parts = [decode_rows(row_buffer[rows], layout)]
         if sink_end:
             parts.insert(0, sink[block, :sink_end].float())
         if ring_begin < kv_len:
@@ -93,7 +89,7 @@ def decode(
     cache: LayerCache,
     tables: BatchTables,
     q: torch.Tensor,
-    k_rotation: torch.Tensor | None,
+    reading: torch.Tensor | None,
     sm_scale: float,
 ) -> torch.Tensor:
     """Attention of one new token per request over everything cached, itself included.
@@ -102,14 +98,15 @@ def decode(
         cache: the layer's cache; the new tokens are stored in it already.
         tables: the batch; ``kv_lens`` counts the new token.
         q: [batch, q_heads, head_dim], not rotated.
-        k_rotation: [head_dim, head_dim] or None for identity.
+        reading: what queries of stored keys are multiplied by
+            (:attr:`oscar_kernels.transform.SideTransform.reading`), as :func:`rotate` takes it.
         sm_scale: factor on the logits.
 
     Returns:
         float32 [batch, q_heads, head_dim] in the basis of the cached values.
     """
-    kv_heads, head_dim = cache.layout.kv_heads, cache.layout.head_dim
-    queries = rotate(q, k_rotation).view(q.shape[0], kv_heads, -1, head_dim) * sm_scale
+    kv_heads, head_dim = cache.k_layout.kv_heads, cache.k_layout.head_dim
+    queries = rotate(q, reading).view(q.shape[0], kv_heads, -1, head_dim) * sm_scale
     out = torch.empty_like(queries)
     for request, kv_len in enumerate(tables.kv_lens.tolist()):
         k, v = gather(cache, tables, request, kv_len)
@@ -125,7 +122,7 @@ def extend(
     k: torch.Tensor,
     v: torch.Tensor,
     extend_lens: list[int],
-    k_rotation: torch.Tensor | None,
+    reading: torch.Tensor | None,
     sm_scale: float,
 ) -> torch.Tensor:
     """Causal attention of a chunk per request: exact within the chunk, over the cache before it.
@@ -138,13 +135,14 @@ def extend(
         q: [tokens, q_heads, head_dim] of all chunks one after the other, not rotated.
         k, v: [tokens, kv_heads, head_dim]; ``k`` not rotated, ``v`` in the basis of the cached values.
         extend_lens: tokens of each request's chunk; they sum to ``tokens``.
-        k_rotation: [head_dim, head_dim] or None for identity.
+        reading: what queries of stored keys are multiplied by
+            (:attr:`oscar_kernels.transform.SideTransform.reading`), as :func:`rotate` takes it.
         sm_scale: factor on the logits.
 
     Returns:
         float32 [tokens, q_heads, head_dim] in the basis of the cached values.
     """
-    kv_heads, head_dim = cache.layout.kv_heads, cache.layout.head_dim
+    kv_heads, head_dim = cache.k_layout.kv_heads, cache.k_layout.head_dim
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     begin = 0
     for request, (prefix_len, length) in enumerate(zip(tables.kv_lens.tolist(), extend_lens, strict=True)):
@@ -156,7 +154,7 @@ def extend(
             stop = min(start + QUERY_BLOCK, length)
             block = q[begin + start : begin + stop]
             heads = block.float().view(stop - start, kv_heads, -1, head_dim) * sm_scale
-            rotated = rotate(block, k_rotation).view_as(heads) * sm_scale
+            rotated = rotate(block, reading).view_as(heads) * sm_scale
             own = torch.einsum("qhgd,thd->hgqt", heads, chunk_k[:stop])
             later = torch.arange(stop, device=q.device) > torch.arange(start, stop, device=q.device)[:, None]
             own.masked_fill_(later, float("-inf"))

@@ -167,16 +167,28 @@ def weight_bytes(model: str) -> int:
     return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
 
 
+def estimated_geometry(loaded: dict[str, Any]) -> Any:
+    """Costs of the model of :func:`model_checks`, also where its rotations cannot be had."""
+    from sglang_oscar.memory.plan import Geometry
+
+    settings, layers = loaded["settings"], loaded["model"].num_hidden_layers
+    windows = settings.windows, settings.window_torch_dtype
+    if "formats" in loaded:
+        return Geometry(loaded["formats"], *windows)
+    return Geometry.uniform(loaded["layout"], *windows, layers)
+
+
 def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, and an estimate of its memory account."""
     from sglang.srt.configs.model_config import ModelConfig
 
+    from oscar_kernels.format import fingerprint
     from sglang_oscar.attach import refusals
     from sglang_oscar.attach.names import DEFAULT_PAGE_SIZE
     from sglang_oscar.attention import extend_choice
-    from sglang_oscar.memory.plan import Geometry, make_plan, row_layout
+    from sglang_oscar.memory.plan import make_plan, row_layout
     from sglang_oscar.settings import Settings
-    from sglang_oscar.weights.rotations import load_rotations
+    from sglang_oscar.weights.rotations import load_formats
 
     loaded: dict[str, Any] = {}
 
@@ -213,12 +225,13 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     def rotations() -> str:
         config = loaded["model"]
         identity = model_identity(path, config)
-        found = load_rotations(loaded["settings"], config.num_hidden_layers, config.head_dim, identity)
-        return f"keys {found.key.source}, values {found.value.source}"
+        found = load_formats(loaded["settings"], loaded["layout"], config.num_hidden_layers, identity)
+        loaded["formats"] = found
+        sources = f"keys {loaded['settings'].k_rotation}, values {loaded['settings'].v_rotation}"
+        return f"{sources}, format {fingerprint(found)[:12]}"
 
     def account() -> str:
-        settings, layout = loaded["settings"], loaded["layout"]
-        geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, loaded["model"].num_hidden_layers)
+        geometry = estimated_geometry(loaded)
         budget = int(MEM_FRACTION * memory) - weight_bytes(path)
         plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE)
         return "; ".join(plan.lines((budget - plan.fixed_bytes) // geometry.cell_bytes))
@@ -226,7 +239,8 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     checks = [attempt("model", model), attempt("variables", variables)]
     if all(check.ok for check in checks):
         checks.append(attempt("group size", group))
-        checks.append(attempt("rotations", rotations))
+        if "layout" in loaded:
+            checks.append(attempt("rotations", rotations))
         checks.append(attempt("prompts", prompts))
     if "layout" in loaded:
         checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))

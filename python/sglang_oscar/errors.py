@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
+
+from pydantic import ValidationError
 
 EXIT_CODE = 78
 """Exit status of a process that int2 mode stopped (EX_CONFIG of sysexits.h)."""
@@ -11,6 +14,13 @@ EXIT_CODE = 78
 
 class Int2Error(ValueError):
     """Int2 mode cannot run as configured. The message is a single line meant for the operator."""
+
+
+def malformed(error: ValidationError, env: Mapping[str, str]) -> Int2Error:
+    """The first fault of settings whose aliases are the environment variables that they were read from."""
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    return Int2Error(f"{name}={env.get(name, '')!r}: {first['msg'].lower()}")
 
 
 def fatal(error: BaseException | str) -> NoReturn:

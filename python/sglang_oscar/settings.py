@@ -8,32 +8,33 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import SCALE_DTYPES
 from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS
+from oscar_rotation.recipes import FITTED
 from sglang_oscar.attach.names import is_int2
-from sglang_oscar.errors import Int2Error
+from sglang_oscar.errors import Int2Error, malformed
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
 DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]
 FloatName = Literal["bfloat16", "float16", "float32"]
-RecipeName = Literal["paper", "plus"]
 
 
 class Settings(BaseModel):
     """Settings of int2 mode; field aliases are the environment variables.
 
-    ``k_clip_ratio`` and ``v_clip_ratio`` stay None where the variable is unset: then the ratios stored in the
-    rotation file apply, and after them the defaults 0.96 and 0.92 (paper, section 5.1).
+    ``recipe`` stays None where the variable is unset: then the rotation files say it. ``k_clip_ratio`` and
+    ``v_clip_ratio`` stay None too: then the ratios stored in the rotation file apply, and after them the defaults 0.96
+    and 0.92 (paper, section 5.1).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
 
     k_rotation: str | None = Field(None, alias="SGLANG_OSCAR_K_ROTATION_PATH", min_length=1)
     v_rotation: str | None = Field(None, alias="SGLANG_OSCAR_V_ROTATION_PATH", min_length=1)
-    recipe: RecipeName = Field("paper", alias="SGLANG_OSCAR_RECIPE")
+    recipe: str | None = Field(None, alias="SGLANG_OSCAR_RECIPE")
     k_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_K_CLIP_RATIO", gt=0, le=1)
     v_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_V_CLIP_RATIO", gt=0, le=1)
     allow_other_model: bool = Field(False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL")
@@ -47,6 +48,13 @@ class Settings(BaseModel):
     window_max_splits: int = Field(8, alias="SGLANG_MIXED_KV_HP_MAX_SPLITS", ge=1, le=64)
     window_dtype: Literal["bfloat16", "float16"] = Field("bfloat16", alias="SGLANG_MIXED_KV_HP_DTYPE")
     scale_dtype: FloatName = Field("bfloat16", alias="SGLANG_MIXED_KV_SCALE_DTYPE")
+
+    @field_validator("recipe")
+    @classmethod
+    def _known_recipe(cls, name: str | None) -> str | None:
+        if name is not None and name not in FITTED:
+            raise ValueError(f"must be {' or '.join(FITTED)}")
+        return name
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -67,9 +75,7 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            raise Int2Error(f"{name}={values.get(name, '')!r}: {first['msg'].lower()}") from None
+            raise malformed(error, values) from None
 
     @property
     def windows(self) -> Windows:
@@ -91,14 +97,26 @@ class Settings(BaseModel):
 
     def lines(self) -> list[str]:
         """One ``VARIABLE=value`` per setting, for the start-up log."""
-        clips = {"k_clip_ratio": DEFAULT_K_CLIP, "v_clip_ratio": DEFAULT_V_CLIP}
+        unset = {
+            "recipe": "(from the rotation files)",
+            "k_clip_ratio": f"(from the rotation file, else {DEFAULT_K_CLIP})",
+            "v_clip_ratio": f"(from the rotation file, else {DEFAULT_V_CLIP})",
+        }
         shown = []
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if value is None and name in clips:
-                value = f"(from the rotation file, else {clips[name]})"
+            value = unset.get(name) if value is None else value
             shown.append(f"{field.alias}={int(value) if isinstance(value, bool) else value}")
         return shown
+
+
+def variable(field: str) -> str:
+    """The environment variable of a setting.
+
+    >>> variable("sink_tokens")
+    'SGLANG_MIXED_KV_PREFIX_TOKENS'
+    """
+    return str(Settings.model_fields[field].alias)
 
 
 @functools.cache

@@ -6,30 +6,28 @@ Exit codes: 0 done, 1 a file or dump cannot be used, 2 wrong usage. Errors are o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from oscar_rotation.dump import DumpReader
-from oscar_rotation.dump.covariances import is_covariance_dump
-from oscar_rotation.errors import DumpError, RotationFileError
 from oscar_rotation.file_commands import add_file_commands
-from oscar_rotation.files.rotation_file import SUFFIXES, rotation_file_name, save_rotation_file
-from oscar_rotation.fit.calibrate import FitOptions, FitResult, choose_device, fit
-from oscar_rotation.fit.options import SHARES
-from oscar_rotation.fit.output_weights import OutputWeights
-from oscar_rotation.fit.plus import fit_plus
+from oscar_rotation.files.rotation_file import SUFFIXES
+from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.options import SHARES, FitOptions, OptionError
+from oscar_rotation.fit.result import FitResult
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
+from oscar_rotation.recipe_options import refuse_foreign_options
+from oscar_rotation.recipes import DEFAULT, FITTED, FitRequest
 from oscar_rotation.report.inspect import describe, render
-from oscar_rotation.report.report import REPORT_NAME, ReportError, read_report, render_report, write_report
+from oscar_rotation.report.report import REPORT_NAME, read_report, render_report, write_report
+from oscar_rotation.terminal import one_line_errors, progress_bar
 
 app = typer.Typer(
     help="Fit and inspect rotations for the 2-bit KV cache.",
@@ -53,79 +51,8 @@ def _choice(text: str, known: Iterable[str], *names: str) -> Any:
 
 
 CLIPS = ("none", "fit")
-RECIPE_NAMES = ("paper", "plus")
 FORMATS = {"pt": (".pt",), "safetensors": (".safetensors",), "both": tuple(SUFFIXES)}
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn the errors that a user can cause into one line on stderr and exit code 1."""
-    try:
-        yield
-    except (RotationFileError, DumpError, ReportError) as error:
-        _fail(str(error))
-    except OSError as error:
-        _fail(f"{error.filename or 'file'}: {error.strerror or error}")
-
-
-def _fail(message: str) -> None:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(1)
-
-
-def fit_with_progress(dump: Path, options: FitOptions, device: str, allow_incomplete: bool) -> FitResult:
-    """:func:`oscar_rotation.fit.calibrate.fit` with a progress bar on stderr."""
-    source = dump if is_covariance_dump(dump) else DumpReader(dump, allow_incomplete=allow_incomplete)
-    with progress_bar() as progress:
-        return fit(source, options, device=device, progress=progress)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, where that is a terminal; gives what is to be called with (done, total)."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("fitting", total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def fit_plus_with_progress(dump: Path, model: str | None, device: str, allow_incomplete: bool) -> FitResult:
-    """The recipe ``plus`` with a progress bar on stderr; ``model`` defaults to the one that the dump names.
-
-    Raises:
-        DumpError: the dump holds covariances only, or nobody says which model's output projections to read.
-    """
-    if is_covariance_dump(dump):
-        raise DumpError(f"{dump}: holds covariances; the recipe plus needs a dump of activations")
-    reader = DumpReader(dump, allow_incomplete=allow_incomplete)
-    source = model or (reader.manifest.model_id if reader.manifest else "")
-    if not source:
-        raise DumpError(f"{dump}: does not name its model; give the folder or id of its weights with --model")
-    with progress_bar() as progress:
-        return fit_plus(reader, OutputWeights(source), device=device, progress=progress)
-
-
-def save_fit(result: FitResult, out: Path, suffixes: tuple[str, ...] = (".pt",)) -> list[Path]:
-    """Write both rotation files of a fit under their usual names and return their paths.
-
-    Raises:
-        OSError: if a file cannot be written.
-    """
-    paths = []
-    for side, rotations in (("k", result.key), ("v", result.value)):
-        for suffix in suffixes:
-            facts = rotations.metadata
-            path = out / rotation_file_name(side, facts.objective, facts.composition, suffix)  # type: ignore[arg-type]
-            save_rotation_file(path, rotations)
-            paths.append(path)
-    return paths
+RECIPES_HELP = "; ".join(f"{recipe.name}: {recipe.summary} (needs {recipe.needs})" for recipe in FITTED.values())
 
 
 @app.command("fit")
@@ -133,11 +60,9 @@ def fit_command(
     context: typer.Context,
     dump: Annotated[Path, typer.Argument(help="Folder of a dump: layer_0, layer_1, ...")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the rotation files.")],
-    recipe: Annotated[
-        str, _choice("The published method, or key centers and balanced transforms.", RECIPE_NAMES)
-    ] = "paper",
+    recipe: Annotated[str, _choice(f"{RECIPES_HELP}.", FITTED)] = DEFAULT,
     model: Annotated[
-        str | None, typer.Option(help="For plus: folder or id of the weights; default: what the dump names.")
+        str | None, typer.Option(help="Folder or hub id of the weights, for plus; default: what the dump names.")
     ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
@@ -158,16 +83,10 @@ def fit_command(
         str | None, _choice("File format; pt, or safetensors for one rotation per kv head.", FORMATS, "--format")
     ] = None,
 ) -> None:
-    """Fit rotations to a dump and write one file for K and one for V."""
-    if recipe == "plus":
-        _fit_plus(context, dump, out, model, device, allow_incomplete)
-        return
-    if model is not None:
-        raise typer.BadParameter("is read by --recipe plus only", param_hint="--model")
-    if file_format is None:
-        file_format = "pt" if share == "layer" else "safetensors"
-    chosen: dict[str, Any] = {"key_target": key_target, "value_target": value_target}
-    overrides = {name: value for name, value in chosen.items() if value is not None}
+    """Fit rotations to a dump and write one file for K and one for V. Options from --method on are those of paper."""
+    chosen = FITTED[recipe]
+    refuse_foreign_options(context, chosen)
+    targets = {"key_target": key_target, "value_target": value_target}
     try:
         options = FitOptions.of_method(
             method,
@@ -179,45 +98,24 @@ def fit_command(
             report=report,
             group_size=group_size,
             holdout_tokens=holdout_tokens,
-            **overrides,
+            **{name: value for name, value in targets.items() if value is not None},
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    except OptionError as error:
+        raise typer.BadParameter(error.fault, param_hint=f"--{error.option.replace('_', '-')}") from error
+    suffixes = FORMATS[file_format] if file_format else chosen.suffixes[:1] if share == "layer" else (".safetensors",)
+    if not set(suffixes) <= set(chosen.suffixes):
+        raise typer.BadParameter(f"recipe {recipe} is written as {chosen.suffixes[0]} only", param_hint="--format")
     try:
         choose_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device") from error
     with one_line_errors():
-        result = fit_with_progress(dump, options, device, allow_incomplete)
-        paths = save_fit(result, out, FORMATS[file_format])
+        request = FitRequest(dump, options, model, device, allow_incomplete)
+        with progress_bar() as progress:
+            result = chosen.fit(replace(request, progress=progress))
+        paths = result.save(out, suffixes)
         if result.report:
             paths.append(write_report(out, result.report))
-    _print_fit(result, paths)
-
-
-PLUS_OPTIONS = {"context", "dump", "out", "recipe", "model", "device", "allow_incomplete"}
-"""Options of ``fit`` that the recipe plus takes; it has no choice of targets, order, composition or sharing."""
-
-
-def _fit_plus(
-    context: typer.Context, dump: Path, out: Path, model: str | None, device: str, allow_incomplete: bool
-) -> None:
-    given = [
-        name
-        for name in context.params
-        if name not in PLUS_OPTIONS and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
-    if given and not (given == ["file_format"] and context.params["file_format"] == "safetensors"):
-        raise typer.BadParameter(
-            "has no meaning for --recipe plus", param_hint=f"--{given[0].replace('file_format', 'format')}"
-        )
-    try:
-        choose_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from error
-    with one_line_errors():
-        result = fit_plus_with_progress(dump, model, device, allow_incomplete)
-        paths = save_fit(result, out, FORMATS["safetensors"])
     _print_fit(result, paths)
 
 

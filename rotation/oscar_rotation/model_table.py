@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from oscar_rotation.files.identity import model_name
 
 TABLE = "models.json"
+TRUST = "--trust-remote-code"
 
 
 class Clip(BaseModel):
@@ -37,8 +38,11 @@ class ModelSettings(BaseModel):
         title: how tables name it.
         tp_dump, tp_eval: tensor parallelism of the dump and of the evaluation.
         gpu: CUDA_VISIBLE_DEVICES; empty leaves it alone.
+        recipe: of the rotations; the published one for the models of the paper, so that its figures come again.
         group_size: channels per quantization group.
         reasoning_parser: SGLang's parser for the thinking part, if any.
+        trust_remote_code: whether Python code of the model's repository may run here and in every server; true for a
+            model that needs it, and where the user says so.
         server_args: further flags of every server.
         sampling: temperature, top_p, top_k of the evaluation.
         max_tokens, max_tokens_of: generation length, and exceptions by benchmark.
@@ -55,8 +59,10 @@ class ModelSettings(BaseModel):
     tp_dump: int = Field(gt=0)
     tp_eval: int = Field(gt=0)
     gpu: str
+    recipe: str
     group_size: int = Field(gt=0)
     reasoning_parser: str | None = None
+    trust_remote_code: bool
     server_args: tuple[str, ...]
     sampling: dict[str, float]
     max_tokens: int = Field(gt=0)
@@ -64,6 +70,11 @@ class ModelSettings(BaseModel):
     clip: Clip
     seeds: int = Field(gt=0)
     concurrency: int = Field(gt=0)
+
+    @property
+    def server_flags(self) -> list[str]:
+        """Flags of every server of the model."""
+        return [*([TRUST] if self.trust_remote_code else []), *self.server_args]
 
     def tokens_for(self, benchmark: str) -> int:
         """Generation length of a benchmark."""

@@ -27,7 +27,9 @@ from accuracy.methods.base import RowMethod, Transforms  # noqa: E402
 from accuracy.session import Session  # noqa: E402
 from oscar_kernels import reference  # noqa: E402
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions  # noqa: E402
+from oscar_kernels.format import LayerFormat, SideFormat  # noqa: E402
 from oscar_kernels.layout import RowLayout  # noqa: E402
+from oscar_kernels.transform import SideTransform  # noqa: E402
 from support.models import VOCABULARY, build  # noqa: E402
 
 D, HEADS, LAYERS, PAGE = 64, 2, 3, 16
@@ -64,7 +66,7 @@ class ServerCache:
             rows = [torch.zeros(pages * PAGE, layout.row_bytes, dtype=torch.uint8) for _ in range(2)]
             sinks = [torch.zeros(2, windows.sink, HEADS, D) for _ in range(2)]
             rings = [torch.zeros(2, windows.ring, HEADS, D) for _ in range(2)]
-            self.layers.append(LayerCache(layout, windows, *rows, *sinks, *rings))
+            self.layers.append(LayerCache(layout, layout, windows, *rows, *sinks, *rings))
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
         layer, count = module.layer_idx, q.shape[2]
@@ -85,15 +87,27 @@ class ServerCache:
         key, value = method.key, method.value
         center = key.center[layer] if key.center is not None else torch.zeros(HEADS, D)
         dual = key.back[layer].mT
-        store = (cache, slots, k, v, key.forward[layer], value.forward[layer], method.k_clip, method.v_clip)
-        options = {"k_center": center @ key.forward[layer], "k_gain": method.k_gain, "v_gain": method.v_gain}
+        stored = LayerFormat(
+            HEADS,
+            D,
+            SideFormat(
+                method.group,
+                transform=SideTransform(
+                    key.forward[layer], dual, center @ key.forward[layer], method.k_clip, method.k_gain
+                ),
+            ),
+            SideFormat(
+                method.group,
+                transform=SideTransform(value.forward[layer], clip=method.v_clip, gain=method.v_gain),
+            ),
+        )
         if decoded:
-            reference.store(*store, **options)
+            reference.store(cache, slots, k, v, stored)
             out = reference.decode(cache, tables, q, dual, D**-0.5)
         else:
             rotated = v @ value.forward[layer]
             out = reference.extend(cache, tables, q, k - center, rotated, [count], dual, D**-0.5)
-            reference.store(*store, **options)
+            reference.store(cache, slots, k, v, stored)
         if layer == LAYERS - 1:
             self.cached += count
         return (out @ value.back[layer])[None].to(q.dtype), None

@@ -62,6 +62,21 @@ def test_runs_are_merged_by_model_and_regime() -> None:
     assert list(out["models"]) == ["a", "b"]
 
 
+def test_a_real_model_has_kinds_of_text_and_tables_of_its_own() -> None:
+    results = json.loads((ROOT / "benchmark" / "results" / "h200_accuracy_reference.json").read_text())
+    measured = results["models"].pop("reference")
+    data = measured["regimes"]["as trained"]
+    methods = {name: row for name, row in data["rows"].items() if row["table"] == "methods"}
+    for row in methods.values():
+        row["kinds"] = {"chat": row["language"]}
+    variant = {**methods["plus g64"], "table": "bits", "kinds": {}}
+    results["models"]["real"] = {**measured, "regimes": {"as trained": {**data, "rows": {**methods, "K3V2": variant}}}}
+    text = "\n".join(lines(merged([results]), {}))
+    assert "| KL | KL, chat | retrieval, 1024 |" in text
+    table = text.split("### real: Bits of keys and values\n\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split("|")[1].strip() for line in table] == ["variant", "---", "plus g128", "plus g64", "K3V2"]
+
+
 def test_a_run_end_to_end(tmp_path: Path) -> None:
     """The shipped model, two regimes, a few methods: results, then every table of the report."""
     command = [sys.executable, str(ROOT / "benchmark" / "accuracy" / "run.py")]
@@ -86,7 +101,7 @@ def test_a_run_end_to_end(tmp_path: Path) -> None:
     for wanted in ("| plus g128 | 2.28 |", "| BF16 | 16.00 |", "## Does plus beat", "### reference, keys x32"):
         assert wanted in text
     if importlib.util.find_spec("matplotlib"):
-        report = tmp_path / "docs" / "accuracy.md"
+        report = tmp_path / "results" / "accuracy.md"
         subprocess.run([*command, "--from", str(out), "--report", str(report)], check=True, env=env, timeout=1500)
         drawn = sorted(path.name for path in (report.parent / "figures").iterdir())
         assert drawn == ["accuracy-reference-as-trained.png", "accuracy-reference-keys-x32.png"]

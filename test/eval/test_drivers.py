@@ -21,7 +21,7 @@ from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.cli import app
 from sglang_oscar.evaluation.ablations import ABLATIONS
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
-from sglang_oscar.evaluation.methods import TITLES, make_method
+from sglang_oscar.evaluation.methods import RECIPE_OF, TITLES, make_method
 from sglang_oscar.evaluation.ruler import make_row, write_niah
 from support.benchmark_data import gpqa_rows, write_rows
 
@@ -34,6 +34,8 @@ def test_the_table_holds_the_published_settings() -> None:
     assert (large.clip.k, large.clip.v, large.tp_eval) == (0.96, 0.96, 4)
     assert (glm.name, glm.tp_dump, glm.sampling["temperature"], glm.seeds) == ("GLM-4.7", 8, 1.0, 3)
     assert model_settings("MiniMax-M2.7").reasoning_parser == "minimax-append-think"
+    assert {model_settings(name).recipe for name in known_models()} == {"paper"}
+    assert model_settings("some/model").recipe == "plus"
     other = model_settings("some/model").overridden(group_size=64, model=None)
     assert (other.name, other.model, other.group_size, other.clip.v) == ("model", "some/model", 64, 0.92)
 
@@ -169,6 +171,10 @@ def test_methods_start_the_servers_they_name(tmp_path: Path) -> None:
     assert oscar.env["SGLANG_OSCAR_V_ROTATION_PATH"] == str(tmp_path / "v_rotation_sst_r_h_pbr.pt")
     assert oscar.env["SGLANG_OSCAR_V_CLIP_RATIO"] == "0.96"
     assert "SGLANG_OSCAR_K_CLIP_RATIO" not in make_method("oscar", settings, tmp_path, file_clips=True).env
+    assert oscar.env["SGLANG_OSCAR_RECIPE"] == "paper"
+    plus = make_method("plus", settings, tmp_path)
+    assert plus.env["SGLANG_OSCAR_RECIPE"] == "plus"
+    assert not any("CLIP" in variable for variable in plus.env)
     args = oscar.server_args(settings)
     assert args[args.index("--kv-cache-quant-group-size") + 1] == "128"
     assert args[args.index("--tensor-parallel-size") + 1] == "4"
@@ -180,7 +186,7 @@ def test_methods_start_the_servers_they_name(tmp_path: Path) -> None:
     class Config:
         num_key_value_heads, head_dim, num_hidden_layers = 8, 128, 36
 
-    bits = {name: make_method(name, settings).bits(Config) for name in TITLES if name != "oscar"}
+    bits = {name: make_method(name, settings).bits(Config) for name in TITLES if name not in RECIPE_OF}
     assert {name: round(value, 2) for name, value in bits.items()} == {
         "bf16": 16.0,
         "hadamard": 2.29,
@@ -188,6 +194,13 @@ def test_methods_start_the_servers_they_name(tmp_path: Path) -> None:
         "quarot": 2.25,
         "naive": 2.25,
     }
+
+
+def test_every_recipe_has_a_place_in_a_calibration(tmp_path: Path) -> None:
+    """The published one where the public release has it."""
+    folder = CalibrationFolder(tmp_path)
+    assert folder.rotations() == folder.rotations("paper") == tmp_path / "rotations"
+    assert folder.rotations("plus") == tmp_path / "rotations_plus"
 
 
 def test_niah_rows_hold_their_needles_at_the_asked_length(tmp_path: Path) -> None:
@@ -227,7 +240,14 @@ def test_ablations_cover_the_papers_tables() -> None:
         (["eval", "m", "--data", "gsm8k=x"], "not a benchmark"),
         (["ablation", "weather", "m"], "not one of windows, clip"),
         (["ablation", "clip", "m", "--only", "x"], "not one of clip_0.88_0.88"),
+        (["dump", "m", "--server-args", "--x '{"], "No closing quotation"),
         (["calibrate", "m", "--clip", "x"], "neither none nor fit"),
+        (["calibrate", "m", "--recipe", "x"], "not one of plus, paper"),
+        (
+            ["calibrate", "m", "--method", "ktk_vtv"],
+            "--method: has no meaning for --recipe plus; --recipe paper takes it",
+        ),
+        (["calibrate", "qwen3-8B", "--recipe", "plus", "--clip", "fit"], "--clip: has no meaning for --recipe plus"),
         (["dump", "m", "--dataset-path", "MMMLU=x"], "not one of GPQA, MMLU, WikiText"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oscar_rotation.files.convert import convert
-from oscar_rotation.fit.calibrate import fit
+from oscar_rotation.recipes.paper import fit
 from sglang_oscar.calibration.dump_driver import run_dump
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.calibration.rotation_driver import rotation_files
@@ -46,7 +46,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory, calibration_file: Path)
 
 
 def test_calibration_leaves_a_fit_of_this_model(calibrated: CalibrationFolder) -> None:
-    content = json.loads((calibrated.rotations / "fit_report.json").read_text())
+    content = json.loads((calibrated.rotations() / "fit_report.json").read_text())
     assert content["model_id"] == str(MODEL)
     assert len(content["layers"]) == 4
     for layer in content["layers"]:
@@ -70,7 +70,7 @@ def test_streamed_covariances_give_the_same_rotations(
 
 
 def test_a_file_of_another_model_stops_the_server(tmp_path: Path, calibrated: CalibrationFolder) -> None:
-    for path in rotation_files(calibrated.rotations):
+    for path in rotation_files(calibrated.rotations()):
         convert(path, tmp_path / "foreign" / path.name, model_id="somebody/another-model")
     method = make_method("oscar", settings(), tmp_path / "foreign")
     plan = EvaluationPlan(settings(), tmp_path, ("aime25",), (method,), (0,), server_args=SMALL)
@@ -103,7 +103,7 @@ def test_every_benchmark_interrupted_and_resumed(
 ) -> None:
     names = ["math500", "humaneval", "lcb_v6", "aime25", "niah_4k"]
     runs = {name: calibrated.path / f"_eval_{name}_oscar/seed0" for name in [*names, "lcb_v6_128k"]}
-    method = make_method("oscar", settings(), calibrated.rotations)
+    method = make_method("oscar", settings(), calibrated.rotations())
     with method_server(
         EvaluationPlan(settings(), calibrated.path, (), (method,), (0,), server_args=SMALL), method
     ) as s:
@@ -135,14 +135,15 @@ def test_every_benchmark_interrupted_and_resumed(
 
 @pytest.fixture(scope="module")
 def table(calibrated: CalibrationFolder, common: list[str]) -> str:
-    """GPQA with BF16 and OSCAR, servers and all."""
-    run_script("eval_oscar_gpqa.sh", *common, "FILE_CLIPS=1")
+    """GPQA with BF16, OSCAR and the recipe plus, servers and all."""
+    run_script("eval_oscar_gpqa.sh", *common, "FILE_CLIPS=1", "METHODS=bf16,oscar,plus")
     return (calibrated.path / "results.md").read_text()
 
 
-def test_table_of_two_methods(table: str, calibrated: CalibrationFolder) -> None:
+def test_table_of_three_methods(table: str, calibrated: CalibrationFolder) -> None:
     assert "| BF16 | 16.00 |" in table
     assert "| OSCAR | 2.5" in table
+    assert "| INT2, recipe plus | 2.5" in table
     assert "Paired differences from BF16" in table
     server = (calibrated.path / "server_oscar.log").read_text()
     assert "effective bits per element" in server

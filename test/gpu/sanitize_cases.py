@@ -8,11 +8,13 @@ import torch
 from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_slots, random_vectors
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.prepared import prepare
+from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
-from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
+from oscar_kernels.triton.store import rotate_queries, store
 
 SHAPES = [
     Shape(kv_heads=2, gqa=4, head_dim=128, group=64, page_size=64, windows=Windows(16, 24, 32)),
@@ -24,16 +26,19 @@ LENGTHS = [1, 30, 150, 300]
 def run(shape: Shape, device: torch.device) -> None:
     """Every kernel once, but that of the tables, which has a test of its own."""
     tokens = 37
-    rotation = prepare_rotation(random_rotation(shape.head_dim, 1, device), shape.dtype)
+    rotation = random_rotation(shape.head_dim, 1, device)
+    # A matrix per kv head, of keys: both ways through the kernel.
+    matrices = rotation.repeat(shape.kv_heads, 1, 1)
+    layer = prepare(shape.format(SideTransform(matrices, clip=0.96), SideTransform(rotation, clip=0.92)), shape.dtype)
     q, k, v = (
         random_vectors((tokens, heads, shape.head_dim), shape.dtype, seed, device)
         for seed, heads in enumerate((shape.q_heads, shape.kv_heads, shape.kv_heads))
     )
     cache = empty_cache(shape, 8, 4, device)
     slots = random_slots(tokens, shape.windows, 8 * shape.page_size, 4, device)
-    store(cache, slots, k, v, rotation, rotation, 0.96, 0.92, q=q)
+    store(cache, slots, k, v, layer, q=q)
     batch = filled_batch(shape, LENGTHS, device)
-    q_rot = rotate_queries(q, rotation)
+    q_rot = rotate_queries(q, layer.key.reading)
     few = q_rot[: len(LENGTHS)].contiguous()
     decode(batch.cache, batch.tables, few, 0.1, lse=torch.empty(few.shape[:2], device=device))
     starts = torch.tensor([0, 1, 10, 30, tokens], dtype=torch.int32, device=device)
@@ -49,13 +54,13 @@ def run(shape: Shape, device: torch.device) -> None:
     assert torch.isfinite(space).all()
 
 
-def run_cuda(device: torch.device) -> None:
+def run_cuda(gqa: int, device: torch.device) -> None:
     """A decode step: store, then attention of few requests on many blocks, windows and all."""
     from oscar_kernels.cuda import store as cuda_store
     from oscar_kernels.cuda.decode import decode as cuda_decode
     from oscar_kernels.cuda.decode import unsupported
 
-    shape = Shape(kv_heads=2, gqa=4, head_dim=128, group=128, page_size=64, windows=Windows(64, 256, 256))
+    shape = Shape(kv_heads=2, gqa=gqa, head_dim=128, group=128, page_size=64, windows=Windows(64, 256, 256))
     batch = filled_batch(shape, [1, 70, 700, 1500], device)
     reason = unsupported(batch.cache, shape.page_size, shape.q_heads, shape.dtype)
     if reason is not None:
@@ -64,13 +69,13 @@ def run_cuda(device: torch.device) -> None:
         random_vectors((4, heads, shape.head_dim), shape.dtype, seed, device)
         for seed, heads in enumerate((shape.q_heads, shape.kv_heads, shape.kv_heads))
     )
-    rotation = cuda_store.arrange(prepare_rotation(random_rotation(shape.head_dim, 1, device), shape.dtype))
+    rotation = random_rotation(shape.head_dim, 1, device)
     cache = empty_cache(shape, 8, 4, device)
     slots = random_slots(4, shape.windows, 8 * shape.page_size, 4, device)
-    for gain in (0.0, 0.98):
-        q_rot = cuda_store.store(
-            cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, k_gain=gain, v_gain=gain
-        )
+    for gain, matrix in ((0.0, rotation), (0.98, rotation.repeat(shape.kv_heads, 1, 1))):
+        transforms = (SideTransform(matrix, clip=clip, gain=gain) for clip in (0.96, 0.92))
+        layer = cuda_store.arrange(prepare(shape.format(*transforms), shape.dtype))
+        q_rot = cuda_store.store(cache, slots, k, v, layer, q, shape.page_size)
     lse = torch.empty(q_rot.shape[:2], device=device)
     out = cuda_decode(batch.cache, batch.tables, q_rot, 0.1)
     assert torch.equal(cuda_decode(batch.cache, batch.tables, q_rot, 0.1, lse=lse), out)
@@ -82,7 +87,8 @@ def run_cuda(device: torch.device) -> None:
 def main() -> None:
     device = torch.device("cuda")
     if sys.argv[1:] == ["cuda"]:
-        run_cuda(device)
+        for gqa in (4, 16):  # integer and float sums of values, sixteen and eight warps
+            run_cuda(gqa, device)
     else:
         for shape in SHAPES:
             run(shape, device)

@@ -9,14 +9,25 @@ import torch
 
 from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
-from oscar_kernels.codec import encode_rows
+from oscar_kernels.codec import decode_rows, encode_rows
+from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.transform import SideTransform
 
 
 def random_rotation(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:
     """float32 orthogonal [head_dim, head_dim]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator).double())[0].float().to(device)
+
+
+def random_transform(head_dim: int, seed: int, heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix that is not orthogonal and its dual, float32 on the CPU: shared, or one per kv head."""
+    sets = range(1 if heads is None else heads)
+    scale = torch.linspace(0.5, 2.0, head_dim)
+    bases = torch.stack([random_rotation(head_dim, 100 * seed + head, torch.device("cpu")) for head in sets])
+    matrix, dual = bases * scale, bases / scale
+    return (matrix[0], dual[0]) if heads is None else (matrix, dual)
 
 
 def random_vectors(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
@@ -44,6 +55,11 @@ class Shape:
     def layout(self) -> RowLayout:
         return RowLayout(self.kv_heads, self.head_dim, self.group, self.scale_dtype)
 
+    def format(self, key: SideTransform | None = None, value: SideTransform | None = None) -> LayerFormat:
+        """Both sides in these rows; no transform where none is given."""
+        sides = (SideFormat(self.group, self.scale_dtype, transform=of or SideTransform()) for of in (key, value))
+        return LayerFormat(self.kv_heads, self.head_dim, *sides)
+
     @property
     def q_heads(self) -> int:
         return self.kv_heads * self.gqa
@@ -59,6 +75,7 @@ def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, f
         return torch.full((*size, *side), fill, dtype=shape.dtype, device=device)
 
     return LayerCache(
+        shape.layout,
         shape.layout,
         windows,
         torch.zeros(rows, dtype=torch.uint8, device=device),
@@ -122,6 +139,21 @@ def filled_batch(
     )
     moved = {name: value.to(device) for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
     return Batch(shape, cache, replace(tables, **moved))
+
+
+def poison(batch: Batch, side: str, request: int, position: int) -> None:
+    """A history row of a request becomes what the codec makes of a NaN in its last head; ``side``: k_rows or v_rows."""
+    shape, rows = batch.shape, getattr(batch.cache, side)
+    page = int(batch.tables.page_table[request, position // shape.page_size])
+    slot = page * shape.page_size + position % shape.page_size
+    y = decode_rows(rows[slot : slot + 1].cpu(), shape.layout)
+    y[0, -1, 3] = float("nan")
+    head = encode_rows(y, shape.layout, 1.0)[0].to(rows.device)
+    layout = shape.layout
+    codes = slice((shape.kv_heads - 1) * layout.code_bytes, layout.params_offset)
+    params = slice(layout.row_bytes - layout.groups * 2 * layout.scale_dtype.itemsize, layout.row_bytes)
+    for part in (codes, params):
+        rows[slot, part] = head[part]
 
 
 def attend(

@@ -44,6 +44,31 @@ def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int) -> None
     assert int(packed[byte]) >> 2 * plane & 3 == int(codes[channel])
 
 
+@settings(max_examples=50)
+@given(
+    data=st.data(),
+    scale_dtype=st.sampled_from(list(SCALE_DTYPES.values())),
+    group=st.sampled_from([32, 64, 128]),
+    ratio=st.sampled_from([0.5, 0.96, 1.0]),
+    gain=st.sampled_from([0.0, 0.98]),
+)
+def test_a_nan_is_kept_in_its_vector(
+    data: st.DataObject, scale_dtype: torch.dtype, group: int, ratio: float, gain: float
+) -> None:
+    """All of a vector with any NaNs is read back as NaN, its codes are 0, and no other vector changes."""
+    layout = RowLayout(3, 128, group, scale_dtype)
+    y = vectors(2, 3, 128)
+    clean = encode_rows(y, layout, ratio, gain)
+    channels = data.draw(st.sets(st.integers(0, 127), min_size=1))
+    y[1, 2, sorted(channels)] = float("nan")
+    rows = encode_rows(y, layout, ratio, gain)
+    read, wanted = decode_rows(rows, layout), decode_rows(clean, layout)
+    wanted[1, 2] = float("nan")
+    assert torch.equal(read.isnan(), wanted.isnan())
+    assert torch.equal(read.nan_to_num(), wanted.nan_to_num())
+    assert (rows[1, 2 * layout.code_bytes : 3 * layout.code_bytes] == 0).all()
+
+
 @settings(max_examples=30)
 @given(packed=st.binary(min_size=16, max_size=16))
 def test_every_byte_is_four_codes(packed: bytes) -> None:
@@ -139,6 +164,7 @@ def test_stored_bytes_never_change(case: dict) -> None:
         ((8, 128, 256), "group_size"),
         ((8, 128, 48), "group_size"),
         ((8, 128, 128, torch.int8), "scale_dtype"),
+        ((8, 128, 128, torch.bfloat16, 4), "codes of 4 bits are not supported yet"),
     ],
 )
 def test_layout_rejects(arguments: tuple, message: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,18 +19,26 @@ from kernel_cases import (
     assert_lse,
     decode_exact,
     filled_batch,
+    poison,
     random_rotation,
     random_vectors,
     with_padding,
 )
+from kernel_cases import (
+    empty_cache as empty_layer_cache,
+)
 
-from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels import reference
+from oscar_kernels.cache import LayerCache, StoreSlots, Windows
+from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.cuda import jit
-from oscar_kernels.cuda.decode import decode, make_workspace
+from oscar_kernels.cuda.decode import decode, make_workspace, unsupported
 from oscar_kernels.cuda.store import arrange, store
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
+from oscar_kernels.errors import KernelError
 from oscar_kernels.layout import RowLayout
-from oscar_kernels.triton.store import prepare_rotation
+from oscar_kernels.prepared import prepare
+from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store as triton_store
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -139,6 +149,108 @@ def test_long_tail_beside_a_peak() -> None:
     assert_as_good_as(out, exact, decode_exact(batch, q, shape.head_dim**-0.5, shape.dtype))
 
 
+COPIES = 264
+"""Requests that leave each of the 132 blocks of an H100 or H200 two whole ones; on more multiprocessors one or two."""
+
+
+@lru_cache(maxsize=1)
+def long_request(length: int, gqa: int = 4) -> Batch:
+    """One request, all of it history. What is cached does not depend on the number of query heads."""
+    shape = Shape(kv_heads=8, gqa=gqa, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
+    return filled_batch(shape, [length], torch.device("cuda"))
+
+
+def alone_and_in_company(batch: Batch, q: torch.Tensor, sm_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A request spread over all blocks, and the same one COPIES times: then a block has all of its positions.
+
+    Args:
+        q: [1, q_heads, head_dim].
+
+    Returns:
+        the request's output alone, and the worst of the copies' (by distance per head), [q_heads, head_dim] float64.
+    """
+    wide = {name: x.expand(COPIES, *x.shape[1:]).contiguous()
+            for name, x in vars(batch.tables).items() if isinstance(x, torch.Tensor)}  # fmt: skip
+    alone = decode(batch.cache, batch.tables, q, sm_scale)[0].double()
+    many = decode(batch.cache, replace(batch.tables, **wide), q.expand(COPIES, -1, -1).contiguous(), sm_scale).double()
+    worst = (many - alone).norm(dim=-1).argmax(0)
+    return alone, many[worst, torch.arange(many.shape[1], device=many.device)]
+
+
+def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest distance of a head's output, relative to its length."""
+    return float(((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("length", [16_384, 65_536, 131_072, 262_144])
+def test_a_request_does_not_depend_on_its_company(length: int) -> None:
+    """Whether one block has few positions of a request or all of them: rounding, at every length and every spread.
+
+    Both ways to sum values, and heads of different spreads side by side in a warp.
+    """
+    batch = long_request(length)
+    for gqa in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
+        q = random_vectors((1, 8 * gqa, 128), BF16, 99, torch.device("cuda"))
+        q[:, ::3] *= 0.1
+        for sm_scale in (0.02, 0.05, 0.1, 0.2):
+            alone, many = alone_and_in_company(batch, q, sm_scale)
+            assert relative(many, alone) < 0.01, (gqa, sm_scale, relative(many, alone))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_peak_beside_a_quarter_of_a_million_tokens(place: str) -> None:
+    """A token that weighs as much as all others, more, or less; before or after them, all of them in one block."""
+    batch = long_request(262_144)
+    keys, values = (x.double() for x in reference.gather(batch.cache, batch.tables, 0, 262_144))
+    token = 7 if place == "first" else 262_144 - 7
+    for gqa in (1, 4, 8):
+        q = keys[token].repeat_interleave(gqa, 0)[None].to(BF16)
+        for sm_scale in (0.03, 0.05, 0.07, 0.1):
+            alone, many = alone_and_in_company(batch, q, sm_scale)
+            logits = torch.einsum("hgd,thd->hgt", q[0].double().unflatten(0, (8, gqa)), keys) * sm_scale
+            exact = torch.einsum("hgt,thd->hgd", logits.softmax(-1), values).flatten(0, 1)
+            for out in (alone, many):
+                assert relative(out, exact) < 0.02, (gqa, sm_scale, relative(out, exact))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("gqa", [1, 3, 4, 8])
+def test_integer_sums_make_room(gqa: int) -> None:
+    """Flat attention over the largest codes, 262,144 positions in a block: sums pass 2^31 unless they are halved."""
+    batch = long_request(262_144)
+    rows = batch.cache.v_rows.clone()
+    rows[:, : batch.shape.layout.params_offset] = 0xFF
+    full = replace(batch, cache=replace(batch.cache, v_rows=rows))
+    q = torch.zeros(1, 8 * gqa, 128, dtype=BF16, device="cuda")
+    q[:, 1::2] = random_vectors((1, 8 * gqa, 128), BF16, 99, torch.device("cuda"))[:, 1::2]
+    alone, many = alone_and_in_company(full, q, 0.05)
+    assert relative(many, alone) < 0.01
+    exact = reference.gather(full.cache, full.tables, 0, 262_144)[1].double().mean(0).repeat_interleave(gqa, 0)
+    for out in (alone, many):
+        assert relative(out[::2], exact[::2]) < 0.01
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("side", ["k_rows", "v_rows"])
+@pytest.mark.parametrize("gqa", [1, 4, 5, 16])
+def test_a_nan_reaches_the_heads_that_read_it(gqa: int, side: str) -> None:
+    shape = Shape(kv_heads=8, gqa=gqa, head_dim=128, group=64, windows=WINDOWS, page_size=64)
+    batch = filled_batch(shape, [5000, 700], torch.device("cuda"))
+    q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, torch.device("cuda"))
+    clean = decode(batch.cache, batch.tables, q, 0.05)
+    poison(batch, side, request=0, position=3000)
+    out = decode(batch.cache, batch.tables, q, 0.05)
+    assert out[0, -gqa:].isnan().all()
+    out[0, -gqa:] = clean[0, -gqa:]
+    assert torch.equal(out, clean)
+
+
 @pytest.mark.gpu
 @needs_hopper
 def test_padded_rows_are_harmless() -> None:
@@ -203,8 +315,10 @@ def test_decode_starts_while_the_store_before_it_runs(kernel: str, windows: Wind
     sink = torch.where(lens <= windows.sink, tables.sink_block.long() * windows.sink + lens - 1, -1)
     slots = StoreSlots(page * shape.page_size + (lens - 1) % shape.page_size,
                        ring if windows.ring else torch.full_like(ring, -1), sink)  # fmt: skip
-    prepared = prepare_rotation(random_rotation(shape.head_dim, 7, device), shape.dtype)
-    rotation = arrange(prepared)
+    rotation = random_rotation(shape.head_dim, 7, device)
+    layer = shape.format(SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
+    prepared = prepare(layer, shape.dtype)
+    arranged = arrange(prepared)
     heads = (count, shape.q_heads + 2 * shape.kv_heads, shape.head_dim)
     # The same seed: pages of all layers are those of ``tables``.
     layers = [(filled_batch(shape, kv_lens, device).cache, random_vectors(heads, shape.dtype, seed, device))
@@ -216,9 +330,9 @@ def test_decode_starts_while_the_store_before_it_runs(kernel: str, windows: Wind
         for cache, x in layers:
             q, k, v = x.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
             if kernel == "cuda":
-                q_rot = store(cache, shape.page_size, slots, k, v, q, rotation, rotation, 0.96, 0.92, decoding=True)
+                q_rot = store(cache, slots, k, v, arranged, q, shape.page_size, decoding=True)
             else:
-                q_rot = triton_store(cache, slots, k, v, prepared, prepared, 0.96, 0.92, q=q)
+                q_rot = triton_store(cache, slots, k, v, prepared, q=q)
             pause()
             outs.append(decode(cache, tables, q_rot, 0.05, workspace=workspace))
             pause()
@@ -273,9 +387,81 @@ def test_compiled_code_is_kept(empty_cache: Path) -> None:
     assert jit.compile_source("decode.cu", {**defines, "OSCAR_SINK": 8})[:4] == b"\x7fELF"
 
 
-def test_a_source_that_does_not_compile_shows_the_log(empty_cache: Path) -> None:
-    with pytest.raises(jit.CompileError, match=r"decode\.cu: .*OSCAR_KV_HEADS"):
+def test_kept_code_may_be_read_by_whom_the_umask_allows(empty_cache: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        jit.compile_source("decode.cu", dict(variant(SHAPES[0]).defines()))
+    finally:
+        os.umask(before)
+    (file,) = empty_cache.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_cache_that_cannot_be_used_is_no_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept file that cannot be read, a folder that cannot be made, no home directory."""
+    defines = dict(variant(SHAPES[0]).defines())
+    code = jit.compile_source("decode.cu", defines)
+    (file,) = empty_cache.iterdir()
+    file.unlink()
+    file.mkdir()
+    assert jit.compile_source("decode.cu", defines) == code
+    assert list(empty_cache.iterdir()) == [file]
+    (empty_cache.parent / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_cache.parent / "file"))
+    assert jit.compile_source("decode.cu", defines) == code
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(jit.Path, "home", no_home)
+    assert jit.cache_dir() is None
+    assert jit.compile_source("decode.cu", defines) == code
+
+
+def test_a_source_that_does_not_compile_is_one_line(empty_cache: Path) -> None:
+    with pytest.raises(KernelError, match=r"^decode\.cu does not compile: .*OSCAR_KV_HEADS.*$") as caught:
         jit.compile_source("decode.cu", {})
+    assert "\n" not in str(caught.value)
+    assert len(caught.value.log.splitlines()) > 1
+
+
+@pytest.mark.parametrize("error", [ImportError("No module named 'cuda'"), RuntimeError("no libnvrtc\nlooked in ...")])
+def test_a_missing_compiler_is_one_line(error: Exception, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(jit.importlib, "import_module", missing)
+    with pytest.raises(KernelError, match=r"^cuda\.bindings\.nvrtc cannot be used \([Nn]o .*\); install .*$") as caught:
+        jit.compile_source("decode.cu", {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerCache:
+    """A cache that says it is on a GPU of compute capability 9.0, in a clean environment."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in [name for name in os.environ if name.startswith("CUDA_MPS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cuda_decode, "DEFAULT_MPS_PIPES", tmp_path)
+    cache = empty_layer_cache(SHAPES[0], 1, 1, torch.device("cpu"))
+    rows = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    return replace(cache, k_rows=rows)  # type: ignore[arg-type]
+
+
+def test_as_many_requests_as_fit_the_plan(on_hopper: LayerCache) -> None:
+    assert unsupported(on_hopper, 64, 32, BF16, MAX_BATCH) is None
+    assert "1024 requests at a time, not 1025" in (unsupported(on_hopper, 64, 32, BF16, MAX_BATCH + 1) or "")
+
+
+def test_multiprocessors_are_not_shared(on_hopper: LayerCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Blocks wait for each other: beside another process's blocks they might do so for ever."""
+    (tmp_path / "control").touch()
+    assert "Multi-Process Service" in (unsupported(on_hopper, 64, 32, BF16) or "")
+    (tmp_path / "control").unlink()
+    assert unsupported(on_hopper, 64, 32, BF16) is None
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
+    assert "(CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set)" in (unsupported(on_hopper, 64, 32, BF16) or "")
 
 
 @pytest.mark.parametrize(

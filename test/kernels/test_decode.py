@@ -12,11 +12,13 @@ from kernel_cases import (
     assert_lse,
     decode_exact,
     filled_batch,
+    poison,
     random_vectors,
     with_padding,
 )
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.codec import encode_rows
 from oscar_kernels.triton import decode as decode_module
 from oscar_kernels.triton.decode import decode, window_parts, workspace_numel
 
@@ -93,6 +95,34 @@ def test_values_of_any_magnitude(device: torch.device) -> None:
         out = decode(batch.cache, batch.tables, q, 1.0, out=torch.empty(q.shape, device=device))
         exact = decode_exact(batch, q, 1.0, torch.float64)
         assert_as_good_as(out, exact, decode_exact(batch, q, 1.0, shape.dtype))
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_equal_values_count(group: int, device: torch.device) -> None:
+    """Tokens whose values are constant have tiny scales: they weigh what their logits say nevertheless."""
+    shape = Shape(kv_heads=1, gqa=2, group=group, windows=Windows(0, 0, 0))
+    batch = filled_batch(shape, [8], device)
+    values = random_vectors((8, 1, 64), torch.float32, 5, device)
+    values[::2] = 1.0
+    slot = int(batch.tables.page_table[0, 0]) * shape.page_size
+    batch.cache.v_rows[slot : slot + 8] = encode_rows(values, shape.layout, 1.0)
+    q = torch.zeros(1, 2, 64, dtype=shape.dtype, device=device)
+    out = decode(batch.cache, batch.tables, q, 0.1)
+    exact = decode_exact(batch, q, 0.1, torch.float64)
+    assert_as_good_as(out, exact, decode_exact(batch, q, 0.1, shape.dtype))
+
+
+@pytest.mark.parametrize("side", ["k_rows", "v_rows"])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+def test_a_nan_reaches_the_heads_that_read_it(shape: Shape, side: str, device: torch.device) -> None:
+    batch = filled_batch(shape, [75, 40], device)
+    q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    clean = decode(batch.cache, batch.tables, q, 0.05)
+    poison(batch, side, request=0, position=30)
+    out = decode(batch.cache, batch.tables, q, 0.05)
+    assert out[0, -shape.gqa :].isnan().all()
+    out[0, -shape.gqa :] = clean[0, -shape.gqa :]
+    assert torch.equal(out, clean)
 
 
 def test_padded_rows_are_harmless(device: torch.device) -> None:

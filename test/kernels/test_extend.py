@@ -12,12 +12,15 @@ from kernel_cases import (
     assert_as_good_as,
     attend,
     filled_batch,
+    poison,
     random_rotation,
     random_vectors,
 )
 
 from oscar_kernels import reference
 from oscar_kernels.cache import Windows
+from oscar_kernels.codec import encode_rows
+from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import rotate_queries
 
@@ -51,7 +54,7 @@ def make(shape: Shape, prefixes: list[int], lengths: list[int], device: torch.de
     q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
     rotation = random_rotation(shape.head_dim, 4, device)
     indptr = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    return Chunks(batch, lengths, indptr, q, k, v, rotation, rotate_queries(q, rotation))
+    return Chunks(batch, lengths, indptr, q, k, v, rotation, rotate_queries(q, split_matrix(rotation, q.dtype)))
 
 
 def exact(case: Chunks, sm_scale: float, dtype: torch.dtype, chunk: bool = True) -> torch.Tensor:
@@ -123,6 +126,33 @@ def test_prefix_only_merges_with_the_chunk(device: torch.device) -> None:
     weight = torch.exp2(part - torch.logaddexp2(part, own_lse))[..., None]
     merged = weight * prefix.float() + (1 - weight) * own.float()
     torch.testing.assert_close(merged, both, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_equal_values_count(group: int, device: torch.device) -> None:
+    """Tokens whose values are constant have tiny scales: they weigh what their logits say nevertheless."""
+    shape = Shape(kv_heads=1, gqa=2, group=group, windows=Windows(0, 0, 0))
+    case = make(shape, [8], [3], device)
+    values = random_vectors((8, 1, 64), torch.float32, 5, device)
+    values[::2] = 1.0
+    slot = int(case.batch.tables.page_table[0, 0]) * shape.page_size
+    case.batch.cache.v_rows[slot : slot + 8] = encode_rows(values, shape.layout, 1.0)
+    case.q.zero_()
+    case.q_rot.zero_()
+    check(case)
+
+
+@pytest.mark.parametrize("side", ["k_rows", "v_rows"])
+def test_a_nan_reaches_the_heads_that_read_it(side: str, device: torch.device) -> None:
+    case = make(Shape(), [100, 70], [5, 3], device)
+    clean = check(case)
+    poison(case.batch, side, request=0, position=60)
+    sm_scale = 0.4 * case.q.shape[-1] ** -0.5
+    out = extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale)
+    heads = slice(-case.batch.shape.gqa, None)
+    assert out[:5, heads].isnan().all()
+    out[:5, heads] = clean[:5, heads]
+    assert torch.equal(out, clean)
 
 
 def test_rejects_missing_chunk(device: torch.device) -> None:

@@ -6,22 +6,46 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Shape, empty_cache, random_rotation, random_vectors
+from kernel_cases import Shape, empty_cache, random_rotation, random_transform, random_vectors
 
 from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
 from oscar_kernels.codec import decode_rows, encode_rows
+from oscar_kernels.format import LayerFormat
+from oscar_kernels.transform import SideTransform
 
 SHAPE = Shape(page_size=16, windows=Windows(sink=16, recent=24, ring=32))
 CPU = torch.device("cpu")
-CLIP = 0.96
 
 
-def serve(lengths: list[int], shape: Shape = SHAPE) -> tuple[LayerCache, BatchTables, list[tuple], torch.Tensor]:
-    """Store requests token by token, as a server would, and keep the rotated vectors of every token."""
-    rotation = random_rotation(shape.head_dim, 1, CPU)
+def transform_of(name: str, shape: Shape) -> LayerFormat:
+    """Formats that the reference is tried with: rotated keys, or everything there is, for each kv head apart."""
+    if name == "shared":
+        rotation = random_rotation(shape.head_dim, 1, CPU)
+        return shape.format(SideTransform(rotation, clip=0.96), SideTransform(clip=0.96))
+    center = torch.randn(shape.kv_heads, shape.head_dim, generator=torch.Generator().manual_seed(6))
+    key = SideTransform(*random_transform(shape.head_dim, 4, shape.kv_heads), center, 0.96, 0.98)
+    value = SideTransform(*random_transform(shape.head_dim, 5, shape.kv_heads), clip=0.92, gain=1.0)
+    layer = shape.format(key, value)
+    # Rows of values need not be like those of keys.
+    return replace(layer, value=replace(layer.value, group_size=32, scale_dtype=torch.float32))
+
+
+def transformed(x: torch.Tensor, transform: SideTransform) -> torch.Tensor:
+    """float64 [tokens, kv_heads, head_dim], head by head."""
+    y = x.double()
+    if transform.matrix is not None:
+        matrices = transform.matrix.double().expand(x.shape[1], -1, -1)
+        y = torch.stack([y[:, head] @ matrices[head] for head in range(x.shape[1])], dim=1)
+    return y if transform.center is None else y - transform.center.double()
+
+
+def serve(lengths: list[int], layer: LayerFormat, shape: Shape = SHAPE) -> tuple[LayerCache, BatchTables, list[tuple]]:
+    """Store requests token by token, as a server would, and keep the transformed vectors of every token."""
     counts = [-(-length // shape.page_size) for length in lengths]
     cache = empty_cache(shape, sum(counts) + 1, len(lengths), CPU, fill=float("nan"))
+    v_rows = torch.zeros(len(cache.v_rows), layer.value_layout.row_bytes, dtype=torch.uint8)
+    cache = replace(cache, k_layout=layer.key_layout, v_layout=layer.value_layout, v_rows=v_rows)
     order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     owner = torch.arange(1, len(lengths) + 1, dtype=torch.int32)
@@ -37,19 +61,35 @@ def serve(lengths: list[int], shape: Shape = SHAPE) -> tuple[LayerCache, BatchTa
             sink = slot * windows.sink + position if position < windows.sink else -1
             slots = StoreSlots(*(torch.tensor([int(index)]) for index in (row, ring, sink)))
             one = slice(position, position + 1)
-            reference.store(cache, slots, k[one], v[one], rotation, None, CLIP, CLIP)
-        kept.append((k.double() @ rotation.double(), v.double()))
+            reference.store(cache, slots, k[one], v[one], layer)
+        kept.append((transformed(k, layer.key.transform), transformed(v, layer.value.transform)))
     lens = torch.tensor(lengths, dtype=torch.int32)
-    return cache, BatchTables(shape.page_size, table, lens, owner, torch.zeros_like(owner), owner), kept, rotation
+    return cache, BatchTables(shape.page_size, table, lens, owner, torch.zeros_like(owner), owner), kept
 
 
-def cached_vector(y: torch.Tensor, position: int, length: int, shape: Shape) -> torch.Tensor:
-    """What attention should read for a position: [kv_heads, head_dim] float64."""
+def cached_vectors(kept: tuple, length: int, layer: LayerFormat, shape: Shape) -> list[list[torch.Tensor]]:
+    """What attention should read of ``length`` positions: keys and values, float64 [kv_heads, head_dim] each."""
     begin, end = split_positions(length, 0, shape.windows)
-    if begin <= position < end:
-        row = encode_rows(y[position : position + 1].float(), shape.layout, CLIP)
-        return decode_rows(row, shape.layout)[0].double()
-    return y[position].to(shape.dtype).double()
+    out = []
+    for y, side, layout in (
+        (kept[0], layer.key, layer.key_layout),
+        (kept[1], layer.value, layer.value_layout),
+    ):
+        rows = encode_rows(y[:length].float(), layout, side.transform.clip, side.transform.gain)
+        read = torch.where(
+            ((torch.arange(length) >= begin) & (torch.arange(length) < end))[:, None, None],
+            decode_rows(rows, layout).double(),
+            y[:length].to(shape.dtype).double(),
+        )
+        out.append(list(read))
+    return out
+
+
+def of_head(matrix: torch.Tensor | None, head: int) -> torch.Tensor:
+    """A head's matrix in float64."""
+    if matrix is None:
+        return torch.eye(SHAPE.head_dim, dtype=torch.float64)
+    return (matrix if matrix.dim() == 2 else matrix[head]).double()
 
 
 def brute_force(
@@ -60,58 +100,68 @@ def brute_force(
     return sum(w * value for w, value in zip(weight, values, strict=True))
 
 
+@pytest.mark.parametrize("name", ["shared", "per head"])
 @pytest.mark.parametrize(
     "shape", [SHAPE, replace(SHAPE, windows=Windows(0, 0, 0)), replace(SHAPE, gqa=1, group=32)], ids=str
 )
-def test_decode_is_softmax_over_what_was_stored(shape: Shape) -> None:
+def test_decode_is_softmax_over_what_was_stored(shape: Shape, name: str) -> None:
     lengths = [1, 17, 70]
-    cache, tables, kept, rotation = serve(lengths, shape)
+    layer = transform_of(name, shape)
+    reading, back = layer.key.transform.reading, layer.value.transform.back
+    cache, tables, kept = serve(lengths, layer, shape)
     q = random_vectors((3, shape.q_heads, shape.head_dim), shape.dtype, 9, CPU)
-    out = reference.decode(cache, tables, q, rotation, 0.1)
+    out = reference.rotate(reference.decode(cache, tables, q, reading, 0.1), back)
     for request, length in enumerate(lengths):
-        keys, values = (
-            [cached_vector(side, position, length, shape) for position in range(length)] for side in kept[request]
-        )
+        keys, values = cached_vectors(kept[request], length, layer, shape)
         for head in range(shape.q_heads):
             kv = head // shape.gqa
-            query = q[request, head].double() @ rotation.double()
+            query = q[request, head].double() @ of_head(reading, kv)
             want = brute_force(query, [key[kv] for key in keys], [value[kv] for value in values], 0.1)
+            want = want @ of_head(back, kv)
             torch.testing.assert_close(out[request, head].double(), want, rtol=2e-3, atol=2e-3)
 
 
-def test_extend_is_causal_and_exact_within_the_chunk() -> None:
+@pytest.mark.parametrize("name", ["shared", "per head"])
+def test_extend_is_causal_and_exact_within_the_chunk(name: str) -> None:
     shape, prefixes, lengths = SHAPE, [0, 60], [5, 4]
-    cache, tables, kept, rotation = serve([1, 60])
+    layer = transform_of(name, shape)
+    key, value = layer.key.transform, layer.value.transform
+    cache, tables, kept = serve([1, 60], layer)
     tables = replace(tables, kv_lens=torch.tensor(prefixes, dtype=torch.int32))
     q = random_vectors((9, shape.q_heads, shape.head_dim), shape.dtype, 9, CPU)
     k, v = (random_vectors((9, shape.kv_heads, shape.head_dim), shape.dtype, seed, CPU) for seed in (7, 8))
-    out = reference.extend(cache, tables, q, k, v, lengths, rotation, 0.1)
+    chunk = k if key.plain_center is None else k.float() - key.plain_center
+    carried = reference.rotate(v, value.matrix)
+    out = reference.extend(cache, tables, q, chunk, carried, lengths, key.reading, 0.1)
+    out = reference.rotate(out, value.back)
     begin = 0
     for request, length in enumerate(lengths):
-        prefix = prefixes[request]
-        keys, values = (
-            [cached_vector(side, position, prefix, shape) for position in range(prefix)] for side in kept[request]
-        )
+        keys, values = cached_vectors(kept[request], prefixes[request], layer, shape)
         for step in range(length):
             for head in range(shape.q_heads):
                 kv = head // shape.gqa
                 query, own = q[begin + step, head].double(), slice(begin, begin + step + 1)
-                # A rotated query on rotated keys scores like a plain one on keys rotated back.
-                seen = [rotation.double() @ key[kv] for key in keys] + [key[kv].double() for key in k[own]]
-                carried = [value[kv] for value in values] + [value[kv].double() for value in v[own]]
-                want = brute_force(query, seen, carried, 0.1)
+                # A query times a matrix scores like a plain one on keys times its transpose; a center shifts all alike.
+                center = 0 if key.plain_center is None else key.plain_center[kv].double()
+                seen = [of_head(key.reading, kv) @ cached[kv] for cached in keys]
+                seen += [one[kv].double() - center for one in k[own]]
+                read = [cached[kv] @ of_head(value.back, kv) for cached in values]
+                read += [one[kv].double() for one in v[own]]
+                want = brute_force(query, seen, read, 0.1)
                 torch.testing.assert_close(out[begin + step, head].double(), want, rtol=2e-3, atol=2e-3)
         begin += length
 
 
 def test_blocks_of_queries_do_not_change_extend(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPE
-    cache, tables, _, rotation = serve([50])
+    layer = transform_of("shared", shape)
+    cache, tables, _ = serve([50], layer)
+    reading = layer.key.transform.reading
     q = random_vectors((30, shape.q_heads, shape.head_dim), shape.dtype, 9, CPU)
     k = random_vectors((30, shape.kv_heads, shape.head_dim), shape.dtype, 7, CPU)
-    whole = reference.extend(cache, tables, q, k, k, [30], rotation, 0.1)
+    whole = reference.extend(cache, tables, q, k, k, [30], reading, 0.1)
     monkeypatch.setattr(reference, "QUERY_BLOCK", 7)
-    torch.testing.assert_close(reference.extend(cache, tables, q, k, k, [30], rotation, 0.1), whole)
+    torch.testing.assert_close(reference.extend(cache, tables, q, k, k, [30], reading, 0.1), whole)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_vectors
+from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_transform, random_vectors
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.codec import STRETCH, clip_index, unpack
-from oscar_kernels.triton.store import prepare_rotation, rotate_queries, store
+from oscar_kernels.cuda.store import arrange
+from oscar_kernels.format import LayerFormat
+from oscar_kernels.prepared import prepare, split_matrix
+from oscar_kernels.transform import SideTransform
+from oscar_kernels.triton.store import rotate_queries, store
 
 # Float32 rounding of a sum of head_dim products, relative to the length of the vector.
 ROUNDING = 4e-6
@@ -102,14 +106,18 @@ def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotat
     rk = random_rotation(shape.head_dim, 2, device) if rotate_k else None
     rv = random_rotation(shape.head_dim, 3, device) if rotate_v else None
     caches = [empty_cache(shape, pages, requests, device, fill=7.0) for _ in range(2)]
-    prepared = [prepare_rotation(r, shape.dtype) for r in (rk, rv)]
-    q_rot = store(caches[0], slots, k, v, *prepared, clip, clip, q=q, k_gain=gain, v_gain=gain)
-    reference.store(caches[1], slots, k, v, rk, rv, clip, clip, k_gain=gain, v_gain=gain)
+    layer = shape.format(*(SideTransform(matrix, clip=clip, gain=gain) for matrix in (rk, rv)))
+    q_rot = store(caches[0], slots, k, v, prepare(layer, shape.dtype), q=q)
+    reference.store(caches[1], slots, k, v, layer)
     return caches, slots, (q, k, v), (rk, rv), q_rot
 
 
 def exact(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
-    return x.double() if rotation is None else x.double() @ rotation.double()
+    """x [tokens, heads, head_dim] times a matrix or one per kv head, float64."""
+    if rotation is None or rotation.dim() == 2:
+        return x.double() if rotation is None else x.double() @ rotation.double()
+    gqa = x.shape[1] // len(rotation)
+    return torch.stack([x[:, head].double() @ rotation[head // gqa].double() for head in range(x.shape[1])], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     wide = exact(q, rk)
     assert q_rot.dtype == q.dtype
     torch.testing.assert_close(q_rot.double(), wide, rtol=2.0 ** -MANTISSA[q.dtype] * 1.01, atol=1e-4)
-    torch.testing.assert_close(rotate_queries(q, rk), q_rot, rtol=0, atol=0)
+    torch.testing.assert_close(rotate_queries(q, split_matrix(rk, q.dtype)), q_rot, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("clip", [0.96, 0.88, 1.0])
@@ -171,11 +179,12 @@ def test_fitted_rows_are_bit_exact_where_sums_are(device: torch.device) -> None:
     on_cpu = StoreSlots(*(torch.arange(16),) * 3)
     k = k / 4
     caches = [empty_cache(shape, 2, 2, device), empty_cache(shape, 2, 2, torch.device("cpu"))]
-    reference.store(caches[1], on_cpu, k, -k, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
+    layer = shape.format(SideTransform(clip=0.88, gain=1.0), SideTransform(clip=0.96, gain=0.5))
+    reference.store(caches[1], on_cpu, k, -k, layer)
     k = k.to(device)
-    store(caches[0], slots, k, -k, None, None, 0.88, 0.96, k_gain=1.0, v_gain=0.5)
+    store(caches[0], slots, k, -k, prepare(layer, k.dtype))
     plain = empty_cache(shape, 2, 2, device)
-    store(plain, slots, k, -k, None, None, 0.88, 0.96)
+    store(plain, slots, k, -k, prepare(shape.format(SideTransform(clip=0.88), SideTransform(clip=0.96)), k.dtype))
     for name in ("k_rows", "v_rows"):
         got, want, before = (split_rows(getattr(cache, name)[:16].cpu(), shape) for cache in (*caches, plain))
         for mine, theirs in zip(got, want, strict=True):
@@ -194,9 +203,11 @@ def test_centered_keys_match_reference(shape: Shape, device: torch.device) -> No
     rotation, other = random_rotation(d, 4, device), random_rotation(d, 5, device)
     center = 3 * torch.randn(shape.kv_heads, d, generator=torch.Generator().manual_seed(6)).to(device)
     caches = [empty_cache(shape, 6, 5, device, fill=7.0) for _ in range(3)]
-    q_rot = store(caches[0], slots, k, v, rotation, None, 0.96, 0.92, q=q, k_center=center, q_rotation=other)
-    reference.store(caches[1], slots, k, v, rotation, None, 0.96, 0.92, k_center=center)
-    store(caches[2], slots, k, v, rotation, None, 0.96, 0.92)
+    layer = shape.format(SideTransform(rotation, other, center, 0.96), SideTransform(clip=0.92))
+    plain = shape.format(SideTransform(rotation, clip=0.96), SideTransform(clip=0.92))
+    q_rot = store(caches[0], slots, k, v, prepare(layer, shape.dtype), q=q)
+    reference.store(caches[1], slots, k, v, layer)
+    store(caches[2], slots, k, v, prepare(plain, shape.dtype))
     exact_keys = k.double() @ rotation.double() - center.double()
     # The rotation rounds relative to the key before its center is taken off.
     assert_correctly_rounded(
@@ -207,24 +218,80 @@ def test_centered_keys_match_reference(shape: Shape, device: torch.device) -> No
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-4)
         assert torch.equal(getattr(caches[0], f"v_{window}"), getattr(caches[2], f"v_{window}"))
     assert torch.equal(caches[0].v_rows, caches[2].v_rows)
-    torch.testing.assert_close(q_rot, rotate_queries(q, other), rtol=0, atol=0)
+    torch.testing.assert_close(q_rot, rotate_queries(q, split_matrix(other, q.dtype)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 150])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], Shape(gqa=3, head_dim=128, group=64)], ids=str)
+def test_every_head_by_its_own_matrix(shape: Shape, tokens: int, device: torch.device) -> None:
+    """Keys, values, queries and outputs, each by the matrix of its kv head; other numbers as in float64."""
+    d, heads = shape.head_dim, shape.kv_heads
+    slots = random_slots(tokens, shape.windows, 160, 5, device)
+    k, v = (random_vectors((tokens, heads, d), shape.dtype, seed, device) for seed in (1, 2))
+    q = random_vectors((tokens, shape.q_heads, d), shape.dtype, 3, device)
+    center = torch.randn(heads, d, generator=torch.Generator().manual_seed(6))
+    key = SideTransform(*random_transform(d, 4, heads), center, 0.96)
+    value = SideTransform(*random_transform(d, 5, heads), clip=0.92)
+    layer = shape.format(key, value).to(device)
+    caches = [empty_cache(shape, 160 // shape.page_size, 5, device, fill=7.0) for _ in range(2)]
+    prepared = prepare(layer, shape.dtype)
+    q_rot = store(caches[0], slots, k, v, prepared, q=q)
+    reference.store(caches[1], slots, k, v, layer)
+    for x, side, name in ((k, layer.key.transform, "k"), (v, layer.value.transform, "v")):
+        y = exact(x, side.matrix)
+        y = y if side.center is None else y - side.center.double()
+        length = torch.maximum(2 * x.double().norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True))
+        assert_correctly_rounded(getattr(caches[0], f"{name}_rows")[slots.row], y, shape, side.clip, length)
+        for window in ("ring", "sink"):
+            got, want = (getattr(cache, f"{name}_{window}").float() for cache in caches)
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=4e-4)
+    assert q_rot is not None
+    for got, split, matrix in (
+        (q_rot, prepared.key.reading, layer.key.transform.dual),
+        (None, prepared.value.reading, layer.value.transform.back),
+    ):
+        alone = rotate_queries(q, split)
+        assert got is None or torch.equal(got, alone)
+        tolerance = 2.0 ** (1 - MANTISSA[q.dtype])
+        torch.testing.assert_close(alone.double(), exact(q, matrix), rtol=tolerance, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2]], ids=str)
+def test_one_matrix_repeated_for_every_head_is_that_matrix(shape: Shape, device: torch.device) -> None:
+    """Bit for bit on a GPU: order and number of tiles do not count."""
+    tokens, matrix = 70, random_rotation(shape.head_dim, 4, device)
+    slots = random_slots(tokens, shape.windows, 160, 5, device)
+    k, v = (random_vectors((tokens, shape.kv_heads, shape.head_dim), shape.dtype, seed, device) for seed in (1, 2))
+    q = random_vectors((tokens, shape.q_heads, shape.head_dim), shape.dtype, 3, device)
+    caches = [empty_cache(shape, 160 // shape.page_size, 5, device, fill=7.0) for _ in range(2)]
+    rotated = []
+    for cache, given in zip(caches, (matrix, matrix.repeat(shape.kv_heads, 1, 1)), strict=True):
+        side = SideTransform(given, clip=0.96, gain=0.98)
+        rotated.append(store(cache, slots, k, v, prepare(shape.format(side, side), shape.dtype), q=q))
+    if device.type == "cuda":
+        assert torch.equal(*rotated)
+        for name in ("k_rows", "v_rows", "k_ring", "v_ring", "k_sink", "v_sink"):
+            assert torch.equal(*(getattr(cache, name) for cache in caches))
+    else:
+        # NumPy's sums depend on the place of a vector in its tile.
+        torch.testing.assert_close(*rotated, rtol=2.0 ** (1 - MANTISSA[shape.dtype]), atol=1e-5)
+        for name in ("k_rows", "v_rows"):
+            assert torch.ne(*(getattr(cache, name) for cache in caches)).double().mean() < 2e-3
 
 
 def test_center_of_zero_is_no_center(device: torch.device) -> None:
-    """Bit for bit, with and without a rotation; and a center that does not fit is refused."""
+    """Bit for bit, with and without a rotation."""
     shape = SHAPES[1]
     k = random_vectors((9, shape.kv_heads, shape.head_dim), shape.dtype, 1, device)
     slots = StoreSlots(*(torch.arange(9, device=device),) * 3)
     zero = torch.zeros(shape.kv_heads, shape.head_dim, device=device)
     for rotation in (None, random_rotation(shape.head_dim, 2, device)):
         caches = [empty_cache(shape, 2, 2, device) for _ in range(2)]
-        store(caches[0], slots, k, k, rotation, None, 0.96, 0.92)
-        store(caches[1], slots, k, k, rotation, None, 0.96, 0.92, k_center=zero)
+        for cache, center in zip(caches, (None, zero), strict=True):
+            layer = shape.format(SideTransform(rotation, None, center, 0.96), SideTransform(clip=0.92))
+            store(cache, slots, k, k, prepare(layer, shape.dtype))
         for name in ("k_rows", "k_ring", "k_sink", "v_rows"):
             assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
-    for wrong in (zero.double(), zero[0], zero.repeat(1, 2)):
-        with pytest.raises(ValueError, match="k_center"):
-            store(caches[0], slots, k, k, None, None, 0.96, 0.92, k_center=wrong)
 
 
 @pytest.mark.parametrize("clip", [0.96, 0.7, 0.01])
@@ -237,8 +304,9 @@ def test_identity_is_bit_exact_with_duplicates(clip: float, device: torch.device
     k[0] = 0
     v = random_vectors((8, shape.kv_heads, 128), shape.dtype, 5, device)
     caches = [empty_cache(shape, 2, 2, device) for _ in range(2)]
-    assert store(caches[0], slots, k, v, None, None, clip, clip) is None
-    reference.store(caches[1], slots, k, v, None, None, clip, clip)
+    layer = shape.format(SideTransform(clip=clip), SideTransform(clip=clip))
+    assert store(caches[0], slots, k, v, prepare(layer, shape.dtype)) is None
+    reference.store(caches[1], slots, k, v, layer)
     for name in ("k_ring", "v_ring", "k_sink", "v_sink"):
         assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
     for name, x in (("k_rows", k), ("v_rows", v)):
@@ -254,7 +322,8 @@ def test_identity_is_bit_exact_with_duplicates(clip: float, device: torch.device
 def test_nan_stays_in_its_token(device: torch.device) -> None:
     """A padded row of garbage harms no other row of its tile."""
     shape = Shape()
-    rotation = random_rotation(64, 1, device)
+    rotated = SideTransform(random_rotation(64, 1, device), clip=0.96)
+    layer = prepare(shape.format(rotated, rotated), shape.dtype)
     results = []
     for poison in (False, True):
         cache = empty_cache(shape, 3, 2, device)
@@ -262,7 +331,7 @@ def test_nan_stays_in_its_token(device: torch.device) -> None:
         if poison:
             k[4] = float("nan")
         slots = StoreSlots(torch.arange(20, device=device), *(torch.full((20,), -1, device=device),) * 2)
-        q_rot = store(cache, slots, k, k, rotation, rotation, 0.96, 0.92, q=k)
+        q_rot = store(cache, slots, k, k, layer, q=k)
         results.append((cache, q_rot))
     keep = torch.arange(20, device=device) != 4
     assert torch.equal(results[0][0].k_rows[:20][keep], results[1][0].k_rows[:20][keep])
@@ -270,23 +339,87 @@ def test_nan_stays_in_its_token(device: torch.device) -> None:
     assert torch.equal(results[0][1][keep], results[1][1][keep])
 
 
+@pytest.mark.parametrize("gain", [0.0, 0.98])
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]], ids=str)
+def test_a_nan_is_kept_in_its_vector(shape: Shape, rotated: bool, gain: float, device: torch.device) -> None:
+    """One channel of one head: all of that head of that token is read back as NaN, nothing else changes."""
+    tokens, d = 20, shape.head_dim
+    rotation = random_rotation(d, 1, device) if rotated else None
+    layer = shape.format(*(SideTransform(rotation, clip=clip, gain=gain) for clip in (0.96, 0.92)))
+    slots = StoreSlots(torch.arange(tokens, device=device), *(torch.full((tokens,), -1, device=device),) * 2)
+    k = random_vectors((tokens, shape.kv_heads, d), shape.dtype, 1, device)
+    broken = k.clone()
+    broken[4, shape.kv_heads - 1, 7] = float("nan")
+    caches = [empty_cache(shape, 3, 2, device) for _ in range(3)]
+    for cache, x in zip(caches, (k, broken, broken), strict=True):
+        if cache is caches[2]:
+            reference.store(cache, slots, x, x, layer)
+        else:
+            store(cache, slots, x, x, prepare(layer, shape.dtype))
+    for name in ("k_rows", "v_rows"):
+        plain, mine, theirs = (split_rows(getattr(cache, name)[:tokens], shape) for cache in caches)
+        for part, want in zip(mine, plain, strict=True):
+            changed = want.clone()
+            changed[4, -1] = 0.0 if part is mine[0] else float("nan")
+            torch.testing.assert_close(part, changed, rtol=0, atol=0, equal_nan=True)
+        for part, want in zip(mine, theirs, strict=True):
+            assert torch.equal(part.isnan(), want.isnan())
+        assert (theirs[0][4, -1] == 0).all()
+
+
+@pytest.mark.parametrize("largest", [1.0, 20.0, 100.0])
+def test_matrices_with_large_entries(largest: float, device: torch.device) -> None:
+    """float16 terms of any scale: the product is that of the float32 matrix."""
+    shape = Shape(dtype=torch.float16, head_dim=64)
+    q = random_vectors((5, shape.q_heads, 64), shape.dtype, 1, device)
+    spread = random_rotation(64, 2, device)
+    spread[3, 5] = largest
+    for matrix in (largest * torch.eye(64, device=device), spread):
+        prepared = split_matrix(matrix, torch.float16)
+        assert prepared is not None
+        assert prepared.terms.isfinite().all()
+        sums = prepared.terms[0].double().sum(0) / prepared.scale
+        torch.testing.assert_close(sums, matrix.double(), rtol=2.0**-21, atol=largest * 2.0**-32)
+        want = exact(q, matrix)
+        bound = 2.0**-11 * want.abs() + 1e-5 * want.norm(dim=-1, keepdim=True)
+        assert ((rotate_queries(q, prepared).double() - want).abs() <= bound).all()
+    with pytest.raises(ValueError, match="must be finite"):
+        split_matrix(spread * float("inf"), torch.float16)
+
+
 def test_rejects_what_it_cannot_store(device: torch.device) -> None:
     shape = Shape()
     cache, slots = empty_cache(shape, 3, 2, device), random_slots(4, shape.windows, 48, 2, device)
     k = random_vectors((4, shape.kv_heads, 64), torch.bfloat16, 1, device)
+    layer = prepare(shape.format(), torch.bfloat16)
     with pytest.raises(ValueError, match="bfloat16 or all float16"):
-        store(cache, slots, k, k.half(), None, None, 1.0, 1.0)
+        store(cache, slots, k, k.half(), layer)
     with pytest.raises(ValueError, match="contiguous channels"):
-        store(cache, slots, k.transpose(1, 2).contiguous().transpose(1, 2), k, None, None, 1.0, 1.0)
+        store(cache, slots, k.transpose(1, 2).contiguous().transpose(1, 2), k, layer)
     with pytest.raises(ValueError, match="bfloat16 or float16"):
-        prepare_rotation(torch.eye(64), torch.float32)
+        prepare(shape.format(SideTransform(torch.eye(64))), torch.float32)
+    turned = shape.format(SideTransform(random_rotation(64, 1, device)))
+    with pytest.raises(ValueError, match=r"float16 does not fit 2 heads of torch.bfloat16"):
+        store(cache, slots, k, k, prepare(turned, torch.float16))
+    with pytest.raises(ValueError, match=r"cuda\.store\.arrange"):
+        store(cache, slots, k, k, arrange(prepare(turned, torch.bfloat16)))
+    other = replace(shape, group=32)
+    with pytest.raises(ValueError, match="the format has key rows of"):
+        store(cache, slots, k, k, prepare(other.format(), torch.bfloat16))
+    with pytest.raises(ValueError, match="the format has key rows of"):
+        reference.store(cache, slots, k, k, other.format())
+    mixed = LayerFormat(2, 64, shape.format().key, other.format().value)
+    cache = replace(cache, v_layout=mixed.value_layout)
+    with pytest.raises(ValueError, match="keys and values of one row layout"):
+        store(cache, slots, k, k, prepare(mixed, torch.bfloat16))
 
 
 def test_no_tokens(device: torch.device) -> None:
     shape = Shape()
     cache, slots = empty_cache(shape, 3, 2, device), random_slots(0, shape.windows, 48, 2, device)
     k = torch.empty(0, shape.kv_heads, 64, dtype=shape.dtype, device=device)
-    store(cache, slots, k, k, None, None, 0.96, 0.92, q=k)
+    store(cache, slots, k, k, prepare(shape.format(), shape.dtype), q=k)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
-from oscar_rotation.dump import DumpError, DumpReader
-from oscar_rotation.files.rotation_file import load_rotation, read_rotation_file, save_rotation_file
-from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.dump import DumpError, DumpManifest, DumpReader
+from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.output_weights import OutputWeights
-from oscar_rotation.fit.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments, fit_plus
+from oscar_rotation.load import load_rotation
 from oscar_rotation.math.balanced import balance, gain, shrunk
+from oscar_rotation.recipes.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments, fit_plus
 
 K_NAME, V_NAME = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
 runner = CliRunner()
@@ -158,12 +161,12 @@ def model(tmp_path: Path) -> Path:
 
 def test_fit_files_and_command(tmp_path: Path, make_dump: Callable[..., Path], model: Path) -> None:
     dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
-    done = runner.invoke(app, ["fit", str(dump), "--out", str(out), "--recipe", "plus", "--model", str(model)])
+    done = runner.invoke(app, ["fit", str(dump), "--out", str(out), "--model", str(model)])
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in out.iterdir()) == [K_NAME, V_NAME]
     key = load_rotation(out / K_NAME, num_layers=2, head_dim=32, side="k")
     value = load_rotation(out / V_NAME, num_layers=2, head_dim=32, side="v")
-    assert key.recipe == value.recipe == "plus"
+    assert key.recipe == value.recipe == key.metadata.recipe == "plus"
     assert key.centers is not None
     assert key.centers.shape == (2, 2, 32)
     assert value.centers is None
@@ -186,24 +189,46 @@ def test_fit_files_and_command(tmp_path: Path, make_dump: Callable[..., Path], m
     torch.testing.assert_close(again.key.rotations, key.rotations, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("named", ["weights", "model_id", "relative"])
+def test_the_dump_names_the_model(
+    tmp_path: Path, make_dump: Callable[..., Path], model: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the weights in full, or, in older dumps, the model as the server was given it."""
+    dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    facts = {"num_layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "model_id": "served/as"}
+    facts |= {
+        "weights": {"weights": str(model)},
+        "model_id": {"model_id": str(model)},
+        "relative": {"weights": "model"},
+    }[named]
+    DumpManifest(**facts).write(dump)
+    done = runner.invoke(app, ["fit", str(dump), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    loaded = read_rotation_file(out / K_NAME)
+    assert loaded.metadata.model_id == facts["model_id"]
+    assert str(model) not in str(loaded.metadata) or named == "model_id"
+
+
 @pytest.mark.parametrize(
     ("args", "status", "message"),
     [
-        (["--recipe", "plus"], 1, "does not name its model"),
-        (["--recipe", "plus", "--model", "MODEL", "--order", "descending"], 2, "no meaning"),
-        (["--recipe", "plus", "--model", "MODEL", "--format", "pt"], 2, "no meaning"),
-        (["--model", "MODEL"], 2, "--recipe plus only"),
-        (["--recipe", "better"], 2, "paper, plus"),
+        ([], 1, "does not name its model, whose weights the recipe plus reads; name its"),
+        (["--model", "MODEL/nowhere"], 1, "or fit with --recipe paper"),
+        (["--model", "MODEL", "--order", "descending"], 2, "has no meaning for --recipe plus; --recipe paper takes it"),
+        (["--model", "MODEL", "--format", "pt"], 2, "is written as .safetensors only"),
+        (["--recipe", "paper", "--model", "MODEL"], 2, "has no meaning for --recipe paper; --recipe plus takes it"),
+        (["--recipe", "better"], 2, "plus, paper"),
     ],
 )
 def test_command_refusals(
     args: list[str], status: int, message: str, tmp_path: Path, make_dump: Callable[..., Path], model: Path
 ) -> None:
     dump = make_dump(tmp_path / "dump")
-    given = [str(model) if arg == "MODEL" else arg for arg in args]
+    given = [arg.replace("MODEL", str(model)) for arg in args]
     done = runner.invoke(app, ["fit", str(dump), "--out", str(tmp_path / "out"), *given])
     assert done.exit_code == status
-    assert message in " ".join(done.output.split())
+    assert message in " ".join(done.output.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
 
 
@@ -218,7 +243,7 @@ def test_weights_that_do_not_do(tmp_path: Path, model: Path) -> None:
     quantized.mkdir()
     tensor = torch.zeros(48, 128).to(torch.float8_e4m3fn)
     save_file({"model.layers.0.self_attn.o_proj.weight": tensor}, str(quantized / "model.safetensors"))
-    with pytest.raises(DumpError, match="not quantized"):
+    with pytest.raises(DumpError, match=r"which is quantized; .* fit with --recipe paper"):
         OutputWeights(quantized).reader(0, 2, 32)
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -243,8 +268,6 @@ def test_weights_that_do_not_do(tmp_path: Path, model: Path) -> None:
 def test_broken_transforms_are_refused(
     change: dict[str, Any], message: str, rotation_set: RotationSet, tmp_path: Path
 ) -> None:
-    from oscar_rotation.errors import RotationFileError
-
     broken = RotationSet(rotation_set.rotations, metadata=rotation_set.metadata, **change)
     with pytest.raises(RotationFileError, match=message):
         save_rotation_file(tmp_path / "k.safetensors", broken)
@@ -262,3 +285,19 @@ def test_centers_alone_are_a_file_too(rotation_set: RotationSet, tmp_path: Path)
     assert loaded.duals is None
     assert loaded.centers is not None
     assert torch.equal(loaded.centers, centers)
+
+
+def test_what_a_file_says_it_is_counts(rotation_set: RotationSet, tmp_path: Path) -> None:
+    """Not what it looks like; a name that this release does not know, or that cannot be true, is refused."""
+    path = tmp_path / "k.safetensors"
+    for stated, looks in (("plus", "plus"), ("", "paper")):
+        save_rotation_file(path, replace(rotation_set, metadata=RotationMetadata(recipe=stated)))
+        assert load_rotation(path, num_layers=3, head_dim=64, side="k").recipe == looks
+    save_rotation_file(path, replace(rotation_set, metadata=RotationMetadata(recipe="later")))
+    assert read_rotation_file(path).recipe == "later"
+    with pytest.raises(RotationFileError, match="is of the recipe later, this release knows plus, paper; update"):
+        load_rotation(path, num_layers=3, head_dim=64, side="k")
+    with pytest.raises(RotationFileError, match="states the recipe paper, but holds more than rotations"):
+        save_rotation_file(path, replace(rotation_set, gains=(1.0,) * 3, metadata=RotationMetadata(recipe="paper")))
+    with pytest.raises(RotationFileError, match=r"a \.pt file holds rotations"):
+        save_rotation_file(tmp_path / "k.pt", replace(rotation_set, gains=(1.0,) * 3))

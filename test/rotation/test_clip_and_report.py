@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from oscar_kernels.codec import clip, dequantize, quantize
 from oscar_rotation.cli import app
 from oscar_rotation.dump import DumpError, DumpReader
-from oscar_rotation.files.rotation_file import load_rotation
-from oscar_rotation.fit.calibrate import FitOptions, FitResult, fit
 from oscar_rotation.fit.clip import CLIP_GRID, fit_clip_ratio
+from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.fit.result import FitResult
 from oscar_rotation.fit.samples import HeadSample, head_samples, plan_samples
+from oscar_rotation.load import load_rotation
 from oscar_rotation.math.quantized import quantized, quantized_at
+from oscar_rotation.recipes.paper import fit
 from oscar_rotation.report.layer_report import importance
 
 MakeDump = Callable[..., Path]
@@ -146,7 +148,19 @@ def test_one_request_is_too_few(tmp_path: Path, make_dump: MakeDump) -> None:
 
 def test_commands(tmp_path: Path, make_dump: MakeDump) -> None:
     dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
-    command = ["fit", str(dump), "--out", str(out), "--clip", "fit", "--report", "--composition", "r_h"]
+    command = [
+        "fit",
+        str(dump),
+        "--out",
+        str(out),
+        "--recipe",
+        "paper",
+        "--clip",
+        "fit",
+        "--report",
+        "--composition",
+        "r_h",
+    ]
     result = runner.invoke(app, command)
     assert result.exit_code == 0, result.output
     keys = load_rotation(out / "k_rotation_qqt_r_h.pt", num_layers=2, head_dim=32, side="k")
@@ -166,7 +180,7 @@ def test_commands(tmp_path: Path, make_dump: MakeDump) -> None:
 
 def test_plots(tmp_path: Path, make_dump: MakeDump) -> None:
     out = tmp_path / "out"
-    runner.invoke(app, ["fit", str(make_dump(tmp_path / "dump")), "--out", str(out), "--report"])
+    runner.invoke(app, ["fit", str(make_dump(tmp_path / "dump")), "--out", str(out), "--recipe", "paper", "--report"])
     result = runner.invoke(app, ["report", str(out), "--plots", str(tmp_path / "plots")])
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_rotation.math.compose import RECIPES, r_h_pbr
+from oscar_rotation.math.compose import r_h_pbr
 from oscar_rotation.math.eigenbasis import EigenOrder, eigenbasis
 from oscar_rotation.math.hadamard import bit_reversal, sylvester_hadamard
+from oscar_rotation.recipes import BUILT_IN
 
 ORDERS: tuple[EigenOrder, ...] = ("ascending", "descending")
 seeds = st.integers(0, 2**31 - 1)
@@ -82,8 +83,8 @@ def test_output_channels_by_order() -> None:
 
 
 def test_recipes() -> None:
-    assert torch.equal(RECIPES["identity"](48), torch.eye(48, dtype=torch.float64))
-    assert torch.equal(RECIPES["hadamard"](64), sylvester_hadamard(64))
+    assert torch.equal(BUILT_IN["identity"].matrix(48), torch.eye(48, dtype=torch.float64))
+    assert torch.equal(BUILT_IN["hadamard"].matrix(64), sylvester_hadamard(64))
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from oscar_rotation.cli import app
 from oscar_rotation.dump import DumpError, DumpManifest, DumpReader, DumpWriter
 from oscar_rotation.dump.covariances import CovarianceWriter, is_covariance_dump, read_covariances
-from oscar_rotation.fit.calibrate import FitOptions, fit
+from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.recipes.paper import fit
 
 MakeDump = Callable[..., Path]
 
@@ -64,7 +65,11 @@ def test_per_head_and_command(tmp_path: Path, make_dump: MakeDump) -> None:
     options = FitOptions(share="kv_head")
     difference = fit(dump, options, device="cpu").value.rotations - fit(root, options, device="cpu").value.rotations
     assert difference.abs().max() < 1e-5
-    result = CliRunner().invoke(app, ["fit", str(root), "--out", str(tmp_path / "out")])
+    refused = CliRunner().invoke(app, ["fit", str(root), "--out", str(tmp_path / "out")])
+    assert refused.exit_code == 1
+    assert "holds covariances; the recipe plus needs a dump of activations, --recipe paper does not" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    result = CliRunner().invoke(app, ["fit", str(root), "--out", str(tmp_path / "out"), "--recipe", "paper"])
     assert result.exit_code == 0, result.output
     assert "265 tokens of 5 requests" in result.output
 

@@ -11,9 +11,9 @@ import torch
 
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.dump.stream import stream_chunks
-from oscar_rotation.fit.calibrate import fit
 from oscar_rotation.math import attention
 from oscar_rotation.math.covariance import CovarianceAccumulator
+from oscar_rotation.recipes.paper import fit
 
 MakeDump = Callable[..., Path]
 CPU = torch.device("cpu")

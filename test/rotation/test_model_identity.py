@@ -9,8 +9,9 @@ import pytest
 
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity, model_name
-from oscar_rotation.files.rotation_file import load_rotation, save_rotation_file
+from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.load import load_rotation
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,6 @@ def test_other_models_are_refused(
         load_rotation(path, num_layers=3, head_dim=64, side="k", model=served)
     assert str(path) in str(refusal.value)
     assert "SGLANG_OSCAR_ALLOW_OTHER_MODEL=1" in str(refusal.value)
-    load_rotation(path, num_layers=3, head_dim=64, side="k", model=served, allow_other_model=True)
     load_rotation(path, num_layers=3, head_dim=64, side="k")
 
 
@@ -66,4 +66,4 @@ def test_geometry_has_no_override(tmp_path: Path, rotation_set: RotationSet) -> 
     path = saved(tmp_path / "k.pt", rotation_set)
     for layers, head_dim, fault in ((4, 64, "holds 3 layers"), (3, 128, "made for head_dim 64")):
         with pytest.raises(RotationFileError, match=fault):
-            load_rotation(path, num_layers=layers, head_dim=head_dim, side="k", allow_other_model=True)
+            load_rotation(path, num_layers=layers, head_dim=head_dim, side="k")

@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
-from oscar_rotation.files.rotation_file import load_rotation, save_rotation_file
+from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.load import load_rotation
 
 MakeDump = Callable[..., Path]
 K_NAME, V_NAME = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
@@ -27,7 +28,11 @@ def test_fit_then_inspect_in_processes(tmp_path: Path, make_dump: MakeDump) -> N
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
     fitted = subprocess.run(
-        [*command, "fit", str(dump), "--out", str(out)], env=environment, capture_output=True, text=True, check=False
+        [*command, "fit", str(dump), "--out", str(out), "--recipe", "paper"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert fitted.returncode == 0, fitted.stderr
     assert f"wrote {out / K_NAME}" in fitted.stdout
@@ -51,7 +56,16 @@ def test_fit_then_inspect_in_processes(tmp_path: Path, make_dump: MakeDump) -> N
 
 
 def test_fit_options_reach_the_files(tmp_path: Path, make_dump: MakeDump) -> None:
-    arguments = ["fit", str(make_dump(tmp_path / "dump")), "--out", str(tmp_path), "--device", "cpu"]
+    arguments = [
+        "fit",
+        str(make_dump(tmp_path / "dump")),
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--recipe",
+        "paper",
+    ]
     arguments += ["--method", "ktk_vtv", "--value-target", "proxy", "--order", "descending", "--format", "both"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -68,7 +82,7 @@ def test_fit_options_reach_the_files(tmp_path: Path, make_dump: MakeDump) -> Non
 def test_a_refit_writes_the_same_rotations(tmp_path: Path, make_dump: MakeDump) -> None:
     dump = make_dump(tmp_path / "dump")
     for name in ("one", "two"):
-        assert runner.invoke(app, ["fit", str(dump), "--out", str(tmp_path / name), "--device", "cpu"]).exit_code == 0
+        assert runner.invoke(app, ["fit", str(dump), "--out", str(tmp_path / name), "--recipe", "paper"]).exit_code == 0
     for file in (K_NAME, V_NAME):
         one, two = (torch.load(tmp_path / name / file, weights_only=True)["layers"] for name in ("one", "two"))
         assert all(torch.equal(one[layer]["rotation"], two[layer]["rotation"]) for layer in one)
@@ -122,6 +136,13 @@ def test_inspect_of_a_file_without_spectrum(tmp_path: Path) -> None:
             "not one of sst, proxy, vtv, uresidual, hadamard",
         ),
         (["fit", "nowhere", "--out", "out", "--device", "abacus"], 2, "unknown device"),
+        (["fit", "nowhere", "--out", "out", "--group-size", "64"], 2, "--group-size: has no meaning for --recipe plus"),
+        (["fit", "nowhere", "--out", "out", "--clip", "fit"], 2, "--recipe paper takes it"),
+        (
+            ["fit", "nowhere", "--out", "out", "--recipe", "paper", "--group-size", "3"],
+            2,
+            "--group-size: must be a power",
+        ),
         (["inspect"], 2, "Missing argument"),
     ],
 )
@@ -136,7 +157,9 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, make_dump: MakeDump) -> None:
     (tmp_path / "file").write_text("")
-    result = runner.invoke(app, ["fit", str(make_dump(tmp_path / "dump")), "--out", str(tmp_path / "file" / "out")])
+    result = runner.invoke(
+        app, ["fit", str(make_dump(tmp_path / "dump")), "--out", str(tmp_path / "file" / "out"), "--recipe", "paper"]
+    )
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert str(tmp_path / "file") in result.stderr

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity
-from oscar_rotation.files.rotation_file import load_rotation, read_rotation_file, rotation_file_name, save_rotation_file
+from oscar_rotation.files.rotation_file import read_rotation_file, rotation_file_name, save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.load import load_rotation
 from oscar_rotation.math.hadamard import sylvester_hadamard
 
 Content = dict[str, Any]

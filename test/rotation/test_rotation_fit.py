@@ -10,10 +10,12 @@ import torch
 
 from oscar_rotation.dump import DumpError, DumpManifest, DumpReader, DumpWriter
 from oscar_rotation.files.rotation_set import check_rotation_set
-from oscar_rotation.fit.calibrate import FitOptions, choose_device, fit
+from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.targets import KEY_TARGETS, METHODS, VALUE_TARGETS
 from oscar_rotation.math.covariance import CovarianceAccumulator, QueryCovariance, ScoreValueCovariance
 from oscar_rotation.math.eigenbasis import EigenOrder
+from oscar_rotation.recipes.paper import fit
 
 MakeDump = Callable[..., Path]
 

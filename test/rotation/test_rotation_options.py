@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.rotation_file import load_rotation, read_rotation_file, save_rotation_file
+from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.files.rotation_set import check_rotation_set
-from oscar_rotation.fit.calibrate import FitOptions, fit
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.targets import METHODS
+from oscar_rotation.load import load_rotation
 from oscar_rotation.math.compose import COMPOSITIONS
 from oscar_rotation.math.covariance import QueryCovariance
 from oscar_rotation.math.eigenbasis import eigenbasis
 from oscar_rotation.math.hadamard import bit_reversal, block_hadamard, pbr_permutation, sylvester_hadamard
 from oscar_rotation.math.quantized import quantized
 from oscar_rotation.math.residual import ResidualCovariance
+from oscar_rotation.recipes.paper import fit
 
 MakeDump = Callable[..., Path]
 seeds = st.integers(0, 2**31 - 1)
@@ -122,8 +124,7 @@ def test_one_rotation_per_kv_head(tmp_path: Path, make_dump: MakeDump) -> None:
     back = read_rotation_file(path)
     assert back.rotations.shape == (2, 2, 32, 32)
     assert torch.equal(back.rotations, result.key.rotations)
-    with pytest.raises(RotationFileError, match="one rotation per kv head, a server takes one per layer"):
-        load_rotation(path, num_layers=2, head_dim=32, side="k")
+    assert load_rotation(path, num_layers=2, head_dim=32, side="k").per_head
     with pytest.raises(RotationFileError, match=r"save them as \.safetensors"):
         save_rotation_file(tmp_path / "k.pt", result.key)
     assert not (tmp_path / "k.pt").exists()

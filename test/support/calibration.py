@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from oscar_rotation.fit.calibrate import FitOptions
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import ModelSettings, model_settings
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
 from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
@@ -49,7 +49,8 @@ def calibrate(root: Path, data: Path) -> CalibrationFolder:
     folder = run_dump(dump_request(root, data))
     assert folder.dump == manifest.parent
     assert dump_state(folder.dump) == "complete"
-    run_fit(folder, FitOptions(fit_clip=True, report=True, group_size=GROUP, holdout_tokens=200), "cpu")
+    run_fit(folder, "plus", FitOptions(), "cpu")
+    run_fit(folder, "paper", FitOptions(fit_clip=True, report=True, group_size=GROUP, holdout_tokens=200), "cpu")
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from oscar_rotation.files.rotation_file import rotation_file_name, save_rotation_file
-from oscar_rotation.fit.calibrate import fit
+from oscar_rotation.recipes.paper import fit
 from support.activations import write_dump
 
 ROOT = Path(__file__).parents[2]

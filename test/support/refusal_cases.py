@@ -17,7 +17,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.load import recipe_rotation
 from support.models import COMMON
 
 K, V = "SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_V_ROTATION_PATH"

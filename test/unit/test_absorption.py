@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from oscar_rotation.files.rotation_file import recipe_rotation
+from oscar_rotation.load import recipe_rotation
 from sglang_oscar.weights.absorption import rotate_output_columns, rotate_value_rows
 
 HIDDEN, HEAD_DIM, TOKENS = 96, 64, 12
@@ -43,10 +43,11 @@ class Block:
         sizes = [self.q_heads * HEAD_DIM, self.kv_heads * HEAD_DIM, self.kv_heads * HEAD_DIM]
         q, k, v = (part.view(TOKENS, -1, HEAD_DIM).transpose(0, 1) for part in qkv.split(sizes, dim=1))
         if rotation is not None:
-            v = v @ rotation
+            v = v @ rotation  # [kv_heads, tokens, head_dim]: one for all, or one for each kv head
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         if rotation is not None:
-            out = out @ rotation.T
+            per_head = rotation.expand(self.kv_heads, HEAD_DIM, HEAD_DIM)
+            out = out @ per_head.mT.repeat_interleave(self.q_heads // self.kv_heads, 0)
         return self.o_proj(out.transpose(0, 1).reshape(TOKENS, -1))
 
 
@@ -82,6 +83,35 @@ def test_absorbed_equals_online(q_heads: int, kv_heads: int, bias: bool, rotatio
     torch.testing.assert_close(module(x), plain, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(module.values(x), values @ rotation, rtol=1e-4, atol=1e-4)
     assert torch.equal(module.qkv.weight[: (q_heads + kv_heads) * HEAD_DIM], untouched)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (4, 2), (6, 3)])
+def test_every_kv_head_absorbs_its_own(q_heads: int, kv_heads: int, bias: bool) -> None:
+    """Not orthogonal either: values by the matrices, outputs of a kv head's queries by its dual."""
+    generator = torch.Generator().manual_seed(6)
+    bases = torch.linalg.qr(torch.randn(kv_heads, HEAD_DIM, HEAD_DIM, generator=generator))[0]
+    spread = torch.linspace(0.5, 2.0, HEAD_DIM)
+    matrices, duals = bases * spread, bases / spread
+    module = block(q_heads, kv_heads, bias, torch.float32)
+    x = torch.randn(TOKENS, HIDDEN)
+    plain, values = module(x), module.values(x)
+    rotate_value_rows(module.qkv, matrices)
+    rotate_output_columns(module.o_proj, duals)
+    torch.testing.assert_close(module(x), plain, rtol=1e-4, atol=1e-4)
+    for head in range(kv_heads):
+        torch.testing.assert_close(module.values(x)[:, head], values[:, head] @ matrices[head], rtol=1e-4, atol=1e-4)
+
+
+def test_online_equals_absorbed_per_head() -> None:
+    """The online form that the test above is about, written out once."""
+    module = block(4, 2, False, torch.float32)
+    rotations = torch.linalg.qr(torch.randn(2, HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(7)))[0]
+    x = torch.randn(TOKENS, HIDDEN)
+    online = module(x, rotations)
+    rotate_value_rows(module.qkv, rotations)
+    rotate_output_columns(module.o_proj, rotations)
+    torch.testing.assert_close(module(x), online, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("side", ["values", "outputs"])

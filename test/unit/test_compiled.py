@@ -20,11 +20,12 @@ from sglang.srt.models import utils
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from oscar_kernels.cache import StoreSlots
+from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention import compiled
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
@@ -44,7 +45,7 @@ class Watched(TorchKernels):
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def decode(self, layer: LayerParams, batch: Batch, q: Any, k: Any, v: Any, sm_scale: float) -> torch.Tensor:
+    def decode(self, layer: CachedLayer, batch: Batch, q: Any, k: Any, v: Any, sm_scale: float) -> torch.Tensor:
         # The stride of a dimension of size 1 means nothing.
         strides = tuple(x.stride()[len(x) == 1 :] for x in (q, k, v))
         self.calls.append((q.shape, strides, q.dtype, sm_scale))
@@ -59,7 +60,8 @@ def make_backend(lengths: list[int], values_online: bool = True) -> tuple[OscarA
     backend.cache = SimpleNamespace(layers={})
     for layer in range(LAYERS):
         made = filled_batch(SHAPE, lengths, CPU, seed=100 * layer)
-        params = LayerParams(made.cache, rotation, rotation if values_online else None, 0.96, 0.92)
+        value = SideTransform(rotation if values_online else None, clip=0.92)
+        params = CachedLayer(made.cache, SHAPE.format(SideTransform(rotation, clip=0.96), value))
         backend.cache.layers[layer] = params
     # Pages and rows follow from the seed; every layer has those of the last.
     tables, windows = made.tables, SHAPE.windows

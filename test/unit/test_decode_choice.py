@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH
 from oscar_kernels.triton import decode as triton
 from sglang_oscar.attention import decode_choice
@@ -37,6 +38,17 @@ def test_choice_on_hopper() -> None:
     for setting in ("auto", "cuda"):
         assert isinstance(choose(setting), decode_choice.CudaDecode)
     assert choose("triton") is triton.decode
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_kernel_that_cannot_be_built_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(variant: object) -> None:
+        raise KernelError("decode.cu does not compile: no")
+
+    monkeypatch.setattr(cuda, "prepare", prepare)
+    for setting in ("auto", "cuda"):
+        with pytest.raises(Int2Error, match=r"^decode\.cu does not compile: no; or set .*DECODE_BACKEND=triton$"):
+            choose(setting)
 
 
 def test_short_chunks_need_log_sum_exps_and_room(hopper: list[object]) -> None:

@@ -38,7 +38,7 @@ def test_a_cpu_has_no_choice() -> None:
 
 
 def test_workspace_is_in_the_account() -> None:
-    geometry = Geometry(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
+    geometry = Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256), torch.bfloat16, layers=36)
     plain, plan = (make_plan(geometry, 40 * GIB, 64, 64, extend) for extend in (None, WORKSPACE))
     assert plan.fixed_bytes == plain.fixed_bytes + WORKSPACE.total_bytes
     assert WORKSPACE.total_bytes > 256 << 20
@@ -54,12 +54,13 @@ def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, mon
     pytest.importorskip("flashinfer")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("flashinfer.utils.determine_attention_backend", lambda *args, **options: "fa3")
-    made = extend_choice.workspace(RowLayout(8, 128, 128), 32, torch.bfloat16, gib * GIB)
+    layer = Geometry.uniform(RowLayout(8, 128, 128), Windows(0, 0, 0), torch.bfloat16, 1).any_layer
+    made = extend_choice.workspace(layer, 32, torch.bfloat16, gib * GIB)
     assert (made.tokens, made.passes) == (tokens, passes)
 
 
 def test_a_budget_below_windows_and_workspace_is_refused() -> None:
-    geometry = Geometry(RowLayout(1, 64, 64), Windows(sink=0, recent=0, ring=0), torch.bfloat16, layers=1)
+    geometry = Geometry.uniform(RowLayout(1, 64, 64), Windows(0, 0, 0), torch.bfloat16, layers=1)
     with pytest.raises(Int2Error, match="too small"):
         make_plan(geometry, WORKSPACE.total_bytes, 1, 64, WORKSPACE)
 
@@ -70,8 +71,7 @@ def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatc
             raise RuntimeError("Could not find nvcc\nand more")
 
     monkeypatch.setattr(extend_choice, "_wrappers", lambda size, device: Broken)
+    geometry = Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256), torch.bfloat16, 36)
     with pytest.raises(Int2Error, match=r"\(Could not find nvcc\); .*SGLANG_OSCAR_EXTEND_BACKEND=triton") as caught:
-        extend_choice.ragged_extend(
-            WORKSPACE, RowLayout(8, 128, 128), Windows(64, 256, 256), torch.device("cpu"), decode
-        )
+        extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode)
     assert "\n" not in str(caught.value)

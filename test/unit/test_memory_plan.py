@@ -8,27 +8,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, GIB, SIDE_SHARE, Geometry, MemoryPlan, make_plan
 
-QWEN3_8B = Geometry(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
+QWEN3_8B = Geometry.uniform(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
 
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
     head_dim = draw(st.sampled_from([64, 128, 256]))
     group = draw(st.sampled_from([size for size in (32, 64, 128, 256) if size <= head_dim]))
-    layout = RowLayout(draw(st.integers(1, 16)), head_dim, group)
+    heads = draw(st.integers(1, 16))
+    other = draw(st.sampled_from([group, 32]))
     recent = draw(st.integers(0, 1024))
     windows = Windows(sink=draw(st.sampled_from([0, 16, 64, 128])), recent=recent, ring=recent)
-    return Geometry(layout, windows, torch.bfloat16, draw(st.integers(1, 100)))
+    plain = LayerFormat(heads, head_dim, SideFormat(group), SideFormat(group))
+    # Rows of some layers, and of values, may be others.
+    mixed = LayerFormat(heads, head_dim, SideFormat(group), SideFormat(other, torch.float32))
+    layers = draw(st.integers(1, 100))
+    formats = {3 * number: mixed if number % 3 == 1 else plain for number in range(layers)}
+    return Geometry(formats, windows, torch.bfloat16)
 
 
 def test_costs_of_qwen3_8b() -> None:
     """32 code bytes and 4 bytes of scale and zero per head, 8 heads, K and V, 36 layers."""
     assert QWEN3_8B.cell_bytes == 2 * 36 * 8 * 36
-    assert QWEN3_8B.layout.bits_per_element == 2.25
+    assert mean_bits(QWEN3_8B.formats.values()) == 2.25
     assert QWEN3_8B.full_token_bytes == 2 * 36 * 8 * 128 * 2
     assert QWEN3_8B.ring_bytes == 36 * 2**20
     assert QWEN3_8B.sink_bytes == 9 * 2**20
@@ -96,8 +103,22 @@ def test_account_adds_up() -> None:
     assert bits.endswith("2.88 at 8K, 2.41 at 32K, 2.29 at 128K")
 
 
+def test_layers_and_sides_are_counted_one_by_one() -> None:
+    """A layer of 2.25 and 2.5 bits beside one of 3 and 3: bytes, bits and the account's groups."""
+    mixed = {
+        5: LayerFormat(8, 128, SideFormat(128), SideFormat(64)),
+        2: LayerFormat(8, 128, SideFormat(32), SideFormat(64, torch.float32)),
+    }
+    geometry = Geometry(mixed, Windows(sink=0, recent=0, ring=0), torch.bfloat16)
+    assert geometry.cell_bytes == 8 * (36 + 40 + 48 + 48)
+    assert geometry.elements == 4 * 8 * 128
+    history = make_plan(geometry, GIB, 1, 64).lines(tokens=1000)[0]
+    assert f"1000 tokens x {geometry.cell_bytes} bytes" in history
+    assert "2.69 bits per element, group 32, 64, 128" in history
+
+
 def test_without_windows_nothing_is_set_aside() -> None:
-    geometry = Geometry(QWEN3_8B.layout, Windows(sink=0, recent=0, ring=0), torch.bfloat16, 36)
+    geometry = Geometry(QWEN3_8B.formats, Windows(sink=0, recent=0, ring=0), torch.bfloat16)
     plan = make_plan(geometry, GIB, None, 64)
     assert plan.side_bytes == 0
     assert plan.max_running == DEFAULT_MAX_RUNNING

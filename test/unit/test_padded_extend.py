@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots
+from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
@@ -33,7 +34,8 @@ def backend_of(cache: LayerCache) -> OscarAttentionBackend:
     made: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
     rotation = random_rotation(SHAPE.head_dim, 1, CPU)
     made.kernels = TorchKernels()
-    made.cache = SimpleNamespace(layers={7: LayerParams(cache, rotation, rotation, 0.96, 0.92)})
+    format = SHAPE.format(SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
+    made.cache = SimpleNamespace(layers={7: CachedLayer(cache, format)})
     numbers = torch.tensor([1, 2], dtype=torch.int32)
     zeros = torch.zeros(2, dtype=torch.int32)
     tables = BatchTables(SHAPE.page_size, numbers[:, None], zeros, numbers, zeros, numbers)

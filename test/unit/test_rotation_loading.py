@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 
-from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
-from oscar_rotation.files.rotation_set import RotationMetadata
+from oscar_kernels.layout import RowLayout
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.load import recipe_rotation
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.build import layer_params
 from sglang_oscar.settings import DEFAULT_V_CLIP, Settings
-from sglang_oscar.weights.rotations import load_rotations
+from sglang_oscar.weights.rotations import load_formats
 
 LAYERS, HEAD_DIM = 3, 64
+LAYOUT = RowLayout(2, HEAD_DIM, 64)
 STORED = (0.96, 0.8, 1.0)
 
 
@@ -32,10 +34,14 @@ def test_clip_ratios(tmp_path: Path, suffix: str, override: dict[str, str], expe
         "SGLANG_OSCAR_K_ROTATION_PATH": write(tmp_path / f"k{suffix}", "k", STORED),
         "SGLANG_OSCAR_V_ROTATION_PATH": write(tmp_path / f"v{suffix}", "v", None),
     }
-    loaded = load_rotations(Settings.from_env(env | override), LAYERS, HEAD_DIM)
-    assert tuple(loaded.key.clip_ratios) == expected
-    assert loaded.value.clip_ratios == [DEFAULT_V_CLIP] * LAYERS
-    assert loaded.key.gains == loaded.value.gains == (0.0,) * LAYERS
+    loaded = load_formats(Settings.from_env(env | override), LAYOUT, LAYERS)
+    assert list(loaded) == list(range(LAYERS))
+    assert tuple(layer.key.transform.clip for layer in loaded.values()) == expected
+    assert [layer.value.transform.clip for layer in loaded.values()] == [DEFAULT_V_CLIP] * LAYERS
+    assert {side.transform.gain for layer in loaded.values() for _, side in layer.sides} == {0.0}
+    assert (
+        {layer.key_layout for layer in loaded.values()} == {layer.value_layout for layer in loaded.values()} == {LAYOUT}
+    )
 
 
 def test_gains_reach_the_layers(tmp_path: Path) -> None:
@@ -46,9 +52,36 @@ def test_gains_reach_the_layers(tmp_path: Path) -> None:
     older = dataclasses.replace(rotations, duals=rotations.rotations.clone(), metadata=RotationMetadata(side="v"))
     save_rotation_file(tmp_path / "v.safetensors", older)
     paths = {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(tmp_path / f"{side}.safetensors") for side in "kv"}
-    loaded = load_rotations(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "plus"}), LAYERS, HEAD_DIM)
-    layers = layer_params(loaded, [SimpleNamespace()] * LAYERS, "cpu", False, slice(0, 1))
-    assert tuple(layer.k_gain for layer in layers) == gains
-    assert [layer.v_gain for layer in layers] == [0.0] * LAYERS
-    with pytest.raises(Int2Error, match="recipe plus, SGLANG_OSCAR_RECIPE is paper"):
-        load_rotations(Settings.from_env(paths), LAYERS, HEAD_DIM)
+    loaded = load_formats(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "plus"}), LAYOUT, LAYERS)
+    assert tuple(layer.key.transform.gain for layer in loaded.values()) == gains
+    assert [layer.value.transform.gain for layer in loaded.values()] == [0.0] * LAYERS
+    with pytest.raises(Int2Error, match="recipe plus, SGLANG_OSCAR_RECIPE asks for paper"):
+        load_formats(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "paper"}), LAYOUT, LAYERS)
+
+
+def test_rotations_per_kv_head(tmp_path: Path) -> None:
+    """A file with one for every kv head: layer by layer as it stands there, and only for as many heads."""
+    generator = torch.Generator().manual_seed(1)
+    rotations = torch.linalg.qr(torch.randn(LAYERS, 2, HEAD_DIM, HEAD_DIM, generator=generator).double())[0].float()
+    paths = {}
+    for side in "kv":
+        paths[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(tmp_path / f"{side}.safetensors")
+        metadata = RotationMetadata(side=side)
+        save_rotation_file(tmp_path / f"{side}.safetensors", RotationSet(rotations, metadata=metadata))
+    settings = Settings.from_env(paths)
+    loaded = load_formats(settings, LAYOUT, LAYERS)
+    for layer_id, layer in loaded.items():
+        for _, side in layer.sides:
+            assert side.transform.per_head
+            assert torch.equal(side.transform.matrix, rotations[layer_id])
+    rank = loaded[1].of_heads(slice(1, 2)).key.transform
+    assert torch.equal(rank.matrix, rotations[1, 1:])
+    with pytest.raises(Int2Error, match="rotations of 2 kv heads, the model has 4; use this model's file"):
+        load_formats(settings, RowLayout(4, HEAD_DIM, 64), LAYERS)
+
+
+def test_identity_has_no_matrix() -> None:
+    paths = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": recipe for side, recipe in (("K", "identity"), ("V", "hadamard"))}
+    for layer in load_formats(Settings.from_env(paths), LAYOUT, LAYERS).values():
+        assert layer.key.transform.matrix is None
+        assert layer.value.transform.matrix is not None

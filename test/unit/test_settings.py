@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
 from sglang_oscar.calibration.dump_hook import DumpSettings
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import Settings
@@ -15,7 +16,7 @@ from sglang_oscar.settings import Settings
 DEFAULTS = {
     "SGLANG_OSCAR_K_ROTATION_PATH": None,
     "SGLANG_OSCAR_V_ROTATION_PATH": None,
-    "SGLANG_OSCAR_RECIPE": "paper",
+    "SGLANG_OSCAR_RECIPE": None,
     "SGLANG_OSCAR_K_CLIP_RATIO": None,
     "SGLANG_OSCAR_V_CLIP_RATIO": None,
     "SGLANG_OSCAR_ALLOW_OTHER_MODEL": False,
@@ -149,11 +150,15 @@ def test_wrong_dump_settings(name: str, text: str) -> None:
         DumpSettings.from_env({name: text})
 
 
+PLUS_ROWS = RowLayout(3, 64, 64)
+
+
 @pytest.fixture
 def plus_files(tmp_path):
     """Rotation files of the recipe plus for a model of 2 layers, 3 kv heads and head_dim 64."""
-    from oscar_rotation.files.rotation_file import recipe_rotation, save_rotation_file
+    from oscar_rotation.files.rotation_file import save_rotation_file
     from oscar_rotation.files.rotation_set import RotationSet
+    from oscar_rotation.load import recipe_rotation
 
     base = recipe_rotation("hadamard", num_layers=2, head_dim=64, side="k").rotations
     key = RotationSet(2 * base, duals=base / 2, centers=torch.arange(2 * 3 * 64).float().view(2, 3, 64))
@@ -164,53 +169,64 @@ def plus_files(tmp_path):
 
 
 def test_recipe_and_files_must_agree(plus_files):
-    """A server is told which recipe it serves; files of another one are refused, whichever way round."""
-    from sglang_oscar.weights.rotations import load_rotations
+    """Files say which recipe they are of, both the same; where the variable says one, files of another are refused."""
+    from sglang_oscar.weights.rotations import load_formats
 
-    with pytest.raises(Int2Error, match="set SGLANG_OSCAR_RECIPE=plus"):
-        load_rotations(Settings.from_env(plus_files), 2, 64)
+    load_formats(Settings.from_env(plus_files), PLUS_ROWS, 2)
+    built_in = dict.fromkeys(plus_files, "hadamard")
+    load_formats(Settings.from_env(built_in), PLUS_ROWS, 2)
+    with pytest.raises(Int2Error, match=r"is of the recipe plus, SGLANG_OSCAR_RECIPE asks for paper; .* or unset"):
+        load_formats(Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "paper"}), PLUS_ROWS, 2)
+    with pytest.raises(Int2Error, match="hadamard is of the recipe paper, SGLANG_OSCAR_RECIPE asks for plus"):
+        load_formats(Settings.from_env(built_in | {"SGLANG_OSCAR_RECIPE": "plus"}), PLUS_ROWS, 2)
+    for side in plus_files:
+        with pytest.raises(Int2Error, match=r"is of the recipe .*, SGLANG_OSCAR_V.* give two files of one fit"):
+            load_formats(Settings.from_env(plus_files | {side: "identity"}), PLUS_ROWS, 2)
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
-    loaded = load_rotations(plus, 2, 64)
-    assert loaded.key.centers.shape == (2, 3, 64)
-    assert torch.equal(loaded.key.reading * 4, loaded.key.rotation)
-    assert torch.equal(loaded.value.reading * 16, loaded.value.rotation)
+    loaded = load_formats(plus, PLUS_ROWS, 2)
+    for layer in loaded.values():
+        key, value = layer.key.transform, layer.value.transform
+        assert key.center.shape == (3, 64)
+        assert torch.equal(key.reading * 4, key.matrix)
+        assert torch.equal(value.reading * 16, value.matrix)
     mixed = plus_files | {"SGLANG_OSCAR_RECIPE": "plus", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
     with pytest.raises(Int2Error, match="V_ROTATION_PATH: hadamard is of the recipe paper"):
-        load_rotations(Settings.from_env(mixed), 2, 64)
+        load_formats(Settings.from_env(mixed), PLUS_ROWS, 2)
     with pytest.raises(Int2Error, match="SGLANG_OSCAR_RECIPE='best'"):
         Settings.from_env({"SGLANG_OSCAR_RECIPE": "best"})
     swapped = plus_files | {"SGLANG_OSCAR_RECIPE": "plus"}
     swapped["SGLANG_OSCAR_V_ROTATION_PATH"] = plus_files["SGLANG_OSCAR_K_ROTATION_PATH"]
     with pytest.raises(Int2Error, match="centers values, which is not served"):
-        load_rotations(Settings.from_env(swapped), 2, 64)
+        load_formats(Settings.from_env(swapped), PLUS_ROWS, 2)
 
 
 def test_centers_of_another_model(plus_files):
-    from oscar_rotation.files.identity import ModelIdentity
-    from sglang_oscar.weights.rotations import load_rotations
+    from sglang_oscar.weights.rotations import load_formats
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
-    load_rotations(plus, 2, 64, ModelIdentity(kv_heads=3))
     with pytest.raises(Int2Error, match="centers of 3 kv heads, the model has 2"):
-        load_rotations(plus, 2, 64, ModelIdentity(kv_heads=2))
+        load_formats(plus, RowLayout(2, 64, 64), 2)
 
 
 def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
     """Tensor parallelism slices centers as it slices kv heads; matrices are the same on all ranks."""
-    from types import SimpleNamespace
-
-    from sglang_oscar.memory.build import layer_params
-    from sglang_oscar.weights.rotations import load_rotations
+    from sglang_oscar.memory.build import cached_layers
+    from sglang_oscar.weights.rotations import load_formats
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
-    loaded = load_rotations(plus, 2, 64)
+    loaded = load_formats(plus, PLUS_ROWS, 2)
+    own = {layer_id: layer.of_heads(slice(1, 2)) for layer_id, layer in loaded.items()}
     for absorbed in (False, True):
-        layers = layer_params(loaded, [SimpleNamespace()] * 2, "cpu", absorbed, slice(1, 2))
-        assert torch.equal(layers[1].k_center, loaded.key.centers[1, 1:2])
-        assert layers[0].k_center.is_contiguous()
-        assert torch.equal(layers[0].query_matrix, loaded.key.dual[0])
-        assert (layers[0].v_rotation is None) == absorbed
-        assert absorbed or torch.equal(layers[0].output_matrix, loaded.value.dual[0].T)
+        layers = cached_layers(own, dict.fromkeys(own), "cpu", absorbed)
+        for layer_id, layer in layers.items():
+            key, value = layer.format.key.transform, layer.format.value.transform
+            whole = loaded[layer_id].key.transform
+            assert layer.format.kv_heads == 1
+            assert torch.equal(key.center, whole.center[1:2])
+            assert key.center.is_contiguous()
+            assert torch.equal(key.reading, whole.dual)
+            assert (value.matrix is None) == absorbed
+            assert absorbed or torch.equal(value.back, loaded[layer_id].value.transform.dual.T)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +239,10 @@ def test_heads_of_a_rank(monkeypatch, total, ranks, kept, firsts):
 
     from sglang.srt import runtime_context
 
-    from sglang_oscar.memory.build import own_heads
+    from sglang_oscar.memory.plan import own_heads
 
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: total)
-    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(get_model_config=lambda: model))
-    plan = SimpleNamespace(geometry=SimpleNamespace(layout=SimpleNamespace(kv_heads=kept)))
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: total, get_num_kv_heads=lambda size: max(1, total // size))
     for rank, first in enumerate(firsts):
         parallel = SimpleNamespace(attn_tp_rank=rank, attn_tp_size=ranks)
         monkeypatch.setattr(runtime_context, "get_parallel", lambda parallel=parallel: parallel)
-        assert own_heads(plan) == slice(first, first + kept)
+        assert own_heads(model) == slice(first, first + kept)

@@ -7,10 +7,12 @@ import torch
 
 from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows
+from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 
 D, HEADS, GQA, PAGE, SLOTS = 64, 2, 3, 16, 96
 SCALE = D**-0.5
@@ -42,7 +44,7 @@ def lossless_cache(monkeypatch: pytest.MonkeyPatch, recent: int) -> LayerCache:
     layout = RowLayout(HEADS, D, D)
     rows = [torch.zeros(SLOTS, layout.row_bytes, dtype=torch.uint8) for _ in range(2)]
     side = [torch.zeros(2, size, HEADS, D) for size in (8, 8, recent, recent)]
-    return LayerCache(layout, Windows(8, recent, recent), *rows, *side)
+    return LayerCache(layout, layout, Windows(8, recent, recent), *rows, *side)
 
 
 def batch(kv_len: int, first: int, count: int, recent: int, chunk: bool) -> Batch:
@@ -56,55 +58,40 @@ def batch(kv_len: int, first: int, count: int, recent: int, chunk: bool) -> Batc
     return Batch(tables=tables, slots=slots, extend_lens=[count] if chunk else None, chunk_starts=None)
 
 
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("absorbed", [False, True])
 @pytest.mark.parametrize("centered", [False, True])
-def test_attention_is_the_same(monkeypatch: pytest.MonkeyPatch, absorbed: bool, centered: bool) -> None:
+def test_attention_is_the_same(monkeypatch: pytest.MonkeyPatch, absorbed: bool, centered: bool, per_head: bool) -> None:
     """Two chunks and three decoded tokens through sink, history and ring against plain attention."""
     recent, lens = 12, [40, 13, 1, 1, 1]
     t_k, t_v = matrix(1), matrix(2)
+    if per_head:
+        t_k, t_v = torch.stack([t_k, matrix(11)]), torch.stack([t_v, matrix(12)])
     mean = 3 * torch.randn(HEADS, D, generator=torch.Generator().manual_seed(3))
-    layer = LayerParams(
-        lossless_cache(monkeypatch, recent),
-        t_k,
-        None if absorbed else t_v,
-        1.0,
-        1.0,
-        q_rotation=inverse_transpose(t_k),
-        v_back=None if absorbed else inverse_transpose(t_v),
-        k_center=mean @ t_k if centered else None,
-    )
+    center = torch.einsum("hd,hde->he", mean, t_k.expand(HEADS, D, D)) if centered else None
+    key = SideTransform(t_k, inverse_transpose(t_k), center)
+    value = SideTransform(t_v, inverse_transpose(t_v))
+    sides = (SideFormat(D, transform=side) for side in (key, value))
+    format = LayerFormat(HEADS, D, *sides)
+    layer = CachedLayer(lossless_cache(monkeypatch, recent), format.absorbed() if absorbed else format)
     total = sum(lens)
     q, k, v = vectors(4, total, HEADS * GQA), vectors(5, total, HEADS), vectors(6, total, HEADS)
     if centered:
-        torch.testing.assert_close(layer.plain_center, mean, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(key.plain_center, mean, atol=1e-4, rtol=1e-4)
     kernels, out, first = TorchKernels(), [], 0
     for count in lens:
         span = slice(first, first + count)
         chunk = count > 1
         step = batch(first if chunk else first + 1, first, count, recent, chunk)
         attend = kernels.extend if chunk else kernels.decode
-        out.append(attend(layer, step, q[span], k[span], v[span] @ t_v if absorbed else v[span], SCALE))
+        out.append(
+            attend(layer, step, q[span], k[span], reference.rotate(v[span], t_v) if absorbed else v[span], SCALE)
+        )
         first += count
     got = torch.cat(out).double()
     if absorbed:
-        got = got @ torch.linalg.inv(t_v.double())
+        got = reference.rotate(got.float(), torch.linalg.inv(t_v.double()).float()).double()
     heads = [x.double().repeat_interleave(GQA, 1).transpose(0, 1) for x in (k, v)]
     queries = q.double().transpose(0, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(queries, *heads, is_causal=True, scale=SCALE)
     torch.testing.assert_close(got, expected.transpose(0, 1), atol=2e-4, rtol=2e-4)
-
-
-def test_orthogonal_layers_need_no_second_matrix() -> None:
-    rotation = torch.linalg.qr(torch.randn(D, D, generator=torch.Generator().manual_seed(7)))[0]
-    center = torch.randn(HEADS, D, generator=torch.Generator().manual_seed(8))
-    empty = torch.empty(0)
-    cache = LayerCache(RowLayout(HEADS, D, D), Windows(0, 0, 0), *(empty,) * 6)
-    layer = LayerParams(cache, rotation, rotation, 1.0, 1.0, k_center=center)
-    assert layer.query_matrix is rotation
-    assert layer.output_matrix is not None
-    torch.testing.assert_close(layer.output_matrix, rotation.T)
-    torch.testing.assert_close(layer.plain_center @ rotation, center, atol=1e-5, rtol=1e-5)
-    bare = LayerParams(cache, None, None, 1.0, 1.0, k_center=center)
-    assert bare.query_matrix is None
-    assert bare.output_matrix is None
-    assert bare.plain_center is center

@@ -9,6 +9,8 @@ import pytest
 import torch
 from sglang.srt.model_loader import loader
 
+from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.transform import SideTransform
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.weights import absorption, updates
 
@@ -29,7 +31,9 @@ def test_exports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def state(online: bool) -> Any:
     """A server that rotates values at every step, or one whose weights have absorbed the rotation."""
-    layer = SimpleNamespace(v_rotation=torch.eye(2) if online else None)
+    side = SideFormat(64, transform=SideTransform(torch.eye(64)))
+    format = LayerFormat(1, 64, side, side)
+    layer = SimpleNamespace(format=format if online else format.absorbed())
     return SimpleNamespace(settings=SimpleNamespace(absorb_v_rotation=True, v_rotation="hadamard"), layers={0: layer})
 
 

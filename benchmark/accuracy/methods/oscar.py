@@ -16,8 +16,8 @@ from accuracy.quantizers import lloyd_max_round
 from oscar_rotation.fit.layer import compose_side
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.targets import KEY_TARGETS, VALUE_TARGETS, TargetInputs
-from oscar_rotation.math.compose import RECIPES
 from oscar_rotation.math.covariance import ProxyValueCovariance, QueryCovariance
+from oscar_rotation.recipes import BUILT_IN
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Oscar(RowMethod):
         d, device = calibration.head_dim, calibration.device
         if target == "random":
             return haar(d, SEED + 2 * layer + (side == "v")).to(device)
-        if target in RECIPES:
-            return RECIPES[target](d).float().to(device)
+        if target in BUILT_IN:
+            return BUILT_IN[target].matrix(d).float().to(device)
         inputs = TargetInputs(calibration.kv_heads, d, device)
         if target == "proxy":
             queries = calibration.covariance(layer, QueryCovariance).per_head()

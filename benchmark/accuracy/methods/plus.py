@@ -12,17 +12,17 @@ from accuracy.calibration import Calibration
 from accuracy.methods.base import RowMethod, Transforms
 from oscar_rotation.fit.layer import compose_side
 from oscar_rotation.fit.options import FitOptions
-from oscar_rotation.fit.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments
 from oscar_rotation.math.balanced import SHRINKAGE, balance, shrunk
 from oscar_rotation.math.covariance import ScoreValueCovariance
 from oscar_rotation.math.eigenbasis import eigenbasis
 from oscar_rotation.math.hadamard import bit_reversal_matrix, sylvester_hadamard
+from oscar_rotation.recipes.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments
 
 
 @dataclass
 class Plus(RowMethod):
-    """See :mod:`oscar_rotation.math.balanced` and :mod:`oscar_rotation.fit.plus`. Each part can be left out, which the
-    report does.
+    """See :mod:`oscar_rotation.math.balanced` and :mod:`oscar_rotation.recipes.plus`. Each part can be left out, which
+    the report does.
 
     Attributes:
         keys_by: "balance"; "zero_point", which keeps keys orthogonal and gives the d/G group-constant Walsh rows to
@@ -48,7 +48,7 @@ class Plus(RowMethod):
     sink: int = 64
     recent: int = 256
     table: str = "methods"
-    source: str = "this project; see rotation/oscar_rotation/fit/plus.py"
+    source: str = "this project; see rotation/oscar_rotation/recipes/plus.py"
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

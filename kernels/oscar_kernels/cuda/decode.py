@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_queries
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
-from oscar_kernels.cuda.variant import MAX_BATCH, Variant
+from oscar_kernels.cuda.variant import MAX_BATCH, TILE, Variant
 
 _Query = struct("Query", [("q", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                            ("sm_scale", ctypes.c_float)])  # fmt: skip
@@ -19,7 +21,8 @@ _Buffers = struct("Buffers", [(name, POINTER) for name in _BUFFERS])
 _Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", POINTER),
                              ("ring_row", POINTER), ("ring_start", POINTER), ("sink_block", POINTER),
                              ("batch", ctypes.c_int32)])  # fmt: skip
-_Partials = struct("Partials", [("out", POINTER), ("lse", POINTER), ("counters", POINTER)])
+_Partials = struct("Partials", [("out", POINTER), ("lse", POINTER), ("counters", POINTER),
+                                 ("spill", POINTER)])  # fmt: skip
 _Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                              ("lse", POINTER)])  # fmt: skip
 
@@ -30,6 +33,22 @@ def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.d
     return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q_dtype, cache.k_ring.dtype, lse)
 
 
+DEFAULT_MPS_PIPES = Path("/tmp/nvidia-mps")
+"""Where clients of the Multi-Process Service look for it unless a variable says otherwise."""
+
+
+def _multi_process_service() -> str | None:
+    """What says that processes share this GPU's multiprocessors, or None.
+
+    Blocks that work on the same request wait for each other, so all blocks of a launch must be on the GPU at once. That
+    is so where a process has the GPU to itself or for a slice of time, but not beside another process's blocks.
+    """
+    names = sorted(name for name in os.environ if name.startswith("CUDA_MPS_"))
+    if names:
+        return f"{names[0]} is set"
+    return f"{DEFAULT_MPS_PIPES} exists" if (DEFAULT_MPS_PIPES / "control").exists() else None
+
+
 def unsupported(
     cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, max_batch: int = 1
 ) -> str | None:
@@ -37,6 +56,9 @@ def unsupported(
     device = cache.k_rows.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the GPU is not of compute capability 9.0"
+    shared = _multi_process_service()
+    if shared is not None:
+        return f"the CUDA kernel cannot share a GPU through the Multi-Process Service ({shared})"
     if max_batch > MAX_BATCH:
         return f"the CUDA kernel takes {MAX_BATCH} requests at a time, not {max_batch}"
     reason = variant_of(cache, page_size, q_heads, q_dtype).unsupported()
@@ -48,6 +70,7 @@ def prepare(variant: Variant) -> Any:
 
     Raises:
         ValueError: the variant is not supported.
+        KernelError: the kernel cannot be built or loaded on this machine.
     """
     reason = variant.unsupported()
     if reason:
@@ -63,12 +86,19 @@ def make_workspace(cache: LayerCache, q_heads: int, batch: int) -> torch.Tensor:
     """A workspace for :func:`decode` of up to ``batch`` requests, on the cache's device.
 
     Returns:
-        float32: counters, one for every request that a batch may have, then partial results. Counters are zeros here
-        and after every launch; nothing else may write to them.
+        float32: counters, one for every request that a batch may have, then partial results, then what sums of long
+        segments were. Counters are zeros here and after every launch; nothing else may write to them.
     """
     device = cache.k_rows.device
-    numel = MAX_BATCH + _slots(device, batch) * q_heads * (cache.layout.head_dim + 1)
-    return torch.zeros(numel, dtype=torch.float32, device=device)
+    # Neither the page size nor dtypes matter to the size.
+    variant = variant_of(cache, TILE, q_heads, torch.bfloat16)
+    return torch.zeros(_workspace_numel(variant, device, batch), dtype=torch.float32, device=device)
+
+
+def _workspace_numel(variant: Variant, device: torch.device, batch: int) -> int:
+    heads, head_dim = variant.layout.kv_heads * variant.gqa, variant.layout.head_dim
+    spilled = processors(device.index or 0) * variant.spill_floats
+    return MAX_BATCH + _slots(device, batch) * heads * (head_dim + 1) + spilled
 
 
 def decode(
@@ -103,6 +133,7 @@ def decode(
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
+        KernelError: the kernel cannot be built, loaded or launched.
     """
     batch, q_heads, head_dim = q_rot.shape
     check_queries(cache, q_rot)
@@ -121,12 +152,13 @@ def decode(
     slots = _slots(q_rot.device, batch)
     if workspace is None:
         workspace = make_workspace(cache, q_heads, batch)
-    numel = MAX_BATCH + slots * q_heads * (head_dim + 1)
+    numel = _workspace_numel(variant, q_rot.device, batch)
     if workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
     counters = workspace.data_ptr()
     partial = counters + 4 * MAX_BATCH
     partial_lse = partial + 4 * slots * q_heads * head_dim
+    spill = partial_lse + 4 * slots * q_heads
 
     query = _Query(q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale)
     buffers = _Buffers(*(getattr(cache, name).data_ptr() for name in _BUFFERS))
@@ -135,10 +167,12 @@ def decode(
         pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
         tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch,
     )  # fmt: skip
-    # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a processor.
+    # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a multiprocessor.
+    # A cooperative launch would have the driver vouch for that, but that it may start early is not documented; what
+    # could keep multiprocessors away is refused instead (_multi_process_service).
     launch(
         kernel, (processors(q_rot.device.index or 0), 1, 1), variant.threads, variant.shared_bytes,
-        [query, buffers, described, _Partials(partial, partial_lse, counters),
+        [query, buffers, described, _Partials(partial, partial_lse, counters, spill),
          _Result(out.data_ptr(), out.stride(0), out.stride(1), 0 if lse is None else lse.data_ptr())],
         overlap=True,
     )  # fmt: skip

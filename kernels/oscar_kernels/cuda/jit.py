@@ -6,33 +6,68 @@ NVRTC comes with PyTorch's CUDA packages, so no toolkit has to be installed; the
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from oscar_kernels.errors import KernelError
+
 SOURCES = Path(__file__).parent / "src"
 ARCHITECTURE = "sm_90a"
 
 
-class CompileError(RuntimeError):
-    """NVRTC refused a source; the message holds its log."""
+def cache_dir() -> Path | None:
+    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/sglang-oscar``, by default under ``~/.cache``.
 
-
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/sglang-oscar``, by default under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sglang-oscar"
+    None, and every process compiles for itself, where there is neither that variable nor a home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "sglang-oscar"
+    try:
+        return Path.home() / ".cache" / "sglang-oscar"
+    except RuntimeError:
+        return None
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a cuda-python call; raises RuntimeError with the call's error name where it failed."""
+    """The value of a cuda-python call.
+
+    Raises:
+        KernelError: the call failed; with the name of its error.
+    """
     error, *values = result
     if int(error) != 0:
-        raise RuntimeError(f"CUDA: {error.name if hasattr(error, 'name') else error}")
+        raise KernelError(f"CUDA: {error.name if hasattr(error, 'name') else error}")
     return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def _bindings(name: str) -> Any:
+    """A module of cuda-python that can be called.
+
+    Raises:
+        KernelError: it is not installed, or the library that it calls is not.
+    """
+    try:
+        module = importlib.import_module(f"cuda.bindings.{name}")
+        if name == "nvrtc":
+            module.nvrtcVersion()  # looks for the library
+    except (ImportError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise KernelError(
+            f"cuda.bindings.{name} cannot be used ({why}); install cuda-python and nvidia-cuda-nvrtc"
+        ) from error
+    return module
+
+
+def _first_error(log: str) -> str:
+    """The line of a compiler's log that says what is wrong."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
 
 
 def _fingerprint(name: str, options: list[str], compiler: tuple[int, int]) -> str:
@@ -54,38 +89,56 @@ def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
         a cubin for :data:`ARCHITECTURE`, from the cache where it is there. Needs no GPU.
 
     Raises:
-        CompileError: the source does not compile with these macros.
+        KernelError: the source does not compile with these macros, or there is no compiler.
     """
-    from cuda.bindings import nvrtc
-
+    nvrtc = _bindings("nvrtc")
     options = [f"-arch={ARCHITECTURE}", "-std=c++17", f"-I{SOURCES}", "-default-device"]
     options += [f"-D{key}={int(value)}" for key, value in sorted(defines.items())]
     compiler = check(nvrtc.nvrtcVersion())
     # The include path is no part of the result.
-    stored = cache_dir() / f"{_fingerprint(name, [o for o in options if not o.startswith('-I')], compiler)}.cubin"
-    if stored.is_file():
-        return stored.read_bytes()
+    fingerprint = _fingerprint(name, [o for o in options if not o.startswith("-I")], compiler)
+    folder = cache_dir()
+    stored = folder and folder / f"{fingerprint}.cubin"
+    kept = stored and _read(stored)
+    if kept:
+        return kept
     source = (SOURCES / name).read_bytes()
     program = check(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(status) != 0:
         log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
         check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise CompileError(f"{name}: {log.decode(errors='replace').strip()}")
+        said = log.decode(errors="replace").strip("\0 \n")
+        raise KernelError(f"{name} does not compile: {_first_error(said)}", said)
     code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
     check(nvrtc.nvrtcGetCUBIN(program, code))
     check(nvrtc.nvrtcDestroyProgram(program))
-    _write(stored, code)
+    if stored:
+        _write(stored, code)
     return code
 
 
+def _read(path: Path) -> bytes | None:
+    """A cache file; None where there is none that this user can read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
 def _write(path: Path, data: bytes) -> None:
-    """Write a cache file in one step, so that another process never reads half of it; a read-only cache is no error."""
+    """Write a cache file in one step, so that another process never reads half of it; a read-only cache is no error.
+
+    Who may read it is up to the user's umask, so users can share a cache.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError:
         pass
 
@@ -102,9 +155,11 @@ def load(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_
 
     Returns:
         a ``CUfunction``.
-    """
-    from cuda.bindings import driver
 
+    Raises:
+        KernelError: it does not compile, or the driver refuses it.
+    """
+    driver = _bindings("driver")
     code = compile_source(name, dict(defines))
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, function.encode()))

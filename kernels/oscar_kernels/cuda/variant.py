@@ -69,7 +69,15 @@ class Variant:
     def threads(self) -> int:
         """Threads of a block: the math warps and one that issues copies, with companions where registers move."""
         warps = self.layout.kv_heads * self._warps_per_head(self.math_warps)
-        return (warps + (4 if warps == 16 else 1)) * 32
+        return (warps + (4 if warps in (8, 16) else 1)) * 32
+
+    @property
+    def spill_floats(self) -> int:
+        """float32 words of a block in the workspace, for sums of long segments (``values_float.cuh``)."""
+        if self.gqa <= 4:
+            return 0
+        words = -(-self.gqa // 8) * (self.layout.head_dim // 16) * 4 + -(-self.gqa // 4) + 1
+        return words * 32 * self.layout.kv_heads * self._warps_per_head(self.math_warps)
 
     def _fixed_bytes(self, math_warps: int) -> int:
         partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 4) * 4
@@ -110,6 +118,7 @@ class Variant:
             "MATH_WARPS": self.math_warps,
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes,
+            "SPILL_FLOATS": self.spill_floats,
         }
         return tuple(sorted((f"OSCAR_{name}", int(value)) for name, value in values.items()))
 

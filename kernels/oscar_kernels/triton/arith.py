@@ -19,7 +19,7 @@ CODES_PER_UNIT = tl.constexpr(2.0**24)
 
 @triton.constexpr_function
 def unit_start(unit, code_bytes, size):
-    """First channel of a *unit*: ``size`` channels that share a plane and a group.
+    """First channel of a *unit*: ``size`` channels that share a bit plane and a group.
 
     Unit u holds the codes of plane u % 4 in bytes (u // 4) * size onwards of a head's codes.
     """
@@ -83,7 +83,7 @@ def reciprocal(x):
 
 @triton.jit
 def unpack(packed):
-    """Four planes of fp16 subnormals from bytes of four codes.
+    """Four bit planes, as fp16 subnormals, from bytes of four codes.
 
     Args:
         packed: uint8 of any shape; the code of plane j at bits 2j..2j+1.

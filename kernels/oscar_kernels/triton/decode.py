@@ -33,9 +33,9 @@ from oscar_kernels.triton.arith import (
     unit_start,
     unpack,
 )
+from oscar_kernels.triton.dtypes import TRITON_DTYPES
 from oscar_kernels.triton.merge import merge_kernel
 from oscar_kernels.triton.plan import plan_pieces, split_lengths
-from oscar_kernels.triton.store import TRITON_DTYPES
 
 WINDOW_PART = 128
 """Window tokens of one program, unless that takes more programs than the windows allow."""
@@ -162,13 +162,13 @@ def _history(
         weights = ()
         new_shift = ()
         for g in tl.static_range(GROUPS):
-            if GROUPS == 1:
-                weight = p.to(tl.float16)
-            else:
-                weight = (p * tl.where(live[None, :], scales[g] * inverse, 0.0)[:, :, None]).to(tl.float16)
-            weights = weights + (weight,)
+            weight = p
+            if GROUPS > 1:
+                weight = p * tl.where(live[None, :], scales[g] * inverse, 0.0)[:, :, None]
+            weights = weights + (weight.to(tl.float16),)
+            # In float32: a group of equal values has a tiny scale and a zero point as large as that is small.
             zero = tl.where(live[None, :], zeros[g], 0.0)
-            new_shift = new_shift + (shift[g] * fade + tl.sum(weight.to(tl.float32) * zero[:, :, None], 1),)
+            new_shift = new_shift + (shift[g] * fade + tl.sum(weight * zero[:, :, None], 1),)
         shift = new_shift
         new_out = ()
         for u in tl.static_range(UNITS):

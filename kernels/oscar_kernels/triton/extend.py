@@ -29,8 +29,8 @@ from oscar_kernels.triton.arith import (
     unpack,
 )
 from oscar_kernels.triton.decode import Q_PEAK, Q_UNSCALE
+from oscar_kernels.triton.dtypes import TRITON_DTYPES
 from oscar_kernels.triton.plan import split_lengths
-from oscar_kernels.triton.store import TRITON_DTYPES
 
 STAGES = 2
 """Tiles of keys in flight, the one worked on included."""
@@ -126,13 +126,13 @@ def _history(
         weights = ()
         new_shift = ()
         for g in tl.static_range(GROUPS):
-            if GROUPS == 1:
-                weight = p.to(tl.float16)
-            else:
-                weight = (p * tl.where(live, scales[g] * inverse, 0.0)[None, :]).to(tl.float16)
-            weights = weights + (weight,)
+            weight = p
+            if GROUPS > 1:
+                weight = p * tl.where(live, scales[g] * inverse, 0.0)[None, :]
+            weights = weights + (weight.to(tl.float16),)
+            # In float32: a group of equal values has a tiny scale and a zero point as large as that is small.
             zero = tl.where(live, zeros[g], 0.0)
-            new_shift = new_shift + (shift[g] * fade + tl.sum(weight.to(tl.float32) * zero[None, :], 1),)
+            new_shift = new_shift + (shift[g] * fade + tl.sum(weight * zero[None, :], 1),)
         shift = new_shift
         new_out = ()
         for u in tl.static_range(UNITS):

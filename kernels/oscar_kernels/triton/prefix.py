@@ -12,8 +12,8 @@ import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.triton.arith import load_params, narrow, unit_start
+from oscar_kernels.triton.dtypes import TRITON_DTYPES
 from oscar_kernels.triton.plan import split_lengths
-from oscar_kernels.triton.store import TRITON_DTYPES
 
 BLOCK = 64
 """Positions per program."""

@@ -8,8 +8,6 @@ own a vector.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,50 +15,38 @@ import triton.language as tl
 from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import STRETCH as CODEC_STRETCH
 from oscar_kernels.codec import clip_rank
+from oscar_kernels.prepared import TERMS, PreparedLayer, PreparedSide, SplitMatrix
 from oscar_kernels.triton.arith import dot, narrow
+from oscar_kernels.triton.dtypes import TRITON_DTYPES
 
-# float16 terms of a rotation are kept times this power of two, so that their low parts are no subnormals.
-FP16_TERM_SCALE = 4096.0
 STRETCH = tl.constexpr(CODEC_STRETCH)
-TERMS = {torch.bfloat16: 3, torch.float16: 2}
-"""16-bit terms that together hold a float32 rotation: 3 x 8 or 2 x 11 bits of mantissa."""
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """A rotation split for the tensor cores: ``terms`` [n, head_dim, head_dim] sum to ``scale`` x the rotation."""
-
-    terms: torch.Tensor
-    scale: float
-
-
-def prepare_rotation(rotation: torch.Tensor | None, dtype: torch.dtype) -> Rotation | None:
-    """Split a rotation once, for vectors of ``dtype``.
-
-    Args:
-        rotation: float32 [head_dim, head_dim] on the device of the cache, or None for identity.
-        dtype: dtype of the vectors that it will rotate, bfloat16 or float16.
-    """
-    if rotation is None:
-        return None
-    if dtype not in TERMS:
-        raise ValueError(f"keys, values and queries must be bfloat16 or float16, got {dtype}")
-    scale = FP16_TERM_SCALE if dtype == torch.float16 else 1.0
-    rest = rotation.double() * scale
-    terms = []
-    for _ in range(TERMS[dtype]):
-        terms.append(rest.to(dtype))
-        rest = rest - terms[-1].double()
-    return Rotation(torch.stack(terms).contiguous(), scale)
 
 
 @triton.jit
-def _vectors(x_ptr, stride_token, stride_head, first, count, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Row pointers, mask, token and head of a tile of (token, head) vectors."""
-    vector = first + tl.arange(0, BLOCK)
-    token = (vector // HEADS).to(tl.int64)
-    head = vector % HEADS
-    return x_ptr + token * stride_token + head * stride_head, vector < count, token, head
+def _tiles(tokens, HEADS: tl.constexpr, SETS: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of all (token, head) vectors; none holds heads of two of the SETS matrices."""
+    return tl.cdiv(tokens * (HEADS // SETS), BLOCK) * SETS
+
+
+@triton.jit
+def _vectors(
+    x_ptr, stride_token, stride_head, tile, tokens, HEADS: tl.constexpr, SETS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Row pointers, mask, token, head and number of the matrix of a tile of (token, head) vectors."""
+    HEADS_OF_SET: tl.constexpr = HEADS // SETS
+    count = tokens * HEADS_OF_SET
+    if SETS == 1:
+        of_set = tile
+        matrix = 0
+    else:
+        # Heads with a matrix of their own: vectors in order of matrices, tiles of one matrix each.
+        tiles = tl.cdiv(count, BLOCK)
+        of_set = tile % tiles
+        matrix = tile // tiles
+    vector = of_set * BLOCK + tl.arange(0, BLOCK)
+    token = (vector // HEADS_OF_SET).to(tl.int64)
+    head = matrix * HEADS_OF_SET + vector % HEADS_OF_SET
+    return x_ptr + token * stride_token + head * stride_head, vector < count, token, head, matrix
 
 
 @triton.jit
@@ -151,6 +137,9 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
     planes = tl.reshape(code, [BLOCK, 4, D // 4])
     weight = (1 << (2 * tl.arange(0, 4))).to(tl.float32)
     packed = tl.sum(planes * weight[None, :, None], 1)
+    # Minima and maxima of a GPU pass over a NaN, so a vector that has one is looked for.
+    broken = tl.max((whole != whole).to(tl.int32), 1) > 0
+    packed = tl.where(broken[:, None], 0.0, packed)
     if FITTED:
         # Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
         middle = 0.5 * (low + high)
@@ -167,6 +156,9 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
             fitted = tl.minimum(tl.maximum(fitted, 0.00006103515625), 65504.0)
         scale = narrow(fitted, SCALE_DTYPE)
         zero = narrow(mean_code - tl.div_rn(middle + mean, scale.to(tl.float32)), SCALE_DTYPE)
+    nan = narrow(tl.full(low.shape, float("nan"), tl.float32), SCALE_DTYPE)
+    scale = tl.where(broken[:, None], nan, scale)
+    zero = tl.where(broken[:, None], nan, zero)
     return packed.to(tl.int32).to(tl.uint8), scale, zero
 
 
@@ -183,14 +175,14 @@ def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constex
 @triton.jit
 def _store_tile(
     x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, first, count, gain,
-    HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, R_SCALE: tl.constexpr,
-    TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr,
-    HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens, gain,
+    HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    R_SCALE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr,
+    HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the three destinations."""
-    x_rows, mask, token, head = _vectors(x_ptr, stride_token, stride_head, first, count, HEADS, BLOCK)
-    y = _rotate(x_rows, mask, r_ptr, R_SCALE, TERMS, D, BLOCK)
+    x_rows, mask, token, head, matrix = _vectors(x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK)
+    y = _rotate(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
     if HAS_CENTER:
         y = y - tl.load(center_ptr + head[:, None] * D + tl.arange(0, D)[None, :])
     if HAS_RING:
@@ -214,10 +206,11 @@ def _store_tile(
 @triton.jit(do_not_specialize=["tokens", "k_gain", "v_gain"])
 def _store_kernel(
     k_ptr, k_stride_token, k_stride_head, v_ptr, v_stride_token, v_stride_head,
-    q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_terms_ptr, v_terms_ptr, q_terms_ptr, k_center_ptr,
+    q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_center_ptr,
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, tokens, k_gain, v_gain,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, tokens, k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    K_SETS: tl.constexpr, V_SETS: tl.constexpr, Q_SETS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
     K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
     K_RANK: tl.constexpr, V_RANK: tl.constexpr, K_FITTED: tl.constexpr, V_FITTED: tl.constexpr,
@@ -225,39 +218,32 @@ def _store_kernel(
 ):  # fmt: skip
     """Grid (key tiles + value tiles + query tiles); HEADS = 0 has queries only, Q_HEADS = 0 none."""
     tile = tl.program_id(0)
-    kv_tiles = tl.cdiv(tokens * HEADS, BLOCK)
-    if tile >= 2 * kv_tiles:
+    k_tiles = _tiles(tokens, HEADS, K_SETS, BLOCK)
+    kv_tiles = k_tiles + _tiles(tokens, HEADS, V_SETS, BLOCK)
+    if tile >= kv_tiles:
         if Q_HEADS > 0:
-            first = (tile - 2 * kv_tiles) * BLOCK
-            x_rows, mask, token, head = _vectors(
-                q_ptr, q_stride_token, q_stride_head, first, tokens * Q_HEADS, Q_HEADS, BLOCK
+            x_rows, mask, token, head, matrix = _vectors(
+                q_ptr, q_stride_token, q_stride_head, tile - kv_tiles, tokens, Q_HEADS, Q_SETS, BLOCK
             )
-            y = _rotate(x_rows, mask, q_terms_ptr, Q_SCALE, Q_TERMS, D, BLOCK)
+            y = _rotate(x_rows, mask, q_terms_ptr + matrix * (Q_TERMS * D * D), Q_SCALE, Q_TERMS, D, BLOCK)
             rows = q_out_ptr + (token * Q_HEADS + head) * D
             y = narrow(y, q_out_ptr.dtype.element_ty)
             tl.store(rows[:, None] + tl.arange(0, D)[None, :], y, mask=mask[:, None])
     elif HEADS > 0:
-        if tile < kv_tiles:
+        if tile < k_tiles:
             _store_tile(
                 k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
-                k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile * BLOCK, tokens * HEADS,
-                k_gain, HEADS, D, GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED, HAS_CENTER, HAS_RING,
+                k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens,
+                k_gain, HEADS, K_SETS, D, GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED, HAS_CENTER, HAS_RING,
                 HAS_SINK, BLOCK,
             )  # fmt: skip
         else:
             _store_tile(
                 v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
-                v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, (tile - kv_tiles) * BLOCK,
-                tokens * HEADS, v_gain, HEADS, D, GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED, False,
+                v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile - k_tiles, tokens,
+                v_gain, HEADS, V_SETS, D, GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED, False,
                 HAS_RING, HAS_SINK, BLOCK,
             )  # fmt: skip
-
-
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def _prepared(rotation: torch.Tensor | Rotation | None, dtype: torch.dtype) -> Rotation | None:
-    return prepare_rotation(rotation, dtype) if isinstance(rotation, torch.Tensor) else rotation
 
 
 def _tile_shape(vectors: int, head_dim: int) -> tuple[int, int]:
@@ -267,9 +253,12 @@ def _tile_shape(vectors: int, head_dim: int) -> tuple[int, int]:
     return (64, 4) if vectors <= 16384 else (128, 8)
 
 
-def _check_vectors(name: str, x: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
-    if x.dim() != 3 or x.shape[2] != head_dim or x.stride(2) != 1:
-        raise ValueError(f"{name} must be [tokens, heads, {head_dim}] with contiguous channels, got {tuple(x.shape)}")
+def _check_vectors(name: str, x: torch.Tensor, heads: int | None, head_dim: int, dtype: torch.dtype) -> None:
+    if x.dim() != 3 or x.shape[2] != head_dim or x.stride(2) != 1 or heads not in (None, x.shape[1]):
+        wanted = "heads" if heads is None else heads
+        raise ValueError(
+            f"{name} must be [tokens, {wanted}, {head_dim}] with contiguous channels, got {tuple(x.shape)}"
+        )
     if x.dtype != dtype or dtype not in TERMS:
         raise ValueError(f"keys, values and queries must all be bfloat16 or all float16, got {name} of {x.dtype}")
 
@@ -279,60 +268,64 @@ def store(
     slots: StoreSlots,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_rotation: torch.Tensor | Rotation | None,
-    v_rotation: torch.Tensor | Rotation | None,
-    k_clip: float,
-    v_clip: float,
+    layer: PreparedLayer,
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
-    k_center: torch.Tensor | None = None,
-    q_rotation: torch.Tensor | Rotation | None = None,
-    k_gain: float = 0.0,
-    v_gain: float = 0.0,
 ) -> torch.Tensor | None:
     """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
 
     Args:
-        cache: the layer's cache, written in place; every window is contiguous.
+        cache: the layer's cache, written in place; every window is contiguous, both sides have one row layout.
         slots: destination of every token.
         k, v: [tokens, kv_heads, head_dim], bfloat16 or float16; keys after RoPE. Any stride between tokens and
             between heads, so slices of a fused projection need no copy.
-        k_rotation, v_rotation: from :func:`prepare_rotation`; a float32 matrix is split on the spot (slow); None
-            where the vectors come rotated already.
-        k_clip, v_clip: clip ratios.
+        layer: from :func:`oscar_kernels.prepared.prepare`; without a value matrix where values come multiplied.
         q: [tokens, q_heads, head_dim] of the dtype of ``k``, to be rotated.
         q_out: where to; allocated where None.
-        k_center: float32 [kv_heads, head_dim], contiguous, subtracted from the rotated keys; None for nothing.
-        q_rotation: what queries are rotated with, where it is not ``k_rotation``: the inverse transpose of a key
-            transform that is not orthogonal.
-        k_gain, v_gain: of scales and zero points fitted to the codes, see
-            :func:`oscar_kernels.codec.fitted_parameters`; 0 keeps those of the range.
 
     Returns:
         the rotated queries in the dtype of ``q``; None without ``q``.
+
+    Raises:
+        ValueError: shapes, dtypes or row layouts do not fit.
     """
-    head_dim = cache.layout.head_dim
+    layer.check(cache)
+    heads, head_dim = cache.layout.kv_heads, cache.layout.head_dim
     for name, x in (("k", k), ("v", v)):
-        _check_vectors(name, x, head_dim, k.dtype)
-    if k_center is not None:
-        wanted = (k.shape[1], head_dim)
-        if k_center.dtype != torch.float32 or tuple(k_center.shape) != wanted or not k_center.is_contiguous():
-            raise ValueError(
-                f"k_center must be contiguous float32 {list(wanted)}, got {k_center.dtype} {list(k_center.shape)}"
-            )
-    keys = _prepared(k_rotation, k.dtype)
-    queries = keys if q_rotation is None else _prepared(q_rotation, k.dtype)
-    return _launch(cache, slots, k, v, keys, _prepared(v_rotation, k.dtype), queries, k_center, k_clip, v_clip,
-                   q, q_out, k_gain, v_gain)  # fmt: skip
+        _check_vectors(name, x, heads, head_dim, k.dtype)
+    return _launch(cache, slots, k, v, layer, layer.key.reading, q, q_out)
 
 
-def rotate_queries(
-    q: torch.Tensor, k_rotation: torch.Tensor | Rotation | None, q_out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The query rotation of :func:`store` alone: [tokens, q_heads, head_dim] -> the same, contiguous."""
-    out = _launch(None, None, None, None, None, None, _prepared(k_rotation, q.dtype), None, 1.0, 1.0, q, q_out)
+def rotate_queries(q: torch.Tensor, matrix: SplitMatrix | None, q_out: torch.Tensor | None = None) -> torch.Tensor:
+    """The query rotation of :func:`store` alone: [tokens, heads, head_dim] -> the same, contiguous.
+
+    With a matrix per kv head, ``heads / kv_heads`` consecutive heads share one: so it serves queries, values and
+    attention outputs.
+    """
+    out = _launch(None, None, None, None, None, matrix, q, q_out)
     assert out is not None
     return out
+
+
+def _terms(name: str, matrix: SplitMatrix | None, heads: int, x: torch.Tensor) -> dict[str, object]:
+    """What the kernel is told of a matrix; ``x`` stands in for terms that are not there."""
+    if matrix is None:
+        return {f"{name.lower()}_terms_ptr": x, f"{name}_SCALE": 1.0, f"{name}_TERMS": 0, f"{name}_SETS": 1}
+    matrix.check(heads, x.dtype, arranged=False)
+    return {
+        f"{name.lower()}_terms_ptr": matrix.terms, f"{name}_SCALE": matrix.scale, f"{name}_TERMS": matrix.count,
+        f"{name}_SETS": matrix.sets,
+    }  # fmt: skip
+
+
+def _side(name: str, side: PreparedSide | None, heads: int, x: torch.Tensor) -> dict[str, object]:
+    """What the kernel is told of keys or values; there may be none."""
+    if side is None:
+        return {**_terms(name, None, heads, x), f"{name.lower()}_gain": 0.0, f"{name}_RANK": 0, f"{name}_FITTED": False}
+    return {
+        **_terms(name, side.matrix, heads, x), f"{name.lower()}_gain": float(side.gain),
+        f"{name}_RANK": clip_rank(x.shape[-1], side.clip), f"{name}_FITTED": side.gain > 0,
+    }  # fmt: skip
 
 
 def _launch(
@@ -340,16 +333,10 @@ def _launch(
     slots: StoreSlots | None,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
-    k_rotation: Rotation | None,
-    v_rotation: Rotation | None,
-    q_rotation: Rotation | None,
-    k_center: torch.Tensor | None,
-    k_clip: float,
-    v_clip: float,
+    layer: PreparedLayer | None,
+    reading: SplitMatrix | None,
     q: torch.Tensor | None,
     q_out: torch.Tensor | None,
-    k_gain: float = 0.0,
-    v_gain: float = 0.0,
 ) -> torch.Tensor | None:
     some = k if k is not None else q
     assert some is not None
@@ -357,18 +344,25 @@ def _launch(
     heads = 0 if k is None else k.shape[1]
     q_heads = 0 if q is None else q.shape[1]
     if q is not None:
-        _check_vectors("q", q, head_dim, some.dtype)
+        _check_vectors("q", q, None, head_dim, some.dtype)
         q_out = q.new_empty(q.shape) if q_out is None else q_out
         if not q_out.is_contiguous():
             raise ValueError("q_out must be contiguous")
+    key, value = (None, None) if layer is None else (layer.key, layer.value)
+    sides = {**_side("K", key, heads, some), **_side("V", value, heads, some)}
+    sides |= _terms("Q", None if q is None else reading, q_heads, some)
     block, warps = _tile_shape(tokens * (2 * heads + q_heads), head_dim)
-    tiles = 2 * triton.cdiv(tokens * heads, block) + triton.cdiv(tokens * q_heads, block)
+    tiles = sum(
+        sides[f"{name}_SETS"] * triton.cdiv(tokens * (count // sides[f"{name}_SETS"]), block)
+        for name, count in (("K", heads), ("V", heads), ("Q", q_heads))
+    )
     if tiles == 0:
         return q_out
 
     def strides(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
         return (some, 0, 0) if x is None else (x, x.stride(0), x.stride(1))
 
+    center = None if key is None else key.center
     if cache is None or slots is None:
         buffers = (some,) * 2 + (0, 0) + (some,) * 4 + (some,) * 3
         group, scale_dtype, windows = head_dim, torch.bfloat16, (False, False)
@@ -380,20 +374,9 @@ def _launch(
         group, scale_dtype = cache.layout.group_size, cache.layout.scale_dtype
         windows = (cache.k_ring.numel() > 0, cache.k_sink.numel() > 0)
     _store_kernel[(tiles,)](
-        *strides(k), *strides(v), *strides(q), some if q_out is None else q_out,
-        some if k_rotation is None else k_rotation.terms, some if v_rotation is None else v_rotation.terms,
-        some if q_rotation is None else q_rotation.terms, some if k_center is None else k_center, *buffers, tokens,
-        float(k_gain), float(v_gain),
-        HEADS=heads, Q_HEADS=q_heads, D=head_dim, GROUP=group, SCALE_DTYPE=TRITON_DTYPES[scale_dtype],
-        K_SCALE=1.0 if k_rotation is None else k_rotation.scale,
-        V_SCALE=1.0 if v_rotation is None else v_rotation.scale,
-        Q_SCALE=1.0 if q_rotation is None else q_rotation.scale,
-        K_TERMS=0 if k_rotation is None else k_rotation.terms.shape[0],
-        V_TERMS=0 if v_rotation is None else v_rotation.terms.shape[0],
-        Q_TERMS=0 if q_rotation is None else q_rotation.terms.shape[0],
-        K_RANK=clip_rank(head_dim, k_clip), V_RANK=clip_rank(head_dim, v_clip),
-        K_FITTED=k_gain > 0, V_FITTED=v_gain > 0,
-        HAS_CENTER=k_center is not None, HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
+        *strides(k), *strides(v), *strides(q), some if q_out is None else q_out, some if center is None else center,
+        *buffers, tokens, HEADS=heads, Q_HEADS=q_heads, D=head_dim, GROUP=group, SCALE_DTYPE=TRITON_DTYPES[scale_dtype],
+        **sides, HAS_CENTER=center is not None, HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
         # A product that is not rounded before it is added to moves codes that lie on a boundary.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,10 +17,8 @@ from sglang_oscar.attach.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.memory.plan import row_layout
 from sglang_oscar.settings import Settings
-from sglang_oscar.weights.model_identity import model_identity
-from sglang_oscar.weights.rotations import load_rotations
+from sglang_oscar.weights.rotations import model_formats
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +128,7 @@ def check(args: Any, settings: Settings) -> None:
         )
     decode_choice.check(settings.decode_backend, args.device)
     extend_choice.choose(settings.extend_backend, args.device)
-    layout = row_layout(args, settings, model, kv_heads=1)
-    load_rotations(settings, model.num_hidden_layers, layout.head_dim, model_identity(args.model_path, model))
+    model_formats(args, settings, model)
     logger.info("int2 settings: %s", " ".join(settings.lines()))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH, Decode
 from sglang_oscar.errors import Int2Error
 
@@ -79,7 +80,7 @@ def choose(
         short_chunks: it reads the prefixes of short chunks, too (:mod:`oscar_kernels.ragged_extend`).
 
     Raises:
-        Int2Error: ``cuda`` is asked for and cannot do this.
+        Int2Error: ``cuda`` is asked for and cannot do this, or the kernel cannot be built on this machine.
     """
     from oscar_kernels.triton import decode as triton
 
@@ -87,8 +88,11 @@ def choose(
     if setting != "triton":
         unsupported = cuda.unsupported(cache, page_size, q_heads, dtype, max_batch)
         if unsupported is None:
-            for lse in (False, True) if short_chunks else (False,):
-                cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
+            try:
+                for lse in (False, True) if short_chunks else (False,):
+                    cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
+            except KernelError as error:
+                raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
             logger.info("int2 decode: CUDA kernel")
             return CudaDecode(cache, q_heads, max(max_batch, SHORT_BATCH) if short_chunks else max_batch)
         if setting == "cuda":

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.format import LayerFormat
 from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.plan import Geometry
 from sglang_oscar.memory.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def choose(setting: str, device: str) -> Choice | None:
     return "flashinfer" if installed and setting != "triton" else "triton"
 
 
-def workspace(layout: RowLayout, q_heads: int, dtype: torch.dtype, budget_bytes: int) -> Workspace:
+def workspace(layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int) -> Workspace:
     """What FlashInfer's kernels take of a KV budget on the current GPU.
 
     Args:
-        layout: of the cache on this rank.
+        layer: of the cache on this rank: any, heads are those of all.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values.
         budget_bytes: of the KV cache.
@@ -68,7 +68,7 @@ def workspace(layout: RowLayout, q_heads: int, dtype: torch.dtype, budget_bytes:
     from flashinfer.utils import determine_attention_backend
 
     device = torch.device("cuda", torch.cuda.current_device())
-    head_dim = layout.head_dim
+    head_dim = layer.head_dim
     kernels = determine_attention_backend(
         device, 0, False, False, dtype, dtype, head_dim_qk=head_dim, head_dim_vo=head_dim
     )
@@ -76,16 +76,14 @@ def workspace(layout: RowLayout, q_heads: int, dtype: torch.dtype, budget_bytes:
     if kernels == "fa2":
         # It splits long prefixes only while that takes no more than two blocks per multiprocessor, of 128 rows each.
         blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        scratch += blocks * -(-q_heads // layout.kv_heads) * 128 * (head_dim + 1) * 4
-    token_bytes = 2 * layout.kv_heads * head_dim * dtype.itemsize
+        scratch += blocks * -(-q_heads // layer.kv_heads) * 128 * (head_dim + 1) * 4
+    token_bytes = layer.elements * dtype.itemsize
     most = min(LARGEST_WORKSPACE, int(WORKSPACE_SHARE * budget_bytes))
     passes = min(max(FEWEST_PASSES, int(PLAN_SHARE * budget_bytes) // INT_WORKSPACE_BYTES - 1), MOST_PASSES)
     return Workspace(max(FEWEST_TOKENS, most // token_bytes), token_bytes, q_heads, dtype, kernels, scratch, passes)
 
 
-def ragged_extend(
-    size: Workspace, layout: RowLayout, windows: Windows, device: torch.device, decode: Decode
-) -> RaggedExtend:
+def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, decode: Decode) -> RaggedExtend:
     """Extend through FlashInfer, its kernels compiled and loaded, and ``decode`` for chunks of few tokens.
 
     Raises:
@@ -97,9 +95,12 @@ def ragged_extend(
     fa3 = size.kernels == "fa3"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
     wrappers = _wrappers(size, device)
-    window = (windows.sink + windows.recent) * size.token_bytes // (2 * layout.row_bytes)
+    windows = geometry.windows
+    window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
     limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window)
-    made = RaggedExtend(layout, size.q_heads, size.dtype, limits, device, wrappers, decode, processors)
+    made = RaggedExtend(
+        geometry.any_layer.key_layout, size.q_heads, size.dtype, limits, device, wrappers, decode, processors
+    )
     try:
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()

@@ -13,14 +13,14 @@ from oscar_kernels import reference
 from oscar_kernels.extend_plan import ExtendPlan
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 
 
 class Kernels(Protocol):
     """Store and attention of one layer. ``v`` and results are in the basis of the cached values."""
 
     def decode(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """Store one token per request, then attend; q [batch, q_heads, head_dim], k and v [batch, kv_heads, ...]."""
 
@@ -28,7 +28,7 @@ class Kernels(Protocol):
         """Decide once per forward pass what ``extend`` does in every layer; kept in the batch."""
 
     def extend(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """Attend from a chunk per request to the cache and to the chunk itself, then store the chunk."""
 
@@ -37,37 +37,29 @@ class TorchKernels:
     """The reference implementation, for machines without a GPU."""
 
     def decode(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
-        self._store(layer, batch, k, v)
-        out = reference.decode(layer.cache, batch.tables, q, layer.query_matrix, sm_scale)
-        return reference.rotate(out, layer.output_matrix)
+        key, value = layer.format.key.transform, layer.format.value.transform
+        reference.store(layer.cache, batch.slots, k, v, layer.format)
+        out = reference.decode(layer.cache, batch.tables, q, key.reading, sm_scale)
+        return reference.rotate(out, value.back)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`Kernels`: nothing to decide."""
         return None
 
     def extend(
-        self, layer: LayerParams, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
         assert batch.extend_lens is not None
-        rotated = reference.rotate(v, layer.v_rotation)
-        center = layer.plain_center
-        chunk = k if center is None else k.float() - center
-        out = reference.extend(
-            layer.cache, batch.tables, q, chunk, rotated, batch.extend_lens, layer.query_matrix, sm_scale
-        )
-        self._store(layer, batch, k, v)
-        return reference.rotate(out, layer.output_matrix)
-
-    @staticmethod
-    def _store(layer: LayerParams, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
-        reference.store(
-            layer.cache, batch.slots, k, v, layer.k_rotation, layer.v_rotation, layer.k_clip, layer.v_clip,
-            layer.k_center, layer.k_gain, layer.v_gain,
-        )  # fmt: skip
+        key, value = layer.format.key.transform, layer.format.value.transform
+        rotated = reference.rotate(v, value.matrix)
+        chunk = k if key.plain_center is None else k.float() - key.plain_center
+        out = reference.extend(layer.cache, batch.tables, q, chunk, rotated, batch.extend_lens, key.reading, sm_scale)
+        reference.store(layer.cache, batch.slots, k, v, layer.format)
+        return reference.rotate(out, value.back)
 
 
 def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int) -> Kernels:

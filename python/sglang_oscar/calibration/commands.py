@@ -12,10 +12,12 @@ from typing import Annotated
 
 import typer
 
-from oscar_rotation.cli import one_line_errors
-from oscar_rotation.fit.calibrate import FitOptions
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.targets import DEFAULT_METHOD
 from oscar_rotation.model_table import known_models, model_settings
+from oscar_rotation.recipe_options import refuse_foreign_options
+from oscar_rotation.recipes import FITTED
+from oscar_rotation.terminal import one_line_errors
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
 from sglang_oscar.calibration.errors import DataError, HarnessError
 from sglang_oscar.calibration.folders import CalibrationFolder
@@ -79,10 +81,14 @@ def dump_command(
 
 @with_groups
 def calibrate_command(
+    context: typer.Context,
     name: NAME,
     calibration: CalibrationOptions,
     tokens: TOKENS = None,
     dump_dir: Annotated[Path | None, typer.Option(envvar="DUMP_DIR", help="This dump, not the newest one.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(envvar="RECIPE", help=f"{', '.join(FITTED)}; the table's, else plus.")
+    ] = None,
     method: Annotated[str, typer.Option(envvar="METHOD", help="Pair of targets, as in `oscar fit`.")] = DEFAULT_METHOD,
     composition: Annotated[str, typer.Option(envvar="COMPOSITION", help="As in `oscar fit`.")] = "r_h_pbr",
     clip: Annotated[str, typer.Option(envvar="CLIP", help="none, or fit: clip ratios per layer.")] = "none",
@@ -92,12 +98,15 @@ def calibrate_command(
     """Fit the rotations of a model from its newest complete dump, of as many tokens as asked for if asked."""
     if clip not in ("none", "fit"):
         raise typer.BadParameter(f"{clip!r} is neither none nor fit", param_hint="--clip")
-    settings = model_settings(name).overridden(group_size=calibration.group_size)
+    if recipe is not None and recipe not in FITTED:
+        raise typer.BadParameter(f"{recipe!r} is not one of {', '.join(FITTED)}", param_hint="--recipe")
+    settings = model_settings(name).overridden(group_size=calibration.group_size, recipe=recipe)
+    refuse_foreign_options(context, FITTED[settings.recipe], "group_size")
     with driver_errors():
         folder = CalibrationFolder(dump_dir.parent) if dump_dir else calibration.latest(settings, tokens)
         options = FitOptions.of_method(
             method, composition=composition, fit_clip=clip == "fit", report=report, group_size=settings.group_size
         )
         typer.echo(f"fitting {folder.dump}")
-        out = run_fit(folder, options, device)
+        out = run_fit(folder, settings.recipe, options, device)
     typer.echo(f"rotations: {out}")

@@ -17,6 +17,7 @@ from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, dataset_label
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
+from sglang_oscar.calibration.model_files import load_tokenizer
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.local_server import LocalServer, serve
 
@@ -87,13 +88,11 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
         the calibration folder, its dump complete.
 
     Raises:
-        DataError: the data set cannot be had.
+        DataError: the data set or the tokenizer cannot be had.
         ServerFailedError: the server did not start or ended.
     """
-    from transformers import AutoTokenizer
-
     settings = request.settings
-    tokenizer = AutoTokenizer.from_pretrained(settings.model, trust_remote_code=True)
+    tokenizer = load_tokenizer(settings)
     chats = calibration_chats(request.dataset, request.local.get(request.dataset))
     prompts = choose_prompts(tokenizer, chats, request.tokens)
     if (found := sum(map(len, prompts))) < request.tokens:
@@ -115,7 +114,7 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
         "DUMP_KVCACHE_MODE": "covariances" if request.covariances else "activations",
     }
     args = ["--tensor-parallel-size", str(settings.tp_dump), "--chunked-prefill-size", str(LONGEST_PROMPT)]
-    args += [*settings.server_args, *plain_backend(request.server_args), *request.server_args]
+    args += [*settings.server_flags, *plain_backend(request.server_args), *request.server_args]
     log = folder.path / "dump_server.log"
     print(f"dumping {env['DUMP_KVCACHE_TOKENS']} tokens of {len(prompts)} prompts; server log: {log}")
     with serve(settings.model, log, args, server_environment(settings, env)) as server:

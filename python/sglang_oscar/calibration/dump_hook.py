@@ -20,7 +20,7 @@ from oscar_rotation.dump.covariances import CovarianceWriter
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
 from sglang_oscar.attach import names
-from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.errors import Int2Error, fatal, malformed
 from sglang_oscar.weights.model_identity import model_identity
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,7 @@ class DumpSettings(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            raise Int2Error(f"{name}={values[name]!r}: {first['msg'].lower()}") from None
+            raise malformed(error, values) from None
 
 
 UNSEEN: dict[str, Callable[[Any], bool]] = {
@@ -92,6 +90,11 @@ def configure(args: Any) -> None:
     args.disable_prefill_cuda_graph = True
     args.cuda_graph_backend_prefill = "disabled"  # weighs more than the flag before it
     logger.info("dumping q, k and v of %d tokens to %s", settings.tokens, settings.folder)
+
+
+def weights_place(model_path: str) -> str:
+    """Where a later fit finds the weights, whatever folder it runs in: a hub id as it is, a folder in full."""
+    return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path
 
 
 def covariance_writer(shares: DumpWriter, num_layers: int, sm_scale: float) -> CovarianceWriter:
@@ -141,6 +144,7 @@ class Dump:
         self.manifest = DumpManifest(
             model_id=server_args.model_path,
             model_hash=model_identity(server_args.model_path, model).model_hash,
+            weights=weights_place(server_args.model_path),
             num_layers=model.num_hidden_layers,
             q_heads=model.num_attention_heads,
             kv_heads=model.get_total_num_kv_heads(),

@@ -8,6 +8,7 @@ from pathlib import Path
 from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError
+from oscar_rotation.recipes import PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,9 @@ class CalibrationFolder:
         """Activations or covariances."""
         return self.path / "qkv_dumps"
 
-    @property
-    def rotations(self) -> Path:
-        """Rotation files."""
-        return self.path / "rotations"
+    def rotations(self, recipe: str = PUBLISHED) -> Path:
+        """Rotation files of a recipe; those of the published one lie where the public release puts them."""
+        return self.path / ("rotations" if recipe == PUBLISHED else f"rotations_{recipe}")
 
 
 def dump_state(folder: Path) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from oscar_rotation.model_table import ModelSettings, model_settings
+from oscar_rotation.model_table import TRUST, ModelSettings, model_settings
 from sglang_oscar.calibration.data import LocalData, dataset_label, local_data_sets
 from sglang_oscar.calibration.folders import CalibrationFolder, latest_calibration
 
@@ -83,23 +84,45 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How servers of a model are started."""
+    """How servers of a model are started.
+
+    Raises:
+        typer.BadParameter: further flags with a quote that does not end.
+    """
 
     model: Annotated[str | None, typer.Option(envvar="MODEL", help="Another hub id or path for this model.")] = None
     tp: Annotated[int | None, typer.Option(envvar="TP_SIZE", help="Tensor parallelism.")] = None
     gpu: Annotated[str | None, typer.Option(envvar="GPU", help="CUDA_VISIBLE_DEVICES.")] = None
-    server_args: Annotated[str, typer.Option(envvar="SERVER_ARGS", help="Further flags for every server.")] = ""
+    server_args: Annotated[
+        str, typer.Option(envvar="SERVER_ARGS", help="Further flags for every server, quoted as in a shell.")
+    ] = ""
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            TRUST,
+            envvar="TRUST_REMOTE_CODE",
+            help="Let Python code of the model's repository run, here and in servers.",
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        try:
+            shlex.split(self.server_args)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error} in {self.server_args!r}", param_hint="--server-args") from error
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The further flags, one by one."""
-        return tuple(self.server_args.split())
+        """The further flags, one by one; trust is among the settings."""
+        return tuple(flag for flag in shlex.split(self.server_args) if flag != TRUST)
 
     def settings(self, name: str, group_size: int | None) -> ModelSettings:
         """The table's settings of a model with what the user changed."""
+        trusted = self.trust_remote_code or TRUST in shlex.split(self.server_args)
         return model_settings(name).overridden(
-            model=self.model, group_size=group_size, gpu=self.gpu, tp_dump=self.tp, tp_eval=self.tp
-        )
+            model=self.model, group_size=group_size, gpu=self.gpu, tp_dump=self.tp, tp_eval=self.tp,
+            trust_remote_code=trusted or None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-OUR_PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_", "DUMP_KVCACHE")
+from sglang_oscar.settings import PREFIXES
+
+OUR_PREFIXES = (*PREFIXES, "DUMP_KVCACHE")
 """Beginnings of every variable of ours: what to drop for a server that must not inherit an experiment's settings."""
 STAND_IN = Path(__file__).parent / "stand_in"
 

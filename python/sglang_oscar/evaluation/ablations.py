@@ -1,4 +1,5 @@
-"""The paper's ablations as lists of variants, each a method of its own with its own fit where it needs one."""
+"""The paper's ablations as lists of variants, each a method of its own with its own fit where it needs one; all are of
+the published recipe."""
 
 from __future__ import annotations
 
@@ -7,15 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from oscar_rotation.fit.calibrate import FitOptions
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import ModelSettings
+from oscar_rotation.recipes import PUBLISHED
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.calibration.rotation_driver import rotation_files, run_fit
 from sglang_oscar.evaluation.methods import K_CLIP, V_CLIP, Method, make_method
+from sglang_oscar.settings import variable
 
-SINK, RECENT = "SGLANG_MIXED_KV_PREFIX_TOKENS", "SGLANG_MIXED_KV_RECENT_TOKENS"
-WINDOW_SWITCH = "SGLANG_ENABLE_MIXED_KV_WINDOWS"
+SINK, RECENT, WINDOW_SWITCH = variable("sink_tokens"), variable("recent_tokens"), variable("windows_enabled")
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,15 @@ def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationF
     Raises:
         DataError, DumpError, RotationFileError: as the drivers.
     """
-    folder, rotations = base, base.rotations
+    folder, rotations = base, base.rotations(PUBLISHED)
     if variant.calibration is not None:
         dataset, tokens = variant.calibration
         folder = run_dump(replace(dump, dataset=dataset, tokens=tokens))
-        rotations = folder.rotations
+        rotations = folder.rotations(PUBLISHED)
     if variant.fit is not None:
         rotations = base.path / "ablations" / variant.name
     if variant.recipe is None and not _has_files(rotations):
-        run_fit(folder, FitOptions(**(variant.fit or {})), out=rotations)
+        run_fit(folder, PUBLISHED, FitOptions(**(variant.fit or {})), out=rotations)
     chosen = settings.overridden(group_size=variant.group_size)
     method = make_method(variant.recipe or "oscar", chosen, rotations)
     # An empty value means: leave the variable unset.

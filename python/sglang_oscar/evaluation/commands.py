@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from oscar_rotation.model_table import ModelSettings
+from oscar_rotation.recipes import PUBLISHED
 from sglang_oscar.calibration.commands import driver_errors
 from sglang_oscar.calibration.data import dataset_label
 from sglang_oscar.calibration.dump_driver import DumpRequest
 from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.model_files import load_config
 from sglang_oscar.calibration.option_groups import (
     NAME,
     CalibrationOptions,
@@ -22,7 +24,7 @@ from sglang_oscar.calibration.option_groups import (
 )
 from sglang_oscar.evaluation.ablations import ABLATIONS, variant_method
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS, NIAH_SUITE, PAPER_SUITE
-from sglang_oscar.evaluation.methods import TITLES, Method, make_method
+from sglang_oscar.evaluation.methods import RECIPE_OF, TITLES, Method, make_method
 from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
 from sglang_oscar.evaluation.table import collect, write_tables
 
@@ -127,7 +129,9 @@ def eval_command(
     run: RunOptions,
     calibration: CalibrationOptions,
     servers: ServerOptions,
-    methods: Annotated[str, typer.Option(envvar="METHODS", help=f"Of {', '.join(TITLES)}.")] = "bf16,oscar",
+    methods: Annotated[
+        str, typer.Option(envvar="METHODS", help=f"Of {', '.join(TITLES)}; bf16 and the model's recipe if empty.")
+    ] = "",
     rot_dir: Annotated[
         Path | None, typer.Option(envvar="ROT_DIR", help="Rotations; the newest calibration's if unset.")
     ] = None,
@@ -138,18 +142,21 @@ def eval_command(
 ) -> None:
     """Evaluate methods on benchmarks and write a table; finished runs are kept, interrupted ones continued."""
     settings = run.settings(servers.settings(name, calibration.group_size))
-    chosen = methods.split(",")
+    own = next(method for method, recipe in RECIPE_OF.items() if recipe == settings.recipe)
+    chosen = methods.split(",") if methods else ["bf16", own]
     with driver_errors():
         if rot_dir is not None:
             folder = CalibrationFolder(rot_dir.resolve().parent)
-        elif "oscar" in chosen:
+        elif set(chosen) & set(RECIPE_OF):
             folder = calibration.latest(settings)
         else:
             folder = CalibrationFolder(
                 calibration.root / settings.name / dataset_label(calibration.dataset) / "uncalibrated"
             )
-        rotations = rot_dir or folder.rotations
-        made = [make_method(method, settings, rotations, file_clips=file_clips) for method in chosen]
+        made = []
+        for method in chosen:
+            rotations = rot_dir or folder.rotations(RECIPE_OF.get(method, PUBLISHED))
+            made.append(make_method(method, settings, rotations, file_clips=file_clips))
         plan = run.plan(settings, folder, made, servers.flags, url)
         evaluate(plan, typer.echo)
         _tables(plan, "results", f"{settings.title}: accuracy")
@@ -187,9 +194,7 @@ def ablation_command(
 
 
 def _tables(plan: EvaluationPlan, stem: str, title: str) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(plan.settings.model, trust_remote_code=True)
+    config = load_config(plan.settings)
     rows = [(method.name, method.title, method.bits(config), plan.folder) for method in plan.methods]
     as_json, as_markdown = write_tables(plan.folder, stem, collect(rows, plan.benchmarks), title)
     typer.echo(as_markdown.read_text(encoding="utf-8"))

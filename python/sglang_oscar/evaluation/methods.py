@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from oscar_kernels.layout import RowLayout
 from oscar_rotation.model_table import ModelSettings
+from oscar_rotation.recipes import FITTED, PUBLISHED
 from sglang_oscar.calibration.dump_driver import plain_backend
 from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.memory.plan import Geometry
-from sglang_oscar.settings import Settings
+from sglang_oscar.settings import Settings, variable
 
-K_PATH, V_PATH = "SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_V_ROTATION_PATH"
-K_CLIP, V_CLIP = "SGLANG_OSCAR_K_CLIP_RATIO", "SGLANG_OSCAR_V_CLIP_RATIO"
-BARE = {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0", K_CLIP: "1", V_CLIP: "1"}
+K_PATH, V_PATH, RECIPE = variable("k_rotation"), variable("v_rotation"), variable("recipe")
+K_CLIP, V_CLIP = variable("k_clip_ratio"), variable("v_clip_ratio")
+BARE = {variable("windows_enabled"): "0", K_CLIP: "1", V_CLIP: "1"}
 """No windows and no clipping: the paper's baselines at 2.25 bits."""
+
+RECIPE_OF = {"oscar": PUBLISHED} | {name: name for name in FITTED if name != PUBLISHED}
+"""Method with fitted rotations -> their recipe. "oscar" is the published one."""
 
 TITLES = {
     "bf16": "BF16",
     "oscar": "OSCAR",
+    **{name: f"INT2, recipe {name}" for name in RECIPE_OF if name != "oscar"},
     "hadamard": "Hadamard, windows and clip",
     "identity": "no rotation, windows and clip",
     "quarot": "QuaRot-INT2",
@@ -50,7 +56,7 @@ class Method:
 
     def server_args(self, settings: ModelSettings, extra: tuple[str, ...] = ()) -> list[str]:
         """Flags of the server for a model."""
-        args = ["--tensor-parallel-size", str(settings.tp_eval), *settings.server_args]
+        args = ["--tensor-parallel-size", str(settings.tp_eval), *settings.server_flags]
         if settings.reasoning_parser:
             args += ["--reasoning-parser", settings.reasoning_parser]
         if self.group_size is None:
@@ -65,11 +71,22 @@ class Method:
         """
         if self.group_size is None:
             return 16.0
-        settings = Settings.from_env(self.env)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layout = RowLayout(config.num_key_value_heads, head_dim, self.group_size, settings.scale_torch_dtype)
-        geometry = Geometry(layout, settings.windows, settings.window_torch_dtype, config.num_hidden_layers)
-        return geometry.bits_per_element(CONTEXT_OF_BITS)
+        return bits_per_element(config, self.group_size, self.env)
+
+
+def bits_per_element(config: Any, group_size: int, env: Mapping[str, str]) -> float:
+    """Effective bits per KV element of a 2-bit cache at 128K tokens, windows included.
+
+    Args:
+        config: the model's configuration: num_key_value_heads, head_dim, num_hidden_layers.
+        group_size: channels that share a scale.
+        env: variables of the server.
+    """
+    settings = Settings.from_env(env)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layout = RowLayout(config.num_key_value_heads, head_dim, group_size, settings.scale_torch_dtype)
+    geometry = Geometry.uniform(layout, settings.windows, settings.window_torch_dtype, config.num_hidden_layers)
+    return geometry.bits_per_element(CONTEXT_OF_BITS)
 
 
 def make_method(
@@ -79,28 +96,29 @@ def make_method(
 
     Args:
         name: one of :data:`TITLES`.
-        settings: of the model; its clip ratios apply to every method with clipping.
-        rotations: folder of rotation files, for "oscar".
+        settings: of the model; its clip ratios apply to every method with clipping, but for those whose recipe
+            brings its own.
+        rotations: folder of rotation files, for a method of :data:`RECIPE_OF`.
         file_clips: let "oscar" use the clip ratios in its files instead of the table's.
 
     Raises:
-        ValueError: an unknown name, or "oscar" without rotations.
+        ValueError: an unknown name, or a method of fitted rotations without any.
         RotationFileError: the folder does not hold one file per side.
     """
     if name not in TITLES:
         raise ValueError(f"method must be one of {', '.join(TITLES)}, got {name!r}")
     if name == "bf16":
         return Method(name, TITLES[name])
-    recipes = {"hadamard": "hadamard", "quarot": "hadamard", "identity": "identity", "naive": "identity"}
-    if name == "oscar":
+    built_in = {"hadamard": "hadamard", "quarot": "hadamard", "identity": "identity", "naive": "identity"}
+    if name in RECIPE_OF:
         if rotations is None:
-            raise ValueError("method oscar needs rotations: set ROT_DIR or fit some")
+            raise ValueError(f"method {name} needs rotations: set ROT_DIR or fit some")
         k, v = (str(path.resolve()) for path in rotation_files(rotations))
+        env = {K_PATH: k, V_PATH: v, RECIPE: RECIPE_OF[name]}
     else:
-        k = v = recipes[name]
-    env = {K_PATH: k, V_PATH: v}
+        env = {K_PATH: built_in[name], V_PATH: built_in[name]}
     if name in ("quarot", "naive"):
         env |= BARE
-    elif not (name == "oscar" and file_clips):
+    elif name not in RECIPE_OF or (name == "oscar" and not file_clips):
         env |= {K_CLIP: str(settings.clip.k), V_CLIP: str(settings.clip.v)}
     return Method(name, TITLES[name], settings.group_size, env)

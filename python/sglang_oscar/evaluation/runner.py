@@ -11,6 +11,7 @@ from typing import Any
 
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.dump_driver import server_environment
+from sglang_oscar.calibration.model_files import load_tokenizer
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS, Benchmark
 from sglang_oscar.evaluation.harness import RESULT, RunRequest, check_harness, run
 from sglang_oscar.evaluation.methods import Method
@@ -91,9 +92,7 @@ def data_source(plan: EvaluationPlan, benchmark: Benchmark) -> Path | None:
     """The local file a benchmark is read from: the given one, or a generated one for RULER-NIAH; None for the hub."""
     if benchmark.name in plan.local or benchmark.context is None:
         return plan.local.get(benchmark.name)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(plan.settings.model, trust_remote_code=True)
+    tokenizer = load_tokenizer(plan.settings)
     rows = plan.limit or NIAH_ROWS
     path = plan.folder / f"{benchmark.name}_{rows}.jsonl"
     return write_niah(path, benchmark.context, rows, lambda text: len(tokenizer.encode(text)))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from oscar_kernels.cache import LayerCache
+from oscar_kernels.format import LayerFormat, fingerprint, mean_bits
 from sglang_oscar.attach import refusals
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.side_buffers import SideBuffers
@@ -20,7 +21,7 @@ from sglang_oscar.requests.sink_refill import SinkRefills
 from sglang_oscar.requests.sink_store import SinkStore
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.weights import absorption
-from sglang_oscar.weights.rotations import Rotations, load_rotations
+from sglang_oscar.weights.rotations import model_formats
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +38,13 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     Raises:
         Int2Error: the model or the rotations do not fit int2 mode.
     """
-    settings, device = of_this_process(), configurator.device
-    check_layers(configurator.model, plan.geometry.layers)
-    rotations = load_rotations(settings, plan.geometry.layers, plan.geometry.layout.head_dim)
+    settings, device, geometry = of_this_process(), configurator.device, plan.geometry
+    check_layers(configurator.model, set(geometry.formats))
+    whole = model_formats(configurator.server_args, settings, configurator.model_config)
     pool = Int2TokenToKVPool(
         sizes.max_total_num_tokens,
-        layout=plan.geometry.layout,
+        formats=geometry.formats,
         page_size=configurator.pool_page_size,
-        layer_num=plan.geometry.layers,
         device=device,
         enable_memory_saver=False,
         start_layer=configurator.layer_info.start_layer,
@@ -52,8 +52,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     )
     absorbed = absorption.is_absorbed(configurator.model, configurator.server_args, settings)
     rows = req_to_token_pool.req_to_token.shape[0]
-    buffers = SideBuffers(plan.geometry, rows, plan.sink_blocks, device)
-    layers = layer_params(rotations, buffers.layer_caches(pool), device, absorbed, own_heads(plan))
+    buffers = SideBuffers(geometry, rows, plan.sink_blocks, device)
     cache = Int2Cache(
         settings=settings,
         plan=plan,
@@ -61,17 +60,42 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         req_to_token_pool=req_to_token_pool,
         rows=RowTables(rows, device),
         sinks=SinkStore(plan.sink_blocks),
-        layers=dict(enumerate(layers, start=pool.start_layer)),
+        layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device, absorbed),
+        fingerprint=fingerprint(whole),
         refills=SinkRefills(refill_counter(configurator.server_args)),
     )
     cache.attach(pool)
+    if any(layer.value.transform.matrix is not None for layer in whole.values()):
+        logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
+    logger.info("int2 format: %s, %.2f bits per element", cache.fingerprint[:12], mean_bits(whole.values()))
     for line in plan.lines(sizes.max_total_num_tokens):
         logger.info("int2 memory: %s", line)
     return pool
 
 
-def check_layers(model: Any, layers: int) -> None:
+def cached_layers(
+    formats: Mapping[int, LayerFormat], caches: Mapping[int, LayerCache], device: str, absorbed: bool
+) -> dict[int, CachedLayer]:
+    """Tensors and formats of every layer by its id, on the device.
+
+    Args:
+        formats: of this rank's heads.
+        caches: the tensors, of the same layers.
+        device: of the tensors.
+        absorbed: values come rotated out of their projection, and outputs need no rotation back.
+    """
+    return {
+        layer_id: CachedLayer(caches[layer_id], (layer.absorbed() if absorbed else layer).to(device))
+        for layer_id, layer in formats.items()
+    }
+
+
+def check_layers(model: Any, ids: set[int]) -> None:
     """Refuse models whose attention layers do not map one to one to cache layers.
+
+    Args:
+        model: the loaded model.
+        ids: of the cache layers.
 
     Raises:
         Int2Error: an unsupported attention feature, or layers that share their cache.
@@ -81,64 +105,8 @@ def check_layers(model: Any, layers: int) -> None:
     found = [module for module in model.modules() if isinstance(module, RadixAttention)]
     for layer in found:
         refusals.check_attention_layer(layer)
-    if sorted(layer.layer_id for layer in found) != list(range(layers)):
+    if sorted(layer.layer_id for layer in found) != sorted(ids):
         raise Int2Error(
             f"--kv-cache-dtype int2 needs one attention layer per cache layer; the model has {len(found)} for "
-            f"{layers}; use --kv-cache-dtype auto"
+            f"{len(ids)}; use --kv-cache-dtype auto"
         )
-
-
-def own_heads(plan: MemoryPlan) -> slice:
-    """The kv heads of the model that this tensor-parallel rank keeps."""
-    from sglang.srt.runtime_context import get_parallel, get_server_args
-
-    parallel, kept = get_parallel(), plan.geometry.layout.kv_heads
-    total = get_server_args().get_model_config().get_total_num_kv_heads()
-    # Fewer kv heads than ranks: neighbouring ranks keep the same one.
-    first = parallel.attn_tp_rank * total // parallel.attn_tp_size
-    return slice(first, first + kept)
-
-
-def layer_params(
-    rotations: Rotations, caches: list[Any], device: str, absorbed: bool, heads: slice
-) -> list[LayerParams]:
-    """Constants of every layer, on the device; ``absorbed`` values come rotated out of their projection.
-
-    ``heads`` are the model's kv heads that the caches hold.
-    """
-
-    def placed(tensor: torch.Tensor | None) -> list[torch.Tensor | None]:
-        return [None] * len(caches) if tensor is None else list(tensor.to(device))
-
-    key, value = rotations.key, rotations.value
-    if value.rotation is not None:
-        logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
-    online = not absorbed
-    centers = None if key.centers is None else key.centers[:, heads].contiguous()
-    return [
-        LayerParams(
-            cache=cache,
-            k_rotation=k_rotation,
-            v_rotation=v_rotation,
-            k_clip=k_clip,
-            v_clip=v_clip,
-            q_rotation=q_rotation,
-            v_back=v_back,
-            k_center=center,
-            k_gain=k_gain,
-            v_gain=v_gain,
-        )
-        for cache, k_rotation, v_rotation, k_clip, v_clip, q_rotation, v_back, center, k_gain, v_gain in zip(
-            caches,
-            placed(key.rotation),
-            placed(value.rotation if online else None),
-            key.clip_ratios,
-            value.clip_ratios,
-            placed(key.dual),
-            placed(value.dual if online else None),
-            placed(centers),
-            key.gains,
-            value.gains,
-            strict=True,
-        )
-    ]

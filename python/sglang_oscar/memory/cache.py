@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_oscar.memory.layer_params import LayerParams
+from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_refill import SinkRefills
@@ -23,9 +23,10 @@ _ATTRIBUTE = "oscar_cache"
 class Int2Cache:
     """Everything that belongs to one INT2 pool.
 
-    ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``rows`` says which ring and
-    sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be computed again;
-    ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of
+    the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``rows`` says
+    which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
+    computed again; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -34,7 +35,8 @@ class Int2Cache:
     req_to_token_pool: Any
     rows: RowTables
     sinks: SinkStore
-    layers: dict[int, LayerParams]
+    layers: dict[int, CachedLayer]
+    fingerprint: str
     refills: SinkRefills = field(default_factory=SinkRefills)
 
     def attach(self, kv_pool: Any) -> None:
@@ -43,7 +45,7 @@ class Int2Cache:
         setattr(self.req_to_token_pool, _ATTRIBUTE, self)
 
     @property
-    def first_layer(self) -> LayerParams:
+    def first_layer(self) -> CachedLayer:
         """Any layer: for what all layers of a model have in common."""
         return next(iter(self.layers.values()))
 

@@ -6,12 +6,14 @@ of running requests is derived from the budget before the history pool is sized 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attach.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.errors import Int2Error
@@ -26,22 +28,48 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one token, one window and one sink block cost, over all layers of this rank."""
+    """What one token, one window and one sink block cost, over all layers of this rank.
 
-    layout: RowLayout
+    Args:
+        formats: of the layers on this rank, with the heads of this rank, by global layer id. Rows may differ from layer
+            to layer and between keys and values.
+        windows: sizes of the 16-bit windows.
+        window_dtype: dtype of the windows.
+    """
+
+    formats: Mapping[int, LayerFormat]
     windows: Windows
     window_dtype: torch.dtype
-    layers: int
+
+    @classmethod
+    def uniform(cls, layout: RowLayout, windows: Windows, window_dtype: torch.dtype, layers: int) -> Geometry:
+        """Of ``layers`` layers whose keys and values all have rows of one layout."""
+        side = SideFormat(layout.group_size, layout.scale_dtype, layout.bits)
+        return cls(
+            dict.fromkeys(range(layers), LayerFormat(layout.kv_heads, layout.head_dim, side, side)),
+            windows,
+            window_dtype,
+        )
+
+    @property
+    def any_layer(self) -> LayerFormat:
+        """For what all layers of a model have in common."""
+        return next(iter(self.formats.values()))
 
     @property
     def cell_bytes(self) -> int:
         """Bytes of one token in the history pool: K and V rows of all layers."""
-        return 2 * self.layers * self.layout.row_bytes
+        return sum(layer.cell_bytes for layer in self.formats.values())
+
+    @property
+    def elements(self) -> int:
+        """K and V channels of one token over all layers."""
+        return sum(layer.elements for layer in self.formats.values())
 
     @property
     def full_token_bytes(self) -> int:
         """Bytes of one token in 16 bits: K and V of all layers."""
-        return 2 * self.layers * self.layout.kv_heads * self.layout.head_dim * self.window_dtype.itemsize
+        return self.elements * self.window_dtype.itemsize
 
     @property
     def ring_bytes(self) -> int:
@@ -55,8 +83,7 @@ class Geometry:
 
     def bits_per_element(self, tokens: int) -> float:
         """Effective bits per KV element of one request of ``tokens`` tokens, its windows included."""
-        elements = 2 * self.layers * self.layout.kv_heads * self.layout.head_dim * tokens
-        return 8 * (tokens * self.cell_bytes + self.ring_bytes + self.sink_bytes) / elements
+        return 8 * (tokens * self.cell_bytes + self.ring_bytes + self.sink_bytes) / (tokens * self.elements)
 
 
 @dataclass(frozen=True)
@@ -97,9 +124,11 @@ class MemoryPlan:
         geometry = self.geometry
         bits = ", ".join(f"{geometry.bits_per_element(n * 1024):.2f} at {n}K" for n in (8, 32, 128))
         full = tokens * geometry.full_token_bytes
+        sides = [side for layer in geometry.formats.values() for _, side in layer.sides]
+        groups = [str(size) for size in sorted({side.group_size for side in sides})]
         return [
             f"history pool: {tokens} tokens x {geometry.cell_bytes} bytes = {tokens * geometry.cell_bytes / GIB:.3f} "
-            f"GiB ({geometry.layout.bits_per_element:.2f} bits per element, group {geometry.layout.group_size}; "
+            f"GiB ({mean_bits(geometry.formats.values()):.2f} bits per element, group {', '.join(groups)}; "
             f"16 bits would take {full / GIB:.3f} GiB)",
             f"side buffers: {self.side_bytes / GIB:.3f} GiB of a {self.budget_bytes / GIB:.3f} GiB budget: "
             f"{self.ring_rows} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
@@ -156,3 +185,17 @@ def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowL
         return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype)
     except ValueError as error:
         raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None
+
+
+def own_heads(model: Any) -> slice:
+    """The kv heads of a model that this tensor-parallel rank keeps.
+
+    Args:
+        model: SGLang's ModelConfig.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    # Fewer kv heads than ranks: neighbouring ranks keep the same one.
+    first = parallel.attn_tp_rank * model.get_total_num_kv_heads() // parallel.attn_tp_size
+    return slice(first, first + model.get_num_kv_heads(parallel.attn_tp_size))

@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.format import LayerFormat
 
 
 class Int2TokenToKVPool(MHATokenToKVPool):
     """One uint8 row per token slot, layer and side; see :mod:`oscar_kernels.layout` for its bytes.
 
     Allocation, eviction, moving, copying and transfer are stock, because to them a row is an ordinary vector of
-    ``head_bytes`` uint8 channels per kv head.
+    ``head_bytes`` uint8 channels per kv head; how many may differ from layer to layer and between keys and values.
 
     Args:
         size: token slots; the padding page 0 comes on top.
-        layout: row geometry.
+        formats: of the layers, by global layer id.
         kwargs: further arguments of MHATokenToKVPool.
     """
 
-    def __init__(self, size: int, *, layout: RowLayout, **kwargs: Any) -> None:
-        self.layout = layout
-        super().__init__(size, dtype=torch.uint8, head_num=layout.kv_heads, head_dim=layout.head_bytes, **kwargs)
+    def __init__(self, size: int, *, formats: Mapping[int, LayerFormat], **kwargs: Any) -> None:
+        self.formats = formats
+        self._index = {layer_id: index for index, layer_id in enumerate(formats)}
+        first = next(iter(formats.values()))
+        super().__init__(
+            size,
+            dtype=torch.uint8,
+            head_num=first.kv_heads,
+            head_dim=first.key_layout.head_bytes,
+            v_head_dim=first.value_layout.head_bytes,
+            layer_num=len(formats),
+            **kwargs,
+        )
+
+    def _create_buffers_normal(self) -> None:
+        """Stock, but for the size of rows, which is each layer's own."""
+        in_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), in_pool:
+            self.k_buffer, self.v_buffer = (
+                [
+                    torch.zeros(
+                        (self.size + self.page_size, layout.kv_heads, layout.head_bytes),
+                        dtype=torch.uint8,
+                        device=self.device,
+                    )
+                    for layout in layouts
+                ]
+                for layouts in (
+                    [layer.key_layout for layer in self.formats.values()],
+                    [layer.value_layout for layer in self.formats.values()],
+                )
+            )
 
     def rows(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K rows and V rows of a layer, uint8 [slots, row_bytes] each."""
-        index = layer_id - self.start_layer
-        shape = (-1, self.layout.row_bytes)
-        return self.k_buffer[index].view(shape), self.v_buffer[index].view(shape)
+        k, v = (buffers[self._index[layer_id]] for buffers in (self.k_buffer, self.v_buffer))
+        return k.flatten(1), v.flatten(1)
 
     def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
         """Not available: only the int2 attention backend can write rows.

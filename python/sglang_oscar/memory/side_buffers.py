@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from oscar_kernels.cache import LayerCache
@@ -12,8 +14,8 @@ from sglang_oscar.memory.pool import Int2TokenToKVPool
 class SideBuffers:
     """Rotated BF16 (or FP16) keys and values of sink and recent tokens.
 
-    Shapes: ``sink`` [2, layers, sink_blocks, sink, kv_heads, head_dim], ``ring`` [2, layers, ring_rows, ring,
-    kv_heads, head_dim]; index 0 holds keys, index 1 values.
+    ``sink`` and ``ring`` are one allocation each, of all layers one after the other: [2, sink_blocks, sink, kv_heads,
+    head_dim] and [2, ring_rows, ring, kv_heads, head_dim] a layer; index 0 holds keys, index 1 values.
 
     Args:
         geometry: sizes of one rank.
@@ -23,27 +25,39 @@ class SideBuffers:
     """
 
     def __init__(self, geometry: Geometry, ring_rows: int, sink_blocks: int, device: str) -> None:
-        self.geometry = geometry
-        heads = (geometry.layout.kv_heads, geometry.layout.head_dim)
-        windows, layers = geometry.windows, geometry.layers
-        sizes = [(2, layers, sink_blocks, windows.sink, *heads), (2, layers, ring_rows, windows.ring, *heads)]
-        self.sink, self.ring = (torch.zeros(size, dtype=geometry.window_dtype, device=device) for size in sizes)
+        self.geometry, windows = geometry, geometry.windows
+        self._sizes = ((sink_blocks, windows.sink), (ring_rows, windows.ring))
+        self.sink, self.ring = (
+            torch.zeros(count * size * geometry.elements, dtype=geometry.window_dtype, device=device)
+            for count, size in self._sizes
+        )
 
-    def layer_caches(self, pool: Int2TokenToKVPool) -> list[LayerCache]:
-        """What the kernels read and write, one entry per layer of this rank."""
-        caches = []
-        for index in range(self.geometry.layers):
-            k_rows, v_rows = pool.rows(pool.start_layer + index)
-            caches.append(
-                LayerCache(
-                    layout=self.geometry.layout,
-                    windows=self.geometry.windows,
-                    k_rows=k_rows,
-                    v_rows=v_rows,
-                    k_sink=self.sink[0, index],
-                    v_sink=self.sink[1, index],
-                    k_ring=self.ring[0, index],
-                    v_ring=self.ring[1, index],
-                )
+    def _windows(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Sink store and ring of every layer: [2, count, size, kv_heads, head_dim]."""
+        begin = 0
+        for layer in self.geometry.formats.values():
+            end, heads = begin + layer.elements, (layer.kv_heads, layer.head_dim)
+            sink, ring = (
+                buffer[count * size * begin : count * size * end].view(2, count, size, *heads)
+                for buffer, (count, size) in zip((self.sink, self.ring), self._sizes, strict=True)
+            )
+            yield sink, ring
+            begin = end
+
+    def layer_caches(self, pool: Int2TokenToKVPool) -> dict[int, LayerCache]:
+        """What the kernels read and write, by global layer id."""
+        caches = {}
+        for (layer_id, layer), (sink, ring) in zip(self.geometry.formats.items(), self._windows(), strict=True):
+            k_rows, v_rows = pool.rows(layer_id)
+            caches[layer_id] = LayerCache(
+                k_layout=layer.key_layout,
+                v_layout=layer.value_layout,
+                windows=self.geometry.windows,
+                k_rows=k_rows,
+                v_rows=v_rows,
+                k_sink=sink[0],
+                v_sink=sink[1],
+                k_ring=ring[0],
+                v_ring=ring[1],
             )
         return caches

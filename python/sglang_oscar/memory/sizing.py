@@ -12,23 +12,32 @@ from sglang_oscar.attach import failure
 from sglang_oscar.attach.names import DTYPE, is_int2
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, row_layout
+from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.settings import of_this_process
+from sglang_oscar.weights.rotations import model_formats
 
 _plans: WeakKeyDictionary[Any, MemoryPlan] = WeakKeyDictionary()
 """By model: a process may have two, each with a pool of its own, and SGLang's configurator takes no attributes."""
 
 
 def geometry_of(configurator: Any) -> Geometry:
-    """Sizes of this rank from SGLang's KVCacheConfigurator."""
-    from sglang.srt.runtime_context import get_parallel
+    """Sizes of this rank from SGLang's KVCacheConfigurator.
 
-    settings = of_this_process()
-    model, args = configurator.model_config, configurator.server_args
-    layout = row_layout(args, settings, model, model.get_num_kv_heads(get_parallel().attn_tp_size))
-    layers = configurator.layer_info.num_effective_layers
-    return Geometry(layout, settings.windows, settings.window_torch_dtype, layers)
+    Raises:
+        Int2Error: the rotations cannot be loaded, or are not of all layers.
+    """
+    settings, info = of_this_process(), configurator.layer_info
+    formats = model_formats(configurator.server_args, settings, configurator.model_config)
+    ids = range(info.start_layer, info.end_layer)
+    if not set(ids) <= formats.keys():
+        raise Int2Error(
+            f"--kv-cache-dtype int2 needs one attention layer per cache layer; SGLang has {len(ids)} for the "
+            f"{len(formats)} of the model; use --kv-cache-dtype auto"
+        )
+    heads = own_heads(configurator.model_config)
+    own = {layer_id: formats[layer_id].of_heads(heads) for layer_id in ids}
+    return Geometry(own, settings.windows, settings.window_torch_dtype)
 
 
 def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -> Workspace | None:
@@ -44,7 +53,7 @@ def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -
         return None
     model = configurator.model_config
     q_heads = model.num_attention_heads // get_parallel().attn_tp_size
-    return extend_choice.workspace(geometry.layout, q_heads, model.dtype, budget_bytes)
+    return extend_choice.workspace(geometry.any_layer, q_heads, model.dtype, budget_bytes)
 
 
 def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
@@ -61,7 +70,12 @@ def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any)
 
 def around_compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
     """Bytes of one token in the history pool."""
-    return geometry_of(kvc).cell_bytes if is_int2(kvc.server_args) else original(self, kvc, num_layers)
+    if not is_int2(kvc.server_args):
+        return original(self, kvc, num_layers)
+    try:
+        return geometry_of(kvc).cell_bytes
+    except Int2Error as error:
+        fatal(error)
 
 
 def after_profile_available_bytes(available: int, self: Any, pre_model_load_memory: int) -> int | None:

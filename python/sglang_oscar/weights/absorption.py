@@ -1,7 +1,8 @@
 """Absorbing the value rotation into the weights, so that it costs nothing at run time.
 
 With v' = v R stored in the cache and o' = o R coming out of attention, the projections become
-W_v' = R^T W_v (and b' = b R) per kv head and W_o' = W_o R per query head; paper, section 4. It happens between
+W_v' = R^T W_v (and b' = b R) per kv head and W_o' = W_o R per query head; paper, section 4. R may be one per kv head,
+that of its query heads. It happens between
 loading a checkpoint and SGLang's post-processing: weights are still in checkpoint layout there, are quantized
 online only afterwards, and reloading weights from disk passes the same place. Each tensor-parallel rank rotates its
 own shard. Weights that are quantized in the checkpoint are never requantized: their values are rotated online.
@@ -11,16 +12,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from oscar_kernels.reference import rotate
+from oscar_kernels.transform import SideTransform
 from sglang_oscar.attach import names
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.memory.plan import own_heads
 from sglang_oscar.settings import Settings, of_this_process
-from sglang_oscar.weights.rotations import IDENTITY, Side, load_rotations
+from sglang_oscar.weights.rotations import IDENTITY, model_formats
 
 logger = logging.getLogger(__name__)
 MARK = "_oscar_absorbed_v_rotation"
@@ -92,21 +95,23 @@ def absorb(model: nn.Module, settings: Settings) -> None:
     if (reason := obstacle(model, layers)) is not None:
         logger.warning("int2 rotates values online instead of absorbing the rotation: %s", reason)
         return
-    head_dim = layers[0][1].head_dim
-    side = _value_side(settings, len(layers), head_dim)
-    assert side.rotation is not None
-    assert side.reading is not None
-    with torch.no_grad():
-        for qkv, attn, o_proj in layers:
-            rotate_value_rows(qkv, side.rotation[attn.layer_id].to(qkv.weight.device))
-            rotate_output_columns(o_proj, side.reading[attn.layer_id].to(o_proj.weight.device))
+    for (qkv, _, o_proj), value in zip(layers, _value_transforms(settings, layers), strict=True):
+        assert value.matrix is not None
+        assert value.reading is not None
+        with torch.no_grad():
+            rotate_value_rows(qkv, value.matrix.to(qkv.weight.device))
+            rotate_output_columns(o_proj, value.reading.to(o_proj.weight.device))
     setattr(model, MARK, True)
 
 
-@cache
-def _value_side(settings: Settings, num_layers: int, head_dim: int) -> Side:
-    """As read at the first load: weights that are loaded later must fit clip ratios and caches of the start."""
-    return load_rotations(settings, num_layers=num_layers, head_dim=head_dim).value
+def _value_transforms(settings: Settings, layers: list[tuple[Any, Any, Any]]) -> list[SideTransform]:
+    """What happens to the values of this rank's heads, for each of the model's layers."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    config = args.get_model_config()
+    formats, heads = model_formats(args, settings, config), own_heads(config)
+    return [formats[attn.layer_id].value.transform.of_heads(heads) for _, attn, _ in layers]
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
@@ -122,11 +127,13 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
 def obstacle(model: nn.Module, layers: list[tuple[Any, Any, Any]]) -> str | None:
     """Why the rotation cannot be absorbed into this model, or None."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.radix_attention import RadixAttention
 
     name = type(model).__name__
     if name not in ARCHITECTURES:
         return f"{name} is not known to lead attention output straight into o_proj"
-    if not layers or sorted(attn.layer_id for _, attn, _ in layers) != list(range(len(layers))):
+    every = [module.layer_id for module in model.modules() if isinstance(module, RadixAttention)]
+    if not layers or sorted(attn.layer_id for _, attn, _ in layers) != sorted(every):
         return f"{name} has attention layers without qkv_proj and o_proj"
     for qkv, attn, o_proj in layers:
         for linear in (qkv, o_proj):
@@ -136,30 +143,31 @@ def obstacle(model: nn.Module, layers: list[tuple[Any, Any, Any]]) -> str | None
     return None
 
 
-def rotate_value_rows(qkv: Any, rotation: torch.Tensor) -> None:
+def rotate_value_rows(qkv: Any, matrix: torch.Tensor) -> None:
     """W_v <- R^T W_v and b_v <- b_v R in place, head by head, on this rank's shard of a fused QKV projection.
 
     Args:
         qkv: QKVParallelLinear; weight [q + k + v rows, hidden].
-        rotation: [head_dim, head_dim].
+        matrix: [head_dim, head_dim], or [kv_heads, head_dim, head_dim] with one for every kv head of this rank.
     """
     begin = qkv.q_proj_shard_size + qkv.kv_proj_shard_size
-    head_dim = rotation.shape[0]
+    head_dim = matrix.shape[-1]
     rows = qkv.weight[begin:]
     heads = rows.float().view(-1, head_dim, rows.shape[1])
-    rows.copy_((rotation.T @ heads).view_as(rows))
+    rows.copy_((matrix.mT @ heads).view_as(rows))
     if qkv.bias is not None:
         bias = qkv.bias[begin:]
-        bias.copy_((bias.float().view(-1, head_dim) @ rotation).view_as(bias))
+        bias.copy_(rotate(bias.view(-1, head_dim), matrix).view_as(bias))
 
 
-def rotate_output_columns(o_proj: Any, rotation: torch.Tensor) -> None:
+def rotate_output_columns(o_proj: Any, reading: torch.Tensor) -> None:
     """W_o <- W_o R in place, head by head, on this rank's shard of the output projection.
 
     Args:
         o_proj: RowParallelLinear; weight [hidden, q_heads * head_dim].
-        rotation: [head_dim, head_dim]; of a transform that is not orthogonal, its dual.
+        reading: [head_dim, head_dim], or [kv_heads, head_dim, head_dim] with one for the query heads of every kv head;
+            of a transform that is not orthogonal, its dual.
     """
     weight = o_proj.weight
-    heads = weight.float().view(weight.shape[0], -1, rotation.shape[0])
-    weight.copy_((heads @ rotation).view_as(weight))
+    heads = weight.view(weight.shape[0], -1, reading.shape[-1])
+    weight.copy_(rotate(heads, reading).view_as(weight))

@@ -1,85 +1,84 @@
-"""Rotations and clip ratios of a server, from files or built-in recipes."""
+"""Formats of a server's layers: transforms from rotation files or built-in recipes, rows from flags and settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
+from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.layout import RowLayout
+from oscar_kernels.transform import SideTransform
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity
-from oscar_rotation.files.rotation_file import load_rotation
+from oscar_rotation.load import load_rotation
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.plan import row_layout
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 from sglang_oscar.weights.model_identity import model_identity
 
 IDENTITY = "identity"
 
 
-@dataclass(frozen=True)
-class Side:
-    """Rotation of keys or of values.
-
-    ``rotation`` is float32 [layers, head_dim, head_dim], or None for the identity, which costs nothing;
-    ``clip_ratios`` has one ratio per layer. Of the recipe ``plus``: ``dual`` is float32 like ``rotation``, what reads
-    the rotated vectors is multiplied by it (None: by ``rotation``); ``centers`` float32 [layers, kv_heads of the
-    model, head_dim] is subtracted from rotated keys (None: nothing); ``gains`` has one per layer, of scales fitted to
-    the codes (:func:`oscar_kernels.codec.fitted_parameters`), 0 for the scales of the range.
-    """
-
-    source: str
-    rotation: torch.Tensor | None
-    clip_ratios: list[float]
-    dual: torch.Tensor | None = None
-    centers: torch.Tensor | None = None
-    gains: tuple[float, ...] = ()
-
-    @property
-    def reading(self) -> torch.Tensor | None:
-        """What reads the rotated vectors is multiplied by it: the rotation itself where it is orthogonal."""
-        return self.rotation if self.dual is None else self.dual
-
-
-@dataclass(frozen=True)
-class Rotations:
-    """Rotations of a model, keys and values."""
-
-    key: Side
-    value: Side
-
-
-def load_rotations(settings: Settings, num_layers: int, head_dim: int, model: ModelIdentity | None = None) -> Rotations:
-    """Load and check both rotations.
+def load_formats(
+    settings: Settings, layout: RowLayout, num_layers: int, model: ModelIdentity | None = None
+) -> dict[int, LayerFormat]:
+    """Formats of all layers of a model, with all its kv heads, by global layer id; tensors are on the CPU.
 
     Args:
-        settings: where they are and which clip ratios override theirs.
-        num_layers, head_dim: what the model has.
-        model: the model to be served; what SGLang has published in this process where None.
+        settings: where rotations are and which clip ratios override theirs.
+        layout: of the rows, with the kv heads of the whole model.
+        num_layers: attention layers of the model.
+        model: the model to be served; files made for another are refused. None skips this check.
 
     Raises:
-        Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe.
+        Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe than
+            the other file, or than SGLANG_OSCAR_RECIPE where that is set.
     """
-    model = None if settings.allow_other_model else model or served_model()
+    model = None if settings.allow_other_model else model
 
-    def load(side: Literal["k", "v"], source: str | None, override: float | None, default: float) -> Side:
-        return _load(side, source, override, default, num_layers, head_dim, model, settings.recipe)
+    def load(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
+        source = getattr(settings, f"{side}_rotation")
+        transforms, recipe = _load(side, source, override, default, num_layers, layout, model, settings.recipe)
+        return [SideFormat(layout.group_size, layout.scale_dtype, layout.bits, of) for of in transforms], recipe
 
-    return Rotations(
-        key=load("k", settings.k_rotation, settings.k_clip_ratio, DEFAULT_K_CLIP),
-        value=load("v", settings.v_rotation, settings.v_clip_ratio, DEFAULT_V_CLIP),
-    )
+    keys, key_recipe = load("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
+    values, value_recipe = load("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
+    if key_recipe != value_recipe:
+        raise Int2Error(
+            f"SGLANG_OSCAR_K_ROTATION_PATH: {settings.k_rotation} is of the recipe {key_recipe}, "
+            f"SGLANG_OSCAR_V_ROTATION_PATH: {settings.v_rotation} is of the recipe {value_recipe}; "
+            "give two files of one fit"
+        )
+    return {
+        layer_id: LayerFormat(layout.kv_heads, layout.head_dim, key, value)
+        for layer_id, (key, value) in enumerate(zip(keys, values, strict=True))
+    }
 
 
-def served_model() -> ModelIdentity | None:
-    """The model of this process; None before SGLang has published its arguments."""
-    from sglang.srt.runtime_context import get_server_args
+def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, LayerFormat]:
+    """Formats of the model that this process serves, with all its kv heads, by global layer id.
 
-    try:
-        args = get_server_args()
-        return model_identity(args.model_path, args.get_model_config())
-    except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError):
-        return None
+    They are those of the first call: weights that are loaded later must fit the caches of the start.
+
+    Args:
+        args: SGLang's ServerArgs.
+        settings: of int2 mode.
+        model: SGLang's ModelConfig.
+
+    Raises:
+        Int2Error: as :func:`load_formats`, or the group size does not fit the model.
+    """
+    layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
+    return _kept(settings, layout, model.num_hidden_layers, model_identity(args.model_path, model))
+
+
+@cache
+def _kept(settings: Settings, layout: RowLayout, layers: int, model: ModelIdentity) -> Mapping[int, LayerFormat]:
+    return MappingProxyType(load_formats(settings, layout, layers, model))
 
 
 def _load(
@@ -88,10 +87,11 @@ def _load(
     override: float | None,
     default: float,
     layers: int,
-    head_dim: int,
+    layout: RowLayout,
     model: ModelIdentity | None,
-    recipe: str,
-) -> Side:
+    recipe: str | None,
+) -> tuple[list[SideTransform], str]:
+    """Transforms of one side, one per layer, and the recipe they are of: what the file says, "paper" if built in."""
     variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
     if source is None:
         raise Int2Error(
@@ -99,26 +99,37 @@ def _load(
             "`hadamard` or `identity`"
         )
     try:
-        found = load_rotation(source, num_layers=layers, head_dim=head_dim, side=side, model=model)
+        found = load_rotation(source, num_layers=layers, head_dim=layout.head_dim, side=side, model=model)
     except RotationFileError as error:
         raise Int2Error(f"{variable}: {error}") from None
-    if found.recipe != recipe:
-        remedy = (
-            "set SGLANG_OSCAR_RECIPE=plus"
-            if found.recipe == "plus"
-            else "fit one with `oscar fit --recipe plus`, or set SGLANG_OSCAR_RECIPE=paper"
-        )
+    if recipe is not None and found.recipe != recipe:
         raise Int2Error(
-            f"{variable}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE is {recipe}; {remedy}"
+            f"{variable}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE asks for {recipe}; "
+            f"fit one with `oscar fit --recipe {recipe}`, or unset SGLANG_OSCAR_RECIPE"
         )
-    if found.centers is not None and model and model.kv_heads and found.centers.shape[1] != model.kv_heads:
-        raise Int2Error(
-            f"{variable}: {source} has centers of {found.centers.shape[1]} kv heads, the model has {model.kv_heads}; "
-            "use this model's file"
-        )
+    for name, x in (("rotations", found.rotations if found.per_head else None), ("centers", found.centers)):
+        if x is not None and x.shape[1] != layout.kv_heads:
+            raise Int2Error(
+                f"{variable}: {source} has {name} of {x.shape[1]} kv heads, the model has {layout.kv_heads}; use this "
+                "model's file"
+            )
     if found.centers is not None and side == "v":
         raise Int2Error(f"{variable}: {source} centers values, which is not served; use this model's value file")
-    stored = found.clip_ratios or (default,) * layers
-    clips = list(stored) if override is None else [override] * layers
-    rotation = None if source == IDENTITY else found.rotations
-    return Side(source, rotation, clips, found.duals, found.centers, found.gains or (0.0,) * layers)
+
+    def of_layer(tensors: torch.Tensor | None, layer: int) -> torch.Tensor | None:
+        return None if tensors is None else tensors[layer]
+
+    clips = found.clip_ratios or (default,) * layers
+    gains = found.gains or (0.0,) * layers
+    transforms = [
+        SideTransform(
+            # The identity costs nothing where it is not multiplied by.
+            None if source == IDENTITY else found.rotations[layer],
+            of_layer(found.duals, layer),
+            of_layer(found.centers, layer),
+            clips[layer] if override is None else override,
+            gains[layer],
+        )
+        for layer in range(layers)
+    ]
+    return transforms, found.recipe

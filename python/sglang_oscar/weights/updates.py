@@ -58,7 +58,7 @@ def reload_obstacle(cache: Int2Cache, model_runner: Any, load_format: str) -> st
         return f"int2 mode cannot absorb the value rotation into weights of load_format {load_format}; use auto"
     absorbs = cache.settings.absorb_v_rotation and cache.settings.v_rotation != IDENTITY
     absorbs &= absorption.obstacle(model_runner.model, list(absorption.attention_layers(model_runner.model))) is None
-    if absorbs and any(layer.v_rotation is not None for layer in cache.layers.values()):
+    if absorbs and any(layer.format.value.transform.matrix is not None for layer in cache.layers.values()):
         return (
             f"the weights of --load-format {model_runner.server_args.load_format} have not absorbed the value "
             "rotation, which weights from disk would; start a server on the new ones"

@@ -19,6 +19,7 @@ class DumpManifest(BaseModel):
     Attributes:
         format_version: version of the layout.
         model_id, model_hash: the model and a hash of its configuration; recorded in the fitted files.
+        weights: where its weights are, a hub id or an absolute folder; stays in the dump.
         num_layers: attention layers; layer ids are 0 .. num_layers - 1.
         q_heads, kv_heads, head_dim: of the whole model, not of one tensor-parallel rank.
         dtype: dtype of the activations, for instance "bfloat16".
@@ -33,6 +34,7 @@ class DumpManifest(BaseModel):
     format_version: int = MANIFEST_VERSION
     model_id: str = ""
     model_hash: str = ""
+    weights: str = ""
     num_layers: int = Field(gt=0)
     q_heads: int = Field(gt=0)
     kv_heads: int = Field(gt=0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.bounds import shown
 from oscar_rotation.files.rotation_set import RotationSet
 
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/[^/]+/?$")
@@ -52,7 +53,9 @@ def check_identity(loaded: RotationSet, path: Path, model: ModelIdentity) -> Non
     remedy = "use this model's file, or set SGLANG_OSCAR_ALLOW_OTHER_MODEL=1"
     recorded = facts.calibration.get("kv_heads")
     if recorded and model.kv_heads and recorded != model.kv_heads:
-        raise RotationFileError(f"{path}: fitted with {recorded} kv heads, the model has {model.kv_heads}; {remedy}")
+        raise RotationFileError(
+            f"{path}: fitted with {shown(recorded)} kv heads, the model has {model.kv_heads}; {remedy}"
+        )
     if facts.model_hash and model.model_hash and facts.model_hash != model.model_hash:
         raise RotationFileError(
             f"{path}: fitted for model {facts.model_id or 'unknown'} (configuration hash {facts.model_hash[:12]}), "

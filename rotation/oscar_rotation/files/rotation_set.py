@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.bounds import parsed
 
 Side = Literal["k", "v"]
 
@@ -18,6 +19,9 @@ DEFAULT_CLIP_RATIOS: dict[Side, float] = {"k": 0.96, "v": 0.92}
 
 LEAST_GAIN = 0.5
 """Smallest gain that is accepted. Least squares would be about 0.88; what is below loses more than it saves."""
+
+LONGEST_TEXT = 4096
+"""Characters of one text of the metadata; the longest is the path of a model."""
 
 ORTHOGONALITY_TOLERANCE = 1e-3
 """Largest accepted entry of |R^T R - I|. float32 storage of an orthogonal matrix gives about 1e-6."""
@@ -35,6 +39,7 @@ class RotationMetadata:
         model_id: model that was calibrated.
         model_hash: hash of its configuration.
         version: version of the software that wrote the file.
+        recipe: how it was fitted, a name of :data:`oscar_rotation.recipes.FITTED`.
         calibration: facts about the data (tokens, requests, target, ...); JSON values.
     """
 
@@ -45,6 +50,7 @@ class RotationMetadata:
     model_id: str = ""
     model_hash: str = ""
     version: str = ""
+    recipe: str = ""
     calibration: dict[str, Any] = field(default_factory=dict)
 
     def to_strings(self) -> dict[str, str]:
@@ -59,13 +65,17 @@ class RotationMetadata:
         """Inverse of :meth:`to_strings`; unknown names are ignored.
 
         Raises:
-            ValueError: if ``calibration`` is not a JSON object.
+            ValueError: if ``calibration`` is not a JSON object, or a text is longer than a line.
         """
         names = set(cls.__dataclass_fields__) - {"calibration"}
-        calibration = json.loads(texts.get("calibration", "{}"))
+        calibration = parsed(texts.get("calibration", "{}"))
         if not isinstance(calibration, dict):
             raise ValueError("calibration is not a JSON object")
-        return cls(calibration=calibration, **{name: texts[name] for name in names if name in texts})
+        known = {name: texts[name] for name in names if name in texts}
+        for name, text in known.items():
+            if len(text) > LONGEST_TEXT or not text.isprintable():
+                raise ValueError(f"{name} is not a line of at most {LONGEST_TEXT} characters")
+        return cls(calibration=calibration, **known)
 
 
 @dataclass(frozen=True)
@@ -97,8 +107,14 @@ class RotationSet:
 
     @property
     def recipe(self) -> str:
-        """ "plus" where transforms are not orthogonal, keys are centered or scales are fitted, else "paper"."""
-        return "paper" if self.duals is None and self.centers is None and self.gains is None else "plus"
+        """What the file states; of files that do not, "plus" where they hold more than orthogonal matrices, else
+        "paper"."""
+        return self.metadata.recipe or ("paper" if self.only_rotations else "plus")
+
+    @property
+    def only_rotations(self) -> bool:
+        """Whether matrices are orthogonal, nothing is centered, and scales are those of the range."""
+        return self.duals is None and self.centers is None and self.gains is None
 
     @property
     def num_layers(self) -> int:
@@ -163,6 +179,8 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
             f"{source}: the rotation of layer {worst} {what}: "
             f"max {formula} is {float(errors[worst]):.3g}, allowed is {ORTHOGONALITY_TOLERANCE:g}; fit it again"
         )
+    if loaded.recipe == "paper" and not loaded.only_rotations:
+        raise RotationFileError(f"{source}: states the recipe paper, but holds more than rotations; fit it again")
     _check_companions(loaded, source)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save
 
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.bounds import MAX_HEAD_DIM, MAX_LAYERS, first_line, numbers, shown
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 
 FORMAT = "oscar-rotation"
@@ -68,27 +69,45 @@ def read_safetensors(path: Path) -> RotationSet:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
+            _check_header(header, shapes, path)
+            tensors = {name: file.get_tensor(name) for name in shapes}
     except (SafetensorError, OSError) as error:
         raise RotationFileError(
-            f"{path}: not a readable safetensors file, probably truncated ({error}); copy or fit it again"
+            f"{path}: not a readable safetensors file, probably truncated ({first_line(error)}); copy or fit it again"
         ) from error
+    try:
+        metadata = RotationMetadata.from_strings(header)
+        per_layer = {name: numbers(header[name]) for name in _PER_LAYER if name in header}
+    except ValueError as error:
+        raise RotationFileError(f"{path}: the header cannot be read ({first_line(error)})") from error
+    optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL} | per_layer
+    return RotationSet(tensors["rotations"], metadata=metadata, **optional)
+
+
+def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Path) -> None:
+    """Refuse a file of another kind, or shapes that no model has, before a tensor is read.
+
+    Raises:
+        RotationFileError: as :func:`read_safetensors`.
+    """
     if header.get("format") != FORMAT:
         raise RotationFileError(
-            f"{path}: not a rotation file, header 'format' is {header.get('format')!r}, expected {FORMAT!r}"
+            f"{path}: not a rotation file, header 'format' is {shown(header.get('format'))}, expected {FORMAT!r}"
         )
     version = header.get("format_version")
     if version != FORMAT_VERSION:
         raise RotationFileError(
-            f"{path}: format_version is {version!r}, this release reads {FORMAT_VERSION!r}; update sglang-oscar"
+            f"{path}: format_version is {shown(version)}, this release reads {FORMAT_VERSION!r}; update sglang-oscar"
         )
-    if "rotations" not in tensors or set(tensors) - {"rotations", *_OPTIONAL}:
+    if "rotations" not in shapes or set(shapes) - {"rotations", *_OPTIONAL}:
         expected = f"'rotations' and perhaps {', '.join(_OPTIONAL)}"
-        raise RotationFileError(f"{path}: holds tensors {sorted(tensors)}, expected {expected}")
-    try:
-        metadata = RotationMetadata.from_strings(header)
-        per_layer = {name: tuple(map(float, json.loads(header[name]))) for name in _PER_LAYER if name in header}
-    except (ValueError, TypeError) as error:
-        raise RotationFileError(f"{path}: the header cannot be read ({error})") from error
-    optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL} | per_layer
-    return RotationSet(tensors["rotations"], metadata=metadata, **optional)
+        found = (
+            f"{sorted(shapes)}" if len(shapes) <= 4 and all(len(name) <= 60 for name in shapes) else f"{len(shapes)}"
+        )
+        raise RotationFileError(f"{path}: holds tensors {found}, expected {expected}")
+    for name, shape in shapes.items():
+        if len(shape) > 4 or max(shape[:1], default=0) > MAX_LAYERS or max(shape[1:], default=0) > MAX_HEAD_DIM:
+            raise RotationFileError(
+                f"{path}: {name} have shape {shown(shape)}; at most {MAX_LAYERS} layers and head_dim {MAX_HEAD_DIM}"
+            )

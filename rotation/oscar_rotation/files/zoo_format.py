@@ -5,11 +5,15 @@
 
 Layer keys may be integers or digit strings. Files written here carry one more key, ``metadata`` (strings to
 strings), which other readers may ignore.
+
+A file comes from anywhere, so nothing that it states is used before it is bounded: a few bytes can name layer 10^9, a
+number of a million digits, or a matrix of any size whose rows all lie in one place.
 """
 
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,16 @@ import torch
 
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.bounds import MAX_HEAD_DIM, MAX_LAYERS, first_line, numbers, shown
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 
 FORMAT_VERSION = 1
 _CLIP_KEY = "clip_ratios"
+_MAX_DIGITS = 9
+"""Of a layer number that is written as text: enough for any layer, few enough to be read as a number."""
+SHARED_BYTES = 64 << 20
+"""Matrices of several layers may share their numbers in a file (one Hadamard matrix for all); so many bytes may come of
+it in memory whatever the size of the file."""
 
 
 def save_zoo(path: Path, rotation_set: RotationSet) -> None:
@@ -38,7 +48,7 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
         raise RotationFileError(
             f"{path}: a .pt file holds one rotation per layer, these are one per kv head; save them as .safetensors"
         )
-    if rotation_set.recipe != "paper":
+    if not rotation_set.only_rotations:
         raise RotationFileError(
             f"{path}: a .pt file holds rotations, these are transforms of the recipe {rotation_set.recipe}; save them "
             "as .safetensors"
@@ -74,18 +84,36 @@ def read_zoo(path: Path) -> RotationSet:
     Raises:
         RotationFileError: unreadable, corrupt or truncated, or not of the schema above.
     """
+    _check_records(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its zip and pickle layers do
-        raise RotationFileError(
-            f"{path}: not a readable torch file, probably truncated or of another kind "
-            f"({type(error).__name__}: {_first_line(error)}); copy or fit it again"
-        ) from error
+        raise _unreadable(path, error) from error
     return _parse(content, path)
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "").strip()[:120]
+def _unreadable(path: Path, error: Exception) -> RotationFileError:
+    return RotationFileError(
+        f"{path}: not a readable torch file, probably truncated or of another kind "
+        f"({type(error).__name__}: {first_line(error)}); copy or fit it again"
+    )
+
+
+def _check_records(path: Path) -> None:
+    """Refuse what would unpack to more than the file's size: torch itself never compresses.
+
+    Raises:
+        RotationFileError: records that are compressed or share their bytes, or an archive that cannot be listed.
+    """
+    if not zipfile.is_zipfile(path):
+        return  # torch.load says what it is
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(record.file_size for record in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise _unreadable(path, error) from error
+    if unpacked > path.stat().st_size:
+        raise RotationFileError(f"{path}: would unpack to {unpacked} bytes; save it with torch.save, uncompressed")
 
 
 def _parse(content: Any, path: Path) -> RotationSet:
@@ -95,19 +123,23 @@ def _parse(content: Any, path: Path) -> RotationSet:
     if missing:
         raise RotationFileError(f"{path}: not a rotation file, missing key{'s' * (len(missing) > 1)} {missing}")
     version = content["format_version"]
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise RotationFileError(
-            f"{path}: format_version is {version!r}, this release reads {FORMAT_VERSION}; update sglang-oscar"
+            f"{path}: format_version is {shown(version)}, this release reads {FORMAT_VERSION}; update sglang-oscar"
         )
-    if content["source_grouping"] != "layer":
-        raise RotationFileError(
-            f"{path}: source_grouping is {content['source_grouping']!r}, only 'layer' (one per layer) is served"
-        )
+    grouping = content["source_grouping"]
+    if not isinstance(grouping, str) or grouping != "layer":
+        raise RotationFileError(f"{path}: source_grouping is {shown(grouping)}, only 'layer' (one per layer) is served")
     if not isinstance(content["objective"], str):
         raise RotationFileError(f"{path}: objective is a {type(content['objective']).__name__}, expected a string")
     metadata, clip_ratios = _parse_metadata(content, path)
     entries = _ordered_layers(content["layers"], path)
     rotations = [_tensor(entry, "rotation", layer, path, 2) for layer, entry in enumerate(entries)]
+    stacked = sum(4 * rotation.numel() for rotation in rotations)
+    if stacked > max(SHARED_BYTES, path.stat().st_size):
+        raise RotationFileError(
+            f"{path}: is smaller than the {stacked} bytes of the rotations that it states; fit it again"
+        )
     with_eigenvalues = ["eigenvalues" in entry for entry in entries]
     eigenvalues = None
     if any(with_eigenvalues):
@@ -123,10 +155,10 @@ def _parse_metadata(content: dict[str, Any], path: Path) -> tuple[RotationMetada
     if not isinstance(texts, dict) or not all(isinstance(x, str) for pair in texts.items() for x in pair):
         raise RotationFileError(f"{path}: 'metadata' must map strings to strings")
     try:
-        clip_ratios = tuple(float(x) for x in json.loads(texts[_CLIP_KEY])) if _CLIP_KEY in texts else None
+        clip_ratios = numbers(texts[_CLIP_KEY]) if _CLIP_KEY in texts else None
         metadata = RotationMetadata.from_strings({**texts, "objective": content["objective"]})
-    except (ValueError, TypeError) as error:
-        raise RotationFileError(f"{path}: 'metadata' cannot be read ({_first_line(error)})") from error
+    except ValueError as error:
+        raise RotationFileError(f"{path}: 'metadata' cannot be read ({first_line(error)})") from error
     return metadata, clip_ratios
 
 
@@ -135,23 +167,31 @@ def _ordered_layers(layers: Any, path: Path) -> list[dict[str, Any]]:
         raise RotationFileError(f"{path}: 'layers' must be a non-empty dict of layer ids")
     by_id: dict[int, dict[str, Any]] = {}
     for key, entry in layers.items():
-        is_id = (isinstance(key, int) and not isinstance(key, bool)) or (
-            isinstance(key, str) and key.isascii() and key.isdigit()
-        )
-        if not is_id or int(key) < 0:
-            raise RotationFileError(f"{path}: layer key {key!r} is not a layer number")
-        if int(key) in by_id:
-            raise RotationFileError(f"{path}: layer {int(key)} occurs twice")
+        layer = _layer_number(key)
+        if layer is None:
+            raise RotationFileError(f"{path}: layer key {shown(key)} is not a layer number")
+        if layer >= MAX_LAYERS:
+            raise RotationFileError(f"{path}: layer key {shown(key)} is past any model's layers ({MAX_LAYERS})")
+        if layer in by_id:
+            raise RotationFileError(f"{path}: layer {layer} occurs twice")
         if not isinstance(entry, dict):
-            raise RotationFileError(f"{path}: layer {key} is a {type(entry).__name__}, expected a dict with 'rotation'")
-        stated = entry.get("layer_id", int(key))
-        if str(stated) != str(int(key)):
-            raise RotationFileError(f"{path}: layer key {key} holds layer_id {stated!r}")
-        by_id[int(key)] = entry
-    gaps = [layer for layer in range(max(by_id)) if layer not in by_id]
-    if gaps:
-        raise RotationFileError(f"{path}: layer {gaps[0]} is missing (layers go up to {max(by_id)}); fit all layers")
+            raise RotationFileError(
+                f"{path}: layer {layer} is a {type(entry).__name__}, expected a dict with 'rotation'"
+            )
+        if "layer_id" in entry and _layer_number(entry["layer_id"]) != layer:
+            raise RotationFileError(f"{path}: layer key {layer} holds layer_id {shown(entry['layer_id'])}")
+        by_id[layer] = entry
+    gap = next((layer for layer in range(len(by_id)) if layer not in by_id), None)
+    if gap is not None:
+        raise RotationFileError(f"{path}: layer {gap} is missing (layers go up to {max(by_id)}); fit all layers")
     return [by_id[layer] for layer in range(len(by_id))]
+
+
+def _layer_number(key: Any) -> int | None:
+    """The layer that a key names, an integer or digits; None where it is neither."""
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS:
+        return int(key)
+    return key if type(key) is int and key >= 0 else None
 
 
 def _tensor(entry: dict[str, Any], name: str, layer: int, path: Path, ndim: int) -> torch.Tensor:
@@ -161,11 +201,15 @@ def _tensor(entry: dict[str, Any], name: str, layer: int, path: Path, ndim: int)
         raise RotationFileError(f"{path}: '{name}' of layer {layer} {fault}")
     if tensor.dtype != torch.float32:
         raise RotationFileError(f"{path}: '{name}' of layer {layer} is {tensor.dtype}, expected torch.float32")
-    if tensor.ndim != ndim or len(set(tensor.shape)) != 1:
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise RotationFileError(f"{path}: '{name}' of layer {layer} is not a plain tensor; save it as one")
+    if tensor.ndim != ndim or len(set(tensor.shape)) != 1 or tensor.shape[0] > MAX_HEAD_DIM:
         expected = "[head_dim, head_dim]" if ndim == 2 else "[head_dim]"
         shape = list(tensor.shape)
-        raise RotationFileError(f"{path}: '{name}' of layer {layer} has shape {shape}, expected {expected}")
-    return tensor
+        raise RotationFileError(
+            f"{path}: '{name}' of layer {layer} has shape {shown(shape)}, expected {expected}, at most {MAX_HEAD_DIM}"
+        )
+    return tensor.detach()
 
 
 def _stack(tensors: list[torch.Tensor], name: str, path: Path) -> torch.Tensor:

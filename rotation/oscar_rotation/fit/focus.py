@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oscar_rotation.fit.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN
 from oscar_rotation.math.attention_weights import Sensitivity, attention_kl, output_error, sensitivity
 from oscar_rotation.math.balanced import SHRINKAGE, balance, shrunk
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.rotary_center import RotaryCenter, fit_center
+from oscar_rotation.recipes.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN
 
 
 @dataclass(frozen=True)

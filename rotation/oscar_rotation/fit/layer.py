@@ -14,11 +14,11 @@ from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS
 from oscar_rotation.fit.clip import fit_clip_ratio
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.samples import HeadSample, head_samples, plan_samples
-from oscar_rotation.fit.targets import DATA_FREE, KEY_TARGETS, VALUE_TARGETS, Target, TargetInputs
-from oscar_rotation.math.compose import COMPOSITIONS, RECIPES
+from oscar_rotation.fit.targets import KEY_TARGETS, VALUE_TARGETS, Target, TargetInputs
+from oscar_rotation.math.compose import COMPOSITIONS
 from oscar_rotation.math.covariance import CovarianceAccumulator, QueryCovariance, ScoreValueCovariance
 from oscar_rotation.math.eigenbasis import eigenbasis
-from oscar_rotation.math.hadamard import is_power_of_two
+from oscar_rotation.math.hadamard import is_power_of_two, sylvester_hadamard
 from oscar_rotation.report.layer_report import layer_report
 from oscar_rotation.threads import one_thread
 
@@ -190,7 +190,7 @@ class LayerFitter:
 
     def _rotation(self, accumulator: CovarianceAccumulator | None) -> SideFit:
         if accumulator is None:
-            rotation = RECIPES[DATA_FREE](self.head_dim).float()
+            rotation = sylvester_hadamard(self.head_dim).float()
             return SideFit(rotation if self.options.share == "layer" else rotation.repeat(self.kv_heads, 1, 1), None)
         if self.options.share == "layer":
             return SideFit(*compose_side(accumulator.shared(), self.options))

@@ -1,4 +1,4 @@
-"""How to fit: the options of :func:`oscar_rotation.fit.calibrate.fit`."""
+"""How to fit: the options of the recipe ``paper``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
 
 Share = Literal["layer", "kv_head"]
 SHARES: tuple[str, ...] = get_args(Share)
+
+
+class OptionError(ValueError):
+    """An option of a fit that is not possible.
+
+    Attributes:
+        option: its field in :class:`FitOptions`.
+        fault: what it must be.
+    """
+
+    def __init__(self, option: str, fault: str) -> None:
+        super().__init__(f"{option} {fault}")
+        self.option, self.fault = option, fault
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class FitOptions:
         holdout_tokens: tokens that clip ratios and errors are measured on.
 
     Raises:
-        ValueError: for an unknown name or a number out of range.
+        OptionError: for an unknown name or a number out of range.
     """
 
     key_target: str = METHODS[DEFAULT_METHOD][0]
@@ -54,21 +67,21 @@ class FitOptions:
             ("share", SHARES),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+                raise OptionError(name, f"must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.group_size < 2 or self.group_size & (self.group_size - 1):
-            raise ValueError(f"group_size must be a power of two, got {self.group_size}")
+            raise OptionError("group_size", f"must be a power of two, got {self.group_size}")
         if self.holdout_tokens < 1:
-            raise ValueError(f"holdout_tokens must be at least 1, got {self.holdout_tokens}")
+            raise OptionError("holdout_tokens", f"must be at least 1, got {self.holdout_tokens}")
 
     @classmethod
     def of_method(cls, method: str, **overrides: Any) -> FitOptions:
         """Options of a named method, for instance "qqt_sst"; ``overrides`` replace single fields.
 
         Raises:
-            ValueError: for an unknown method or value.
+            OptionError: for an unknown method or value.
         """
         if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+            raise OptionError("method", f"must be one of {', '.join(METHODS)}, got {method!r}")
         key_target, value_target = METHODS[method]
         return cls(**{"key_target": key_target, "value_target": value_target, **overrides})
 

@@ -1,4 +1,4 @@
-"""The weights that read attention outputs, from a checkpoint: what the recipe ``plus`` measures value errors with."""
+"""The weights that read attention outputs, from a checkpoint: what value errors can be measured with."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class OutputWeights:
             if match := _NAME.search(name):
                 self._files[int(match[1])] = (path, name)
         if not self._files:
-            raise DumpError(
-                f"{self.folder}: no weights named layers.<n>.self_attn.o_proj.weight; recipe plus needs them"
-            )
+            raise DumpError(f"{self.folder}: no weights named layers.<n>.self_attn.o_proj.weight in safetensors files")
 
     def reader(self, layer: int, kv_heads: int, head_dim: int) -> torch.Tensor:
         """W_o W_o^T of one layer by kv head, summed over the query heads of its group.
@@ -58,7 +56,10 @@ class OutputWeights:
         except (SafetensorError, OSError) as error:
             raise DumpError(f"{path}: cannot be read ({error})") from error
         if weight.dtype not in _PLAIN:
-            raise DumpError(f"{path}: {name} is {weight.dtype}; the recipe plus needs weights that are not quantized")
+            raise DumpError(
+                f"{path}: {name} is {weight.dtype}, which is quantized; name other weights with --model, or "
+                "fit with --recipe paper, which reads none"
+            )
         if weight.ndim != 2 or weight.shape[1] % (kv_heads * head_dim):
             raise DumpError(
                 f"{path}: {name} is {list(weight.shape)}, which does not fit {kv_heads} kv heads of {head_dim}"
@@ -82,7 +83,7 @@ def _folder(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).splitlines()[0]
-        raise DumpError(f"{model}: is not a folder, and not to be had from the Hub ({first})") from error
+        raise DumpError(f"{model}: is no folder here, and not to be had from the Hub ({first})") from error
 
 
 def _tensors(folder: Path) -> list[tuple[Path, str]]:

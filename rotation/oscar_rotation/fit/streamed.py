@@ -11,7 +11,7 @@ from oscar_rotation.errors import DumpError
 from oscar_rotation.fit.layer import Progress, SideFit, compose_side
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.targets import DATA_FREE
-from oscar_rotation.math.compose import RECIPES
+from oscar_rotation.math.hadamard import sylvester_hadamard
 
 
 def fit_covariances(
@@ -49,7 +49,7 @@ def fit_covariances(
 def _side(streamed: StreamedCovariances, target: str, layer: int, options: FitOptions) -> SideFit:
     kv_heads, head_dim = streamed.manifest.kv_heads, streamed.manifest.head_dim
     if target == DATA_FREE:
-        rotation = RECIPES[DATA_FREE](head_dim).float()
+        rotation = sylvester_hadamard(head_dim).float()
         return SideFit(rotation if options.share == "layer" else rotation.repeat(kv_heads, 1, 1), None)
     per_head = streamed.targets[target][layer]
     if options.share == "layer":

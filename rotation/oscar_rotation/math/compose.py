@@ -1,4 +1,4 @@
-"""Rotations as products of orthogonal factors (paper, equation 3 and table 4), and the data-free recipes.
+"""Rotations as products of orthogonal factors (paper, equation 3 and table 4), and no rotation.
 
 U holds eigenvectors of a covariance, H is the Hadamard matrix, P the permuted bit reversal that ranks channels by
 eigenvalue, B the plain bit reversal. A composition's name lists its factors from left to right, as a row vector
@@ -122,10 +122,3 @@ COMPOSITIONS: dict[str, Composition] = {
 def identity(d: int) -> torch.Tensor:
     """No rotation: naive INT2. float64 [d, d]."""
     return torch.eye(d, dtype=torch.float64)
-
-
-RECIPES: dict[str, Callable[[int], torch.Tensor]] = {"identity": identity, "hadamard": sylvester_hadamard}
-"""Data-free recipe name -> function of head_dim; accepted wherever a rotation file is.
-
-``hadamard`` is the plain Walsh-Hadamard rotation of QuaRot.
-"""

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from oscar_rotation.fit.samples import HeadSample
-from oscar_rotation.math.compose import RECIPES
+from oscar_rotation.math.compose import identity
+from oscar_rotation.math.hadamard import sylvester_hadamard
 from oscar_rotation.math.quantized import quantized
 from oscar_rotation.report.inspect import spectrum_summary
 
@@ -50,8 +51,8 @@ def layer_report(
     """
     head_dim = rotations[0].shape[-1]
     candidates = {CHOSEN: rotations}
-    for name in ("hadamard", "identity"):
-        matrix = RECIPES[name](head_dim).to(rotations[0])
+    for name, make in (("hadamard", sylvester_hadamard), ("identity", identity)):
+        matrix = make(head_dim).to(rotations[0])
         candidates[name] = (matrix.expand_as(rotations[0]), matrix.expand_as(rotations[1]))
     report: dict[str, Any] = {
         "spectrum": {side: spectrum_summary(torch.linalg.eigvalsh(m.mean(0))) for side, m in _sides(metrics)},

@@ -26,7 +26,7 @@ constexpr int CODE_BYTES = HEAD_DIM / 4;  // of one head in a row
 constexpr int PARAM_BYTES = GROUPS * 2 * SCALE_BYTES;
 constexpr int PARAMS_OFFSET = KV_HEADS * CODE_BYTES;
 constexpr int ROW_BYTES = KV_HEADS * (CODE_BYTES + PARAM_BYTES);
-constexpr int PLANE = HEAD_DIM / 4;  // channels of a plane: codes at the same bits of a head's bytes
+constexpr int PLANE = HEAD_DIM / 4;  // channels of a bit plane: codes at the same bits of a head's bytes, see layout.py
 
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
 constexpr int minimum(int a, int b) { return a < b ? a : b; }
@@ -36,10 +36,15 @@ constexpr int maximum(int a, int b) { return a < b ? b : a; }
 constexpr int TILE = 32;
 constexpr int TILES_PER_STAGE = largest_power_of_two(MAX_WARPS / KV_HEADS);
 constexpr int MATH_WARPS = KV_HEADS * TILES_PER_STAGE;
-// One more warp issues copies. Sixteen math warps want more registers than an even share, and registers change hands
-// in groups of four warps only: then the copying warp gets three idle companions, which give theirs away too.
-constexpr bool REGISTERS_MOVE = MATH_WARPS == 16;
+// One more warp issues copies. Eight or sixteen math warps want more registers than an even share, and registers change
+// hands in groups of four warps only: then the copying warp gets three idle companions, which give theirs away too.
+constexpr bool REGISTERS_MOVE = MATH_WARPS == 8 || MATH_WARPS == 16;
 constexpr int THREADS = (MATH_WARPS + (REGISTERS_MOVE ? 4 : 1)) * 32;
+// A block gets 168 registers a thread for 12 warps, 96 for 20; what is taken must have been given, or the block stands still.
+constexpr int COPY_REGISTERS = 24;
+constexpr int MATH_REGISTERS = MATH_WARPS == 8 ? 240 : 112;
+static_assert(!REGISTERS_MOVE || MATH_WARPS * MATH_REGISTERS + 4 * COPY_REGISTERS <= (MATH_WARPS + 4) * (MATH_WARPS == 8 ? 168 : 96),
+              "more registers than the block has");
 constexpr int STAGE_TOKENS = TILE * TILES_PER_STAGE;
 constexpr int COPY_TOKENS = minimum(PAGE, STAGE_TOKENS);
 constexpr int COPIES = STAGE_TOKENS / COPY_TOKENS;
@@ -56,6 +61,7 @@ constexpr int QK_BLOCKS = (GQA + 3) / 4;
 // Up to four heads use the eight columns of the product with values as (head, half of the tokens).
 constexpr bool PAIRED = GQA <= 4;
 constexpr int PV_BLOCKS = PAIRED ? 1 : (GQA + 7) / 8;
+constexpr int SPILL_WORDS = PAIRED ? 0 : PV_BLOCKS * (HEAD_DIM / 16) * 4 + QK_BLOCKS + 1;  // of a lane
 constexpr int HEAD_SLOTS = 4 * QK_BLOCKS;  // query heads, padded
 constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
 constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
@@ -80,4 +86,5 @@ static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");
 static_assert(PAGE % TILE == 0, "a tile must not cross a page");
 static_assert(WINDOW_TOKENS > 0, "a window token must fit a stage");
 static_assert(STAGES >= 2, "copies must run ahead of arithmetic");
-static_assert(THREADS == OSCAR_THREADS && SHARED_BYTES == OSCAR_SHARED_BYTES, "variant.py says something else");
+static_assert(THREADS == OSCAR_THREADS && SHARED_BYTES == OSCAR_SHARED_BYTES &&
+              SPILL_WORDS * 32 * MATH_WARPS == OSCAR_SPILL_FLOATS, "variant.py says something else");

@@ -86,7 +86,8 @@ DEVICE void Ahead::load(const Segment& segment, const Tables& tables) {
   ring_row = RING > 0 ? tables.ring_row[segment.request] : 0;
 }
 
-// Whether the launch before this one, which stores the newest token of every request, may still be writing a stage.
+// Read-after-write hazard: whether the launch before this one, which stores the newest token of every request, may still
+// be writing a stage.
 DEVICE bool may_be_written(const Segment& segment, int stage) {
   return RECENT == 0 && stage == segment.borders.history_stages() - 1;
 }

@@ -34,16 +34,23 @@ DEVICE void attend(
       values.clear();
       int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
       int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
-      for (int stage = segment.history_begin; stage < segment.history_end; stage++, turn.advance()) {
-        u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
-        barrier_wait(full_barrier(base, turn.stage), turn.parity);
-        attend_history(softmax, values, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
-        live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
-        if (stage % Values::TILES_TO_HALVE == Values::TILES_TO_HALVE - 1) values.halve(softmax);
+      // In runs, so that what keeps sums in bounds is not part of the loop over stages.
+      bool spilled = false;
+      for (int stage = segment.history_begin;;) {
+        int stop = min(segment.history_end, (stage / Values::RUN_STAGES + 1) * Values::RUN_STAGES);
+        for (; stage < stop; stage++, turn.advance()) {
+          u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
+          barrier_wait(full_barrier(base, turn.stage), turn.parity);
+          attend_history(softmax, values, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
+          live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
+        }
+        if (stage == segment.history_end) break;
+        values.make_room(softmax, partials.own_spill(warp), !spilled);
+        spilled = true;
       }
-      values.finish(output);
+      values.finish(output, softmax, partials.own_spill(warp), spilled);
     }
     if (segment.window_begin < segment.window_end) {
       QueryFloats columns;
@@ -117,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
   make_plan(tables, plan);
   __syncthreads();
   if (threadIdx.x >= MATH_WARPS * 32) {
-    if (REGISTERS_MOVE) give_registers<24>();
+    if (REGISTERS_MOVE) give_registers<COPY_REGISTERS>();
     if (threadIdx.x / 32 == MATH_WARPS) {
       copy(query, tables, buffers, plan, base);
       // Blocks without work too: what comes after this launch relies on what came before it.
@@ -125,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
       let_successor_start();
     }
   } else {
-    if (REGISTERS_MOVE) take_registers<112>();
+    if (REGISTERS_MOVE) take_registers<MATH_REGISTERS>();
     write_zeros(result, plan, tables.batch);
     attend(query.sm_scale, tables.batch, partials, result, plan, shared);
   }

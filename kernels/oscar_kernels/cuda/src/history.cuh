@@ -190,17 +190,21 @@ DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, 
 #pragma unroll
       for (int b = 0; b < QK_BLOCKS; b++) weights[i][b] = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
     bool fits = sums.round(columns, weights, value_params);
-    // Weights far above their maximum so far, or values with scales above theirs, are rare after the first tiles.
+    // Weights times value scales far above their maximum so far are rare after the first tiles.
     if (raised || !__any_sync(FULL_WARP, !fits)) break;
     float peak[QK_BLOCKS], largest = 0;
     for (int b = 0; b < QK_BLOCKS; b++) {
       peak[b] = LOWEST;
       for (int i = 0; i < TOKENS; i++) peak[b] = fmaxf(peak[b], logits[i][b] * q.unit[b]);
     }
+    Softmax::Fade fade = softmax.raise(peak);
     for (int i = 0; i < TOKENS; i++)
-      for (int g = 0; g < GROUPS; g++) largest = fmaxf(largest, value_params[i][g].scale);
+      for (int b = 0; b < QK_BLOCKS; b++) {
+        float weight = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
+        for (int g = 0; g < GROUPS; g++) largest = fmaxf(largest, weight * value_params[i][g].scale);
+      }
     for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-    sums.scale(softmax.raise(peak), largest);
+    sums.scale(fade, largest);
   }
 
 #pragma unroll

@@ -1,8 +1,8 @@
 // Requests that several blocks worked on: their partial results, weighted by their log-sum-exp, become one.
 //
 // The blocks of a request wait for each other at the end and then merge a slice of its channels each. All blocks of a
-// launch are on the GPU at the same time, one to a multiprocessor, so none waits for one that cannot start; and their
-// shares are equal, so none waits for long.
+// launch are co-resident, one to a multiprocessor, so none waits for one that cannot start (decode.py refuses what would
+// break that: other processes on the same multiprocessors); and their shares are equal, so none waits for long.
 #pragma once
 
 #include "partial.cuh"

@@ -9,6 +9,11 @@ struct Partials {
   float* out;     // [slots, Q_HEADS, HEAD_DIM], normalized
   float* lse;     // [slots, Q_HEADS], log2; -infinity where there was nothing to attend to
   u32* counters;  // [MAX_BATCH], 0 between launches
+  float* spill;   // [blocks, MATH_WARPS, SPILL_WORDS, 32 lanes]; what sums of a warp's long segment were, see FloatValues
+
+  DEVICE float* own_spill(int warp) const {
+    return spill + ((i64)blockIdx.x * MATH_WARPS + warp) * SPILL_WORDS * 32 + threadIdx.x % 32;
+  }
 };
 
 // A NaN is passed on.
@@ -154,7 +159,7 @@ DEVICE void write_result(const Softmax& softmax, const Plain& plain, const Parti
 DEVICE void write_zeros(const Result& result, const Plan& plan, int batch) {
   for (int request = blockIdx.x; request < batch; request += gridDim.x) {
     if (plan.before(request) < plan.after(request)) continue;
-    wait_for_predecessor();  // which may still read what lies there
+    wait_for_predecessor();  // write-after-read hazard: it may still read what lies there
     for (int i = threadIdx.x; i < Q_HEADS * HEAD_DIM / 4; i += MATH_WARPS * 32) {
       float zeros[4] = {};
       result.write(request, i * 4 / HEAD_DIM, i * 4 % HEAD_DIM, zeros, 1);

@@ -8,11 +8,13 @@
 
 constexpr bool X_BF16 = Q_BF16;  // keys, values and queries have one format
 constexpr int K_TERMS = OSCAR_K_TERMS, V_TERMS = OSCAR_V_TERMS, Q_TERMS = OSCAR_Q_TERMS;  // 0: no rotation
+constexpr int K_SETS = OSCAR_K_SETS, V_SETS = OSCAR_V_SETS, Q_SETS = OSCAR_Q_SETS;  // matrices: 1 or one per kv head
 constexpr bool HAS_CENTER = OSCAR_HAS_CENTER;
 constexpr bool K_FITTED = OSCAR_K_FITTED, V_FITTED = OSCAR_V_FITTED;  // see fitted_parameters in codec.py
-constexpr float STRETCH = 1.5f;  // as in codec.py
+constexpr float STRETCH = OSCAR_STRETCH_64THS / 64.0f;  // of codec.py
 
-constexpr int VECTORS = 16;
+constexpr int VECTORS = OSCAR_VECTORS;
+static_assert(VECTORS == 16, "a block's vectors are the rows of a tensor-core product");
 constexpr int STORE_WARPS = HEAD_DIM / 16;
 constexpr int STORE_THREADS = STORE_WARPS * 32;
 constexpr int Y_STRIDE = HEAD_DIM + 4;
@@ -20,7 +22,7 @@ constexpr int Y_STRIDE = HEAD_DIM + 4;
 struct Side {
   const u16* x;
   i64 token_stride, head_stride;
-  const uint4* terms;  // [term][column / 16][channel / 32][2][lane], see cuda/store.py
+  const uint4* terms;  // [set][term][column / 16][channel / 32][2][lane], see cuda/store.py
   float unscale;       // of the terms
   const float* center;  // [KV_HEADS, HEAD_DIM]
   int rank;             // of the clip threshold among the magnitudes, 1 is the largest; 0: no clip
@@ -84,18 +86,39 @@ struct Columns {
   }
 };
 
+// Tiles of at most ``vectors`` vectors; none has heads of two of the SETS matrices.
+template <int HEADS, int SETS>
+DEVICE int tiles_of(int tokens, int vectors) {
+  return SETS * ((tokens * (HEADS / SETS) + vectors - 1) / vectors);
+}
+
+// The terms of a tile's matrix. Matrices come one after the other, each with all its tiles.
+template <int HEADS, int SETS, int TERMS>
+DEVICE const uint4* terms_of(const uint4* terms, int tile, int tokens, int vectors) {
+  if constexpr (SETS == 1) return terms;
+  constexpr int UINT4S = TERMS * HEAD_DIM * HEAD_DIM / 8;
+  return terms + tile / tiles_of<HEADS / SETS, 1>(tokens, vectors) * UINT4S;
+}
+
 // A vector of this block; past the end the last one.
-template <int HEADS>
+template <int HEADS, int SETS>
 struct Vector {
   int token, head;
   bool live;
 
   DEVICE Vector(int tile, int row, int tokens, int vectors) {
+    constexpr int OF_SET = HEADS / SETS;
+    int set = 0;
+    if constexpr (SETS > 1) {
+      int tiles = tiles_of<OF_SET, 1>(tokens, vectors);
+      set = tile / tiles;
+      tile %= tiles;
+    }
     int index = tile * vectors + row;
-    live = row < vectors && index < tokens * HEADS;
-    index = min(index, tokens * HEADS - 1);
-    token = index / HEADS;
-    head = index % HEADS;
+    live = row < vectors && index < tokens * OF_SET;
+    index = min(index, tokens * OF_SET - 1);
+    token = index / OF_SET;
+    head = set * OF_SET + index % OF_SET;
   }
 };
 
@@ -168,10 +191,21 @@ DEVICE float stored(float x) {
   return SCALE_BYTES == 4 ? x : SCALE_BF16 ? low_half<true>(narrow_scale(x)) : low_half<false>(narrow_scale(x));
 }
 
+// Whether a channel of the vector is a NaN, which clip() and minima and maxima pass over.
+DEVICE bool has_nan(const Values& v) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < BYTES; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) found |= v.y[i][j] != v.y[i][j];
+  return __any_sync(FULL_WARP, found);
+}
+
 // Codes of oscar_kernels/codec.py, packed; ``row`` is the token's row, ``v`` is ``whole`` clipped.
 template <bool FITTED>
 DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, int head) {
   int lane = threadIdx.x % 32;
+  bool broken = has_nan(whole);
   u32 packed[BYTES];
 #pragma unroll
   for (int i = 0; i < BYTES; i++) packed[i] = 0;
@@ -233,6 +267,7 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
       scale = stored(fitted);
       zero = stored(mean_code - (middle + mean) / scale);
     }
+    if (broken) scale = zero = as_float(0x7fc00000u);
     if (lane == g) {
       u8* at = row + PARAMS_OFFSET + head * PARAM_BYTES + g * 2 * SCALE_BYTES;
       if (SCALE_BYTES == 4) {
@@ -245,7 +280,7 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
   }
 #pragma unroll
   for (int i = 0; i < BYTES; i++)
-    if (has_byte(i)) row[head * CODE_BYTES + lane + 32 * i] = packed[i];
+    if (has_byte(i)) row[head * CODE_BYTES + lane + 32 * i] = broken ? 0 : packed[i];
 }
 
 DEVICE void store_window(u16* window, i64 slot, int head, const float* y) {
@@ -263,15 +298,15 @@ DEVICE void start(bool decoding) {
   if (decoding) let_successor_start();
 }
 
-template <int TERMS, bool CENTER, bool FITTED>
+template <int TERMS, int SETS, bool CENTER, bool FITTED>
 DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, int vectors, bool decoding,
                        float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if constexpr (TERMS > 0) {
-    Columns<TERMS> columns(side.terms);
+    Columns<TERMS> columns(terms_of<KV_HEADS, SETS, TERMS>(side.terms, tile, tokens, vectors));
     start(decoding);
     uint4 x[2][UNITS];
-    Vector<KV_HEADS> of[2] = {{tile, lane / 4, tokens, vectors}, {tile, lane / 4 + 8, tokens, vectors}};
+    Vector<KV_HEADS, SETS> of[2] = {{tile, lane / 4, tokens, vectors}, {tile, lane / 4 + 8, tokens, vectors}};
     for (int i = 0; i < 2; i++) load_vector(x[i], side, of[i].token, of[i].head);
     float y[2][4] = {};
     columns.multiply(y, x[0], x[1]);
@@ -292,7 +327,7 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
     start(decoding);
   }
   for (int row = warp; row < VECTORS; row += STORE_WARPS) {
-    Vector<KV_HEADS> of(tile, row, tokens, vectors);
+    Vector<KV_HEADS, SETS> of(tile, row, tokens, vectors);
     if (!of.live) break;
     float* y = tile_y + row * Y_STRIDE;
     if constexpr (TERMS == 0) {
@@ -317,12 +352,12 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
   }
 }
 
-template <int TERMS>
+template <int TERMS, int SETS>
 DEVICE void rotate_queries(const Queries& queries, int tile, int tokens, bool decoding) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Vector<Q_HEADS> of[2] = {{tile, lane / 4, tokens, VECTORS}, {tile, lane / 4 + 8, tokens, VECTORS}};
+  Vector<Q_HEADS, SETS> of[2] = {{tile, lane / 4, tokens, VECTORS}, {tile, lane / 4 + 8, tokens, VECTORS}};
   if constexpr (TERMS > 0) {
-    Columns<TERMS> columns(queries.terms);
+    Columns<TERMS> columns(terms_of<Q_HEADS, SETS, TERMS>(queries.terms, tile, tokens, VECTORS));
     start(decoding);
     uint4 x[2][UNITS];
     for (int i = 0; i < 2; i++) load_vector(x[i], queries, of[i].token, of[i].head);
@@ -340,7 +375,7 @@ DEVICE void rotate_queries(const Queries& queries, int tile, int tokens, bool de
   } else {
     start(decoding);
     for (int row = warp; row < VECTORS; row += STORE_WARPS) {
-      Vector<Q_HEADS> vector(tile, row, tokens, VECTORS);
+      Vector<Q_HEADS, SETS> vector(tile, row, tokens, VECTORS);
       const u16* x = queries.x + vector.token * queries.token_stride + vector.head * queries.head_stride;
       u16* out = queries.out + ((i64)vector.token * Q_HEADS + vector.head) * HEAD_DIM;
       if (vector.live)
@@ -353,11 +388,12 @@ DEVICE void rotate_queries(const Queries& queries, int tile, int tokens, bool de
 extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
     Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors, int decoding) {
   __shared__ float tile_y[VECTORS * Y_STRIDE];
-  int tiles = (tokens * KV_HEADS + vectors - 1) / vectors, tile = blockIdx.x;
-  if (tile < tiles)
-    store_tile<K_TERMS, HAS_CENTER, K_FITTED>(keys, slots, tile, tokens, vectors, decoding, tile_y);
-  else if (tile < 2 * tiles)
-    store_tile<V_TERMS, false, V_FITTED>(values, slots, tile - tiles, tokens, vectors, decoding, tile_y);
+  int keys_end = tiles_of<KV_HEADS, K_SETS>(tokens, vectors), tile = blockIdx.x;
+  int values_end = keys_end + tiles_of<KV_HEADS, V_SETS>(tokens, vectors);
+  if (tile < keys_end)
+    store_tile<K_TERMS, K_SETS, HAS_CENTER, K_FITTED>(keys, slots, tile, tokens, vectors, decoding, tile_y);
+  else if (tile < values_end)
+    store_tile<V_TERMS, V_SETS, false, V_FITTED>(values, slots, tile - keys_end, tokens, vectors, decoding, tile_y);
   else
-    rotate_queries<Q_TERMS>(queries, tile - 2 * tiles, tokens, decoding);
+    rotate_queries<Q_TERMS, Q_SETS>(queries, tile - values_end, tokens, decoding);
 }

@@ -2,13 +2,16 @@
 //
 // The code at bits 2j of a 16-bit half is the subnormal float16 number code 4^j 2^-24. The tensor cores multiply subnormals
 // exactly, and the end of the segment divides 4^j 2^-24 out.
+//
+// They cut sums off instead of rounding them, a bias that grows with the number of products: 1% after 30,000. So sums move
+// to memory and begin anew every 2,000 products, where they are added up with rounding.
 #pragma once
 
 #include "tile.cuh"
 
 struct FloatValues {
   Output sums;
-  float factor;  // the sums are of weights times this, about the inverse of the largest value scale
+  float factor;  // the sums are of weights times value scale times this, for this lane's heads
 
   // Weights times value scale as columns of the products: column 2 c is head c of an output block, column 2 c + 1 head 4 + c.
   struct Columns {
@@ -17,7 +20,7 @@ struct FloatValues {
 
   DEVICE void clear() {
     sums.clear();
-    factor = 1e30f;  // no scale has been seen: the first tile lowers it
+    factor = 1e30f;  // no weight has been seen: the first tile lowers it
   }
 
   // False if a number is 2 or more, infinite or NaN.
@@ -37,12 +40,42 @@ struct FloatValues {
     return !(bits & 0x40004000u);  // the second bit of a float16 tells
   }
 
-  static constexpr int TILES_TO_HALVE = 1 << 30;  // floats do not overflow
-  DEVICE void halve(Softmax&) {}
+  static constexpr int RUN_STAGES = 1024;  // of two products each
+  static constexpr int SPILLED = PV_BLOCKS * TILES_M * 4;
 
+  // Moves the sums to ``spill``, every lane to words of its own, 32 apart, and with them the units that they are in.
+  DEVICE void make_room(Softmax& softmax, float* spill, bool first) {
+    float ratio[QK_BLOCKS];
+    spilled_units(softmax, spill, ratio);
+#pragma unroll
+    for (int n = 0; n < PV_BLOCKS; n++)
+#pragma unroll
+      for (int tile = 0; tile < TILES_M; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float* at = spill + ((n * TILES_M + tile) * 4 + i) * 32;
+          float& sum = sums.acc[n][tile][i];
+          // What is there before the first time is another segment's.
+          *at = first ? sum : sum + *at * ratio[i % 2 ? right_block(n) : left_block(n)];
+          sum = 0;
+        }
+#pragma unroll
+    for (int b = 0; b < QK_BLOCKS; b++) spill[(SPILLED + b) * 32] = softmax.top[b];
+    spill[(SPILLED + QK_BLOCKS) * 32] = factor;
+  }
+
+  // What spilled sums are multiplied by to be in today's units.
+  DEVICE void spilled_units(const Softmax& softmax, const float* spill, float (&ratio)[QK_BLOCKS]) const {
+    float change = factor / spill[(SPILLED + QK_BLOCKS) * 32];
+#pragma unroll
+    for (int b = 0; b < QK_BLOCKS; b++) ratio[b] = exp2_fast(spill[(SPILLED + b) * 32] - softmax.top[b]) * change;
+  }
+
+  // See FixedValues: here numbers of this lane's heads were below 2, and the largest one is 0.5 from now on.
   DEVICE void scale(const Softmax::Fade& fade, float largest) {
-    float old = factor;
-    if (largest * factor > 1) factor = 0.5f / largest;
+    float old = factor, kept = 0;
+    for (float x : fade.of) kept = fmaxf(kept, x);
+    factor = fminf(0.5f / fmaxf(largest, 1e-30f), old / kept);
     sums.scale(fade, factor / old);
   }
 
@@ -88,7 +121,19 @@ struct FloatValues {
     }
   }
 
-  DEVICE void finish(Output& output) const {
+  DEVICE void finish(Output& output, const Softmax& softmax, const float* spill, bool spilled) {
+    if (spilled) {
+      float ratio[QK_BLOCKS];
+      spilled_units(softmax, spill, ratio);
+#pragma unroll
+      for (int n = 0; n < PV_BLOCKS; n++)
+#pragma unroll
+        for (int tile = 0; tile < TILES_M; tile++)
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            sums.acc[n][tile][i] +=
+                spill[((n * TILES_M + tile) * 4 + i) * 32] * ratio[i % 2 ? right_block(n) : left_block(n)];
+    }
     float unit = 16777216.0f / factor;
 #pragma unroll
     for (int n = 0; n < PV_BLOCKS; n++)

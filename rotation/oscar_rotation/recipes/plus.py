@@ -1,4 +1,4 @@
-"""The fit of the recipe ``plus``: key centers and balanced transforms (see :mod:`oscar_rotation.math.balanced`)."""
+"""The recipe ``plus``: key centers and balanced transforms (see :mod:`oscar_rotation.math.balanced`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
-from oscar_rotation.fit.calibrate import FitResult, choose_device, package_version, remarks
+from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.fit.result import FitResult, package_version, remarks
 from oscar_rotation.math.balanced import Balanced, balance, shrunk
 from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
 from oscar_rotation.math.hadamard import is_power_of_two
+from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, output_weights
 
 SINK = 64
 """First tokens of a request, which a server reads in 16 bits; at most half of a short request is left out for them."""
@@ -138,7 +140,9 @@ def fit_plus(
     model = (source.manifest.model_id, source.manifest.model_hash) if source.manifest else ("", "")
 
     def metadata(side: Side) -> RotationMetadata:
-        return RotationMetadata(OBJECTIVE, side, COMPOSITION, "descending", *model, package_version(), calibration)
+        return RotationMetadata(
+            OBJECTIVE, side, COMPOSITION, "descending", *model, package_version(), RECIPE.name, calibration
+        )
 
     return FitResult(*pack_plus(layers, metadata("k"), metadata("v")), remarks(tokens, head_dim))
 
@@ -166,3 +170,20 @@ def _pack(
         centers,
         (gain,) * len(sides),
     )
+
+
+def _fit_request(request: FitRequest) -> FitResult:
+    dump = activations(request, RECIPE.name)
+    weights = output_weights(request, dump, RECIPE.name)
+    return fit_plus(dump, weights, device=request.device, progress=request.progress)
+
+
+RECIPE = FittedRecipe(
+    name="plus",
+    summary="centered keys, balanced transforms, scales fitted to the codes",
+    fit=_fit_request,
+    options=frozenset(),
+    needs_activations=True,
+    needs_weights=True,
+    suffixes=(".safetensors",),
+)

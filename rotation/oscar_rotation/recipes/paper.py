@@ -1,10 +1,9 @@
-"""From a dump to rotations, layer by layer (paper, algorithm 1, procedure Calibrate)."""
+"""The recipe ``paper``: the published method, rotations from covariances (algorithm 1, procedure Calibrate)."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,13 @@ import torch
 from oscar_rotation.dump import DumpManifest, DumpReader
 from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.layer import LayerFitter, Progress, SideFit, target_composition
 from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.fit.result import FitResult, package_version, remarks
 from oscar_rotation.fit.streamed import fit_covariances
 from oscar_rotation.fit.targets import KEY_TARGETS, VALUE_TARGETS
-
-__all__ = ["FitOptions", "FitResult", "Progress", "choose_device", "fit"]
-
-FEW_TOKENS_PER_CHANNEL = 8
-"""Below this many tokens per channel a covariance is too noisy to trust its small eigenvalues."""
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """Rotations of both sides, remarks on the calibration data, and the report, empty where none was asked for."""
-
-    key: RotationSet
-    value: RotationSet
-    remarks: tuple[str, ...] = ()
-    report: dict[str, Any] = field(default_factory=dict)
-
-
-def choose_device(name: str = "auto") -> torch.device:
-    """The torch device of a name: "auto" is CUDA where there is a GPU, else the CPU; other names are torch devices.
-
-    Raises:
-        ValueError: if the device does not exist here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {name!r}; use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: this machine has no usable CUDA GPU; use auto or cpu")
-    return device
+from oscar_rotation.recipes.base import PUBLISHED, FitRequest, FittedRecipe
 
 
 def fit(
@@ -129,14 +99,6 @@ def _fit_streamed(root: Path, options: FitOptions, progress: Progress | None) ->
     )
 
 
-def remarks(tokens: int, head_dim: int) -> tuple[str, ...]:
-    """What is to be said about the size of a calibration set."""
-    enough = FEW_TOKENS_PER_CHANNEL * head_dim
-    if tokens >= enough:
-        return ()
-    return (f"only {tokens} calibration tokens for head_dim {head_dim}; {enough} or more make a sound fit",)
-
-
 def pack(sides: Sequence[SideFit], metadata: RotationMetadata) -> RotationSet:
     """One side of all layers as a rotation set."""
     spectra = [side.eigenvalues for side in sides if side.eigenvalues is not None]
@@ -165,15 +127,25 @@ def _metadata(
             model_id=manifest.model_id if manifest else "",
             model_hash=manifest.model_hash if manifest else "",
             version=package_version(),
+            recipe=RECIPE.name,
             calibration=calibration,
         )
         for side, target, known in sides
     }
 
 
-def package_version() -> str:
-    """Version of the installed distribution; empty where it is not installed."""
-    try:
-        return importlib.metadata.version("sglang-oscar")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _fit_request(request: FitRequest) -> FitResult:
+    dump = request.dump
+    source = dump if is_covariance_dump(dump) else DumpReader(dump, allow_incomplete=request.allow_incomplete)
+    return fit(source, request.options, device=request.device, progress=request.progress)
+
+
+RECIPE = FittedRecipe(
+    name=PUBLISHED,
+    summary="the published method: orthogonal rotations U H P from covariance targets",
+    fit=_fit_request,
+    options=frozenset(field.name for field in fields(FitOptions)),
+    needs_activations=False,
+    needs_weights=False,
+    suffixes=(".pt", ".safetensors"),
+)

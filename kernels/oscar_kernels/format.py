@@ -1,0 +1,151 @@
+"""How the keys and values of a layer are stored: everything that gives the bytes of its rows their meaning.
+
+A :class:`LayerFormat` is the one description that loaders make, memory is sized from, kernels take and a cache is
+known by: :func:`fingerprint` of the formats of all layers says whether rows that one server wrote can be read by
+another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from oscar_kernels.layout import FORMAT_VERSION, RowLayout
+from oscar_kernels.transform import SideTransform
+
+
+@dataclass(frozen=True, eq=False)
+class SideFormat:
+    """How one side (keys or values) of a layer is stored.
+
+    Args:
+        group_size: channels that share a scale and a zero point.
+        scale_dtype: dtype of scale and zero point.
+        bits: bits of a code.
+        transform: what happens to vectors before they are quantized.
+    """
+
+    group_size: int
+    scale_dtype: torch.dtype = torch.bfloat16
+    bits: int = 2
+    transform: SideTransform = field(default_factory=SideTransform)
+
+    def layout(self, kv_heads: int, head_dim: int) -> RowLayout:
+        """Geometry of this side's rows.
+
+        Raises:
+            ValueError: such rows cannot be stored.
+        """
+        return RowLayout(kv_heads, head_dim, self.group_size, self.scale_dtype, self.bits)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFormat:
+    """How one attention layer is stored.
+
+    Args:
+        kv_heads: kv heads: of the model, or of one tensor-parallel rank (:meth:`of_heads`).
+        head_dim: channels per head.
+        key, value: each side's format.
+
+    Raises:
+        ValueError: rows cannot be stored so, or a transform is of other heads.
+    """
+
+    kv_heads: int
+    head_dim: int
+    key: SideFormat
+    value: SideFormat
+
+    def __post_init__(self) -> None:
+        _ = self.key_layout, self.value_layout  # raise where rows cannot be stored so
+        for name, side in self.sides:
+            transform = side.transform
+            if transform.head_dim not in (None, self.head_dim) or transform.kv_heads not in (None, self.kv_heads):
+                raise ValueError(
+                    f"the {name} transform is for {transform.kv_heads or self.kv_heads} kv heads of "
+                    f"{transform.head_dim}, the layer has {self.kv_heads} of {self.head_dim}"
+                )
+        if self.value.transform.center is not None:
+            raise ValueError("values cannot be centered: attention outputs would lack the center")
+
+    @property
+    def sides(self) -> tuple[tuple[str, SideFormat], tuple[str, SideFormat]]:
+        """Both sides with their names."""
+        return ("key", self.key), ("value", self.value)
+
+    @cached_property
+    def key_layout(self) -> RowLayout:
+        """Geometry of the key rows."""
+        return self.key.layout(self.kv_heads, self.head_dim)
+
+    @cached_property
+    def value_layout(self) -> RowLayout:
+        """Geometry of the value rows."""
+        return self.value.layout(self.kv_heads, self.head_dim)
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token in this layer: its key row and its value row."""
+        return self.key_layout.row_bytes + self.value_layout.row_bytes
+
+    @property
+    def elements(self) -> int:
+        """Key and value channels of one token in this layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def with_transforms(self, key: SideTransform, value: SideTransform) -> LayerFormat:
+        """The same rows with other transforms."""
+        return replace(self, key=replace(self.key, transform=key), value=replace(self.value, transform=value))
+
+    def of_heads(self, heads: slice) -> LayerFormat:
+        """The format of some of the kv heads, such as those of a tensor-parallel rank."""
+        key, value = (replace(side, transform=side.transform.of_heads(heads)) for _, side in self.sides)
+        return LayerFormat(len(range(self.kv_heads)[heads]), self.head_dim, key, value)
+
+    def to(self, device: torch.device | str) -> LayerFormat:
+        """The same with its tensors on another device."""
+        return self.with_transforms(self.key.transform.to(device), self.value.transform.to(device))
+
+    def absorbed(self) -> LayerFormat:
+        """The same for a model whose weights hold the value matrix: values come, and outputs leave, multiplied."""
+        return self.with_transforms(self.key.transform, self.value.transform.without_matrix())
+
+
+def mean_bits(formats: Iterable[LayerFormat]) -> float:
+    """Stored bits per key or value channel over all layers, scales and zero points included."""
+    formats = list(formats)
+    return 8 * sum(layer.cell_bytes for layer in formats) / sum(layer.elements for layer in formats)
+
+
+def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
+    """SHA-256, in hex, of what the rows of a model's layers mean.
+
+    Equal fingerprints: rows of either cache can be read by the other. It covers the version of the row format
+    (:data:`oscar_kernels.layout.FORMAT_VERSION`) and per global layer id and side the heads, bits, group size, scale
+    dtype, clip ratio, gain and the float32 bytes of matrix, dual and center. It depends neither on the device nor, if
+    given the formats of the whole model, on tensor parallelism or on whether weights have absorbed the value matrix:
+    that moves a product, not a stored byte. The identity and a matrix of ones and zeros count as different.
+
+    Args:
+        formats: of all layers of the model, by global layer id.
+    """
+    digest = hashlib.sha256(f"oscar rows {FORMAT_VERSION}\n".encode())
+    for layer_id, layer in sorted(formats.items()):
+        digest.update(f"layer {layer_id} heads {layer.kv_heads} x {layer.head_dim}\n".encode())
+        for name, side in layer.sides:
+            transform = side.transform
+            digest.update(
+                f"{name} bits {side.bits} group {side.group_size} scale {side.scale_dtype} "
+                f"clip {float(transform.clip).hex()} gain {float(transform.gain).hex()}\n".encode()
+            )
+            for part in ("matrix", "dual", "center"):
+                x: torch.Tensor | None = getattr(transform, part)
+                digest.update(f"{part} {None if x is None else list(x.shape)}\n".encode())
+                if x is not None:
+                    digest.update(x.detach().cpu().contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,56 @@
+"""What a fit gives, and the files it becomes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oscar_rotation.files.rotation_file import rotation_file_name, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationSet
+
+FEW_TOKENS_PER_CHANNEL = 8
+"""Below this many tokens per channel a covariance is too noisy to trust its small eigenvalues."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Rotations of both sides, remarks on the calibration data, and the report, empty where none was asked for."""
+
+    key: RotationSet
+    value: RotationSet
+    remarks: tuple[str, ...] = ()
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, out: Path, suffixes: tuple[str, ...]) -> list[Path]:
+        """Write both rotation files under their usual names, in each format of ``suffixes``, and return their paths.
+
+        Raises:
+            RotationFileError: a format that does not hold them.
+            OSError: a file cannot be written.
+        """
+        paths = []
+        for side, rotations in (("k", self.key), ("v", self.value)):
+            for suffix in suffixes:
+                facts = rotations.metadata
+                path = out / rotation_file_name(side, facts.objective, facts.composition, suffix)  # type: ignore[arg-type]
+                save_rotation_file(path, rotations)
+                paths.append(path)
+        return paths
+
+
+def remarks(tokens: int, head_dim: int) -> tuple[str, ...]:
+    """What is to be said about the size of a calibration set."""
+    enough = FEW_TOKENS_PER_CHANNEL * head_dim
+    if tokens >= enough:
+        return ()
+    return (f"only {tokens} calibration tokens for head_dim {head_dim}; {enough} or more make a sound fit",)
+
+
+def package_version() -> str:
+    """Version of the installed distribution; empty where it is not installed."""
+    try:
+        return importlib.metadata.version("sglang-oscar")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

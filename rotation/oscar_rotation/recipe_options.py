@@ -1,0 +1,42 @@
+"""Which options of a command a recipe takes: one that it would ignore is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import typer
+
+from oscar_rotation.recipes import FITTED, FittedRecipe
+
+FIELDS: Mapping[str, str] = {"method": "key_target", "clip": "fit_clip"}
+"""Parameter of a command -> field of FitOptions, where the names differ."""
+
+OPTIONS = frozenset(field for recipe in FITTED.values() for field in recipe.options)
+
+
+def refuse_foreign_options(context: typer.Context, recipe: FittedRecipe, *besides: str) -> None:
+    """Refuse what the user gave, on the command line or as a variable, and the recipe does not read.
+
+    Args:
+        context: of the command.
+        recipe: the one chosen.
+        besides: parameters that the command needs for itself, whatever the recipe.
+
+    Raises:
+        typer.BadParameter: naming the first one and the recipes that take it.
+    """
+    for name in context.params:
+        source = getattr(context.get_parameter_source(name), "name", "")
+        if source not in ("COMMANDLINE", "ENVIRONMENT") or name in besides:
+            continue
+        field = FIELDS.get(name, name)
+        if field in OPTIONS and field not in recipe.options:
+            takers = [other.name for other in FITTED.values() if field in other.options]
+        elif name == "model" and not recipe.needs_weights:
+            takers = [other.name for other in FITTED.values() if other.needs_weights]
+        else:
+            continue
+        raise typer.BadParameter(
+            f"has no meaning for --recipe {recipe.name}; --recipe {' or '.join(takers)} takes it",
+            param_hint=f"--{name.replace('_', '-')}",
+        )

@@ -1,0 +1,215 @@
+"""Transforms and formats of layers: algebra in float64, slices of heads, refusals and the fingerprint of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import random_rotation, random_transform
+
+from oscar_kernels import format as formats
+from oscar_kernels.format import LayerFormat, SideFormat, fingerprint, mean_bits
+from oscar_kernels.layout import RowLayout
+from oscar_kernels.prepared import prepare
+from oscar_kernels.transform import SideTransform
+
+D, HEADS = 64, 4
+
+
+def per_head(x: torch.Tensor | None) -> torch.Tensor:
+    """float64 [HEADS, D, D] of a shared or a per-head matrix."""
+    assert x is not None
+    return x.double().expand(HEADS, D, D)
+
+
+@pytest.mark.parametrize("heads", [None, HEADS])
+def test_reading_undoes_writing(heads: int | None) -> None:
+    """q D . (x T - c) = q . (x - plain_center), and x T back = x, whatever the matrix."""
+    center = torch.randn(HEADS, D, generator=torch.Generator().manual_seed(1))
+    transform = SideTransform(*random_transform(D, 2, heads), center)
+    x = torch.randn(HEADS, 1, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    q = torch.randn(HEADS, D, 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    stored = x @ per_head(transform.matrix)
+    read = (stored - center.double()[:, None]) @ (q.mT @ per_head(transform.reading)).mT
+    assert transform.plain_center is not None
+    plain = (x - transform.plain_center.double()[:, None]) @ q
+    torch.testing.assert_close(read, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stored @ per_head(transform.back), x, rtol=1e-4, atol=1e-4)
+
+
+def test_an_orthogonal_matrix_reads_itself() -> None:
+    rotation = random_rotation(D, 7, torch.device("cpu"))
+    center = torch.randn(HEADS, D, generator=torch.Generator().manual_seed(8))
+    transform = SideTransform(rotation, center=center)
+    assert transform.reading is rotation
+    assert transform.back is not None
+    assert transform.back.is_contiguous()
+    assert torch.equal(transform.back, rotation.T)
+    assert transform.plain_center is not None
+    torch.testing.assert_close(transform.plain_center @ rotation, center, atol=1e-5, rtol=1e-5)
+    bare = SideTransform(center=center)
+    assert (bare.reading, bare.back) == (None, None)
+    assert bare.plain_center is center
+
+
+def test_heads_of_a_rank() -> None:
+    """Tensors per head are cut, shared ones stay the same object; ranks together have every head once."""
+    matrix, dual = random_transform(D, 1, HEADS)
+    shared, shared_dual = random_transform(D, 2)
+    center = torch.randn(HEADS, D, generator=torch.Generator().manual_seed(3))
+    key = SideFormat(64, transform=SideTransform(matrix, dual, center, 0.96, 0.98))
+    value = SideFormat(32, transform=SideTransform(shared, shared_dual, clip=0.92))
+    whole = LayerFormat(HEADS, D, key, value)
+    ranks = [whole.of_heads(slice(first, first + 1)) for first in range(HEADS)]
+    for head, rank in enumerate(ranks):
+        own = rank.key.transform
+        assert rank.kv_heads == own.kv_heads == 1
+        assert own.per_head
+        assert own.matrix is not None
+        assert own.dual is not None
+        assert own.center is not None
+        assert torch.equal(own.matrix, matrix[head : head + 1])
+        assert torch.equal(own.dual, dual[head : head + 1])
+        assert torch.equal(own.center, center[head : head + 1])
+        assert (own.clip, own.gain) == (0.96, 0.98)
+        assert rank.value.transform is value.transform
+    assert sum(rank.cell_bytes for rank in ranks) == whole.cell_bytes
+    centered = SideTransform(shared, center=center).of_heads(slice(1, 3))
+    assert centered.matrix is shared
+    assert centered.center is not None
+    assert torch.equal(centered.center, center[1:3])
+
+
+def test_absorbed_values_keep_all_but_the_matrix() -> None:
+    matrix, dual = random_transform(D, 1)
+    side = SideFormat(64, transform=SideTransform(matrix, dual, clip=0.92, gain=1.0))
+    absorbed = LayerFormat(HEADS, D, side, side).absorbed()
+    assert absorbed.key.transform.matrix is matrix
+    left = absorbed.value.transform
+    assert (left.matrix, left.dual, left.back, left.clip, left.gain) == (None, None, None, 0.92, 1.0)
+
+
+def test_sides_have_rows_of_their_own() -> None:
+    layer = LayerFormat(8, 128, SideFormat(64), SideFormat(128, torch.float32))
+    assert layer.key_layout == RowLayout(8, 128, 64)
+    assert layer.value_layout == RowLayout(8, 128, 128, torch.float32)
+    assert layer.cell_bytes == 8 * (32 + 8) + 8 * (32 + 8)
+    assert layer.elements == 2048
+    assert mean_bits([layer, LayerFormat(8, 128, SideFormat(128), SideFormat(128))]) == (2.5 + 2.25) / 2
+
+
+EYE = torch.eye(D)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SideTransform(EYE.double()), "matrix of a transform must be float32"),
+        (lambda: SideTransform(EYE[0]), "matrix must be"),
+        (lambda: SideTransform(EYE[:32]), "matrix must be"),
+        (lambda: SideTransform(dual=EYE), "dual must have the shape of the matrix"),
+        (lambda: SideTransform(EYE, EYE[None]), "dual must have the shape of the matrix"),
+        (lambda: SideTransform(center=EYE[0]), r"center must be \[kv_heads"),
+        (lambda: SideTransform(EYE, center=torch.zeros(2, 32)), "does not fit the matrix"),
+        (lambda: SideTransform(EYE.repeat(3, 1, 1), center=torch.zeros(2, D)), "does not fit the matrix"),
+        (lambda: SideTransform(clip=0.0), "clip must be"),
+        (lambda: SideTransform(clip=1.5), "clip must be"),
+        (lambda: SideTransform(clip=float("nan")), "clip must be"),
+        (lambda: SideTransform(gain=-1.0), "gain must be"),
+        (lambda: SideTransform(gain=float("inf")), "gain must be"),
+        (lambda: layer_of(SideTransform(EYE[:32, :32])), "key transform is for 4 kv heads of 32"),
+        (lambda: layer_of(SideTransform(EYE.repeat(2, 1, 1))), "key transform is for 2 kv heads of 64"),
+        (lambda: layer_of(SideTransform(), SideTransform(center=torch.zeros(HEADS, D))), "values cannot be centered"),
+        (lambda: LayerFormat(1, D, SideFormat(64, bits=3), SideFormat(64)), "codes of 3 bits are not supported yet"),
+        (lambda: LayerFormat(1, D, SideFormat(48), SideFormat(64)), "group_size must be a power of two"),
+    ],
+)
+def test_refusals_are_one_line(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def layer_of(key: SideTransform, value: SideTransform | None = None) -> LayerFormat:
+    return LayerFormat(
+        HEADS, D, SideFormat(64, transform=key), SideFormat(64, transform=value or SideTransform(clip=0.92))
+    )
+
+
+def small_model() -> dict[int, LayerFormat]:
+    """Two layers with numbers that are exact in every arithmetic."""
+    matrix = torch.arange(D * D).view(D, D) / 64
+    centers = torch.arange(HEADS * D).view(HEADS, D) / 4
+    return {
+        0: layer_of(SideTransform(matrix.float(), None, centers.float(), 0.96, 0.98)),
+        7: layer_of(SideTransform(matrix.float(), 2 * matrix.float())),
+    }
+
+
+def test_fingerprint_is_pinned() -> None:
+    """It identifies caches that outlive a server: it may change only with the meaning of stored bytes."""
+    assert fingerprint(small_model()) == "68a40d66f53704a07092ecf5943a14d9f9fbe9747e86aa9059f6cae669f60af7"
+
+
+def test_fingerprint_is_of_contents() -> None:
+    """Neither order of layers nor identity, memory layout or laziness of tensors counts."""
+    model = small_model()
+    matrix = model[0].key.transform.matrix
+    assert matrix is not None
+    transposed = replace(model[0].key.transform, matrix=matrix.T.contiguous().T)
+    again = {7: model[7].to("cpu"), 0: model[0].with_transforms(transposed, model[0].value.transform)}
+    _ = again[7].key.transform.back
+    assert fingerprint(again) == fingerprint(model)
+
+
+def test_fingerprint_tells_all_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every single change of what rows mean is another fingerprint."""
+    base = small_model()
+    layer, key = base[0], base[0].key
+    matrix, center = key.transform.matrix, key.transform.center
+    assert matrix is not None
+    assert center is not None
+    nudged = matrix.clone()
+    nudged[5, 9] = torch.nextafter(nudged[5, 9], torch.tensor(torch.inf))
+    changes = [
+        {"clip": 0.961},
+        {"gain": 0.97},
+        {"matrix": nudged},
+        {"matrix": None},
+        {"matrix": matrix.repeat(HEADS, 1, 1)},
+        {"dual": matrix},
+        {"center": center + 1},
+        {"center": None},
+    ]
+    variants = [replace(layer, key=replace(key, transform=replace(key.transform, **change))) for change in changes]
+    variants += [
+        replace(layer, key=replace(key, group_size=32)),
+        replace(layer, key=replace(key, scale_dtype=torch.float16)),
+        replace(layer, key=layer.value, value=replace(key, transform=replace(key.transform, center=None))),
+    ]
+    seen = {fingerprint(base), *(fingerprint({**base, 0: variant}) for variant in variants)}
+    seen |= {fingerprint({0: base[0]}), fingerprint({0: base[0], 8: base[7]}), fingerprint({0: base[7], 7: base[0]})}
+    monkeypatch.setattr(formats, "FORMAT_VERSION", 99)
+    seen.add(fingerprint(base))
+    assert len(seen) == len(variants) + 5
+
+
+def test_prepared_terms_sum_to_the_matrix() -> None:
+    """In float64, relative to float32: shared or per head, keys' duals and values' backs."""
+    for heads in (None, HEADS):
+        key, value = (SideTransform(*random_transform(D, seed, heads)) for seed in (1, 2))
+        for dtype in (torch.bfloat16, torch.float16):
+            prepared = prepare(layer_of(key, value), dtype)
+            for split, matrix in (
+                (prepared.key.matrix, key.matrix),
+                (prepared.key.reading, key.dual),
+                (prepared.value.matrix, value.matrix),
+                (prepared.value.reading, value.back),
+            ):
+                assert split is not None
+                assert matrix is not None
+                assert split.sets == (heads or 1)
+                summed = split.terms.double().sum(1) / split.scale
+                torch.testing.assert_close(summed, matrix.double().view_as(summed), rtol=2**-20, atol=2**-22)
