@@ -30,6 +30,7 @@ from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.hadamard import is_power_of_two
 from oscar_rotation.recipes import plus
 from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, output_weights
+from oscar_rotation.threads import one_thread
 
 SHARES = (0.0, 0.5, 0.9)
 """Of attention in the moments of keys; the rest counts every key alike. Each head takes one of them."""
@@ -139,7 +140,8 @@ def fit_focus_layer(moments: FocusMoments, held_out: Sequence[Heads], reader: to
     losses = []
     for share in SHARES:
         stored, center = moments.keys(share)
-        keys = [balance(*pair) for pair in zip(shrunk(stored), queries, strict=True)]
+        with one_thread():
+            keys = [balance(*pair) for pair in zip(shrunk(stored), queries, strict=True)]
         found.append((keys, center))
         losses.append(_loss(keys, center, held_out, moments.scale))
     chosen = torch.stack(losses).argmin(0).tolist()
