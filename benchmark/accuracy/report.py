@@ -258,11 +258,11 @@ Every cache format inside a Hugging Face model, and real servers beside it.
 Made by `python benchmark/accuracy/run.py`. A section names its run: size of the sample, device, and how long
 all regimes of the model took.
 
-* **Models.** `SmolLM2-135M-Instruct` is a real language model, as `scripts/real_model.sh` makes it, measured as it is on
-  four kinds of text; the KL without a kind is that of source text. `reference` is the shipped model; `strong` is what
-  `scripts/train_reference_model.py --preset strong` trains. These two are measured as trained and with outliers that change nothing but the cache: keys of one rotary pair per
-  layer times a factor and queries divided by it, one value channel per kv head times a factor and its columns of
-  `o_proj` divided by it.
+* **Models.** `SmolLM2-135M-Instruct` is a real language model, as `scripts/real_model.sh` makes it, measured as it is
+  on four kinds of text; the KL without a kind is that of source text. `reference` is the shipped model; `strong` is
+  what `scripts/train_reference_model.py --preset strong` trains. These two are measured as trained and with outliers
+  that change nothing but the cache: keys of one rotary pair per layer times a factor and queries divided by it, one
+  value channel per kv head times a factor and its columns of `o_proj` divided by it.
 * **Semantics.** Those of the server: sink of 64 tokens, recent window of 256, a chunk of a prompt exact to itself,
   every older token as its quantizer gives it back; errors of a layer reach the queries of the layers behind it.
   Decoding is teacher-forced: one forward pass with two kinds of keys per query equals decoding token by token, which a
