@@ -39,7 +39,8 @@ class Family:
 
 
 FAMILIES = (
-    Family("INT2, recipe focus", ("focus g128", "focus g64", "focus g32"), "#7b3294", "*"),
+    Family("INT2, recipe focus", ("focus g128, served form", "focus g64, served form"), "#7b3294", "*"),
+    Family("focus with turning centers (laboratory)", ("focus g128", "focus g64", "focus g32"), "#c2a5cf", "*"),
     Family("INT2, recipe plus", ("plus g128", "plus g64", "plus g32"), "#c0392b", "o"),
     Family("INT2, OSCAR as published", ("OSCAR g128", "OSCAR g64", "OSCAR g32"), "#e08e0b", "s"),
     Family("QuaRot INT2", ("QuaRot-INT2 g128", "QuaRot-INT2 g64"), "#2471a3", "D"),

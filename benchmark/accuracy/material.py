@@ -93,7 +93,8 @@ class RealMaterial:
             return prompts
         if domain == "mixed":
             kinds = [self._windows(kind, 2, prompts.shape[1]) for kind in KINDS]
-            return torch.cat([prompts[:2], *kinds])
+            # One of each and then one of each again: what is held out at the end has its like before it.
+            return torch.stack([prompts[:2], *kinds], 1).flatten(0, 1)
         return self._windows("source" if domain == "text" else domain, *prompts.shape)
 
     @cache  # noqa: B019 (one object per run)

@@ -188,17 +188,24 @@ def ablations(model: str, found: dict[str, Any]) -> Iterator[str]:
         first_rows = next(iter(measured.values()))
         names = [n for n in BASES.get(name, PUBLISHED) if n in first_rows]
         names += [n for n, row in first_rows.items() if row["table"] == name]
-        head = ["variant", *(f"{r}: {what}" for r in measured for what in ("KL", "retrieval"))]
+        kinds = list(
+            dict.fromkeys(
+                kind for rows in measured.values() for n in names for kind in rows.get(n, {}).get("kinds", {})
+            )
+        )
+        columns = ("KL", *(f"KL, {kind}" for kind in kinds), "retrieval")
+        head = ["variant", *(f"{r}: {what}" for r in measured for what in columns)]
         body = []
         for variant in dict.fromkeys(names):
             cells = [variant]
             for rows in measured.values():
                 row = rows.get(variant)
                 if row is None:
-                    cells += ["-", "-"]
+                    cells += ["-"] * len(columns)
                     continue
                 first = next(iter(row["retrieval"].values()))["accuracy"]["mean"]
-                cells += [f"{row['language']['kl']['mean']:.4f}", f"{first:.2f}"]
+                on = [row["language"], *(row.get("kinds", {}).get(kind) for kind in kinds)]
+                cells += [*("-" if x is None else f"{x['kl']['mean']:.4f}" for x in on), f"{first:.2f}"]
             body.append(cells)
         yield from table(head, body)
     yield from clip_grid(model, regimes)
@@ -251,10 +258,11 @@ Every cache format inside a Hugging Face model, and real servers beside it.
 Made by `python benchmark/accuracy/run.py`. A section names its run: size of the sample, device, and how long
 all regimes of the model took.
 
-* **Models.** `reference` is the shipped model; `strong` is what `scripts/train_reference_model.py --preset strong`
-  trains. Both are measured as trained and with outliers that change nothing but the cache: keys of one rotary pair per
-  layer times a factor and queries divided by it, one value channel per kv head times a factor and its columns of
-  `o_proj` divided by it.
+* **Models.** `SmolLM2-135M-Instruct` is a real language model, as `scripts/real_model.sh` makes it, measured as it is
+  on four kinds of text; the KL without a kind is that of source text. `reference` is the shipped model; `strong` is
+  what `scripts/train_reference_model.py --preset strong` trains. These two are measured as trained and with outliers
+  that change nothing but the cache: keys of one rotary pair per layer times a factor and queries divided by it, one
+  value channel per kv head times a factor and its columns of `o_proj` divided by it.
 * **Semantics.** Those of the server: sink of 64 tokens, recent window of 256, a chunk of a prompt exact to itself,
   every older token as its quantizer gives it back; errors of a layer reach the queries of the layers behind it.
   Decoding is teacher-forced: one forward pass with two kinds of keys per query equals decoding token by token, which a

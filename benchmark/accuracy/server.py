@@ -29,7 +29,9 @@ def transforms_set(transforms: Transforms, side: Side, gain: float) -> RotationS
     """A method's transforms, and the gain of its scales, as a rotation file holds them."""
     forward, dual = transforms.forward.float().cpu(), transforms.back.mT.float().cpu()
     orthogonal = bool((forward.mT @ forward - torch.eye(forward.shape[-1])).abs().max() < 1e-4)
-    centers = None if transforms.center is None else transforms.center.float().cpu() @ forward
+    centers = None if transforms.center is None else transforms.center.float().cpu()
+    if centers is not None:
+        centers = (centers[..., None, :] @ forward)[..., 0, :] if forward.ndim == 4 else centers @ forward
     return RotationSet(
         forward.contiguous(),
         metadata=RotationMetadata(side=side),

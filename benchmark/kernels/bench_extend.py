@@ -24,6 +24,7 @@ from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import rotate_queries, store
 from sglang_oscar.attention import decode_choice, extend_choice
+from sglang_oscar.memory.plan import Geometry
 
 SHAPES = [
     (1, 0, 8192), (8, 0, 1024), (1, 8192, 8192), (1, 32_768, 8192), (1, 32_768, 2048), (1, 131_072, 2048),
@@ -121,8 +122,9 @@ def main() -> None:
     ragged, cache = None, random_cache(PAGE, 1, LAYOUT, WINDOWS)
     decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=installed)
     if installed:
-        size = extend_choice.workspace(LAYOUT, Q_HEADS, torch.bfloat16, BUDGET)
-        ragged = extend_choice.ragged_extend(size, LAYOUT, WINDOWS, torch.device("cuda"), decode)
+        geometry = Geometry.uniform(LAYOUT, WINDOWS, torch.bfloat16, layers=1)
+        size = extend_choice.workspace(geometry.formats[0], Q_HEADS, torch.bfloat16, BUDGET)
+        ragged = extend_choice.ragged_extend(size, geometry, torch.device("cuda"), decode)
     rows: list[dict[str, object]] = []
     for batch, prefix, chunk in SHAPES:
         case = Case(batch, prefix, chunk, rotation)

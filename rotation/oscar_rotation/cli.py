@@ -62,7 +62,7 @@ def fit_command(
     out: Annotated[Path, typer.Option("--out", help="Folder for the rotation files.")],
     recipe: Annotated[str, _choice(f"{RECIPES_HELP}.", FITTED)] = DEFAULT,
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the weights, for plus; default: what the dump names.")
+        str | None, typer.Option(help="Folder or hub id of the weights, not for paper; default: the dump's.")
     ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,

@@ -134,8 +134,8 @@ def test_equals_the_server_step_by_step(prompt: int, chunk: int, prefix: int) ->
         server.ring_start = prefix if begin >= prefix else 0
         expected.append(model(ids[:, begin:end], past_key_values=past, use_cache=True).logits[0])
     wanted = torch.cat(expected)[session.first :]
-    # A product of one vector and one of many sum up in another order on some processors, and a code on a rounding boundary
-    # then falls either way: logits of the tokens that read it move a little. A wrong row moves all logits, and far.
+    # Products of one vector and of many are summed in different orders on some processors, and a code on a rounding
+    # boundary then falls either way: logits of the tokens that read it move a little. A wrong row moves all of them.
     distance = (got - wanted).abs()
     assert float((distance > 2e-3).float().mean()) < 0.1
     assert float(distance.max()) < 0.2

@@ -242,7 +242,7 @@ def test_ablations_cover_the_papers_tables() -> None:
         (["ablation", "clip", "m", "--only", "x"], "not one of clip_0.88_0.88"),
         (["dump", "m", "--server-args", "--x '{"], "No closing quotation"),
         (["calibrate", "m", "--clip", "x"], "neither none nor fit"),
-        (["calibrate", "m", "--recipe", "x"], "not one of plus, paper"),
+        (["calibrate", "m", "--recipe", "x"], "not one of plus, focus, paper"),
         (
             ["calibrate", "m", "--method", "ktk_vtv"],
             "--method: has no meaning for --recipe plus; --recipe paper takes it",

@@ -217,8 +217,12 @@ def test_the_dump_names_the_model(
         (["--model", "MODEL/nowhere"], 1, "or fit with --recipe paper"),
         (["--model", "MODEL", "--order", "descending"], 2, "has no meaning for --recipe plus; --recipe paper takes it"),
         (["--model", "MODEL", "--format", "pt"], 2, "is written as .safetensors only"),
-        (["--recipe", "paper", "--model", "MODEL"], 2, "has no meaning for --recipe paper; --recipe plus takes it"),
-        (["--recipe", "better"], 2, "plus, paper"),
+        (
+            ["--recipe", "paper", "--model", "MODEL"],
+            2,
+            "for --recipe paper; --recipe plus or focus takes it",
+        ),
+        (["--recipe", "better"], 2, "plus, focus, paper"),
     ],
 )
 def test_command_refusals(
@@ -295,7 +299,7 @@ def test_what_a_file_says_it_is_counts(rotation_set: RotationSet, tmp_path: Path
         assert load_rotation(path, num_layers=3, head_dim=64, side="k").recipe == looks
     save_rotation_file(path, replace(rotation_set, metadata=RotationMetadata(recipe="later")))
     assert read_rotation_file(path).recipe == "later"
-    with pytest.raises(RotationFileError, match="is of the recipe later, this release knows plus, paper; update"):
+    with pytest.raises(RotationFileError, match="recipe later, this release knows plus, focus, paper; update"):
         load_rotation(path, num_layers=3, head_dim=64, side="k")
     with pytest.raises(RotationFileError, match="states the recipe paper, but holds more than rotations"):
         save_rotation_file(path, replace(rotation_set, gains=(1.0,) * 3, metadata=RotationMetadata(recipe="paper")))

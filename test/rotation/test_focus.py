@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.layout import RowLayout
-from oscar_rotation.fit.focus import FocusFit, FocusOptions, Request, mixed, moment, split
+from oscar_rotation.fit.focus import FocusFit, FocusOptions, Request, best, mixed, moment, split
 from oscar_rotation.math import attention_weights
 from oscar_rotation.math.attention_weights import Exact, attention_kl, output_error, sensitivity
 from oscar_rotation.math.fitted_rows import coded
@@ -193,7 +194,11 @@ def test_a_fit_undoes_itself_and_chooses_on_other_requests() -> None:
         assert len(side.chosen) == HEADS
     alone = FocusFit(requests, D**-0.5, weight @ weight.mT, FocusOptions(group=16, per_head=False)).keys()
     assert torch.equal(alone.transform[0], alone.transform[1])
-    assert float(fit.key.loss.sum()) <= float(alone.loss.sum()) * 1.05
+    sides = [replace(fit.key, loss=torch.tensor(loss), chosen=(name,) * HEADS)
+             for name, loss in (("a", [1.0, 4.0]), ("b", [3.0, 3.0]), ("c", [2.0, 9.0]))]  # fmt: skip
+    assert best(sides, True).chosen == ("a", "b")
+    assert best(sides, True).loss.tolist() == [1.0, 3.0]
+    assert best(sides, False).chosen == ("a", "a")
     assert [len(part) for part in split(requests, 0.25)] == [3, 1]
     with pytest.raises(ValueError, match="two calibration requests or more, got 1"):
         split(requests[:1], 0.25)

@@ -5,6 +5,7 @@ Rows are exact and NaN wherever the BF16 windows must be read, so any token that
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from oscar_rotation.dump import DumpWriter
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.recipes.focus import fit_focus
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
@@ -142,6 +146,26 @@ def test_recipe_plus_equals_stock(
     """Centered keys and transforms that are not orthogonal: chunks, prefixes and decoded tokens agree with stock."""
     env = LOSSLESS | STRICT | plus_files(tmp_path, per_head) | {"SGLANG_OSCAR_ABSORB_V_ROTATION": absorb}
     with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
+        for _ in range(2):
+            assert_same(expected, ask(server, prompts(PROMPTS), workers=4), NEAR_TIE, DRIFT)
+        assert server.alive()
+
+
+def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
+    """Files of a fit: keys with a transform and a center per kv head, values with one a layer, in the weights."""
+    generator = torch.Generator().manual_seed(6)
+    writer = DumpWriter(tmp_path / "dump", total_kv_heads=2)
+    scales = torch.logspace(-0.5, 0.5, 64)
+    heads = json.loads((qwen3 / "config.json").read_text())["num_attention_heads"]
+    for layer in range(3):
+        q, k, v = (torch.randn(700, n, 64, generator=generator) * scales for n in (heads, 2, 2))
+        writer.write(layer, 1, q.bfloat16(), (k + 2).bfloat16(), v.bfloat16(), [400, 300])
+    fit_focus(tmp_path / "dump", OutputWeights(qwen3)).save(tmp_path, (".safetensors",))
+    files = {"K": "k_rotation_focused_u_h_br.safetensors", "V": "v_rotation_balanced_u_h_br.safetensors"}
+    env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(tmp_path / name) for side, name in files.items()}
+    env |= LOSSLESS | STRICT | {"SGLANG_OSCAR_RECIPE": "focus"}
+    with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
+        assert "absorbed into the weights" in server.text()
         for _ in range(2):
             assert_same(expected, ask(server, prompts(PROMPTS), workers=4), NEAR_TIE, DRIFT)
         assert server.alive()

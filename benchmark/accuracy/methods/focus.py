@@ -1,4 +1,5 @@
-"""The recipe ``focus``: moments, centers and choices weighed by attention, one transform per kv head."""
+"""The recipe ``focus`` as it is served, and the laboratory's wider form of it: centers that turn with the position,
+values weighed by attention, and everything chosen per kv head."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ from functools import partial
 import torch
 
 from accuracy.calibration import Calibration
-from accuracy.methods.base import Method
+from accuracy.methods.base import Method, RowMethod, Transforms
 from accuracy.quantizers import uniform_bits
+from oscar_rotation.dump import DumpChunk
 from oscar_rotation.fit.focus import FocusFit, FocusLayer, FocusOptions, Request
+from oscar_rotation.fit.samples import plan_samples
 from oscar_rotation.math.attention_weights import sensitivity
+from oscar_rotation.recipes import focus as recipe
+from oscar_rotation.recipes.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN
 
 
 def requests_of(calibration: Calibration, layer: int) -> list[Request]:
@@ -86,6 +91,58 @@ class Focus(Method):
         return uniform_bits(bits[0], group), uniform_bits(bits[1], group)
 
 
+@dataclass
+class ServedFocus(RowMethod):
+    """What ``oscar fit --recipe focus`` writes (:mod:`oscar_rotation.recipes.focus`), from the same functions.
+
+    Attributes:
+        label: what differs from the usual calibration; "" for nothing.
+        group, domain, sink, recent, table: as of :class:`Focus`.
+        k_clip, v_clip, k_gain, v_gain: those of the files.
+    """
+
+    label: str = ""
+    group: int = 64
+    domain: str = "retrieval"
+    k_clip: float = CLIP_RATIO
+    v_clip: float = CLIP_RATIO
+    k_gain: float = KEY_GAIN
+    v_gain: float = VALUE_GAIN
+    sink: int = 64
+    recent: int = 256
+    table: str = "methods"
+    source: str = "this project; see rotation/oscar_rotation/recipes/focus.py"
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"focus g{self.group}, served form" + (f", {self.label}" if self.label else "")
+
+    def fit(self, calibration: Calibration) -> None:
+        """Both sides of every layer."""
+        numbers = range(len(calibration.layers))
+        layers = [calibration.once((n, "focus served"), partial(served_layer, calibration, n)) for n in numbers]
+        heads = [[(key.transform, key.dual.mT) for key in layer.keys] for layer in layers]
+        forward, back = (torch.stack([torch.stack([pair[i] for pair in layer]) for layer in heads]) for i in (0, 1))
+        centers = torch.stack([layer.center for layer in layers])
+        self.key = Transforms(*(x.float().to(calibration.device) for x in (forward, back, centers)))
+        values = (torch.stack([layer.value.transform for layer in layers]),
+                  torch.stack([layer.value.dual.mT for layer in layers]))  # fmt: skip
+        self.value = Transforms(*(x.float().to(calibration.device) for x in values))
+
+
+def served_layer(calibration: Calibration, layer: int) -> recipe.FocusLayer:
+    """The recipe's fit of one layer, held-out requests chosen as the command chooses them."""
+    x = calibration.layers[layer]
+    chunk = DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))
+    first = plan_samples({0: chunk.seq_lens}, recipe.HELD_OUT_TOKENS)[0]
+    fitted, later = chunk.split(first)
+    d = calibration.head_dim
+    moments = recipe.FocusMoments(calibration.kv_heads, d, d**-0.5, calibration.device)
+    moments.update_keys(fitted)
+    moments.update_values(chunk)
+    return recipe.fit_focus_layer(moments, list(recipe.requests(later)), calibration.readers[layer])
+
+
 def variant(label: str, table: str = "focus", domain: str = "retrieval", **changes: object) -> Callable[[], Focus]:
     """The recipe with other options."""
     return partial(Focus, label=label, options=replace(FocusOptions(), **changes), table=table, domain=domain)  # type: ignore[arg-type]
@@ -98,17 +155,20 @@ PLUS_VALUES = {"value_shares": (0.0,), "value_centers": False}
 """Values as in ``plus``, but for a transform per kv head."""
 
 METHODS = [
+    ServedFocus,
+    partial(ServedFocus, group=128),
+    partial(ServedFocus, label="calibrated on all kinds", table="domains", domain="mixed"),
+    partial(ServedFocus, label="calibrated on descriptions", table="domains", domain="descriptions"),
     Focus,
     partial(Focus, options=FocusOptions(group=128)),
-    variant("unweighted, constant center", shares=(0.0,), turning=(False,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant("unweighted, turning center", shares=(0.0,), turning=(True,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant("half weighted, constant center", shares=(0.5,), turning=(False,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant(".9 weighted, turning center", shares=(0.9,), turning=(True,), rounds=0, **FIXED, **PLUS_VALUES),
-    variant("chosen by head, clip and gain fixed", rounds=0, **FIXED, **PLUS_VALUES),
+    variant("unweighted, constant center", shares=(0.0,), turning=(False,), **FIXED, **PLUS_VALUES),
+    variant("unweighted, turning center", shares=(0.0,), turning=(True,), **FIXED, **PLUS_VALUES),
+    variant("half weighted, constant center", shares=(0.5,), turning=(False,), **FIXED, **PLUS_VALUES),
+    variant(".9 weighted, turning center", shares=(0.9,), turning=(True,), **FIXED, **PLUS_VALUES),
+    variant("chosen by head, clip and gain fixed", **FIXED, **PLUS_VALUES),
     variant("values as in plus", **PLUS_VALUES),
-    variant("no second round", rounds=0),
-    variant("three rounds", rounds=3),
-    variant("queries weighted too", query_shares=(0.0, 0.5, 0.9)),
+    variant("a second round", rounds=1),
+    variant("queries weighted too", query_shares=(0.5, 0.9)),
     variant("constant centers", turning=(False,)),
     variant("one transform a layer", per_head=False),
     variant("clip and gain as in plus", **FIXED),

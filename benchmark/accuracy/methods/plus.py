@@ -30,7 +30,8 @@ class Plus(RowMethod):
         values_by: "balance" or "paper".
         centered: whether keys lose their calibration mean.
         shrinkage: of the second moments of keys and queries.
-        per_head: a key transform for each kv head, which the server does not do.
+        per_head: a key transform for each kv head, which this recipe does not do.
+        domain: calibration text.
         group, k_clip, v_clip, k_gain, v_gain, sink, recent: of the rows and windows.
     """
 
@@ -41,6 +42,7 @@ class Plus(RowMethod):
     centered: bool = True
     shrinkage: float = SHRINKAGE
     per_head: bool = False
+    domain: str = "retrieval"
     k_clip: float = CLIP_RATIO
     v_clip: float = CLIP_RATIO
     k_gain: float = KEY_GAIN
@@ -135,7 +137,9 @@ METHODS = [
     part("moments shrunk by a quarter", shrinkage=0.25),
     part("moments shrunk by three quarters", shrinkage=0.75),
     part("diagonal moments", shrinkage=1.0),
-    part("keys balanced per head (not served)", per_head=True),
+    part("keys balanced per head", per_head=True),
+    partial(Plus, group=64, label="calibrated on all kinds", table="domains", domain="mixed"),
+    partial(Plus, group=64, label="calibrated on descriptions", table="domains", domain="descriptions"),
     part("paper rows", **RANGE),
     part("paper rows, zero-point order", keys_by="zero_point", values_by="paper", **RANGE),
     part("paper rows, clip 0.88/0.88", k_gain=0.0, v_gain=0.0),

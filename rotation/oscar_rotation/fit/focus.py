@@ -1,4 +1,6 @@
-"""The fit of the recipe ``focus``: moments and centers weighed by attention, one transform per kv head.
+"""The wider form of the recipe ``focus``, which the laboratory measures: centers may turn with the position.
+
+Servers take :mod:`oscar_rotation.recipes.focus`, with constant centers and the values of ``plus``.
 
 ``plus`` balances the second moment of all keys against that of all queries. Most keys are hardly read by anybody, and
 those that are look unlike the rest: the moments of what is read are what an error counts by
@@ -54,7 +56,7 @@ class FocusOptions:
     value_shares: tuple[float, ...] = (0.0, 0.5)
     query_shares: tuple[float, ...] = (0.0,)
     turning: tuple[bool, ...] = (False, True)
-    rounds: int = 1
+    rounds: int = 0
     per_head: bool = True
     value_centers: bool = True
     clips: tuple[float, ...] = (CLIP_RATIO, 1.0, 0.96, 0.92, 0.84)
@@ -291,7 +293,7 @@ class FocusFit:
             if not options.value_centers:
                 center = RotaryCenter(torch.zeros_like(center.constant), center.turning)
             rows = [r.v - center.at(*r.tables) for r in self.fitted]
-            forward, back = balanced_heads(moment(rows, weights), self.reader, options.per_head, 0.0)
+            forward, back = balanced_heads(moment(rows, weights), self.reader, options.per_head, SHRINKAGE)
             side = self._side(forward, back, center, f"share {share}")
             sides.append(replace(side, clip=options.value_clips[0], gain=VALUE_GAIN))
         side = best([self._value_loss(x) for x in sides], options.per_head)

@@ -5,12 +5,12 @@ is named wherever a rotation file is (``SGLANG_OSCAR_K_ROTATION_PATH=hadamard``)
 ``RECIPE`` of one of the two kinds in :mod:`oscar_rotation.recipes.base`, and its line in one of the tables below.
 """
 
-from oscar_rotation.recipes import hadamard, identity, paper, plus
+from oscar_rotation.recipes import focus, hadamard, identity, paper, plus
 from oscar_rotation.recipes.base import PUBLISHED, BuiltInRecipe, FitRequest, FittedRecipe
 
 __all__ = ["BUILT_IN", "DEFAULT", "FITTED", "PUBLISHED", "BuiltInRecipe", "FitRequest", "FittedRecipe"]
 
-FITTED: dict[str, FittedRecipe] = {recipe.name: recipe for recipe in (plus.RECIPE, paper.RECIPE)}
+FITTED: dict[str, FittedRecipe] = {recipe.name: recipe for recipe in (plus.RECIPE, focus.RECIPE, paper.RECIPE)}
 """Name, as rotation files state it -> recipe."""
 
 BUILT_IN: dict[str, BuiltInRecipe] = {recipe.name: recipe for recipe in (identity.RECIPE, hadamard.RECIPE)}

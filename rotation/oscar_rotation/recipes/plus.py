@@ -153,14 +153,15 @@ def pack_plus(
     """Both sides of all layers as files hold them."""
     centers = torch.stack([layer.center @ layer.key.transform for layer in layers]).float()
     return (
-        _pack([layer.key for layer in layers], key_metadata, KEY_GAIN, centers),
-        _pack([layer.value for layer in layers], value_metadata, VALUE_GAIN, None),
+        pack_side([layer.key for layer in layers], key_metadata, KEY_GAIN, centers),
+        pack_side([layer.value for layer in layers], value_metadata, VALUE_GAIN, None),
     )
 
 
-def _pack(
+def pack_side(
     sides: Sequence[Balanced], metadata: RotationMetadata, gain: float, centers: torch.Tensor | None
 ) -> RotationSet:
+    """One side of all layers as a file holds it; ``centers`` [layers, kv_heads, head_dim] behind their transforms."""
     return RotationSet(
         torch.stack([side.transform for side in sides]).float(),
         torch.stack([side.sigma for side in sides]).float(),
