@@ -123,14 +123,23 @@ def test_shards_of_two_ranks(model: Path, expected: dict[int, Activations], tmp_
     assert_dump(tmp_path / "two", expected)
 
 
-def test_fit_serves(model: Path, one_rank: Path, tmp_path: Path) -> None:
+FILES = {
+    "paper": ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"),
+    "plus": ("k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"),
+}
+
+
+@pytest.mark.parametrize("recipe", FILES)
+def test_fit_serves(recipe: str, model: Path, one_rank: Path, tmp_path: Path) -> None:
     """``oscar fit`` on a dump in the public layout writes both files; a server that loads them answers."""
     public = shutil.copytree(one_rank, tmp_path / "public", ignore=shutil.ignore_patterns("manifest.json"))
     assert int(torch.load(public / "layer_0/seq_lens/0.pt").sum()) < min(LENGTHS), "chunk 0 is the short warm-up"
     command = [str(Path(sys.executable).with_name("oscar")), "fit", str(public), "--out", str(tmp_path)]
+    # The default needs the model's output projections, and a public dump does not say which model it is of.
+    command += ["--model", str(model)] if recipe == "plus" else ["--recipe", recipe]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr
-    files = [tmp_path / "k_rotation_qqt_r_h_pbr.pt", tmp_path / "v_rotation_sst_r_h_pbr.pt"]
+    files = [tmp_path / name for name in FILES[recipe]]
     assert all(str(path) in done.stdout for path in files)
     env = {"SGLANG_OSCAR_K_ROTATION_PATH": str(files[0]), "SGLANG_OSCAR_V_ROTATION_PATH": str(files[1])}
     with serve(model, tmp_path / "log", "--kv-cache-dtype", "int2", "--skip-tokenizer-init", env=env) as server:
