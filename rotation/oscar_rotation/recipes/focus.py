@@ -242,20 +242,19 @@ def pack_focus(
     layers: Sequence[FocusLayer], key_metadata: RotationMetadata, value_metadata: RotationMetadata
 ) -> tuple[RotationSet, RotationSet]:
     """Both sides of all layers as files hold them: keys per kv head, values per layer."""
-    transforms, duals, sigmas = (
-        torch.stack([torch.stack([getattr(key, name) for key in layer.keys]) for layer in layers])
-        for name in ("transform", "dual", "sigma")
+    heads = [
+        Balanced(
+            *(
+                torch.stack(parts)
+                for parts in zip(*((key.transform, key.dual, key.sigma) for key in layer.keys), strict=True)
+            )
+        )
+        for layer in layers
+    ]
+    centers = torch.stack(
+        [(layer.center[:, None] @ key.transform)[:, 0] for layer, key in zip(layers, heads, strict=True)]
     )
-    centers = (torch.stack([layer.center for layer in layers])[..., None, :] @ transforms)[..., 0, :]
-    keys = RotationSet(
-        transforms.float(),
-        sigmas.float(),
-        (plus.CLIP_RATIO,) * len(layers),
-        key_metadata,
-        duals.float(),
-        centers.float(),
-        (plus.KEY_GAIN,) * len(layers),
-    )
+    keys = plus.pack_side(heads, key_metadata, plus.KEY_GAIN, centers.float())
     return keys, plus.pack_side([layer.value for layer in layers], value_metadata, plus.VALUE_GAIN, None)
 
 
