@@ -2,8 +2,9 @@
 # All tests that need an NVIDIA GPU: kernels, servers, compute-sanitizer, and several GPUs where there are several.
 #
 # PYTHON chooses the interpreter, whose environment must have the project and pytest; python3 by default.
-# OSCAR_TEST_SERVER_ARGS adds flags to every server. Arguments go to pytest, after those that choose a part's tests (so no
-# -k). Takes under 8 minutes.
+# OSCAR_TEST_SERVER_ARGS adds flags to every server. PARTS names the parts to run, separated by blanks (the names are
+# below); all by default. Arguments go to pytest, after those that choose a part's tests (so no -k). All parts take about
+# 10 minutes with 16 cores, most of it compilers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -25,12 +26,27 @@ trap 'rm -rf "$logs"' EXIT
 declare -A parts=(
   [memcheck]="test/gpu/test_sanitizer.py -k memcheck"
   [racecheck]="test/gpu/test_sanitizer.py -k racecheck"
-  [kernels]="test/kernels --ignore test/kernels/test_cuda_decode.py --ignore test/kernels/test_cuda_store.py"
-  [cuda]="test/kernels/test_cuda_decode.py test/kernels/test_cuda_store.py"
+  [triton_store]="test/kernels/test_store.py"
+  [triton_decode]="test/kernels/test_decode.py"
+  [triton_extend]="test/kernels/test_extend.py"
+  [triton_ragged]="test/kernels/test_ragged_extend.py"
+  [cuda_decode]="test/kernels/test_cuda_decode.py"
+  [cuda_store]="test/kernels/test_cuda_store.py"
   [servers]="test/gpu/test_servers.py"
   [ranks2]="test/gpu/test_gpu_ranks.py -k [2]"
   [ranks4]="test/gpu/test_gpu_ranks.py -k [4]"
 )
+# A file that no part names runs here.
+parts[kernels]="test/kernels"
+for part in "${!parts[@]}"; do
+  case $part in triton_* | cuda_*) parts[kernels]+=" --ignore ${parts[$part]}" ;; esac
+done
+for part in ${PARTS:=${!parts[*]}}; do
+  [ -n "${parts[$part]:-}" ] || {
+    echo "error: PARTS: no part is named $part; there are: ${!parts[*]}" >&2
+    exit 1
+  }
+done
 # SGLang would not start on several GPUs because the other parts use the first of them.
 export SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0
 declare -A jobs
@@ -40,7 +56,7 @@ interrupted() {
   exit 143
 }
 trap interrupted TERM INT
-for part in "${!parts[@]}"; do
+for part in $PARTS; do
   # shellcheck disable=SC2086 (several arguments)
   "$python" -m pytest -q -s -rs -p no:cacheprovider ${parts[$part]} "$@" >"$logs/$part" 2>&1 &
   jobs[$part]=$!
