@@ -15,6 +15,9 @@ from reference_model.evaluate import Questions, calibration_prompts, retrieval_q
 PROMPTS, PROMPT, FACTS, CALIBRATION_SEED = 8, 1024, 8, 977
 """Calibration: sequences, their tokens, numbers hidden in a document, seed of the documents."""
 
+SEQUENCES = {"mixed": 2, "broad": PROMPTS}
+"""Of each kind of text and of prompts, in calibration on all of them."""
+
 HELD_OUT_TOKENS = 150_000
 """Tokens of the report's source text that belong to the standard library's held-out modules."""
 
@@ -79,7 +82,7 @@ class RealMaterial:
     """
 
     kinds = KINDS
-    domains = ("retrieval", "text", *KINDS, "mixed")
+    domains = ("retrieval", "text", *KINDS, "mixed", "broad")
 
     def __init__(self, tokenizer: Any, split: str) -> None:
         self.corpus = Corpus(tokenizer)
@@ -87,14 +90,16 @@ class RealMaterial:
         self.seed = plan.SPLITS[split].seed
 
     def calibration(self, domain: str) -> torch.Tensor:
-        """Retrieval prompts, text of one kind ("text" is source), or "mixed": two sequences of each of the five."""
+        """Retrieval prompts, text of one kind ("text" is source), or sequences of each of the five: "mixed" has two of
+        each, "broad" eight, as many tokens as a dump has by default."""
         prompts = self._prompts()
         if domain == "retrieval":
             return prompts
-        if domain == "mixed":
-            kinds = [self._windows(kind, 2, prompts.shape[1]) for kind in KINDS]
+        if domain in SEQUENCES:
+            count = SEQUENCES[domain]
+            kinds = [self._windows(kind, count, prompts.shape[1]) for kind in KINDS]
             # One of each and then one of each again: what is held out at the end has its like before it.
-            return torch.stack([prompts[:2], *kinds], 1).flatten(0, 1)
+            return torch.stack([prompts[:count], *kinds], 1).flatten(0, 1)
         return self._windows("source" if domain == "text" else domain, *prompts.shape)
 
     @cache  # noqa: B019 (one object per run)

@@ -158,6 +158,7 @@ METHODS = [
     ServedFocus,
     partial(ServedFocus, group=128),
     partial(ServedFocus, label="calibrated on all kinds", table="domains", domain="mixed"),
+    partial(ServedFocus, label="calibrated on all kinds, 41K tokens", table="domains", domain="broad"),
     partial(ServedFocus, label="calibrated on descriptions", table="domains", domain="descriptions"),
     Focus,
     partial(Focus, options=FocusOptions(group=128)),
@@ -177,6 +178,16 @@ METHODS = [
     variant("calibrated on chat", table="domains", domain="chat"),
     variant("calibrated on descriptions", table="domains", domain="descriptions"),
     variant("calibrated on all kinds", table="domains", domain="mixed"),
+    variant("calibrated on all kinds, 41K tokens", table="domains", domain="broad"),
+    variant("values as in plus, calibrated on all kinds", table="domains", domain="mixed", **PLUS_VALUES),
+    variant("values as in plus, calibrated on all kinds, 41K tokens", table="domains", domain="broad", **PLUS_VALUES),
+    variant(
+        "constant centers, values as in plus, calibrated on all kinds, 41K tokens",
+        table="domains",
+        domain="broad",
+        turning=(False,),
+        **PLUS_VALUES,
+    ),
     *(
         variant(f"K{k}V{v}", table="bits", key_levels=2**k, value_levels=2**v)
         for k, v in ((2, 4), (3, 2), (3, 3), (4, 2), (4, 4))
