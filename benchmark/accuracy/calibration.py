@@ -10,7 +10,9 @@ import torch
 
 from accuracy.attention import CacheView, reading
 from oscar_rotation.fit.output_weights import reader_of
+from oscar_rotation.fit.rotary import MOST_POSITIONS
 from oscar_rotation.math.covariance import CovarianceAccumulator
+from oscar_rotation.math.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Calibration:
         seq_lens: lengths of the sequences, which lie one after the other.
         readers: per layer W_o W_o^T by kv head, summed over its query heads: float32 [kv_heads, d, d].
         rotary: n -> cosines and sines of the rotary embedding of positions 0 .. n-1, [n, d] each.
+        context: positions that the recipes fit for by default.
         known: what was computed from these activations, so that methods that need the same fit it once.
         head_dim, kv_heads: geometry.
     """
@@ -39,6 +42,7 @@ class Calibration:
     seq_lens: list[int]
     readers: list[torch.Tensor]
     rotary: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    context: int = 0
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -72,6 +76,14 @@ class Calibration:
 
         return self.once((layer, key), fill)
 
+    def positions(self, context: int | None) -> Positions | None:
+        """Positions of a context, None for the model's, under its rotary embedding; None where the context is 0."""
+        context = self.context if context is None else context
+        if not context:
+            return None
+        cos, sin = (table[1].double() for table in self.rotary(2))
+        return Positions(torch.atan2(sin, cos)[: len(cos) // 2].cpu(), context)
+
     def covariance(self, layer: int, kind: Callable[..., CovarianceAccumulator]) -> CovarianceAccumulator:
         """A target of :mod:`oscar_rotation.math.covariance` over all sequences of a layer."""
         return self.accumulated(layer, kind, lambda: kind(self.kv_heads, self.head_dim, self.device))
@@ -80,7 +92,7 @@ class Calibration:
         """The same with the first ``sequences`` only."""
         tokens = sum(self.seq_lens[:sequences])
         layers = [LayerActivations(x.q[:tokens], x.k[:tokens], x.v[:tokens]) for x in self.layers]
-        return Calibration(layers, self.seq_lens[:sequences], self.readers, self.rotary)
+        return Calibration(layers, self.seq_lens[:sequences], self.readers, self.rotary, self.context)
 
 
 @torch.no_grad()
@@ -112,4 +124,6 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
         LayerActivations(*(torch.cat([getattr(part, name) for part in parts[layer]]) for name in ("q", "k", "v")))
         for layer in range(len(parts))
     ]
-    return Calibration(layers, [ids.shape[1]] * len(ids), [readers[layer] for layer in range(len(parts))], rotary)
+    context = min(model.config.max_position_embeddings, MOST_POSITIONS)
+    outputs = [readers[layer] for layer in range(len(parts))]
+    return Calibration(layers, [ids.shape[1]] * len(ids), outputs, rotary, context)

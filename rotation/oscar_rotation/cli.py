@@ -64,6 +64,14 @@ def fit_command(
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of the weights, not for paper; default: the dump's.")
     ] = None,
+    positions: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=0,
+            help="Positions to fit for, not for paper; default: the model's, 32768 at most; 0: the dump's alone.",
+        ),
+    ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
     value_target: Annotated[str | None, _choice("Instead of the method's.", VALUE_TARGETS)] = None,
@@ -98,6 +106,7 @@ def fit_command(
             report=report,
             group_size=group_size,
             holdout_tokens=holdout_tokens,
+            context=positions,
             **{name: value for name, value in targets.items() if value is not None},
         )
     except OptionError as error:

@@ -8,8 +8,11 @@ import typer
 
 from oscar_rotation.recipes import FITTED, FittedRecipe
 
-FIELDS: Mapping[str, str] = {"method": "key_target", "clip": "fit_clip"}
+FIELDS: Mapping[str, str] = {"method": "key_target", "clip": "fit_clip", "positions": "context"}
 """Parameter of a command -> field of FitOptions, where the names differ."""
+
+FLAGS: Mapping[str, str] = {"positions": "context"}
+"""Parameter of a command -> its flag, where the names differ: typer keeps ``context`` for itself."""
 
 OPTIONS = frozenset(field for recipe in FITTED.values() for field in recipe.options)
 
@@ -38,5 +41,5 @@ def refuse_foreign_options(context: typer.Context, recipe: FittedRecipe, *beside
             continue
         raise typer.BadParameter(
             f"has no meaning for --recipe {recipe.name}; --recipe {' or '.join(takers)} takes it",
-            param_hint=f"--{name.replace('_', '-')}",
+            param_hint=f"--{FLAGS.get(name, name).replace('_', '-')}",
         )

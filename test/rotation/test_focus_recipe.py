@@ -68,8 +68,8 @@ def test_without_attention_it_is_plus_per_kv_head() -> None:
     moments, known = moments_of(chunk), Moments(KV_HEADS, D)
     known.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
     stored, center = moments.keys(0.0)
-    torch.testing.assert_close(center, known.center, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(stored, known.stored_keys_by_head(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(center, known.center(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stored, known.keys_by_head(), rtol=1e-4, atol=1e-3)
     layer = fit_focus_layer(moments, list(requests(drawn((80,), seed=5))), READER)
     torch.testing.assert_close(layer.value.transform, fit_plus_layer(known, READER).value.transform)
 

@@ -98,12 +98,14 @@ class ServedFocus(RowMethod):
     Attributes:
         label: what differs from the usual calibration; "" for nothing.
         group, domain, sink, recent, table: as of :class:`Focus`.
+        context: positions that keys may have; None for the model's, 0 for those of the calibration text alone.
         k_clip, v_clip, k_gain, v_gain: those of the files.
     """
 
     label: str = ""
     group: int = 64
     domain: str = "retrieval"
+    context: int | None = None
     k_clip: float = CLIP_RATIO
     v_clip: float = CLIP_RATIO
     k_gain: float = KEY_GAIN
@@ -120,7 +122,10 @@ class ServedFocus(RowMethod):
     def fit(self, calibration: Calibration) -> None:
         """Both sides of every layer."""
         numbers = range(len(calibration.layers))
-        layers = [calibration.once((n, "focus served"), partial(served_layer, calibration, n)) for n in numbers]
+        layers = [
+            calibration.once((n, "focus served", self.context), partial(served_layer, calibration, n, self.context))
+            for n in numbers
+        ]
         heads = [[(key.transform, key.dual.mT) for key in layer.keys] for layer in layers]
         forward, back = (torch.stack([torch.stack([pair[i] for pair in layer]) for layer in heads]) for i in (0, 1))
         centers = torch.stack([layer.center for layer in layers])
@@ -130,7 +135,7 @@ class ServedFocus(RowMethod):
         self.value = Transforms(*(x.float().to(calibration.device) for x in values))
 
 
-def served_layer(calibration: Calibration, layer: int) -> recipe.FocusLayer:
+def served_layer(calibration: Calibration, layer: int, context: int | None) -> recipe.FocusLayer:
     """The recipe's fit of one layer, held-out requests chosen as the command chooses them."""
     x = calibration.layers[layer]
     chunk = DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))
@@ -140,7 +145,8 @@ def served_layer(calibration: Calibration, layer: int) -> recipe.FocusLayer:
     moments = recipe.FocusMoments(calibration.kv_heads, d, d**-0.5, calibration.device)
     moments.update_keys(fitted)
     moments.update_values(chunk)
-    return recipe.fit_focus_layer(moments, list(recipe.requests(later)), calibration.readers[layer])
+    positions = calibration.positions(context)
+    return recipe.fit_focus_layer(moments, list(recipe.requests(later)), calibration.readers[layer], positions)
 
 
 def variant(label: str, table: str = "focus", domain: str = "retrieval", **changes: object) -> Callable[[], Focus]:
@@ -157,6 +163,7 @@ PLUS_VALUES = {"value_shares": (0.0,), "value_centers": False}
 METHODS = [
     ServedFocus,
     partial(ServedFocus, group=128),
+    partial(ServedFocus, label="positions of the calibration text alone", table="focus", context=0),
     partial(ServedFocus, label="calibrated on all kinds", table="domains", domain="mixed"),
     partial(ServedFocus, label="calibrated on all kinds, 41K tokens", table="domains", domain="broad"),
     partial(ServedFocus, label="calibrated on descriptions", table="domains", domain="descriptions"),

@@ -32,6 +32,7 @@ class Plus(RowMethod):
         shrinkage: of the second moments of keys and queries.
         per_head: a key transform for each kv head, which this recipe does not do.
         domain: calibration text.
+        context: positions that keys may have; None for the model's, 0 for those of the calibration text alone.
         group, k_clip, v_clip, k_gain, v_gain, sink, recent: of the rows and windows.
     """
 
@@ -43,6 +44,7 @@ class Plus(RowMethod):
     shrinkage: float = SHRINKAGE
     per_head: bool = False
     domain: str = "retrieval"
+    context: int | None = None
     k_clip: float = CLIP_RATIO
     v_clip: float = CLIP_RATIO
     k_gain: float = KEY_GAIN
@@ -65,17 +67,21 @@ class Plus(RowMethod):
             for pairs in ([self._keys(calibration, n) for n in layers], [self._values(calibration, n) for n in layers])
         )
         if self.centered:
-            self.key.center = torch.stack([moments(calibration, n).center for n in layers]).float().to(device)
+            self.key.center = (
+                torch.stack([moments(calibration, n).center(calibration.positions(self.context)) for n in layers])
+                .float()
+                .to(device)
+            )
 
     def _keys(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
-            known = moments(calibration, layer)
+            known, positions = moments(calibration, layer), calibration.positions(self.context)
+            both = (known.keys_by_head(self.centered, positions), known.queries_by_head(positions))
             if self.per_head:
-                both = (known.stored_keys_by_head(self.centered), known.queries.per_head().cpu())
                 pairs = zip(*(shrunk(moment, self.shrinkage) for moment in both), strict=True)
                 heads = [balance(stored, reading) for stored, reading in pairs]
                 return torch.stack([head.transform for head in heads]), torch.stack([head.dual.mT for head in heads])
-            stored, reading = known.stored_keys(self.centered), known.queries.shared().cpu()
+            stored, reading = (moment.mean(0) for moment in both)
             if self.keys_by == "balance":
                 found = balance(shrunk(stored, self.shrinkage), shrunk(reading, self.shrinkage))
                 return found.transform, found.dual.mT
@@ -85,7 +91,7 @@ class Plus(RowMethod):
                 rotation = compose_side(reading, FitOptions())[0]
             return rotation, rotation.mT
 
-        choices = (self.keys_by, self.centered, self.shrinkage, self.per_head, self.group)
+        choices = (self.keys_by, self.centered, self.shrinkage, self.per_head, self.group, self.context)
         return calibration.once((layer, "keys", *choices), compute)
 
     def _values(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +144,8 @@ METHODS = [
     part("moments shrunk by three quarters", shrinkage=0.75),
     part("diagonal moments", shrinkage=1.0),
     part("keys balanced per head", per_head=True),
+    part("positions of the calibration text alone", context=0),
+    partial(Plus, group=64, label="positions of the calibration text alone", table="focus", context=0),
     partial(Plus, group=64, label="calibrated on all kinds", table="domains", domain="mixed"),
     partial(Plus, group=64, label="calibrated on descriptions", table="domains", domain="descriptions"),
     part("paper rows", **RANGE),

@@ -1,4 +1,4 @@
-"""How to fit: the options of the recipe ``paper``."""
+"""How to fit: options of recipes."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class FitOptions:
         report: measure errors per layer; see :mod:`oscar_rotation.report.layer_report`.
         group_size: channels that share a scale, for ``fit_clip`` and ``report``.
         holdout_tokens: tokens that clip ratios and errors are measured on.
+        context: positions that keys may have; None for the model's, 0 for those of the dump alone. All others are
+            options of the recipe ``paper``, this one is of the recipes that read the model.
 
     Raises:
         OptionError: for an unknown name or a number out of range.
@@ -57,6 +59,7 @@ class FitOptions:
     report: bool = False
     group_size: int = DEFAULT_GROUP_SIZE
     holdout_tokens: int = 1024
+    context: int | None = None
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -72,6 +75,8 @@ class FitOptions:
             raise OptionError("group_size", f"must be a power of two, got {self.group_size}")
         if self.holdout_tokens < 1:
             raise OptionError("holdout_tokens", f"must be at least 1, got {self.holdout_tokens}")
+        if self.context is not None and self.context < 0:
+            raise OptionError("context", f"must not be negative, got {self.context}")
 
     @classmethod
     def of_method(cls, method: str, **overrides: Any) -> FitOptions:

@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from oscar_rotation.errors import DumpError
+from oscar_rotation.fit.rotary import rotary_positions
+from oscar_rotation.math.positions import Positions
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.o_proj\.weight$")
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,6 +36,15 @@ class OutputWeights:
                 self._files[int(match[1])] = (path, name)
         if not self._files:
             raise DumpError(f"{self.folder}: no weights named layers.<n>.self_attn.o_proj.weight in safetensors files")
+
+    def positions(self, head_dim: int, context: int | None) -> Positions | None:
+        """Where keys of this model may stand, see :func:`oscar_rotation.fit.rotary.rotary_positions`.
+
+        Args:
+            head_dim: channels per head.
+            context: positions; None for the model's own context, 0 for no such thing.
+        """
+        return None if context == 0 else rotary_positions(self.folder, head_dim, context)
 
     def reader(self, layer: int, kv_heads: int, head_dim: int) -> torch.Tensor:
         """W_o W_o^T of one layer by kv head, summed over the query heads of its group.

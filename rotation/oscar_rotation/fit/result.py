@@ -9,6 +9,7 @@ from typing import Any
 
 from oscar_rotation.files.rotation_file import rotation_file_name, save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.math.positions import Positions
 
 FEW_TOKENS_PER_CHANNEL = 8
 """Below this many tokens per channel a covariance is too noisy to trust its small eigenvalues."""
@@ -40,12 +41,25 @@ class FitResult:
         return paths
 
 
-def remarks(tokens: int, head_dim: int) -> tuple[str, ...]:
-    """What is to be said about the size of a calibration set."""
+def remarks(tokens: int, head_dim: int, positions: Positions | None = None, context: int | None = 0) -> tuple[str, ...]:
+    """What is to be said about a calibration set.
+
+    Args:
+        tokens: of it.
+        head_dim: channels per head.
+        positions: that the fit is made for.
+        context: that was asked for; None leaves it to the model.
+    """
+    said = []
     enough = FEW_TOKENS_PER_CHANNEL * head_dim
-    if tokens >= enough:
-        return ()
-    return (f"only {tokens} calibration tokens for head_dim {head_dim}; {enough} or more make a sound fit",)
+    if tokens < enough:
+        said.append(f"only {tokens} calibration tokens for head_dim {head_dim}; {enough} or more make a sound fit")
+    if positions is None and context != 0:
+        said.append(
+            "the model's rotary embedding is not known, so transforms fit the positions of the dump alone; "
+            "dump requests as long as those that will be served"
+        )
+    return tuple(said)
 
 
 def package_version() -> str:

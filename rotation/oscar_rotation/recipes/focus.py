@@ -28,6 +28,8 @@ from oscar_rotation.math.balanced import Balanced, balance, shrunk
 from oscar_rotation.math.covariance import QueryCovariance, ValueCovariance
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.hadamard import is_power_of_two
+from oscar_rotation.math.positions import Positions
+from oscar_rotation.math.rotary_center import turned
 from oscar_rotation.recipes import plus
 from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, output_weights
 from oscar_rotation.threads import one_thread
@@ -66,9 +68,11 @@ class FocusMoments:
         self.energy = torch.zeros(2, kv_heads, head_dim, head_dim, dtype=torch.float64, device=device)
         self.sum = torch.zeros(2, kv_heads, head_dim, dtype=torch.float64, device=device)
         self.mass = torch.zeros(2, kv_heads, dtype=torch.float64, device=device)
+        self.longest = 0
 
     def update_keys(self, chunk: DumpChunk) -> None:
         """Add whole requests that keys are fitted on."""
+        self.longest = max([self.longest, *chunk.seq_lens])
         self.queries.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
         for q, k in requests(chunk):
             n = k.shape[1]
@@ -85,18 +89,26 @@ class FocusMoments:
         k, v = (plus.behind_sink(x, chunk.seq_lens) for x in (chunk.k, chunk.v))
         self.values.update(chunk.q, k, v, chunk.seq_lens)
 
-    def keys(self, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries_by_head(self, positions: Positions | None = None) -> torch.Tensor:
+        """Second moment of the queries, float64 [kv_heads, d, d] on the CPU; at all ``positions`` of a context."""
+        moment = self.queries.per_head().cpu()
+        return positions.moment(moment, self.longest) if positions else moment
+
+    def keys(self, share: float, positions: Positions | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Second moment about the center, [kv_heads, d, d], and the center, [kv_heads, d]: float64 on the CPU.
 
         Args:
             share: of attention, 0 to 1; 0 gives the moments of ``plus`` by kv head. A head without any attention
                 behind the windows has those in any case.
+            positions: that keys may have; None for those that they had.
         """
         energy, total, mass = self.energy.cpu(), self.sum.cpu(), self.mass.cpu()
         seen = share * (mass[:1] > 0)
         parts = torch.cat([seen, 1 - seen]) / mass.clamp_min(torch.finfo(torch.float64).tiny)
         center = (total * parts[..., None]).sum(0)
         moment = (energy * parts[..., None, None]).sum(0)
+        if positions:
+            center, moment = positions.vector(center, self.longest), positions.moment(moment, self.longest)
         return moment - center[:, :, None] * center[:, None, :], center
 
 
@@ -127,19 +139,33 @@ def requests(chunk: DumpChunk) -> Iterator[Heads]:
         yield queries, k.transpose(0, 1).float().contiguous()
 
 
-def fit_focus_layer(moments: FocusMoments, held_out: Sequence[Heads], reader: torch.Tensor) -> FocusLayer:
+def moved(held_out: Sequence[Heads], positions: Positions) -> list[Heads]:
+    """Requests at other places of a context, spread evenly over it: their attention is the same."""
+    longest = max((k.shape[1] for _, k in held_out), default=0)
+    out = []
+    for offset, (q, k) in zip(positions.offsets(longest, len(held_out)), held_out, strict=True):
+        cos, sin = (table[0].float().to(k.device) for table in positions.tables(offset[None]))
+        out.append((turned(q, cos, sin), turned(k, cos, sin)))
+    return out
+
+
+def fit_focus_layer(
+    moments: FocusMoments, held_out: Sequence[Heads], reader: torch.Tensor, positions: Positions | None = None
+) -> FocusLayer:
     """Transforms and centers of one layer.
 
     Args:
         moments: of the layer.
         held_out: requests that shares are chosen on.
         reader: W_o W_o^T by kv head, [kv_heads, head_dim, head_dim].
+        positions: that keys may have; None for those that they had.
     """
-    queries = shrunk(moments.queries.per_head().cpu())
+    queries = shrunk(moments.queries_by_head(positions))
+    held_out = moved(held_out, positions) if positions else held_out
     found: list[tuple[list[Balanced], torch.Tensor]] = []
     losses = []
     for share in SHARES:
-        stored, center = moments.keys(share)
+        stored, center = moments.keys(share, positions)
         with one_thread():
             keys = [balance(*pair) for pair in zip(shrunk(stored), queries, strict=True)]
         found.append((keys, center))
@@ -172,6 +198,7 @@ def fit_focus(
     dump: DumpReader | str | Path,
     weights: OutputWeights,
     *,
+    context: int | None = None,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> FitResult:
@@ -182,6 +209,7 @@ def fit_focus(
     Args:
         dump: reader of a dump, or its folder.
         weights: output projections of the model that was dumped.
+        context: positions that keys may have; None for the model's, 0 for those of the dump alone.
         device: "auto", "cpu", "cuda" or another torch device.
         progress: told about every chunk.
 
@@ -200,6 +228,7 @@ def fit_focus(
         )
     layers: list[FocusLayer] = []
     geometry = (0, 0, 0)
+    positions: Positions | None = None
     for layer in range(source.num_layers):
         moments: FocusMoments | None = None
         held_out: list[Heads] = []
@@ -211,6 +240,7 @@ def fit_focus(
             if moments is None:
                 stated = source.manifest.sm_scale if source.manifest else None
                 moments = FocusMoments(kv_heads, head_dim, stated or head_dim**-0.5, place)
+                positions = weights.positions(head_dim, context)
             placed = chunk.to(place)
             moments.update_values(placed)
             fitted, later = placed.split(held.get(chunks[index], len(chunk.seq_lens)))
@@ -220,12 +250,12 @@ def fit_focus(
             if progress is not None:
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
-        layers.append(fit_focus_layer(moments, held_out, weights.reader(layer, kv_heads, head_dim)))
+        layers.append(fit_focus_layer(moments, held_out, weights.reader(layer, kv_heads, head_dim), positions))
     tokens = sum(map(sum, seq_lens.values()))
     calibration = {
         "tokens": tokens, "requests": sum(map(len, seq_lens.values())), "chunks": len(chunks), "include_warmup": False,
         "held_out_tokens": sum(sum(seq_lens[chunk][first:]) for chunk, first in held.items()),
-        "q_heads": geometry[0], "kv_heads": geometry[1],
+        "q_heads": geometry[0], "kv_heads": geometry[1], "context": positions.context if positions else 0,
         "heads_by_share": {str(s): sum(layer.shares.count(s) for layer in layers) for s in SHARES},
     }  # fmt: skip
     model = (source.manifest.model_id, source.manifest.model_hash) if source.manifest else ("", "")
@@ -235,7 +265,9 @@ def fit_focus(
             OBJECTIVE[side], side, plus.COMPOSITION, "descending", *model, package_version(), RECIPE.name, calibration
         )
 
-    return FitResult(*pack_focus(layers, metadata("k"), metadata("v")), remarks(tokens, geometry[2]))
+    return FitResult(
+        *pack_focus(layers, metadata("k"), metadata("v")), remarks(tokens, geometry[2], positions, context)
+    )
 
 
 def pack_focus(
@@ -261,14 +293,14 @@ def pack_focus(
 def _fit_request(request: FitRequest) -> FitResult:
     dump = activations(request, RECIPE.name)
     weights = output_weights(request, dump, RECIPE.name)
-    return fit_focus(dump, weights, device=request.device, progress=request.progress)
+    return fit_focus(dump, weights, context=request.options.context, device=request.device, progress=request.progress)
 
 
 RECIPE = FittedRecipe(
     name="focus",
     summary="plus with keys weighed by the attention they get, and a key transform per kv head",
     fit=_fit_request,
-    options=frozenset(),
+    options=frozenset({"context"}),
     needs_activations=True,
     needs_weights=True,
     suffixes=(".safetensors",),

@@ -17,6 +17,7 @@ from oscar_rotation.fit.result import FitResult, package_version, remarks
 from oscar_rotation.math.balanced import Balanced, balance, shrunk
 from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
 from oscar_rotation.math.hadamard import is_power_of_two
+from oscar_rotation.math.positions import Positions
 from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, output_weights
 
 SINK = 64
@@ -44,28 +45,32 @@ class Moments:
         size = (kv_heads, head_dim, device)
         self.queries, self.keys, self.values = QueryCovariance(*size), KeyCovariance(*size), ValueCovariance(*size)
         self.key_sum = torch.zeros(kv_heads, head_dim, dtype=torch.float64, device=device)
+        self.longest = 0
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add whole requests; shapes as of the covariance accumulators. Sink tokens count as queries only."""
+        self.longest = max([self.longest, *seq_lens])
         self.queries.update(q, k, v, seq_lens)
         k, v = (behind_sink(x, seq_lens).to(self.key_sum.device) for x in (k, v))
         self.keys.update(q, k, v, seq_lens)
         self.values.update(q, k, v, seq_lens)
         self.key_sum += k.double().sum(0)
 
-    @property
-    def center(self) -> torch.Tensor:
-        """Mean key by kv head: float64 [kv_heads, head_dim] on the CPU."""
-        return (self.key_sum / self.keys.rows).cpu()
+    def center(self, positions: Positions | None = None) -> torch.Tensor:
+        """Mean key by kv head: float64 [kv_heads, head_dim] on the CPU; at all ``positions`` of a context."""
+        mean = (self.key_sum / self.keys.rows).cpu()
+        return positions.vector(mean, self.longest) if positions else mean
 
-    def stored_keys_by_head(self, centered: bool = True) -> torch.Tensor:
-        """Second moment of the keys, less their centers: float64 [kv_heads, head_dim, head_dim]."""
-        moment = self.keys.per_head().cpu()
-        return moment - self.center[:, :, None] * self.center[:, None, :] if centered else moment
+    def queries_by_head(self, positions: Positions | None = None) -> torch.Tensor:
+        """Second moment of the queries: float64 [kv_heads, head_dim, head_dim] on the CPU."""
+        moment = self.queries.per_head().cpu()
+        return positions.moment(moment, self.longest) if positions else moment
 
-    def stored_keys(self, centered: bool = True) -> torch.Tensor:
-        """Mean of :meth:`stored_keys_by_head` over kv heads: float64 [head_dim, head_dim]."""
-        return self.stored_keys_by_head(centered).mean(0)
+    def keys_by_head(self, centered: bool = True, positions: Positions | None = None) -> torch.Tensor:
+        """Second moment of the keys, less their centers: float64 [kv_heads, head_dim, head_dim] on the CPU."""
+        moment, center = self.keys.per_head().cpu(), self.center(positions)
+        moment = positions.moment(moment, self.longest) if positions else moment
+        return moment - center[:, :, None] * center[:, None, :] if centered else moment
 
 
 def behind_sink(x: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
@@ -82,22 +87,25 @@ class PlusLayer:
     center: torch.Tensor
 
 
-def fit_plus_layer(moments: Moments, reader: torch.Tensor) -> PlusLayer:
+def fit_plus_layer(moments: Moments, reader: torch.Tensor, positions: Positions | None = None) -> PlusLayer:
     """Both transforms and the centers of one layer.
 
     Args:
         moments: of the layer.
         reader: W_o W_o^T by kv head, [kv_heads, head_dim, head_dim].
+        positions: that keys may have; None for those that they had.
     """
-    key = balance(shrunk(moments.stored_keys()), shrunk(moments.queries.shared()))
+    stored, reading = moments.keys_by_head(positions=positions), moments.queries_by_head(positions)
+    key = balance(shrunk(stored.mean(0)), shrunk(reading.mean(0)))
     value = balance(moments.values.shared(), reader.mean(0))
-    return PlusLayer(key, value, moments.center)
+    return PlusLayer(key, value, moments.center(positions))
 
 
 def fit_plus(
     dump: DumpReader | str | Path,
     weights: OutputWeights,
     *,
+    context: int | None = None,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> FitResult:
@@ -106,6 +114,7 @@ def fit_plus(
     Args:
         dump: reader of a dump, or its folder.
         weights: output projections of the model that was dumped.
+        context: positions that keys may have; None for the model's, 0 for those of the dump alone.
         device: "auto", "cpu", "cuda" or another torch device.
         progress: told about every chunk.
 
@@ -117,6 +126,7 @@ def fit_plus(
     source = dump if isinstance(dump, DumpReader) else DumpReader(dump)
     chunks = source.fit_chunks()
     layers: list[PlusLayer] = []
+    positions: Positions | None = None
     tokens = requests = q_heads = kv_heads = head_dim = 0
     for layer in range(source.num_layers):
         moments: Moments | None = None
@@ -126,16 +136,17 @@ def fit_plus(
                 raise DumpError(f"{source.root}: head_dim is {head_dim}; a Hadamard rotation needs a power of two")
             if moments is None:
                 moments = Moments(kv_heads, head_dim, place)
+                positions = weights.positions(head_dim, context)
             moments.update(chunk.q.to(place), chunk.k.to(place), chunk.v.to(place), chunk.seq_lens)
             if layer == 0:
                 tokens, requests = tokens + sum(chunk.seq_lens), requests + len(chunk.seq_lens)
             if progress is not None:
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
-        layers.append(fit_plus_layer(moments, weights.reader(layer, kv_heads, head_dim)))
+        layers.append(fit_plus_layer(moments, weights.reader(layer, kv_heads, head_dim), positions))
     calibration = {
         "tokens": tokens, "requests": requests, "chunks": len(chunks), "include_warmup": False,
-        "q_heads": q_heads, "kv_heads": kv_heads,
+        "q_heads": q_heads, "kv_heads": kv_heads, "context": positions.context if positions else 0,
     }  # fmt: skip
     model = (source.manifest.model_id, source.manifest.model_hash) if source.manifest else ("", "")
 
@@ -144,7 +155,7 @@ def fit_plus(
             OBJECTIVE, side, COMPOSITION, "descending", *model, package_version(), RECIPE.name, calibration
         )
 
-    return FitResult(*pack_plus(layers, metadata("k"), metadata("v")), remarks(tokens, head_dim))
+    return FitResult(*pack_plus(layers, metadata("k"), metadata("v")), remarks(tokens, head_dim, positions, context))
 
 
 def pack_plus(
@@ -176,14 +187,14 @@ def pack_side(
 def _fit_request(request: FitRequest) -> FitResult:
     dump = activations(request, RECIPE.name)
     weights = output_weights(request, dump, RECIPE.name)
-    return fit_plus(dump, weights, device=request.device, progress=request.progress)
+    return fit_plus(dump, weights, context=request.options.context, device=request.device, progress=request.progress)
 
 
 RECIPE = FittedRecipe(
     name="plus",
     summary="centered keys, balanced transforms, scales fitted to the codes",
     fit=_fit_request,
-    options=frozenset(),
+    options=frozenset({"context"}),
     needs_activations=True,
     needs_weights=True,
     suffixes=(".safetensors",),

@@ -1,0 +1,78 @@
+"""How a model turns its queries and keys, from its configuration: what a fit for a long context needs to know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oscar_rotation.errors import DumpError
+from oscar_rotation.math.positions import Positions
+
+HALVES = (
+    "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2",
+)  # fmt: skip
+"""Model types whose rotary embedding pairs channel p with channel p + pairs."""
+
+SCALED = ("linear", "llama3", "yarn")
+"""Kinds of scaled embedding whose frequencies are the same for requests of any length."""
+
+THETA = 10000.0
+"""Base of the frequencies where a configuration names none."""
+
+MOST_POSITIONS = 32768
+"""Positions that a fit is made for where nothing else is said, in models whose context is longer."""
+
+
+def rotary_positions(model: Path, head_dim: int, context: int | None) -> Positions | None:
+    """Where keys of a model may stand.
+
+    Args:
+        model: folder with config.json.
+        head_dim: channels per head.
+        context: positions; None for the model's own context, :data:`MOST_POSITIONS` at most.
+
+    Returns:
+        None if the configuration is missing or its kind of embedding is not known here.
+
+    Raises:
+        DumpError: config.json cannot be read.
+    """
+    path = model / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+        if config.get("model_type") not in HALVES:
+            return None
+        own = int(config["max_position_embeddings"])
+        frequencies = _frequencies(config, head_dim)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DumpError(f"{path}: its rotary embedding cannot be read ({error}); pass --context 0") from error
+    return Positions(frequencies, context or min(own, MOST_POSITIONS))
+
+
+def _frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
+    """Radians a token by pair, float64 [pairs].
+
+    Raises:
+        ValueError: frequencies that depend on the length of a request.
+    """
+    facts = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = facts.get("rope_type") or facts.get("type") or "default"
+    if kind == "default":
+        theta = float(facts.get("rope_theta") or config.get("rope_theta") or THETA)
+        share = float(facts.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
+        pairs = int(config.get("rotary_dim") or head_dim * share) // 2
+        return theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    if kind not in SCALED:
+        raise ValueError(f"rope_type is {kind!r}; known are default, {', '.join(SCALED)}")
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    made = AutoConfig.for_model(**config | {"head_dim": head_dim})
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](made, torch.device("cpu"))
+    return frequencies.double()

@@ -1,0 +1,75 @@
+"""Moments of keys and queries at every position of a context, from calibration requests that are much shorter.
+
+Rotary embedding turns pairs of channels by their position, some of them once in six tokens, some once in ten thousand.
+Calibration requests of a thousand tokens show the slow pairs at a few angles only: their mean looks like a center and
+their spread looks small. Eight thousand tokens on, the pair has turned elsewhere, and a center and a transform fitted
+to the beginning make keys larger instead of smaller.
+
+Attention knows distances only. A request moved along by any number of positions has the same attention, and its keys
+and queries are the old ones, turned. So a moment over requests anywhere in a context is the mean of the moment that was
+measured, turned by many offsets: no further activations are needed, and weights that attention gave to keys stay what
+they are. Early positions count more than late ones. Where requests of every length up to the context are equally
+likely, position n is part of the longer ones only, a share of 1 - n / context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oscar_rotation.math.rotary_center import turned
+
+OFFSETS = 64
+"""Positions that a moment is turned to. Pairs that turn too fast for them have been seen at all angles
+within the requests already."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where in a context keys may stand.
+
+    Attributes:
+        frequencies: radians a token, float64 [pairs]. Channel p turns with channel p + pairs; those from 2 pairs on
+            stand still.
+        context: positions, 0 to context - 1.
+    """
+
+    frequencies: torch.Tensor
+    context: int
+
+    def tables(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of some positions [n]: float64 [n, 2 pairs] each."""
+        angles = offsets.double()[:, None] * self.frequencies.double()
+        angles = torch.cat([angles, angles], 1)
+        return angles.cos(), angles.sin()
+
+    def offsets(self, longest: int, count: int = OFFSETS) -> torch.Tensor:
+        """How far requests of ``longest`` tokens are moved along: int64 [count], from 0 on, denser at the beginning."""
+        last = max(0, self.context - longest)
+        evenly = torch.arange(count, dtype=torch.float64) / count
+        return (last * (1 - (1 - evenly).sqrt())).long()
+
+    def vector(self, mean: torch.Tensor, longest: int) -> torch.Tensor:
+        """The mean over all positions of vectors with this mean: float64 [..., d].
+
+        Args:
+            mean: over calibration requests, [..., d].
+            longest: tokens of the longest of them.
+        """
+        total = torch.zeros_like(mean, dtype=torch.float64)
+        for cos, sin in zip(*self.tables(self.offsets(longest)), strict=True):
+            total += turned(mean.double(), cos, sin)
+        return total / OFFSETS
+
+    def moment(self, moment: torch.Tensor, longest: int) -> torch.Tensor:
+        """The second moment over all positions of vectors with this one, about zero: float64 [..., d, d].
+
+        Args:
+            moment: over calibration requests, about zero, [..., d, d].
+            longest: tokens of the longest of them.
+        """
+        total = torch.zeros_like(moment, dtype=torch.float64)
+        for cos, sin in zip(*self.tables(self.offsets(longest)), strict=True):
+            total += turned(turned(moment.double(), cos, sin).mT, cos, sin)
+        return total / OFFSETS
