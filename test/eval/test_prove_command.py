@@ -131,7 +131,7 @@ def test_what_a_machine_cannot_do_is_told(tmp_path: Path, servers: Servers, monk
     assert done.exit_code == 0, done.output
     page = (tmp_path / "prove.md").read_text()
     assert "FP8 (e4m3): left out, the server ended with status 1: ValueError: no such cache here" in page
-    assert "INT2, reference_k_rotation: JSON by schema under long context left out" in page
+    assert "BF16, INT2, reference_k_rotation: JSON by schema under long context left out" in page
     assert "no plots: they need matplotlib" in page
     assert "json" not in figures(tmp_path)["int2"]
 

@@ -47,6 +47,20 @@ class Calibration:
         depends = {"model": identity, "text": texts.fingerprint(CALIBRATION), "tokens": tokens, "args": server_args}
         self.root = folder / f"calibration-{fingerprint(depends)}"
 
+    def prepare(self) -> Path:
+        """Write the calibration texts, unless an earlier run did; returns their file.
+
+        Raises:
+            DataError: there is too little text.
+        """
+        path = self.root / "prompts.jsonl"
+        if not path.exists():
+            # Decoded and encoded again a text may lose a token or two; a few more make up for it.
+            windows = self.texts.windows(CALIBRATION, self.tokens // LENGTH + 2, LENGTH, at_least=FEWEST)
+            rows = [json.dumps({"text": self.texts.tokenizer.decode(ids)}) for ids in windows]
+            write_atomically(path, lambda temporary: _write(temporary, rows))
+        return path
+
     def rotations(self, recipe: str) -> Path:
         """Folder with the rotation files of a recipe.
 
@@ -62,13 +76,8 @@ class Calibration:
             except RotationFileError:
                 continue  # A fit that was interrupted.
             return folder
-        prompts = self.root / "prompts.jsonl"
-        if not prompts.exists():
-            # Decoded and encoded again a text may lose a token or two; a few more make up for it.
-            windows = self.texts.windows(CALIBRATION, self.tokens // LENGTH + 2, LENGTH, at_least=FEWEST)
-            rows = [json.dumps({"text": self.texts.tokenizer.decode(ids)}) for ids in windows]
-            write_atomically(prompts, lambda path: _write(path, rows))
-        dump = DumpRequest(self.settings, self.root, str(prompts), self.tokens, server_args=self.server_args)
+        prompts = str(self.prepare())
+        dump = DumpRequest(self.settings, self.root, prompts, self.tokens, server_args=self.server_args)
         return run_fit(run_dump(dump), recipe, FitOptions())
 
 

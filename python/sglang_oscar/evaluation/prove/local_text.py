@@ -79,12 +79,16 @@ def conversations(files: dict[str, str], render: Render) -> Documents:
             yield name, render(messages)
 
 
-def docstrings(text: str) -> Iterator[tuple[str, str]]:
+@cache
+def docstrings(text: str) -> tuple[tuple[str, str], ...]:
     """Names and docstrings of a module's functions, classes and methods that have one of some length."""
     try:
-        tree = ast.parse(text)
+        return tuple(_docstrings(ast.parse(text)))
     except SyntaxError:
-        return
+        return ()
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             answer = inspect.cleandoc(ast.get_docstring(node) or "")

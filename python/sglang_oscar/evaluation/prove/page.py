@@ -11,10 +11,10 @@ Row = dict[str, Any]
 NONE = "-"
 
 
-def number(x: float) -> str:
-    """Three significant digits, without an exponent where it is readable."""
+def number(x: float, digits: int = 3) -> str:
+    """So many significant digits, without an exponent where it is readable."""
     if x == 0 or abs(x) >= 1e-4:
-        return f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}"
+        return f"{x:.{digits}g}" if abs(x) < 1000 else f"{x:,.0f}"
     return f"{x:.1e}"
 
 
@@ -25,12 +25,17 @@ def interval(found: dict[str, Any] | None, sign: bool = False) -> str:
     mean = found["mean"] if "mean" in found else found["difference"]
     shown = f"{'+' if sign and mean > 0 else ''}{number(mean)}"
     low, high = found["low"], found["high"]
-    return shown if low is None else f"{shown} ({number(low)} to {number(high)})"
+    return shown if low is None else f"{shown} ({number(low, 2)} to {number(high, 2)})"
 
 
 def rate(found: dict[str, Any] | None) -> str:
     """A proportion with its interval."""
     return NONE if not found else f"{found['mean']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def _share(found: dict[str, Any] | None) -> str:
+    """A proportion near 1 with its interval."""
+    return NONE if not found else f"{found['mean']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def p_value(found: dict[str, Any] | None) -> str:
@@ -100,7 +105,7 @@ def _verdict_row(row: Row) -> list[str]:
         interval(kl.get("mean")),
         interval(kl.get("p99")),
         interval(kl.get("p99.9")),
-        interval(tail.get("agreement")),
+        _share(tail.get("agreement")),
         interval(tail.get("excess"), sign=True),
         rate(retrieval.get("right")),
         rate(figures.get("session", {}).get("right")),
@@ -112,16 +117,21 @@ def _tail(rows: Sequence[Row]) -> Iterator[str]:
     heads = ("cache", "context", "mean KL", "p99", "p99.9", "top-1 agreement", "nats", "excess", "p", "told")
     lines = []
     for row in rows:
-        for length, x in row["figures"]["tail-kl"].items():
+        for length, x in _lengths(row["figures"]["tail-kl"]):
             kl = [interval(x["kl"][name]) for name in ("mean", "p99", "p99.9")]
             excess = x.get("excess")
             lines.append(
-                [row["title"], length, *kl, interval(x["agreement"]), f"{x['nats']:.4f}",
+                [row["title"], length, *kl, _share(x["agreement"]), f"{x['nats']:.4f}",
                  interval(excess, sign=True), p_value(excess), f"{x['covered']:.3f}"]
             )  # fmt: skip
     yield table(heads, lines)
     first = next(iter(rows))["figures"]["tail-kl"][ALL]
     yield f"{first['documents']} texts and {first['tokens']:,} tokens per cache.\n"
+
+
+def _lengths(found: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Figures by length, and over all where there are several."""
+    return [(key, x) for key, x in found.items() if key != ALL or len(found) > 2]
 
 
 def _retrieval(rows: Sequence[Row]) -> Iterator[str]:
@@ -165,7 +175,7 @@ def _reuse(turns: Sequence[Row]) -> str:
 def _json(rows: Sequence[Row]) -> Iterator[str]:
     lines = []
     for row in rows:
-        for length, x in row["figures"]["json"].items():
+        for length, x in _lengths(row["figures"]["json"]):
             cells = [text for name in ("valid", "complete", "right") for text in (rate(x[name]), p_value(x[name]))]
             lines.append([row["title"], length, str(x["records"]), *cells])
     yield table(("cache", "context", "records", "valid", "p", "complete", "p", "number right", "p"), lines)

@@ -77,7 +77,7 @@ def _retrieval(figure: Any, rows: Sequence[Row]) -> None:
             shown = np.array([[cells[n].get(d, np.nan) for n in lengths] for d in depths])
             if not shown.size:
                 continue
-            image = axes[i][j].imshow(shown, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            image = axes[i][j].imshow(shown, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axes[i][j].set(title=f"{row['title']}\n{task}" if i == 0 else task)
             axes[i][j].set_xticks(range(len(lengths)), lengths)
             axes[i][j].set_yticks(range(len(depths)), [f"{d}%" for d in depths])

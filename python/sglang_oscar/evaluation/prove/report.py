@@ -46,7 +46,10 @@ def collect(
         "text": material.texts.name,
         "size": material.size.name,
         "measures": {measure.name: measure.title for measure in plan.measures},
-        "remarks": list(outcome.remarks),
+        "remarks": [
+            *outcome.remarks,
+            *(f"{', '.join(titles)}: {reason}" for reason, titles in outcome.unavailable.items()),
+        ],
         "caches": rows,
     }
 

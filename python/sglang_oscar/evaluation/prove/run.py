@@ -56,12 +56,14 @@ class Outcome:
     Attributes:
         cells: answers.
         remarks: what was left out and why, one line each.
+        unavailable: why a measure cannot be asked -> titles of the caches.
         failed: whether something that should work did not.
         seconds: cache -> time that its server ran for this run.
     """
 
     cells: Cells = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    unavailable: dict[str, list[str]] = field(default_factory=dict)
     failed: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -111,7 +113,7 @@ def prove(plan: Plan, cache: Cache, outcome: Outcome, say: Callable[[str], None]
         say(f"{cache.title}: all {done} answers are there")
     for cell in cells.values():
         if cell.left_out:
-            outcome.remark(f"{cache.title}: {cell.left_out}")
+            outcome.unavailable.setdefault(cell.left_out, []).append(cache.title)
 
 
 def _ask_server(

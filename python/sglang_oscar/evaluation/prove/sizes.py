@@ -51,6 +51,6 @@ class Size:
 
 
 SIZES = {
-    "full": Size("full", LONGEST_DEFAULT, 48, 128, 5, 10, 8, 70, 24, 32768, 8),
-    "reduced": Size("reduced", 2048, 4, 64, 3, 2, 1, 70, 3, 8192, 2),
+    "full": Size("full", LONGEST_DEFAULT, 48, 256, 5, 10, 8, 70, 24, 32768, 8),
+    "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 40, 3, 8192, 2),
 }

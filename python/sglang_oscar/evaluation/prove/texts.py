@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -16,6 +17,9 @@ from sglang_oscar.evaluation.prove.local_text import Messages, Render
 CALIBRATION, MEASUREMENT = "calibration", "measurement"
 PIECE = 4000
 """Characters from which on a plain text file is cut at the next empty line: each piece is a document."""
+
+LINES = 20_000
+"""Lines that documents with hidden facts are made of."""
 
 Kinds = dict[str, list[str]]
 """Kind of text -> documents."""
@@ -90,13 +94,17 @@ class Texts:
         self.tokenizer, self.path = tokenizer, path
         self.render = local_text.renderer(tokenizer)
         self.name = "this machine's Python sources, documentation, chat and descriptions" if path is None else str(path)
+        # Measures encode from several threads; a tokenizer may be set up anew by a call.
+        self.lock = threading.Lock()
         plain, marked = self.encode("a"), list(tokenizer.encode("a"))
         self.leading = marked[: marked.index(plain[0])] if plain and plain[0] in marked else []
         self.known: dict[str, Kinds] = {}
+        self.known_lines: dict[str, tuple[str, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        with self.lock:
+            return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """Token ids of a conversation whose next turn is the model's, through its template or as plain text."""
@@ -156,18 +164,21 @@ class Texts:
                 yield held[:length]
                 held = held[length:]
 
-    def lines(self, part: str, limit: int = 20_000) -> tuple[str, ...]:
-        """Lines of a part's first kind of text, each with its line break, for documents with hidden facts.
+    def lines(self, part: str) -> tuple[str, ...]:
+        """The first :data:`LINES` lines of a part, each with its line break, for documents with hidden facts.
 
         Raises:
             DataError: there are none.
         """
+        if part in self.known_lines:
+            return self.known_lines[part]
         kinds = self.documents(part)
         texts = chain.from_iterable(kinds.values())
         lines = (line for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n"))
-        found = tuple(islice(lines, limit))
+        found = tuple(islice(lines, LINES))
         if not found:
             raise DataError(f"{self.name}: holds no lines for the {part} part; give more with --text")
+        self.known_lines[part] = found
         return found
 
     def fingerprint(self, part: str) -> str:

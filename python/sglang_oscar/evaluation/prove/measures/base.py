@@ -61,6 +61,14 @@ class Measure(ABC):
     def units(self) -> Sequence[str]:
         """Names of what is asked and kept one by one."""
 
+    def prepare(self) -> None:
+        """Make what is asked, before the first server is started.
+
+        Raises:
+            DataError: the text source holds too little.
+        """
+        self.material.lines()
+
     @abstractmethod
     def ask(self, client: Client, unit: str, cell: Cell, reference: Cell | None) -> Answer:
         """Ask a server.

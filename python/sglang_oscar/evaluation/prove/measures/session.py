@@ -90,6 +90,10 @@ class Session(Measure):
         """Numbers of sessions; none where not even :data:`FEWEST` turns fit."""
         return [str(i) for i in range(self.material.size.sessions)] if self.turns >= FEWEST else []
 
+    def prepare(self) -> None:
+        """Choose the lines of text."""
+        _ = self.lines
+
     @cached_property
     def lines(self) -> tuple[tuple[str, int], ...]:
         """Lines of text and their tokens."""

@@ -39,6 +39,10 @@ class TailKl(Measure):
         """``<length>-<number>``."""
         return [f"{length}-{i}" for length in self.material.lengths for i in range(self.material.size.documents)]
 
+    def prepare(self) -> None:
+        """Cut the texts."""
+        _ = self.documents
+
     @cached_property
     def documents(self) -> dict[str, list[int]]:
         """Texts, each with its tail: unit -> token ids.
