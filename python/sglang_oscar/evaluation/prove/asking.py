@@ -57,6 +57,14 @@ class Client:
     def __init__(self, url: str) -> None:
         self.url = url
 
+    def capacity(self) -> int | None:
+        """Tokens that the server's cache holds; None if it does not say."""
+        try:
+            reply = requests.get(f"{self.url}/server_info", timeout=60)
+            return int(reply.json()["max_total_num_tokens"]) if reply.ok else None
+        except (requests.RequestException, ValueError, KeyError):
+            return None
+
     def generate(self, ids: list[int], tokens: int, sampling: dict[str, Any] | None = None, **extra: Any) -> Reply:
         """Continue a prompt.
 

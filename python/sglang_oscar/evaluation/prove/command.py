@@ -43,7 +43,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     with driver_errors():
         config, tokenizer = load_config(settings), load_tokenizer(settings)
         settings = settings.overridden(group_size=caches.group_size or min(GROUP, _head_dim(config)))
-        material = measures.material(Texts(tokenizer, measures.text), _context(config))
+        material = measures.material(Texts(tokenizer, measures.text), _limit(servers.flags, _context(config)))
         chosen = measures.measures(material)
         for measure in chosen:
             measure.prepare()
@@ -53,7 +53,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
         out.mkdir(parents=True, exist_ok=True)
         identity, here = model_files(settings.model), machine()
         depends = {"model": identity, "machine": here, "text": material.texts.fingerprint(MEASUREMENT)}
-        plan = Plan(settings, chosen, store, out, depends, material.size.at_once)
+        plan = Plan(settings, chosen, store, out, depends, material.size.at_once, material.lengths[-1])
         maker = CacheMaker(settings, config, caches.flags(servers.flags), material.context)
         makers = _makers(caches, maker, identity, material, out)
         asked, outcome = _ask_all(plan, makers)
@@ -134,6 +134,16 @@ def _context(config: Any) -> int:
     if not found:
         raise DataError("the model's configuration does not say how many tokens it takes (max_position_embeddings)")
     return int(found)
+
+
+def _limit(flags: tuple[str, ...], context: int) -> int:
+    """Tokens that servers take, where the user's flags say less than the model's configuration."""
+    for i, flag in enumerate(flags):
+        name, _, value = flag.partition("=")
+        if name == "--context-length":
+            value = value or (flags[i + 1] if i + 1 < len(flags) else "")
+            return min(context, int(value)) if value.isdigit() else context
+    return context
 
 
 def add_prove_command(app: typer.Typer) -> None:

@@ -39,6 +39,7 @@ class Plan:
         folder: for server logs.
         depends: what every answer depends on besides cache and measure: model, text, versions, machine.
         at_once: requests in flight.
+        longest: tokens of the longest prompt.
     """
 
     settings: ModelSettings
@@ -47,6 +48,11 @@ class Plan:
     folder: Path
     depends: dict[str, Any]
     at_once: int
+    longest: int
+
+    def in_flight(self, capacity: int | None) -> int:
+        """Requests in flight at a server whose cache holds so many tokens: prefixes must live until they are read."""
+        return self.at_once if capacity is None else max(1, min(self.at_once, capacity // (2 * self.longest)))
 
 
 @dataclass
@@ -173,7 +179,7 @@ def _ask_units(plan: Plan, cache: Cache, client: Client, measure: Measure, units
     shown = console.is_terminal
     with (
         Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown) as bars,
-        ThreadPoolExecutor(plan.at_once) as pool,
+        ThreadPoolExecutor(plan.in_flight(client.capacity())) as pool,
     ):
         task = bars.add_task(f"{cache.title}: {measure.title}", total=len(measure.units()), completed=len(cell.done))
         waiting = {pool.submit(measure.ask, client, unit, cell, reference): unit for unit in units}

@@ -11,6 +11,8 @@ SHORTEST = 1024
 """Tokens of a context at least: sink, recent window and tail leave 448 that are read in 2 bits."""
 LONGEST_DEFAULT = 32768
 """Tokens; longer contexts are asked about only where the user names them."""
+UNIT = 64
+"""Tokens; default lengths are multiples."""
 ROOM = 64
 """Tokens between a context and the model's limit, for questions and answers."""
 
@@ -45,12 +47,18 @@ class Size:
     at_once: int
 
     def lengths(self, context: int) -> tuple[int, ...]:
-        """Default context lengths for a model of ``context`` tokens, ascending."""
-        top = min(context - ROOM, self.longest)
-        return tuple(sorted({n // 64 * 64 for n in (top // 4, top // 2, top) if n // 64 * 64 >= SHORTEST}))
+        """Default context lengths for a model of ``context`` tokens, ascending: a quarter, half and all of it, as far
+        as it is asked about.
+
+        >>> SIZES["full"].lengths(8192), SIZES["reduced"].lengths(8192)
+        ((2048, 4096, 8128), (1024, 2048))
+        """
+        top = min(context - ROOM, self.longest) // UNIT * UNIT
+        parts = {-(-top // share // UNIT) * UNIT for share in (4, 2, 1)}
+        return tuple(sorted(n for n in parts if n >= SHORTEST))
 
 
 SIZES = {
-    "full": Size("full", LONGEST_DEFAULT, 48, 256, 5, 10, 8, 70, 24, 32768, 8),
+    "full": Size("full", LONGEST_DEFAULT, 32, 128, 5, 8, 8, 70, 24, 32768, 8),
     "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 40, 3, 8192, 2),
 }
