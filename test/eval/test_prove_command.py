@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from oscar_rotation.model_table import model_settings
 from sglang_oscar.cli import app
 from sglang_oscar.evaluation.prove import run, sizes
 from sglang_oscar.evaluation.prove.sizes import Size
+from sglang_oscar.evaluation.prove.store import Store
 from sglang_oscar.local_server import ServerFailedError
 from support.reference import MODEL, ROOT
 from support.stand_in_server import stand_in_server
@@ -163,6 +165,19 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], fault: str) -> None:
     assert done.exit_code == 2, done.output
     assert fault in " ".join(done.stderr.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
+
+
+def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:
+    for flags in ("--context-length 2048", "--context-length=2048"):
+        done = CliRunner().invoke(
+            app, ["prove", str(MODEL), "--out", str(tmp_path), "--lengths", "2048", "--server-args", flags]
+        )
+        assert "a context of 2048 tokens does not fit: the model takes 2048, less 64" in done.stderr
+
+
+def test_a_small_cache_is_asked_less_at_once(tmp_path: Path) -> None:
+    plan = run.Plan(model_settings("m"), [], Store(tmp_path), tmp_path, {}, at_once=8, longest=1000)
+    assert [plan.in_flight(n) for n in (None, 10**6, 5000, 500)] == [8, 8, 2, 1]
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import requests
@@ -139,7 +140,8 @@ class Client:
         if cached:
             reply = self.behind_cache(ids[:begin], ids, 1, **asked)
         else:
-            reply = self.generate(ids, 1, **asked, extra_key="computed whole")
+            # Texts of several lengths may begin alike, so each has a key of its own.
+            reply = self.generate(ids, 1, **asked, extra_key=uuid4().hex)
         # SGLang begins with the token at ``begin``, of which it knows nothing.
         scored, tops = reply.meta["input_token_logprobs"][1:], reply.meta["input_top_logprobs"][1:]
         if len(scored) != len(ids) - begin - 1 or len(tops) != len(scored):

@@ -43,6 +43,8 @@ class Calibration:
         folder: Path,
         server_args: tuple[str, ...],
     ) -> None:
+        # What comes from the prefix cache is not computed, and so not recorded.
+        server_args = (*server_args, "--disable-radix-cache")
         self.settings, self.texts, self.tokens, self.server_args = settings, texts, tokens, server_args
         depends = {"model": identity, "text": texts.fingerprint(CALIBRATION), "tokens": tokens, "args": server_args}
         self.root = folder / f"calibration-{fingerprint(depends)}"

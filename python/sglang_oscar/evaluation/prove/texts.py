@@ -109,7 +109,10 @@ class Texts:
     def chat_ids(self, messages: Messages) -> list[int]:
         """Token ids of a conversation whose next turn is the model's, through its template or as plain text."""
         if getattr(self.tokenizer, "chat_template", None):
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            # Templates without a thinking mode ignore the last argument; thinking would use up the short answers.
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
             return self.encode(text)
         return self.leading + self.encode(f"{local_text.plain_chat(messages)}Assistant:")
 
