@@ -33,7 +33,8 @@ def collect(
         figures = {}
         for measure in plan.measures:
             answers = outcome.cells[cache.name][measure.name].done
-            reference = None if cache.name == BF16 else outcome.cells[BF16][measure.name].done
+            # Where BF16 could not be asked there is nothing to pair with.
+            reference = None if cache.name == BF16 else outcome.cells[BF16][measure.name].done or None
             if answers:
                 figures[measure.name] = measure.figures(answers, reference)
         row = {"name": cache.name, "title": cache.title, "bits": cache.bits, "args": cache.args, "env": cache.env}
