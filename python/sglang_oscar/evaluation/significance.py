@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import bootstrap, permutation_test
+from scipy.stats import binomtest, bootstrap, permutation_test
 
 Scores = Mapping[str, float]
 """Question -> score in [0, 1]."""
@@ -76,6 +76,21 @@ def paired_test(reference: Sequence[Scores], other: Sequence[Scores], seed: int 
     )
     interval = bootstrap((differences,), np.mean, method="percentile", rng=rng).confidence_interval
     return PairedTest(len(common), mean, float(interval.low), float(interval.high), float(tested.pvalue))
+
+
+def mcnemar(reference: Mapping[str, bool], other: Mapping[str, bool]) -> float:
+    """Exact two-sided McNemar test of two methods on questions that are right or wrong.
+
+    Args:
+        reference, other: question -> whether it was answered rightly.
+
+    Returns:
+        the p-value over questions that both answered; 1 where they agree on all.
+    """
+    common = set(reference) & set(other)
+    lost = sum(reference[question] and not other[question] for question in common)
+    won = sum(other[question] and not reference[question] for question in common)
+    return float(binomtest(lost, lost + won).pvalue) if lost + won else 1.0
 
 
 def _per_question(runs: Sequence[Scores]) -> dict[str, float]:

@@ -1,0 +1,150 @@
+"""Which caches are compared, and the server of each."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oscar_rotation.model_table import ModelSettings
+from oscar_rotation.recipes import DEFAULT
+from sglang_oscar.calibration.rotation_driver import rotation_files
+from sglang_oscar.cpu.server import has_gpu
+from sglang_oscar.evaluation.methods import K_PATH, RECIPE_OF, V_PATH, Method, make_method
+
+BF16, FP8, INT2, NAIVE = "bf16", "fp8", "int2", "naive"
+CACHES = (BF16, FP8, INT2, NAIVE)
+"""Names on the command line. ``naive`` is INT2 without rotation, windows and clipping: what a bad cache looks like."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One row of the page.
+
+    Attributes:
+        name: in file names.
+        title: in tables.
+        bits: per element of keys and values, windows included, at 128K tokens.
+        args: flags of its server.
+        env: variables of its server.
+        optional: a server that does not start is a remark, not a failure.
+    """
+
+    name: str
+    title: str
+    bits: float
+    args: tuple[str, ...]
+    env: dict[str, str]
+    optional: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """What answers depend on: flags, and variables with the content of files instead of their names."""
+        return {"args": self.args, "env": {name: _content(value) for name, value in sorted(self.env.items())}}
+
+
+def _content(value: str) -> str:
+    path = Path(value)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else value
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Further flags of servers, as the user gave them.
+
+    Attributes:
+        common: of all.
+        bf16, fp8, int2: of one kind each.
+    """
+
+    common: tuple[str, ...] = ()
+    bf16: tuple[str, ...] = ()
+    fp8: tuple[str, ...] = ()
+    int2: tuple[str, ...] = ()
+
+
+def default_flags(longest: int) -> tuple[str, ...]:
+    """Flags of every server, in front of the user's: what measuring needs, and no more memory than a CPU machine has.
+
+    Args:
+        longest: tokens of the longest prompt.
+    """
+    flags = ("--random-seed", "0", "--max-running-requests", "16")
+    if has_gpu():
+        return flags
+    # A CPU server has no operator to apply a grammar with, and dies at the first one.
+    small = ("--mem-fraction-static", "0.2", "--max-total-tokens", str(max(24576, 3 * longest)))
+    return (*flags, *small, "--grammar-backend", "none")
+
+
+class CacheMaker:
+    """Makes caches of one model.
+
+    Args:
+        settings: of the model; its group size is that of the int2 caches.
+        config: of the model.
+        flags: of the user.
+        longest: tokens of the longest prompt.
+    """
+
+    def __init__(self, settings: ModelSettings, config: Any, flags: Flags, longest: int) -> None:
+        self.settings, self.config, self.flags = settings, config, flags
+        self.defaults = default_flags(longest)
+
+    def bf16(self) -> Cache:
+        """The reference."""
+        return self._cache(make_method(BF16, self.settings), BF16, self.flags.bf16)
+
+    def fp8(self) -> Cache:
+        """SGLang's own 8-bit cache, without scales."""
+        method = Method(FP8, "FP8 (e4m3)")
+        made = self._cache(method, FP8, ("--kv-cache-dtype", "fp8_e4m3", *self.flags.fp8))
+        return Cache(made.name, made.title, 8.0, made.args, made.env, optional=True)
+
+    def naive(self) -> Cache:
+        """INT2 without all that makes it work."""
+        return self._cache(make_method(NAIVE, self.settings), NAIVE, self.flags.int2)
+
+    def fitted(self, recipe: str, rotations: Path) -> Cache:
+        """INT2 with rotations that were fitted by a recipe.
+
+        Raises:
+            RotationFileError: the folder does not hold one file per side.
+        """
+        name = next(method for method, of in RECIPE_OF.items() if of == recipe)
+        label = INT2 if recipe == DEFAULT else f"{INT2}-{recipe}"
+        return self._cache(make_method(name, self.settings, rotations), label, self.flags.int2)
+
+    def given(self, keys: Path, values: Path) -> Cache:
+        """INT2 with the user's rotation files, which say their recipe."""
+        env = {K_PATH: str(keys.resolve()), V_PATH: str(values.resolve())}
+        title = f"INT2, {keys.stem.removeprefix('k_rotation_')}"
+        return self._cache(Method(INT2, title, self.settings.group_size, env), INT2, self.flags.int2)
+
+    def _cache(self, method: Method, name: str, args: tuple[str, ...]) -> Cache:
+        extra = (*self.defaults, *self.flags.common, *args)
+        flags = method.server_args(self.settings, extra)
+        return Cache(name, method.title, method.bits(self.config), tuple(flags), method.env)
+
+
+def given_rotations(folder: Path | None, keys: Path | None, values: Path | None) -> tuple[Path, Path] | None:
+    """The user's rotation files; None where there are none and they have to be fitted.
+
+    Raises:
+        RotationFileError: the folder does not hold one file per side.
+        ValueError: a folder and files, one file without the other, or a file that is not there.
+    """
+    if folder is not None:
+        if keys or values:
+            raise ValueError("give a folder or two files, not both")
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder")
+        return rotation_files(folder)
+    if keys is None and values is None:
+        return None
+    if keys is None or values is None:
+        raise ValueError("rotation files come in pairs: one for keys and one for values")
+    for path in (keys, values):
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+    return keys, values

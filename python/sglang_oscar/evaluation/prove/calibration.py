@@ -1,0 +1,87 @@
+"""Rotations of a model that has none yet: dumped and fitted on the spot, as ``oscar dump`` and ``oscar fit`` do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from oscar_rotation.atomic import write_atomically
+from oscar_rotation.errors import RotationFileError
+from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.model_table import ModelSettings
+from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
+from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.rotation_driver import rotation_files, run_fit
+from sglang_oscar.evaluation.prove.store import fingerprint
+from sglang_oscar.evaluation.prove.texts import CALIBRATION, Texts
+
+LENGTH = 1024
+"""Tokens of a calibration text."""
+FEWEST = 8
+"""Calibration texts; a user's file that makes fewer is refused."""
+
+
+class Calibration:
+    """The dump of one model, made when the first recipe needs it and kept for the next.
+
+    Args:
+        settings: of the model.
+        identity: of the model, as JSON values.
+        texts: calibration texts come from their calibration part.
+        tokens: to dump.
+        folder: of the run; a calibration on other text has another folder in it.
+        server_args: flags of the dumping server.
+    """
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        identity: dict[str, Any],
+        texts: Texts,
+        tokens: int,
+        folder: Path,
+        server_args: tuple[str, ...],
+    ) -> None:
+        # What comes from the prefix cache is not computed, and so not recorded.
+        server_args = (*server_args, "--disable-radix-cache")
+        self.settings, self.texts, self.tokens, self.server_args = settings, texts, tokens, server_args
+        depends = {"model": identity, "text": texts.fingerprint(CALIBRATION), "tokens": tokens, "args": server_args}
+        self.root = folder / f"calibration-{fingerprint(depends)}"
+
+    def prepare(self) -> Path:
+        """Write the calibration texts, unless an earlier run did; returns their file.
+
+        Raises:
+            DataError: there is too little text.
+        """
+        path = self.root / "prompts.jsonl"
+        if not path.exists():
+            # Decoded and encoded again a text may lose a token or two; a few more make up for it.
+            windows = self.texts.windows(CALIBRATION, self.tokens // LENGTH + 2, LENGTH, at_least=FEWEST)
+            rows = [json.dumps({"text": self.texts.tokenizer.decode(ids)}) for ids in windows]
+            write_atomically(path, lambda temporary: _write(temporary, rows))
+        return path
+
+    def rotations(self, recipe: str) -> Path:
+        """Folder with the rotation files of a recipe.
+
+        Raises:
+            DataError: too little calibration text, or the server recorded too little.
+            DumpError, RotationFileError: the fit failed.
+            ServerFailedError: the dumping server did not start or ended.
+        """
+        done = sorted(self.root.rglob(CalibrationFolder(Path()).rotations(recipe).name))
+        for folder in done:
+            try:
+                rotation_files(folder)
+            except RotationFileError:
+                continue  # A fit that was interrupted.
+            return folder
+        prompts = str(self.prepare())
+        dump = DumpRequest(self.settings, self.root, prompts, self.tokens, server_args=self.server_args)
+        return run_fit(run_dump(dump), recipe, FitOptions())
+
+
+def _write(path: Path, rows: list[str]) -> None:
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")

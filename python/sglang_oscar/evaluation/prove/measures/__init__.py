@@ -1,0 +1,13 @@
+"""What is asked of every cache: one file per measure. A new one is a new file and its line in :data:`MEASURES`."""
+
+from sglang_oscar.evaluation.prove.measures.base import Answer, Answers, Figures, Material, Measure
+from sglang_oscar.evaluation.prove.measures.json_schema import JsonSchema
+from sglang_oscar.evaluation.prove.measures.retrieval import Retrieval
+from sglang_oscar.evaluation.prove.measures.session import Session
+from sglang_oscar.evaluation.prove.measures.tail_kl import TailKl
+
+__all__ = ["MEASURES", "Answer", "Answers", "Figures", "Material", "Measure"]
+
+MEASURES: dict[str, type[Measure]] = {measure.name: measure for measure in (TailKl, Retrieval, Session, JsonSchema)}
+"""Name on the command line -> measure, in the order in which they are asked. JSON comes last: should a server be unable
+to serve a grammar, it has answered everything else."""

@@ -1,0 +1,95 @@
+"""What a measure is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_oscar.evaluation.prove.asking import Client
+from sglang_oscar.evaluation.prove.sizes import Size
+from sglang_oscar.evaluation.prove.store import Cell
+from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
+
+Answer = dict[str, Any]
+Answers = Mapping[str, Answer]
+"""Unit -> answer."""
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What measures are made of.
+
+    Attributes:
+        texts: of the model's tokenizer.
+        size: how much.
+        lengths: contexts in tokens, ascending.
+        context: tokens that the model takes.
+    """
+
+    texts: Texts
+    size: Size
+    lengths: tuple[int, ...]
+    context: int
+
+    def lines(self) -> tuple[str, ...]:
+        """Lines for documents with facts."""
+        return self.texts.lines(MEASUREMENT)
+
+
+class Measure(ABC):
+    """One thing that is asked of every cache.
+
+    Attributes:
+        name: on the command line and in file names.
+        title: on the page.
+    """
+
+    name: str
+    title: str
+
+    def __init__(self, material: Material) -> None:
+        self.material = material
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """All that decides what is asked, as JSON values; besides model, text and cache."""
+
+    @abstractmethod
+    def units(self) -> Sequence[str]:
+        """Names of what is asked and kept one by one."""
+
+    def prepare(self) -> None:
+        """Make what is asked, before the first server is started.
+
+        Raises:
+            DataError: the text source holds too little.
+        """
+        self.material.lines()
+
+    @abstractmethod
+    def ask(self, client: Client, unit: str, cell: Cell, reference: Cell | None) -> Answer:
+        """Ask a server.
+
+        Args:
+            client: of the server.
+            unit: one of :meth:`units`.
+            cell: where arrays of the answer may be kept.
+            reference: answers of the BF16 cache; None where the server is that.
+
+        Returns:
+            JSON values.
+
+        Raises:
+            AskingError: no answer.
+        """
+
+    def unavailable(self, client: Client) -> str | None:
+        """Why a server cannot be asked, if it cannot."""
+        return None
+
+    @abstractmethod
+    def figures(self, answers: Answers, reference: Answers | None) -> Figures:
+        """What answers of one cache come to, beside those of the BF16 cache (None for that cache itself)."""

@@ -1,0 +1,103 @@
+"""How far next-token distributions move when what lies before is read from a cache."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sglang_oscar.evaluation.intervals import clustered_bootstrap
+from sglang_oscar.evaluation.prove.asking import AskingError, Client
+from sglang_oscar.evaluation.prove.divergence import TopTokens, covered, kl_lower_bound, same_choice
+from sglang_oscar.evaluation.prove.measures.base import Answer, Answers, Figures, Measure
+from sglang_oscar.evaluation.prove.sizes import TAIL
+from sglang_oscar.evaluation.prove.store import Cell
+from sglang_oscar.evaluation.prove.texts import MEASUREMENT
+from sglang_oscar.evaluation.significance import paired_test
+
+PERCENTILES = {"p99": 99.0, "p99.9": 99.9}
+ALL = "all"
+"""Key of the figures over all lengths."""
+
+
+class TailKl(Measure):
+    """The last :data:`sizes.TAIL` tokens of a text are read behind the rest, which is cached.
+
+    KL is that of :mod:`divergence`. The BF16 cache is compared with BF16 that computes the whole text at once: what is
+    left is rounding, the floor below which no difference means anything.
+    """
+
+    name, title = "tail-kl", "Tail KL, agreement, perplexity"
+
+    def settings(self) -> dict[str, Any]:
+        """Sizes."""
+        size = self.material.size
+        return {"lengths": self.material.lengths, "documents": size.documents, "tail": TAIL, "top": size.top}
+
+    def units(self) -> list[str]:
+        """``<length>-<number>``."""
+        return [f"{length}-{i}" for length in self.material.lengths for i in range(self.material.size.documents)]
+
+    def prepare(self) -> None:
+        """Cut the texts."""
+        _ = self.documents
+
+    @cached_property
+    def documents(self) -> dict[str, list[int]]:
+        """Texts, each with its tail: unit -> token ids.
+
+        Raises:
+            DataError: the text source is too short.
+        """
+        texts, count = self.material.texts, self.material.size.documents
+        return {
+            f"{length}-{i}": ids
+            for length in self.material.lengths
+            for i, ids in enumerate(texts.windows(MEASUREMENT, count, length))
+        }
+
+    def ask(self, client: Client, unit: str, cell: Cell, reference: Cell | None) -> Answer:
+        """KL, agreement and nats of every token of one tail."""
+        ids, top = self.documents[unit], self.material.size.top
+        begin = len(ids) - TAIL
+        own = client.read(ids, begin, top)
+        if reference is None:
+            cell.write_arrays(unit, ids=own.ids, logprobs=own.logprobs, read=own.read)
+            first, second = own, client.read(ids, begin, top, cached=False)
+        else:
+            try:
+                first, second = TopTokens(**reference.read_arrays(unit)), own
+            except OSError as error:
+                raise AskingError(f"{error.filename}: what BF16 said is gone; run again with --fresh") from None
+        kl = kl_lower_bound(first, second, np.array(ids[begin + 1 :]))
+        return {
+            "kl": [float(f"{x:.6g}") for x in kl],
+            "same": same_choice(first, second).astype(int).tolist(),
+            "nats": float(-own.read.mean(dtype=np.float64)),
+            "covered": float(covered(first).mean()),
+        }
+
+    def figures(self, answers: Answers, reference: Answers | None) -> Figures:
+        """By length and over all: mean and percentiles of KL, agreement, nats, excess over BF16 with a paired test."""
+        by_length = {str(n): [u for u in answers if u.startswith(f"{n}-")] for n in self.material.lengths}
+        groups = {ALL: list(answers)} | by_length
+        return {key: _figures(units, answers, reference) for key, units in groups.items() if units}
+
+
+def _figures(units: list[str], answers: Answers, reference: Answers | None) -> Figures:
+    kl = [np.array(answers[unit]["kl"]) for unit in units]
+    same = [np.array(answers[unit]["same"], dtype=np.float64) for unit in units]
+    found: Figures = {"documents": len(units), "tokens": sum(map(len, kl))}
+    found["kl"] = {"mean": clustered_bootstrap(kl, np.mean).to_json()} | {
+        name: clustered_bootstrap(kl, lambda x, q=q: np.percentile(x, q)).to_json()  # type: ignore[misc]
+        for name, q in PERCENTILES.items()
+    }
+    found["agreement"] = clustered_bootstrap(same, np.mean).to_json()
+    found["nats"] = float(np.mean([answers[unit]["nats"] for unit in units]))
+    found["covered"] = float(np.mean([answers[unit]["covered"] for unit in units]))
+    common = [unit for unit in units if reference is not None and unit in reference]
+    if reference is not None and common:
+        pair = [{unit: source[unit]["nats"] for unit in common} for source in (reference, answers)]
+        found["excess"] = paired_test(pair[:1], pair[1:]).to_json()
+    return found

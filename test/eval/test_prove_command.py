@@ -1,0 +1,192 @@
+"""``oscar prove`` as a user runs it, its servers replaced by a stand-in: options, resumption, failures, the page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from oscar_rotation.model_table import model_settings
+from sglang_oscar.cli import app
+from sglang_oscar.evaluation.prove import run, sizes
+from sglang_oscar.evaluation.prove.sizes import Size
+from sglang_oscar.evaluation.prove.store import Store
+from sglang_oscar.local_server import ServerFailedError
+from support.reference import MODEL, ROOT
+from support.stand_in_server import stand_in_server
+
+TINY = Size("reduced", 1024, 2, 32, 2, 1, 1, 9, 1, 8192, 2)
+"""A run of seconds."""
+BLUR = {"bf16": 0.0, "fp8": 0.3, "int2": 1.0, "naive": 4.0}
+ROTATIONS = [f"--{side}-rotation={ROOT}/test/data/reference_{side}_rotation.safetensors" for side in "kv"]
+
+
+class Servers:
+    """Stand-ins in place of SGLang servers; ``options`` are those of one cache's server."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.options: dict[str, dict[str, Any]] = {}
+        self.refuse: set[str] = set()
+
+    @contextmanager
+    def serve(self, model: Any, log: Path, args: Any, env: Any) -> Iterator[Any]:
+        cache = log.stem.removeprefix("server_")
+        self.started.append(cache)
+        if cache in self.refuse:
+            log.write_text("ValueError: no such cache here\nbye\n")
+            raise ServerFailedError(f"the server ended with status 1; end of {log}:\nmany lines")
+        with stand_in_server(log, BLUR[cache], **self.options.get(cache, {})) as server:
+            yield server
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    made = Servers()
+    monkeypatch.setattr(run, "serve", made.serve)
+    monkeypatch.setitem(sizes.SIZES, "reduced", TINY)
+    return made
+
+
+def prove(out: Path, *arguments: str) -> Result:
+    """Run the command on the shipped model."""
+    caches = [] if "--cache" in arguments else ["--cache", "fp8", "--cache", "int2", *ROTATIONS]
+    return CliRunner().invoke(app, ["prove", str(MODEL), "--size", "reduced", "--out", str(out), *caches, *arguments])
+
+
+def figures(out: Path) -> dict[str, Any]:
+    """Cache -> figures."""
+    return {row["name"]: row["figures"] for row in json.loads((out / "prove.json").read_text())["caches"]}
+
+
+def test_a_whole_run(tmp_path: Path, servers: Servers) -> None:
+    done = prove(tmp_path)
+    assert done.exit_code == 0, done.output
+    assert servers.started == ["bf16", "fp8", "int2"]
+    found = figures(tmp_path)
+    kl = [found[name]["tail-kl"]["all"]["kl"]["mean"]["mean"] for name in ("bf16", "fp8", "int2")]
+    assert kl[0] == 0
+    assert 0 < kl[1] < kl[2]
+    agreement = [found[name]["tail-kl"]["all"]["agreement"]["mean"] for name in ("bf16", "fp8", "int2")]
+    assert agreement[0] == 1 > agreement[1] > agreement[2]
+    assert "excess" in found["int2"]["tail-kl"]["1024"]
+    assert set(found["int2"]["retrieval"]["tasks"]) == {"needle", "multi-key"}
+    assert found["int2"]["session"]["cut_off"]["mean"] == 1
+    assert found["int2"]["session"]["by_turn"][-1]["cached"] > 0
+    assert found["fp8"]["json"]["all"]["valid"]["mean"] == 1
+    page = (tmp_path / "prove.md").read_text()
+    for part in ("## Verdict", "| BF16 | 16.00 |", "## Growing session", "plots/tail-kl.png"):
+        assert part in page
+    assert (tmp_path / "plots" / "retrieval.png").stat().st_size > 1000
+
+
+def test_a_second_run_asks_nothing_and_a_third_only_what_is_new(tmp_path: Path, servers: Servers) -> None:
+    assert prove(tmp_path, "--measure", "retrieval").exit_code == 0
+    first = figures(tmp_path)
+    servers.started.clear()
+    again = prove(tmp_path, "--measure", "retrieval")
+    assert again.exit_code == 0
+    assert servers.started == []
+    assert "all 4 answers are there" in again.output
+    assert figures(tmp_path) == first
+    assert prove(tmp_path, "--measure", "retrieval", "--lengths", "1024,1536").exit_code == 0
+    assert servers.started == ["bf16", "fp8", "int2"]
+    servers.started.clear()
+    assert prove(tmp_path, "--measure", "retrieval", "--fresh").exit_code == 0
+    assert len(servers.started) == 3
+
+
+def test_a_server_that_dies_costs_only_what_it_did_not_answer(tmp_path: Path, servers: Servers) -> None:
+    servers.options["int2"] = {"dies_after": 3}
+    done = prove(tmp_path, "--measure", "retrieval")
+    assert done.exit_code == 1
+    assert "the server ended: RuntimeError: out of tape" in done.output
+    assert "the server ended" in (tmp_path / "prove.md").read_text()
+    del servers.options["int2"]
+    servers.started.clear()
+    done = prove(tmp_path, "--measure", "retrieval")
+    assert done.exit_code == 0
+    assert servers.started == ["int2"]
+    assert figures(tmp_path)["int2"]["retrieval"]["all"]["questions"] == 4
+
+
+def test_without_bf16_there_is_nothing_to_compare(tmp_path: Path, servers: Servers) -> None:
+    servers.refuse = {"bf16"}
+    done = prove(tmp_path, "--measure", "retrieval")
+    assert done.exit_code == 1
+    assert "error: BF16: left out, the server ended with status 1: ValueError: no such cache here" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_a_machine_cannot_do_is_told(tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 that does not start, no grammar, no matplotlib: the rest is there and the page says what is not."""
+    servers.refuse = {"fp8"}
+    servers.options = {"bf16": {"grammar": False}, "int2": {"grammar": False}}
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = prove(tmp_path, "--measure", "json", "--measure", "retrieval")
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "prove.md").read_text()
+    assert "FP8 (e4m3): left out, the server ended with status 1: ValueError: no such cache here" in page
+    assert "BF16, INT2, reference_k_rotation: JSON by schema under long context left out" in page
+    assert "no plots: they need matplotlib" in page
+    assert "json" not in figures(tmp_path)["int2"]
+
+
+def test_a_prefix_that_is_not_cached_is_no_measurement(tmp_path: Path, servers: Servers) -> None:
+    servers.options = {"int2": {"caches": False}}
+    done = prove(tmp_path, "--measure", "tail-kl")
+    assert done.exit_code == 1
+    assert "only 0 of 768 tokens came from the prefix cache" in (tmp_path / "prove.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--measure", "luck"], "'luck' is not one of tail-kl, retrieval, session, json"),
+        (["--cache", "int3"], "'int3' is not one of bf16, fp8, int2, naive"),
+        (["--recipe", "x"], "'x' is not one of plus, focus, paper"),
+        (["--recipe", "plus", *ROTATIONS], "is for rotations that are fitted; some are given"),
+        (["--size", "huge"], "'huge' is not one of full, reduced"),
+        (["--lengths", "many"], "'many' is not numbers with commas"),
+        (["--lengths", "512"], "512 is below 1024"),
+        (["--int2-args", "--x '"], "No closing quotation"),
+        (["--rotations", "nowhere"], "nowhere: no such folder"),
+        (["--rotations", str(ROOT / "docs")], "docs: holds no k_rotation"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, arguments: list[str], fault: str) -> None:
+    done = CliRunner().invoke(app, ["prove", str(MODEL), "--out", str(tmp_path / "out"), *arguments])
+    assert done.exit_code == 2, done.output
+    assert fault in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:
+    for flags in ("--context-length 2048", "--context-length=2048"):
+        done = CliRunner().invoke(
+            app, ["prove", str(MODEL), "--out", str(tmp_path), "--lengths", "2048", "--server-args", flags]
+        )
+        assert "a context of 2048 tokens does not fit: the model takes 2048, less 64" in done.stderr
+
+
+def test_a_small_cache_is_asked_less_at_once(tmp_path: Path) -> None:
+    plan = run.Plan(model_settings("m"), [], Store(tmp_path), tmp_path, {}, at_once=8, longest=1000)
+    assert [plan.in_flight(n) for n in (None, 10**6, 5000, 500)] == [8, 8, 2, 1]
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    for model, arguments, fault in (
+        (tmp_path / "nowhere", [], "nowhere"),
+        (MODEL, ["--lengths", "8192"], "a context of 8192 tokens does not fit: the model takes 8192, less 64"),
+        (MODEL, ["--text", str(tmp_path / "none.txt")], "none.txt: no such file"),
+    ):
+        done = CliRunner().invoke(app, ["prove", str(model), "--out", str(tmp_path / "out"), *arguments])
+        assert done.exit_code == 1, done.output
+        assert fault in done.stderr
+        assert done.stderr.count("\n") == 1
