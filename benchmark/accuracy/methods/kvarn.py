@@ -21,6 +21,12 @@ SMALLEST_SCALE, LARGEST_SCALE = -0.3, 10.0
 """Bounds of a deviation that is divided by, and of the natural logarithm of a scale."""
 
 
+def deviation(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Standard deviation with n - 1 along ``dim``, which is kept; several times as fast on a CPU as torch's own."""
+    squares = (x - x.mean(dim, keepdim=True)).square_().sum(dim, keepdim=True)
+    return (squares / (x.shape[dim] - 1)).sqrt_()
+
+
 def normalized(tiles: torch.Tensor, order: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales with which standard deviations are about the same in every row and in every column.
 
@@ -36,24 +42,28 @@ def normalized(tiles: torch.Tensor, order: tuple[int, int]) -> tuple[torch.Tenso
         scales of tokens [..., tokens, 1] and of channels [..., 1, channels]; ``tiles`` is divided by both.
     """
 
-    def spread(x: torch.Tensor, dim: int) -> torch.Tensor:
-        return x.std(dim, keepdim=True)
+    def deviations(x: torch.Tensor) -> dict[int, torch.Tensor]:
+        return {dim: deviation(x, dim) for dim in order}
 
-    def imbalance(x: torch.Tensor) -> torch.Tensor:
-        both = [spread(x, dim) for dim in (-1, -2)]
-        return sum(s.amax((-2, -1), keepdim=True) / s.amin((-2, -1), keepdim=True).clamp_min(1e-8) for s in both)
+    def imbalance(of: dict[int, torch.Tensor]) -> torch.Tensor:
+        first, second = (
+            s.amax((-2, -1), keepdim=True) / s.amin((-2, -1), keepdim=True).clamp_min(1e-8) for s in of.values()
+        )
+        return first + second
 
     logs = {-1: torch.zeros_like(tiles[..., :1]), -2: torch.zeros_like(tiles[..., :1, :])}
-    now, least = tiles, imbalance(tiles)
-    best = {dim: log.clone() for dim, log in logs.items()}
+    now, spread = tiles, deviations(tiles)
+    least, best = imbalance(spread), dict(logs)
     for _ in range(ROUNDS):
         for dim in order:
-            step = spread(now, dim).clamp(SMALLEST_STD, LARGEST_STD).log()
+            found = spread[dim] if dim == order[0] else deviation(now, dim)
+            step = found.clamp(SMALLEST_STD, LARGEST_STD).log()
             logs[dim] = (logs[dim] + step).clamp(SMALLEST_SCALE, LARGEST_SCALE)
-            now = tiles * (-logs[-1] - logs[-2]).exp()
-        found = imbalance(now)
-        better = found <= least
-        least = torch.where(better, found, least)
+            now = tiles * (-logs[-1]).exp() * (-logs[-2]).exp()
+        spread = deviations(now)
+        unequal = imbalance(spread)
+        better = unequal <= least
+        least = torch.where(better, unequal, least)
         best = {dim: torch.where(better, logs[dim], best[dim]) for dim in best}
     return best[-1].exp(), best[-2].exp()
 
