@@ -1,4 +1,7 @@
-"""The main job on the shipped model: serve and dump, fit, serve with int2, ask questions, compare.
+"""The main job: serve and dump, fit, serve with int2, ask questions, compare.
+
+    python scripts/quickstart.py           # the shipped model
+    python scripts/quickstart.py --real    # a real small one, in chat; downloads 93 MB
 
 Everything is what a user of a large model would run: stock SGLang servers over HTTP, the ``oscar fit`` command, the
 ``openai`` client. Facts lie in the quantized part of the cache and questions arrive on a cached prefix, so every
@@ -15,70 +18,26 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import real_model
 import requests
 import typer
-from openai import OpenAI
+from quickstart_jobs import DEFAULT_ROW, Method, RealJob, ShippedJob
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from reference_model.retrieval import DIGITS, Document, build_document, question
+from reference_model.retrieval import Document, build_document
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.evaluation.methods import bits_per_element
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
-from sglang_oscar.settings import variable
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "models" / "reference"
-FACTS = 5
-CALIBRATION_TOKENS = 16000
 CALIBRATION_SEED = 1000
-K_FILE, V_FILE = "k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
-K_PAPER, V_PAPER = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
-"""What ``oscar fit`` calls its files, by default and with ``--recipe paper``."""
-DEFAULT_ROW = "INT2 (recipe plus)"
 EXTRA_ARGS: list[str] = []
 console = Console()
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row of the table: how its server is started."""
-
-    name: str
-    group: int | None = None
-    env: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def args(self) -> list[str]:
-        """Server flags of the method."""
-        if self.group is None:
-            return [] if has_gpu() else ["--attention-backend", "torch_native"]
-        return ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(self.group)]
-
-
-def rotation_env(k: Path | str, v: Path | str) -> dict[str, str]:
-    """Variables that name the rotations."""
-    return {variable("k_rotation"): str(k), variable("v_rotation"): str(v)}
-
-
-def methods(rotations: Path) -> list[Method]:
-    """Rows of the table: BF16, what a user gets who sets nothing, and others to compare with. Naive INT2 has neither
-    windows nor clipping; QuaRot-INT2 has both, like OSCAR, the published recipe."""
-    plain = {variable("windows_enabled"): "0", variable("k_clip_ratio"): "1", variable("v_clip_ratio"): "1"}
-    rows = [Method("BF16"), Method(DEFAULT_ROW, 128, rotation_env(rotations / K_FILE, rotations / V_FILE))]
-    for group in (64, 128):
-        rows += [
-            Method("naive INT2", group, rotation_env("identity", "identity") | plain),
-            Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
-            Method("OSCAR INT2", group, rotation_env(rotations / K_PAPER, rotations / V_PAPER)),
-        ]
-    return rows
 
 
 def clean_environment(extra: dict[str, str]) -> dict[str, str]:
@@ -86,76 +45,70 @@ def clean_environment(extra: dict[str, str]) -> dict[str, str]:
     return environment({k: v for k, v in os.environ.items() if not k.startswith(OUR_PREFIXES)}) | extra
 
 
-def start(method: Method, log: Path, extra: dict[str, str] | None = None) -> Any:
+def start(job: ShippedJob, method: Method, log: Path, extra: dict[str, str] | None = None) -> Any:
     """A server for a row, with the same memory for every row."""
     args = ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", "--random-seed", "0", *method.args, *EXTRA_ARGS]
-    return serve(MODEL, log, args, clean_environment(method.env | (extra or {})))
+    return serve(job.model, log, args, clean_environment(method.env | (extra or {})))
 
 
-def count_tokens() -> Any:
-    """Length of a text in tokens of the shipped model."""
-    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+def count_tokens(job: ShippedJob) -> Any:
+    """Length of a text in tokens of the model."""
+    tokenizer = Tokenizer.from_file(str(job.model / "tokenizer.json"))
     return lambda text: len(tokenizer.encode(text).ids)
 
 
-def complete(server: LocalServer, prompt: str, tokens: int) -> str:
-    """A greedy completion through the OpenAI API."""
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
-    reply = client.completions.create(model=str(MODEL), prompt=prompt, max_tokens=tokens, temperature=0)
-    return reply.choices[0].text
+def ask(job: ShippedJob, server: LocalServer, document: Document) -> int:
+    """Ask for every fact of a document; returns the number of right answers.
 
-
-def ask(server: LocalServer, document: Document) -> int:
-    """Ask for every fact of a document; returns the number of exact answers.
-
-    The first completion caches the document, so that all questions find it quantized.
+    The first request caches the document, so that all questions find it quantized.
     """
-    complete(server, document.text, 1)
-    with ThreadPoolExecutor(FACTS) as pool:
-        answers = pool.map(lambda word: complete(server, document.text + question(word), DIGITS), document.facts)
-        return sum(answer == number for answer, number in zip(answers, document.facts.values(), strict=True))
+    job.say(server, document, None, 1)
+    with ThreadPoolExecutor(job.facts) as pool:
+        answers = pool.map(lambda word: job.say(server, document, word, job.answer_tokens), document.facts)
+        return sum(job.right(*pair) for pair in zip(answers, document.facts.values(), strict=True))
 
 
-def calibrate(folder: Path) -> Path:
+def calibrate(job: ShippedJob, folder: Path) -> Path:
     """Dump q, k and v of calibration text from a server and fit rotations; reuses what an earlier run left.
 
     Returns:
         folder with the two rotation files of each recipe.
     """
     dump, rotations = folder / "qkv_dumps", folder / "rotations"
-    if all((rotations / name).exists() for name in (K_FILE, V_FILE, K_PAPER, V_PAPER)):
+    if all(path.exists() for fit in job.fits for path in fit.files(rotations)):
         console.print(f"[dim]rotations in {rotations} are reused[/dim]")
         return rotations
     shutil.rmtree(dump, ignore_errors=True)
-    count = count_tokens()
-    env = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": str(CALIBRATION_TOKENS), "DUMP_KVCACHE_DIR": str(dump)}
+    count = count_tokens(job)
+    env = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": str(job.calibration_tokens), "DUMP_KVCACHE_DIR": str(dump)}
     with console.status("dump: serving in BF16 and recording queries, keys and values"):
-        with start(Method("BF16"), folder / "dump.log", env) as server:
+        with start(job, Method("BF16"), folder / "dump.log", env) as server:
             seed = CALIBRATION_SEED
             while "dump complete" not in server.text():
-                document = build_document(count, 1900, FACTS, seed)
-                complete(server, document.text + question(next(iter(document.facts))), 1)
+                document = build_document(count, job.calibration_length, job.facts, seed)
+                job.say(server, document, next(iter(document.facts)), 1)
                 seed += 1
-    with console.status("fit: rotations of the default recipe and of the published one"):
-        command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", str(rotations)]
-        for recipe in ([], ["--recipe", "paper"]):
-            subprocess.run([*command, *recipe], check=True, stdout=subprocess.DEVNULL)
+    with console.status(f"fit: matrices of the recipes {', '.join(fit.recipe for fit in job.fits)}"):
+        for fit in job.fits:
+            out = str(rotations / fit.folder)
+            command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", out, "--recipe", fit.recipe]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return rotations
 
 
-def evaluate(method: Method, lengths: list[int], documents: int, folder: Path) -> dict[str, Any]:
+def evaluate(job: ShippedJob, method: Method, lengths: list[int], documents: int, folder: Path) -> dict[str, Any]:
     """Serve with a method, ask all questions, read the pool size off the server."""
     label = method.name if method.group is None else f"{method.name} g{method.group}"
-    count, begin = count_tokens(), time.monotonic()
+    count, begin = count_tokens(job), time.monotonic()
     with console.status(f"{label}: starting a server") as status:
-        with start(method, folder / f"{label.replace(' ', '_')}.log") as server:
+        with start(job, method, folder / f"{label.replace(' ', '_')}.log") as server:
             row: dict[str, Any] = {"method": method.name, "group": method.group, "exact": {}}
             for length in lengths:
-                status.update(f"{label}: {documents * FACTS} questions at {length} tokens")
-                texts = [build_document(count, length, FACTS, seed) for seed in range(documents)]
-                row["exact"][str(length)] = sum(ask(server, text) for text in texts) / (documents * FACTS)
+                status.update(f"{label}: {documents * job.facts} questions at {length} tokens")
+                texts = [build_document(count, length, job.facts, seed) for seed in range(documents)]
+                row["exact"][str(length)] = sum(ask(job, server, text) for text in texts) / (documents * job.facts)
             row["kv_tokens"] = requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
-    config = SimpleNamespace(**json.loads((MODEL / "config.json").read_text()))
+    config = SimpleNamespace(**json.loads((job.model / "config.json").read_text()))
     row["bits"] = 16.0 if method.group is None else bits_per_element(config, method.group, method.env)
     row["seconds"] = round(time.monotonic() - begin, 1)
     shown = ", ".join(f"{score:.2f} at {length}" for length, score in row["exact"].items())
@@ -163,9 +116,9 @@ def evaluate(method: Method, lengths: list[int], documents: int, folder: Path) -
     return row
 
 
-def table(rows: list[dict[str, Any]], lengths: list[int]) -> Table:
+def table(job: ShippedJob, rows: list[dict[str, Any]], lengths: list[int]) -> Table:
     """The result as a table."""
-    out = Table(title="Exact answers to retrieval questions, shipped model")
+    out = Table(title=f"Exact answers to retrieval questions, {job.name}")
     for heading in ("method", "group", *[f"exact match at {n}" for n in lengths], "bits/element", "KV tokens"):
         out.add_column(heading, justify="left" if heading == "method" else "right")
     for row in rows:
@@ -176,26 +129,37 @@ def table(rows: list[dict[str, Any]], lengths: list[int]) -> Table:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder for dump, rotations, logs, results")] = ROOT / "results/quickstart",
-    lengths: Annotated[str, typer.Option(help="context lengths in tokens, separated by commas")] = "1024,2048",
-    documents: Annotated[int, typer.Option(min=1, help="documents per length, five questions each")] = 6,
+    real: Annotated[bool, typer.Option("--real", help="SmolLM2-135M-Instruct, in chat, in reduced sizes")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for dump, rotations, logs, results; results/quickstart[_real]")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="context lengths in tokens, separated by commas; 1024,2048, or 640 with --real")
+    ] = None,
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="documents per length, five questions each, or four with --real")
+    ] = None,
     server_args: Annotated[str, typer.Option(help="further flags for every server")] = "",
 ) -> None:
-    """Serve the shipped model in BF16, with the default INT2 cache and with others, and print one table."""
+    """Serve a model in BF16, with the default INT2 cache and with others, and print one table."""
     EXTRA_ARGS.extend(shlex.split(server_args))
-    sizes = [int(part) for part in lengths.split(",")]
-    out.mkdir(parents=True, exist_ok=True)
+    job = RealJob() if real else ShippedJob()
+    if real and real_model.main(["--out", str(job.model)]):
+        raise typer.Exit(1)
+    folder, sizes = out or job.out, [int(part) for part in (lengths or job.lengths).split(",")]
+    folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     try:
-        rotations = calibrate(out)
-        rows = [evaluate(method, sizes, documents, out) for method in methods(rotations)]
+        rotations = calibrate(job, folder)
+        count = documents or job.documents
+        rows = [evaluate(job, method, sizes, count, folder) for method in job.methods(rotations)]
     except (ServerFailedError, subprocess.CalledProcessError) as error:
         console.print(f"[red]quickstart failed:[/red] {error}", highlight=False)
         raise typer.Exit(1) from None
-    (out / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
-    console.print(table(rows, sizes))
+    (folder / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
+    console.print(table(job, rows, sizes))
     console.print("bits/element: windows included, at 128K tokens. KV tokens: what fits in the same memory.")
-    console.print(f"rotations: {rotations}\nresults and server logs: {out}\ntook {time.monotonic() - begin:.0f} s")
+    console.print(f"rotations: {rotations}\nresults and server logs: {folder}\ntook {time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ FIGURES = ("naive INT2 g128", "QuaRot-INT2 g128", "OSCAR g128, no rotation", "OS
 """Methods drawn in the figures, as in the paper: naive, Hadamard, clipping alone, OSCAR; and ``plus``."""
 
 EVERYWHERE = ("methods",)
-ABLATED = dict.fromkeys(("plus", "factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
+ABLATED = dict.fromkeys(("plus", "codebooks", "factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
 ONCE = {"windows": REGIMES[1:2], "clip": REGIMES[1:2], "calibration": REGIMES[1:2]}
 
 
-REAL = (*EVERYWHERE, "focus", "bits", "domains")
+REAL = (*EVERYWHERE, "focus", "bits", "codebooks", "domains")
 """Tables of a real model, in this order: every method, the parts of the recipe that was made on one, bits of keys and
-values, and calibration on one kind of text."""
+values, codes of pairs of channels, and calibration on one kind of text."""
 
 EVERY_LENGTH = (*EVERYWHERE, "bits")
 """Tables whose methods are asked about documents of every length, not of the first alone."""

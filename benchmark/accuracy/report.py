@@ -18,9 +18,11 @@ TITLES = {
     "focus": "The recipe focus, part by part",
     "domains": "The recipe focus, by calibration text",
     "bits": "Bits of keys and values",
+    "codebooks": "Codebooks of pairs of channels",
 }
 BASES = {
     "plus": ("OSCAR g128", "plus g128"),
+    "codebooks": tuple(f"plus g{n}{points}" for n in (128, 64) for points in ("", ", 16 points per pair")),
     **dict.fromkeys(("focus", "domains", "bits"), ("plus g128", "plus g64", "focus g128", "focus g64")),
 }
 """Rows of the main table that a table of variants begins with; :data:`PUBLISHED` where nothing is said."""

@@ -178,11 +178,26 @@ def estimated_geometry(loaded: dict[str, Any]) -> Any:
     return Geometry.uniform(loaded["layout"], *windows, layers)
 
 
+def rotation_facts(settings: Any, formats: Any) -> str:
+    """Where rotations come from, and what is known of sharing one per layer among its kv heads."""
+    from oscar_kernels.format import fingerprint
+    from oscar_rotation.recipes import BUILT_IN
+    from oscar_rotation.report.inspect import describe
+    from sglang_oscar.weights.sharing import sharing_warning
+
+    named = {"keys": settings.k_rotation, "values": settings.v_rotation}
+    facts = [", ".join(f"{side} {source}" for side, source in named.items()) + f", format {fingerprint(formats)[:12]}"]
+    files = {side: source for side, source in named.items() if source not in BUILT_IN}
+    facts += [f"{side}: {remark}" for side, file in files.items() if (remark := describe(file)["sharing"])]
+    if (warning := sharing_warning(settings, formats)) is not None:
+        facts.append(f"warning: {warning}")
+    return "; ".join(facts)
+
+
 def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, and an estimate of its memory account."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from oscar_kernels.format import fingerprint
     from sglang_oscar.attach import refusals
     from sglang_oscar.attention import extend_choice
     from sglang_oscar.memory.plan import make_plan, row_layout
@@ -227,8 +242,7 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
         identity = model_identity(path, config)
         found = load_formats(loaded["settings"], loaded["layout"], config.num_hidden_layers, identity)
         loaded["formats"] = found
-        sources = f"keys {loaded['settings'].k_rotation}, values {loaded['settings'].v_rotation}"
-        return f"{sources}, format {fingerprint(found)[:12]}"
+        return rotation_facts(loaded["settings"], found)
 
     def account() -> str:
         geometry = estimated_geometry(loaded)

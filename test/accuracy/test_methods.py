@@ -52,12 +52,22 @@ def rotary(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
 
 
+class Fitted(dict):
+    """Methods by name, fitted when they are asked for."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        super().__init__()
+        self.calibration, self.methods = calibration, all_methods()
+
+    def __missing__(self, name: str):
+        self[name] = self.methods[name]
+        self[name].fit(self.calibration)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def fitted(calibration: Calibration) -> dict:
-    methods = all_methods()
-    for method in methods.values():
-        method.fit(calibration)
-    return methods
+    return Fitted(calibration)
 
 
 def vectors(tokens: int = 300, seed: int = 2) -> torch.Tensor:
@@ -98,17 +108,16 @@ def test_published_bits_per_element(name: str, context: int, published: float) -
     assert all_methods()[name].bits_per_element(D, context) == pytest.approx(published, abs=0.0051)
 
 
-def test_registry_is_complete_and_named(fitted: dict) -> None:
-    """Every row that the report promises is there, and every method gives finite numbers of the right shape."""
-    for wanted in ("naive INT3 g128", "QuaRot-INT2 g64", "TurboQuant-QJL K3V3", "OScaR g32 w/o rotation", "OSCAR g32"):
-        assert wanted in fitted
-    x = vectors(200)
-    for name, method in fitted.items():
-        assert method.source, name
-        for coded in (method.keys(1, x), method.values(1, x)):
-            assert coded.shape == x.shape, name
-            assert coded.dtype == torch.float32, name
-            assert bool(coded.isfinite().all()), name
+def test_registry_is_complete() -> None:
+    """Every row that the report promises is there; that each of them runs is tested for every geometry."""
+    promised = (
+        "naive INT3 g128", "QuaRot-INT2 g64", "TurboQuant-QJL K3V3", "OScaR g32 w/o rotation", "OSCAR g32",
+        "OSCAR g128, per kv head", "KVarN K4V2", "KVarN K2V2", "Block-GTQ K2V2", "FP8", "NVFP4",
+        "plus g128, 16 points per pair",
+    )  # fmt: skip
+    known = all_methods()
+    for name in promised:
+        assert name in known
 
 
 @pytest.mark.parametrize(("bits", "distortion"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])

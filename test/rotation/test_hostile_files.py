@@ -31,6 +31,11 @@ def content(layers: Any, **changes: Any) -> dict[str, Any]:
     return {"format_version": 1, "objective": "qqt", "source_grouping": "layer", "layers": layers} | changes
 
 
+def per_head(layers: Any, **changes: Any) -> dict[str, Any]:
+    """A file of the public schema's version 2."""
+    return content(layers, format_version=2, source_grouping="kv_head") | changes
+
+
 def layer(rotation: Any = EYE, **changes: Any) -> dict[str, Any]:
     return {"rotation": rotation} | changes
 
@@ -77,6 +82,31 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "clip of truths": (content({0: layer()}, metadata={"clip_ratios": "[true]"}), "expected a list of numbers"),
     "clips by name": (content({0: layer()}, metadata={"clip_ratios": '{"1": 2}'}), "expected a list of numbers"),
     "many clips": (content({0: layer()}, metadata={"clip_ratios": str([1] * 5000)}), "5000 numbers"),
+    "heads of one number each": (
+        per_head({n: layer(torch.zeros(1).expand(256, 128, 128)) for n in range(64)}),
+        "is smaller than the 1073741824 bytes",
+    ),
+    "a million heads": (per_head({0: layer(torch.zeros(1).expand(10**6, 64, 64))}), "has shape [1000000, 64, 64]"),
+    "no heads": (per_head({0: layer(torch.zeros(0, 64, 64))}), "has shape [0, 64, 64]"),
+    "heads of no channels": (per_head({0: layer(torch.zeros(4, 0, 0))}), "has shape [4, 0, 0]"),
+    "heads that are not square": (per_head({0: layer(torch.zeros(4, 64, 32))}), "expected [kv_heads, head_dim"),
+    "one matrix for all heads": (per_head({0: layer()}), "has shape [64, 64], expected [kv_heads, head_dim, head_dim]"),
+    "heads in version 1": (content({0: layer(EYE[None])}), "expected [head_dim, head_dim]"),
+    "one head too few": (per_head({0: layer(EYE.repeat(4, 1, 1)), 1: layer(EYE.repeat(3, 1, 1))}), "layer 0 [4, 64,"),
+    "a thousand spectra of one number": (
+        per_head({n: layer(EYE[None], eigenvalues=torch.zeros(1).expand(1024, 1024)) for n in range(256)}),
+        "'eigenvalues' of layer 0 have shape [1024, 1024], its rotation [1, 64, 64]",
+    ),
+    "spectra of layers": (
+        per_head({0: layer(EYE[None], eigenvalues=torch.zeros(64))}),
+        "has shape [64], expected [kv_heads, head_dim]",
+    ),
+    "version 2 by layer": (content({0: layer()}, format_version=2), "files of format_version 2 have 'kv_head'"),
+    "version 1 by head": (
+        content({0: layer(EYE[None])}, source_grouping="kv_head"),
+        "of format_version 1 have 'layer'",
+    ),
+    "version 3": (content({0: layer()}, format_version=3), "format_version is 3, this release reads 1 and 2"),
 }
 
 
@@ -176,7 +206,7 @@ print(peak() - before)
 
 odd = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(10**18, 10**20), st.floats(), st.text(max_size=9),
-    st.sampled_from([EYE, EYE.double(), EYE[0], spread(64), spread(10**6), 10**600, [], {}]),
+    st.sampled_from([EYE, EYE[None], EYE.double(), EYE[0], spread(64), spread(10**6), 10**600, [], {}]),
 )  # fmt: skip
 entries = st.one_of(
     odd, st.dictionaries(st.sampled_from(["rotation", "eigenvalues", "layer_id", "other"]), odd, max_size=4)
@@ -186,9 +216,9 @@ files = st.one_of(
     odd,
     st.fixed_dictionaries(
         {
-            "format_version": st.one_of(st.just(1), odd),
+            "format_version": st.one_of(st.just(1), st.just(2), odd),
             "objective": st.one_of(st.just("qqt"), odd),
-            "source_grouping": st.one_of(st.just("layer"), odd),
+            "source_grouping": st.one_of(st.just("layer"), st.just("kv_head"), odd),
             "layers": st.one_of(odd, st.dictionaries(keys, entries, max_size=4)),
         },
         optional={"metadata": st.one_of(odd, st.dictionaries(st.text(max_size=4), odd, max_size=3))},

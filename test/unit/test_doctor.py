@@ -11,6 +11,8 @@ import torch
 from transformers import DeepseekV3Config, Qwen3Config
 from typer.testing import CliRunner
 
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from sglang_oscar import doctor
 from sglang_oscar.cli import app
 from sglang_oscar.doctor import Check
@@ -92,6 +94,21 @@ def test_rotations(value: str | None, model: Path, monkeypatch: pytest.MonkeyPat
     line = failed(doctor.model_checks(str(model), None, 8 * GIB), "rotations")
     assert "SGLANG_OSCAR_K_ROTATION_PATH" in line
     assert (value or "not set") in line
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_sharing(per_head: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files per kv head say how different heads are; a shared one on two heads is warned of, and good."""
+    rotations = torch.linalg.qr(torch.randn(2, 2, 128, 128, generator=torch.Generator().manual_seed(1)))[0]
+    for side in "kv":
+        path = tmp_path / f"{side}.pt"
+        content = RotationSet(rotations if per_head else rotations[:, 0], metadata=RotationMetadata(side=side))
+        save_rotation_file(path, content)
+        monkeypatch.setenv(f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH", str(path))
+    check = by_name(doctor.model_checks(str(model), 64, 8 * GIB))["rotations"]
+    assert check.ok
+    assert ("keys: rotations of two heads overlap by 0.0" in check.detail) == per_head
+    assert ("warning: " in check.detail) == (not per_head)
 
 
 def test_too_little_memory(model: Path) -> None:

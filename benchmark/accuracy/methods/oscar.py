@@ -32,6 +32,7 @@ class Oscar(RowMethod):
         sequences: calibration sequences used; 0 for all.
         domain: calibration text, one of the domains that the laboratory offers.
         rounding: replaces the codec's; None for the server's own.
+        per_head: a rotation for each kv head instead of one per layer; for targets that calibration data fit.
         table: of the report.
     """
 
@@ -50,6 +51,7 @@ class Oscar(RowMethod):
     sequences: int = 0
     domain: str = "retrieval"
     rounding: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    per_head: bool = False
     table: str = "methods"
     source: str = "Zhou et al. 2026 (arXiv 2605.17757)"
     name: str = field(init=False)
@@ -67,7 +69,7 @@ class Oscar(RowMethod):
 
     def _rotation(self, calibration: Calibration, layer: int, side: str) -> torch.Tensor:
         target = self.key_target if side == "k" else self.value_target
-        key = ("rotation", layer, side, target, self.order, self.composition)
+        key = ("rotation", layer, side, target, self.order, self.composition, self.per_head)
         return calibration.once(key, lambda: self._fitted(calibration, layer, side))
 
     def _fitted(self, calibration: Calibration, layer: int, side: str) -> torch.Tensor:
@@ -87,6 +89,9 @@ class Oscar(RowMethod):
             assert make is not None
             accumulator = calibration.accumulated(layer, target, partial(make, inputs))
         options = FitOptions(order=self.order, composition=self.composition)  # type: ignore[arg-type]
+        if self.per_head:
+            heads = [compose_side(covariance, options)[0] for covariance in accumulator.per_head()]
+            return torch.stack(heads).to(device)
         return compose_side(accumulator.shared(), options)[0].to(device)
 
     def coded(self, y: torch.Tensor, ratio: float, gain: float) -> torch.Tensor:
@@ -121,6 +126,8 @@ METHODS = [
     partial(Oscar, group=128),
     partial(Oscar, group=64),
     partial(Oscar, group=32),
+    partial(Oscar, group=128, label="per kv head", per_head=True),
+    partial(Oscar, group=64, label="per kv head", per_head=True),
     ablation("factors", "K^T K / V^T V targets", key_target="ktk", value_target="vtv"),
     ablation("factors", "w/o P", composition="r_h"),
     ablation("factors", "w/o H", composition="pbr"),

@@ -22,6 +22,7 @@ from sglang_oscar.requests.sink_store import SinkStore
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.weights import absorption
 from sglang_oscar.weights.rotations import model_formats
+from sglang_oscar.weights.sharing import sharing_warning
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     Raises:
         Int2Error: the model or the rotations do not fit int2 mode.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     settings, device, geometry = of_this_process(), configurator.device, plan.geometry
     check_layers(configurator.model, set(geometry.formats))
     whole = model_formats(configurator.server_args, settings, configurator.model_config)
@@ -67,6 +70,9 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     cache.attach(pool)
     if any(layer.value.transform.matrix is not None for layer in whole.values()):
         logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
+    warning = sharing_warning(settings, whole)
+    if warning is not None and get_parallel().attn_tp_rank == 0:
+        logger.warning("int2 rotations: %s", warning)
     logger.info("int2 format: %s, %.2f bits per element", cache.fingerprint[:12], mean_bits(whole.values()))
     for line in plan.lines(sizes.max_total_num_tokens):
         logger.info("int2 memory: %s", line)

@@ -2,6 +2,12 @@
 
     {format_version: 1, objective: str, source_grouping: "layer",
      layers: {layer_id: {layer_id, rotation float32 [d, d], eigenvalues float32 [d]}}}
+    {format_version: 2, objective: str, source_grouping: "kv_head",
+     layers: {layer_id: {layer_id, rotation float32 [kv_heads, d, d], eigenvalues float32 [kv_heads, d]}}}
+
+Version 2 has a rotation per kv head; public files of it are called ``[kv]_rotation_perhead.pt``.
+It is read as its authors describe and load it (github.com/FutureMLS-Lab/OSCAR, pull request 20). Their loader tells the
+versions by the shape of ``rotation``; here that shape must also be the one that version and grouping state.
 
 Layer keys may be integers or digit strings. Files written here carry one more key, ``metadata`` (strings to
 strings), which other readers may ignore.
@@ -24,7 +30,8 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.bounds import MAX_HEAD_DIM, MAX_LAYERS, first_line, numbers, shown
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 
-FORMAT_VERSION = 1
+GROUPINGS = {1: "layer", 2: "kv_head"}
+"""What shares a rotation, by format version."""
 _CLIP_KEY = "clip_ratios"
 _MAX_DIGITS = 9
 """Of a layer number that is written as text: enough for any layer, few enough to be read as a number."""
@@ -41,18 +48,15 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
         rotation_set: what to write; float32 on any device.
 
     Raises:
-        RotationFileError: one rotation per kv head, or transforms of the recipe "plus": the schema holds neither.
+        RotationFileError: transforms of the recipe "plus", which the schema does not hold.
         OSError: if the file cannot be written.
     """
-    if rotation_set.per_head:
-        raise RotationFileError(
-            f"{path}: a .pt file holds one rotation per layer, these are one per kv head; save them as .safetensors"
-        )
     if not rotation_set.only_rotations:
         raise RotationFileError(
             f"{path}: a .pt file holds rotations, these are transforms of the recipe {rotation_set.recipe}; save them "
             "as .safetensors"
         )
+    version = 2 if rotation_set.per_head else 1
     layers: dict[int, dict[str, Any]] = {}
     for layer in range(rotation_set.num_layers):
         # clone: a slice would drag the storage of all layers into the file.
@@ -63,9 +67,9 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
     if rotation_set.clip_ratios is not None:
         metadata[_CLIP_KEY] = json.dumps(list(rotation_set.clip_ratios))
     content = {
-        "format_version": FORMAT_VERSION,
+        "format_version": version,
         "objective": rotation_set.metadata.objective,
-        "source_grouping": "layer",
+        "source_grouping": GROUPINGS[version],
         "layers": layers,
         "metadata": metadata,
     }
@@ -123,31 +127,48 @@ def _parse(content: Any, path: Path) -> RotationSet:
     if missing:
         raise RotationFileError(f"{path}: not a rotation file, missing key{'s' * (len(missing) > 1)} {missing}")
     version = content["format_version"]
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in GROUPINGS:
+        known = " and ".join(map(str, GROUPINGS))
         raise RotationFileError(
-            f"{path}: format_version is {shown(version)}, this release reads {FORMAT_VERSION}; update sglang-oscar"
+            f"{path}: format_version is {shown(version)}, this release reads {known}; update sglang-oscar"
         )
     grouping = content["source_grouping"]
-    if not isinstance(grouping, str) or grouping != "layer":
-        raise RotationFileError(f"{path}: source_grouping is {shown(grouping)}, only 'layer' (one per layer) is served")
+    if not isinstance(grouping, str) or grouping != GROUPINGS[version]:
+        raise RotationFileError(
+            f"{path}: source_grouping is {shown(grouping)}, files of format_version {version} have "
+            f"{GROUPINGS[version]!r}; fit it again"
+        )
+    per_head = grouping == "kv_head"
     if not isinstance(content["objective"], str):
         raise RotationFileError(f"{path}: objective is a {type(content['objective']).__name__}, expected a string")
     metadata, clip_ratios = _parse_metadata(content, path)
     entries = _ordered_layers(content["layers"], path)
-    rotations = [_tensor(entry, "rotation", layer, path, 2) for layer, entry in enumerate(entries)]
+    rotations = [_tensor(entry, "rotation", layer, path, per_head) for layer, entry in enumerate(entries)]
     stacked = sum(4 * rotation.numel() for rotation in rotations)
     if stacked > max(SHARED_BYTES, path.stat().st_size):
         raise RotationFileError(
             f"{path}: is smaller than the {stacked} bytes of the rotations that it states; fit it again"
         )
+    matrices = _stack(rotations, "rotation", path)
     with_eigenvalues = ["eigenvalues" in entry for entry in entries]
     eigenvalues = None
     if any(with_eigenvalues):
         if not all(with_eigenvalues):
             raise RotationFileError(f"{path}: layer {with_eigenvalues.index(False)} has no 'eigenvalues'")
-        spectra = [_tensor(entry, "eigenvalues", layer, path, 1) for layer, entry in enumerate(entries)]
+        spectra = [_tensor(entry, "eigenvalues", layer, path, per_head) for layer, entry in enumerate(entries)]
+        # Before they are copied: one number can state as many as there are matrices, whose bytes are bounded.
+        _check_spectra(spectra, rotations, path)
         eigenvalues = _stack(spectra, "eigenvalues", path)
-    return RotationSet(_stack(rotations, "rotation", path), eigenvalues, clip_ratios, metadata)
+    return RotationSet(matrices, eigenvalues, clip_ratios, metadata)
+
+
+def _check_spectra(spectra: list[torch.Tensor], rotations: list[torch.Tensor], path: Path) -> None:
+    for layer, (spectrum, rotation) in enumerate(zip(spectra, rotations, strict=True)):
+        if spectrum.shape != rotation.shape[:-1]:
+            raise RotationFileError(
+                f"{path}: 'eigenvalues' of layer {layer} have shape {list(spectrum.shape)}, its rotation "
+                f"{list(rotation.shape)}"
+            )
 
 
 def _parse_metadata(content: dict[str, Any], path: Path) -> tuple[RotationMetadata, tuple[float, ...] | None]:
@@ -194,7 +215,7 @@ def _layer_number(key: Any) -> int | None:
     return key if type(key) is int and key >= 0 else None
 
 
-def _tensor(entry: dict[str, Any], name: str, layer: int, path: Path, ndim: int) -> torch.Tensor:
+def _tensor(entry: dict[str, Any], name: str, layer: int, path: Path, per_head: bool) -> torch.Tensor:
     tensor = entry.get(name)
     if not isinstance(tensor, torch.Tensor):
         fault = f"is a {type(tensor).__name__}, expected a tensor" if name in entry else "is missing"
@@ -203,11 +224,12 @@ def _tensor(entry: dict[str, Any], name: str, layer: int, path: Path, ndim: int)
         raise RotationFileError(f"{path}: '{name}' of layer {layer} is {tensor.dtype}, expected torch.float32")
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise RotationFileError(f"{path}: '{name}' of layer {layer} is not a plain tensor; save it as one")
-    if tensor.ndim != ndim or len(set(tensor.shape)) != 1 or tensor.shape[0] > MAX_HEAD_DIM:
-        expected = "[head_dim, head_dim]" if ndim == 2 else "[head_dim]"
-        shape = list(tensor.shape)
+    axes = ["kv_heads"] * per_head + ["head_dim"] * (2 if name == "rotation" else 1)
+    of_head = tensor.shape[per_head:]
+    if tensor.ndim != len(axes) or len(set(of_head)) != 1 or not all(0 < n <= MAX_HEAD_DIM for n in tensor.shape):
         raise RotationFileError(
-            f"{path}: '{name}' of layer {layer} has shape {shown(shape)}, expected {expected}, at most {MAX_HEAD_DIM}"
+            f"{path}: '{name}' of layer {layer} has shape {shown(list(tensor.shape))}, expected "
+            f"[{', '.join(axes)}], at most {MAX_HEAD_DIM}"
         )
     return tensor.detach()
 

@@ -10,7 +10,9 @@ from rich.console import Group
 from rich.table import Table
 
 from oscar_rotation.files.rotation_file import read_rotation_file, recorded_side
-from oscar_rotation.files.rotation_set import inversion_errors, orthogonality_errors
+from oscar_rotation.files.rotation_set import RotationSet, inversion_errors, orthogonality_errors
+from oscar_rotation.math.hadamard import is_power_of_two
+from oscar_rotation.report.sharing import BALANCED, overlap, sharing_loss, unrelated_overlap
 
 TOP_EIGENVALUES = 8
 
@@ -47,11 +49,13 @@ def describe(path: str | Path) -> dict[str, Any]:
         path: rotation file, .pt or .safetensors.
 
     Returns:
-        ``path``, ``num_layers``, ``head_dim``, ``recipe``, ``centers`` (lengths of the key centers, by layer and kv
-        head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error`` (largest of
-        all layers; of transforms with duals, how far they are from inverting each other) and ``layers``: one dict
-        per layer with ``layer``, ``orthogonality_error``, ``clip_ratio``, ``gain`` and ``spectrum`` (see
-        :func:`spectrum_summary`), the last three None where the file has none.
+        ``path``, ``num_layers``, ``head_dim``, ``rotations_per_layer``, ``sharing`` (what one matrix per layer would
+        lose, in words; empty where there is no more than one), ``recipe``, ``centers`` (lengths of the key centers, by
+        layer and kv head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error``
+        (largest of all layers; of transforms with duals, how far they are from inverting each other) and ``layers``:
+        one dict per layer with ``layer``, ``orthogonality_error``, ``clip_ratio``, ``gain``, ``spectrum`` (see
+        :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see :mod:`oscar_rotation.report.sharing`); the
+        last five None where the file does not tell.
 
     Raises:
         RotationFileError: if the file cannot be used.
@@ -69,6 +73,8 @@ def describe(path: str | Path) -> dict[str, Any]:
             "clip_ratio": loaded.clip_ratios[layer] if loaded.clip_ratios else None,
             "gain": loaded.gains[layer] if loaded.gains else None,
             "spectrum": None if loaded.eigenvalues is None else spectrum_summary(_spectrum(loaded.eigenvalues[layer])),
+            "sharing_loss": _sharing_loss(loaded, layer),
+            "overlap": overlap(loaded.rotations[layer]) if loaded.per_head and loaded.duals is None else None,
         }
         for layer in range(loaded.num_layers)
     ]
@@ -77,6 +83,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "num_layers": loaded.num_layers,
         "head_dim": loaded.head_dim,
         "rotations_per_layer": loaded.rotations.shape[1] if loaded.per_head else 1,
+        "sharing": _sharing(layers, loaded.head_dim),
         "recipe": loaded.recipe,
         "centers": [] if loaded.centers is None else loaded.centers.norm(dim=-1).tolist(),
         **vars(loaded.metadata),
@@ -84,6 +91,31 @@ def describe(path: str | Path) -> dict[str, Any]:
         "orthogonality_error": max(errors),
         "layers": layers,
     }
+
+
+def _sharing_loss(loaded: RotationSet, layer: int) -> float | None:
+    """See :func:`sharing_loss`; None of rotations, and of transforms that do not state how they were balanced."""
+    sigma = loaded.eigenvalues
+    if not loaded.per_head or loaded.duals is None or sigma is None or loaded.metadata.composition != BALANCED:
+        return None
+    usable = is_power_of_two(loaded.head_dim) and float(sigma[layer].min()) > 0
+    return sharing_loss(loaded.rotations[layer], sigma[layer]) if usable else None
+
+
+def _sharing(layers: list[dict[str, Any]], head_dim: int) -> str:
+    losses = [layer["sharing_loss"] for layer in layers if layer["sharing_loss"] is not None]
+    overlaps = [layer["overlap"] for layer in layers if layer["overlap"] is not None]
+    if losses:
+        return (
+            f"one transform per layer would raise the expected error by {sum(losses) / len(losses):.1%}, "
+            f"in layers by {min(losses):.1%} to {max(losses):.1%}"
+        )
+    if overlaps:
+        return (
+            f"rotations of two heads overlap by {min(overlaps):.2f} to {max(overlaps):.2f}; the same ones by 1, "
+            f"unrelated ones by {unrelated_overlap(head_dim):.2f}"
+        )
+    return ""
 
 
 def _spectrum(eigenvalues: torch.Tensor) -> torch.Tensor:
@@ -113,6 +145,7 @@ def render(description: dict[str, Any]) -> Group:
         "top 8 share",
         "condition",
         "eff. rank",
+        "shared",
     ):
         layers.add_column(name, justify="left" if name == "largest eigenvalues" else "right")
     for entry in description["layers"]:
@@ -126,6 +159,7 @@ def render(description: dict[str, Any]) -> Group:
             _number(spectrum.get("top_share"), ".1%"),
             _number(spectrum.get("condition"), ".2g"),
             _number(spectrum.get("effective_rank"), ".1f"),
+            _number(entry["overlap"], ".2f") if entry["sharing_loss"] is None else f"+{entry['sharing_loss']:.1%}",
         )
     return Group(facts, layers)
 

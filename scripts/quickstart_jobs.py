@@ -1,0 +1,162 @@
+"""What the quickstart is done on: the shipped model, asked for completions, or a real small one, asked in chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from openai import OpenAI
+
+from reference_model.retrieval import DIGITS, Document, chat_question, question
+from sglang_oscar.cpu.server import has_gpu
+from sglang_oscar.local_server import LocalServer
+from sglang_oscar.settings import variable
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_ROW = "INT2 (recipe plus)"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table: how its server is started."""
+
+    name: str
+    group: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def args(self) -> list[str]:
+        """Server flags of the method."""
+        if self.group is None:
+            return [] if has_gpu() else ["--attention-backend", "torch_native"]
+        return ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(self.group)]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A recipe, the folder that its files go to, and what ``oscar fit`` calls them."""
+
+    recipe: str
+    folder: str
+    k: str
+    v: str
+
+    def files(self, rotations: Path) -> tuple[Path, Path]:
+        """Keys and values."""
+        return rotations / self.folder / self.k, rotations / self.folder / self.v
+
+
+def rotation_env(k: Path | str, v: Path | str) -> dict[str, str]:
+    """Variables that name the rotations."""
+    return {variable("k_rotation"): str(k), variable("v_rotation"): str(v)}
+
+
+BALANCED = "v_rotation_balanced_u_h_br.safetensors"
+PAPER = ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt")
+
+
+@dataclass(frozen=True)
+class ShippedJob:
+    """Completions of the shipped model, which continues a question with seven digits.
+
+    Attributes:
+        name: in the title of the table.
+        out: default folder of dump, rotations, logs and results.
+        model: folder of the model.
+        lengths, documents, facts: contexts in tokens, documents of each, and questions about each document.
+        answer_tokens: of an answer at most.
+        calibration_tokens, calibration_length: in all, and of a prompt at most.
+        fits: what is fitted.
+    """
+
+    name: str = "shipped model"
+    out: Path = ROOT / "results" / "quickstart"
+    model: Path = ROOT / "models" / "reference"
+    lengths: str = "1024,2048"
+    documents: int = 6
+    facts: int = 5
+    answer_tokens: int = DIGITS
+    calibration_tokens: int = 16000
+    calibration_length: int = 1900
+    fits: tuple[Fit, ...] = (
+        Fit("plus", "", "k_rotation_balanced_u_h_br.safetensors", BALANCED),
+        Fit("paper", "", *PAPER),
+    )
+
+    def methods(self, rotations: Path) -> list[Method]:
+        """Rows of the table: BF16, what a user gets who sets nothing, and others to compare with. Naive INT2 has
+        neither windows nor clipping; QuaRot-INT2 has both, like OSCAR, the published recipe."""
+        plus, paper = (rotation_env(*fit.files(rotations)) for fit in self.fits)
+        plain = {variable("windows_enabled"): "0", variable("k_clip_ratio"): "1", variable("v_clip_ratio"): "1"}
+        rows = [Method("BF16"), Method(DEFAULT_ROW, 128, plus)]
+        for group in (64, 128):
+            rows += [
+                Method("naive INT2", group, rotation_env("identity", "identity") | plain),
+                Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
+                Method("OSCAR INT2", group, paper),
+            ]
+        return rows
+
+    def say(self, server: LocalServer, document: Document, word: str | None, tokens: int) -> str:
+        """What follows a document, and the question for a word where one is given, greedily, through the OpenAI API."""
+        prompt = document.text + (question(word) if word else "")
+        reply = client(server).completions.create(
+            model=str(self.model), prompt=prompt, max_tokens=tokens, temperature=0
+        )
+        return reply.choices[0].text
+
+    def right(self, answer: str, number: str) -> bool:
+        """Whether the answer is the number and nothing else."""
+        return answer == number
+
+
+@dataclass(frozen=True)
+class RealJob(ShippedJob):
+    """Chat with SmolLM2-135M-Instruct, as ``scripts/real_model.py`` makes it; sizes for two CPU cores.
+
+    Documents and questions are one message of the user, behind the model's own chat template, and the model answers in
+    a sentence. Its heads have 64 channels, so groups have, too.
+    """
+
+    name: str = "SmolLM2-135M-Instruct, in chat"
+    out: Path = ROOT / "results" / "quickstart_real"
+    model: Path = ROOT / "results" / "real_model"
+    lengths: str = "640"
+    documents: int = 3
+    facts: int = 4
+    answer_tokens: int = 24
+    calibration_tokens: int = 6000
+    calibration_length: int = 1000
+    fits: tuple[Fit, ...] = (
+        Fit("plus", "plus", "k_rotation_balanced_u_h_br.safetensors", BALANCED),
+        Fit("focus", "focus", "k_rotation_focused_u_h_br.safetensors", BALANCED),
+        Fit("paper", "paper", *PAPER),
+    )
+
+    def methods(self, rotations: Path) -> list[Method]:
+        """BF16, and every recipe."""
+        names = (DEFAULT_ROW, "INT2 (recipe focus)", "OSCAR INT2")
+        rows = [
+            Method(name, 64, rotation_env(*fit.files(rotations))) for name, fit in zip(names, self.fits, strict=True)
+        ]
+        return [Method("BF16"), *rows]
+
+    def say(self, server: LocalServer, document: Document, word: str | None, tokens: int) -> str:
+        """As :meth:`ShippedJob.say`, through the chat endpoint."""
+        message = document.text + (chat_question(word) if word else "")
+        reply = client(server).chat.completions.create(
+            model=str(self.model),
+            messages=[{"role": "user", "content": message}],
+            max_tokens=tokens,
+            temperature=0,
+        )
+        return reply.choices[0].message.content or ""
+
+    def right(self, answer: str, number: str) -> bool:
+        """Whether the sentence has the number."""
+        return number in answer
+
+
+def client(server: LocalServer) -> OpenAI:
+    """The OpenAI client of a server."""
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)

@@ -1,0 +1,106 @@
+"""The quickstart's jobs: rows and files of each, and how each asks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "kernels", "rotation", "python")]
+
+import quickstart  # noqa: E402
+import quickstart_jobs  # noqa: E402
+import typer  # noqa: E402
+from quickstart_jobs import RealJob, ShippedJob  # noqa: E402
+
+from reference_model.retrieval import DIGITS, Document  # noqa: E402
+
+DOCUMENT = Document("some text\n", {"amber": "1234567", "river": "7654321"})
+
+
+def test_rows_of_the_shipped_model(tmp_path: Path) -> None:
+    """Those of the table in the README, in its order, with files where the fit leaves them."""
+    rows = ShippedJob().methods(tmp_path)
+    assert [(row.name, row.group) for row in rows] == [
+        ("BF16", None), ("INT2 (recipe plus)", 128),
+        ("naive INT2", 64), ("QuaRot-INT2", 64), ("OSCAR INT2", 64),
+        ("naive INT2", 128), ("QuaRot-INT2", 128), ("OSCAR INT2", 128),
+    ]  # fmt: skip
+    assert rows[0].env == {}
+    assert rows[1].env["SGLANG_OSCAR_K_ROTATION_PATH"] == str(tmp_path / "k_rotation_balanced_u_h_br.safetensors")
+    assert rows[2].env["SGLANG_OSCAR_K_ROTATION_PATH"] == "identity"
+    assert rows[4].env["SGLANG_OSCAR_V_ROTATION_PATH"] == str(tmp_path / "v_rotation_sst_r_h_pbr.pt")
+    assert rows[3].args[-4:] == ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64"]
+
+
+def test_rows_of_the_real_model(tmp_path: Path) -> None:
+    """A row per recipe; recipes whose files have one name go to folders of their own."""
+    job = RealJob()
+    rows = job.methods(tmp_path)
+    assert [row.name for row in rows] == ["BF16", "INT2 (recipe plus)", "INT2 (recipe focus)", "OSCAR INT2"]
+    assert {row.group for row in rows[1:]} == {64}
+    files = [path for fit in job.fits for path in fit.files(tmp_path)]
+    assert len(set(files)) == len(files)
+    for row in rows[1:]:
+        assert {Path(path) for path in row.env.values()} <= set(files)
+
+
+class Client:
+    """Remembers what the OpenAI client is asked and answers with a sentence."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.completions = self
+        self.chat = SimpleNamespace(completions=self)
+
+    def create(self, **asked: Any) -> Any:
+        self.asked.append(asked)
+        sentence = "The magic number for river is 7654321."
+        return SimpleNamespace(choices=[SimpleNamespace(text=sentence, message=SimpleNamespace(content=sentence))])
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    fake = Client()
+    monkeypatch.setattr(quickstart_jobs, "client", lambda server: fake)
+    return fake
+
+
+def test_the_shipped_model_completes(client: Client) -> None:
+    job = ShippedJob()
+    job.say(None, DOCUMENT, None, 1)  # type: ignore[arg-type]
+    job.say(None, DOCUMENT, "river", job.answer_tokens)  # type: ignore[arg-type]
+    assert [(len(x["prompt"]) > len(DOCUMENT.text), x["max_tokens"]) for x in client.asked] == [
+        (False, 1),
+        (True, DIGITS),
+    ]
+    assert all(x["temperature"] == 0 for x in client.asked)
+    assert job.right("7654321", "7654321")
+    assert not job.right("It is 7654321", "7654321")
+
+
+def test_the_real_model_chats(client: Client) -> None:
+    """The document comes first in the message, so that every question finds it cached."""
+    answers = quickstart.ask(RealJob(), None, DOCUMENT)  # type: ignore[arg-type]
+    assert answers == 1
+    assert [x["max_tokens"] for x in client.asked] == [1, 24, 24]
+    messages = [x["messages"] for x in client.asked]
+    assert all(len(m) == 1 and m[0]["role"] == "user" for m in messages)
+    assert messages[0][0]["content"] == DOCUMENT.text
+    assert sorted(m[0]["content"] for m in messages[1:]) == [
+        f"{DOCUMENT.text}What is the magic number for {word}?" for word in sorted(DOCUMENT.facts)
+    ]
+
+
+def test_a_real_model_that_cannot_be_made_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(quickstart.real_model, "main", lambda argv: 1)
+    monkeypatch.setattr(quickstart, "EXTRA_ARGS", [])
+    app = typer.Typer()
+    app.command()(quickstart.main)
+    assert CliRunner().invoke(app, ["--real", "--out", str(tmp_path / "out")]).exit_code == 1
+    assert not (tmp_path / "out").exists()
