@@ -39,8 +39,12 @@ class Family:
 
 
 FAMILIES = (
-    Family("INT2, recipe focus", ("focus g128, served form", "focus g64, served form"), "#7b3294", "*"),
-    Family("focus with turning centers (laboratory)", ("focus g128", "focus g64", "focus g32"), "#c2a5cf", "*"),
+    Family(
+        "INT2, recipe focus",
+        ("focus g128, served form", "focus g64, served form, calibrated on all kinds, 41K tokens"),
+        "#7b3294",
+        "*",
+    ),
     Family("INT2, recipe plus", ("plus g128", "plus g64", "plus g32"), "#c0392b", "o"),
     Family("INT2, OSCAR as published", ("OSCAR g128", "OSCAR g64", "OSCAR g32"), "#e08e0b", "s"),
     Family("QuaRot INT2", ("QuaRot-INT2 g128", "QuaRot-INT2 g64"), "#2471a3", "D"),
@@ -55,6 +59,10 @@ FAMILIES = (
     Family("OScaR", ("OScaR g32",), "#6e4b2a", "^"),
     Family("TurboQuant", ("TurboQuant K3V3", "TurboQuant K4V4"), "#27ae60", "<"),
     Family("Saw-INT4", ("Saw-INT4",), "#34495e", ">"),
+    Family("KVarN", ("KVarN K2V2", "KVarN K4V2"), "#d98880", "h"),
+    Family("Block-GTQ, with windows", ("Block-GTQ K2V2, windows",), "#5dade2", "p"),
+    Family("NVFP4", ("NVFP4",), "#a04000", "d"),
+    Family("FP8", ("FP8",), "#000000", "H"),
 )
 
 
