@@ -136,6 +136,7 @@ def render(description: dict[str, Any]) -> Group:
             shown = f"one per kv head, of length {min(map(min, value)):.3g} to {max(map(max, value)):.3g}"
         facts.add_row(name.replace("_", " "), f"{shown:.2e}" if isinstance(shown, float) else str(shown))
     layers = Table(box=None, header_style="bold")
+    shared = ("shared",) if description["sharing"] else ()
     for name in (
         "layer",
         "orthogonality error",
@@ -145,7 +146,7 @@ def render(description: dict[str, Any]) -> Group:
         "top 8 share",
         "condition",
         "eff. rank",
-        "shared",
+        *shared,
     ):
         layers.add_column(name, justify="left" if name == "largest eigenvalues" else "right")
     for entry in description["layers"]:
@@ -159,9 +160,14 @@ def render(description: dict[str, Any]) -> Group:
             _number(spectrum.get("top_share"), ".1%"),
             _number(spectrum.get("condition"), ".2g"),
             _number(spectrum.get("effective_rank"), ".1f"),
-            _number(entry["overlap"], ".2f") if entry["sharing_loss"] is None else f"+{entry['sharing_loss']:.1%}",
+            *(_shared(entry) for _ in shared),
         )
     return Group(facts, layers)
+
+
+def _shared(entry: dict[str, Any]) -> str:
+    """What sharing would lose of a layer's transforms, or how alike its rotations are."""
+    return _number(entry["overlap"], ".2f") if entry["sharing_loss"] is None else f"+{entry['sharing_loss']:.1%}"
 
 
 def _number(value: float | None, form: str) -> str:
