@@ -39,12 +39,7 @@ class Family:
 
 
 FAMILIES = (
-    Family(
-        "INT2, recipe focus",
-        ("focus g128, served form", "focus g64, served form, calibrated on all kinds, 41K tokens"),
-        "#7b3294",
-        "*",
-    ),
+    Family("INT2, recipe focus", ("focus g64, served form, calibrated on all kinds, 41K tokens",), "#7b3294", "*"),
     Family("INT2, recipe plus", ("plus g128", "plus g64", "plus g32"), "#c0392b", "o"),
     Family("INT2, OSCAR as published", ("OSCAR g128", "OSCAR g64", "OSCAR g32"), "#e08e0b", "s"),
     Family("QuaRot INT2", ("QuaRot-INT2 g128", "QuaRot-INT2 g64"), "#2471a3", "D"),
@@ -150,7 +145,7 @@ def draw_accuracy(folder: Path, path: Path) -> None:
     for axis in (left, right):
         axis.set_xlabel("mean bits per element at 128K tokens (BF16: 16)")
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     shown = model if regime == "as trained" else f"the shipped model, {regime}"
     figure.suptitle(f"Accuracy by bits: {shown}", fontsize=11)
     save(figure, path)

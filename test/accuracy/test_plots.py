@@ -56,7 +56,7 @@ def test_a_real_model_comes_first(results: Path, tmp_path: Path) -> None:
     name, regime = plots.REAL_MODEL
     measured = run["models"].pop("reference")
     rows = measured["regimes"]["as trained"]["rows"]
-    for old, new in (("plus g128", "plus g32"), ("OSCAR g128", "focus g64, served form")):
+    for old, new in (("plus g128", "plus g32"), ("OSCAR g128", plots.FAMILIES[0].names[0])):
         rows[new] = rows.pop(old)
     run["models"][name] = {**measured, "regimes": {regime: {"rows": rows}}}
     (results / "accuracy_real.json").write_text(json.dumps(run))
