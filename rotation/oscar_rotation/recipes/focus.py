@@ -4,8 +4,8 @@
 those that are look unlike the rest. An error of a key counts by the attention it gets
 (:mod:`oscar_rotation.math.attention_weights`), and so does the key here, in the center and in the second moment. How
 much weighing helps differs from head to head: of several shares of it, each head takes the one with the least KL of
-attention on requests that its moments have not seen. Queries count alike; values, clip ratios and gains are those of
-``plus``.
+attention on requests that its moments have not seen. Queries count alike; positions, values, clip ratios and gains are
+those of ``plus``.
 """
 
 from __future__ import annotations

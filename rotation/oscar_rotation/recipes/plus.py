@@ -1,4 +1,5 @@
-"""The recipe ``plus``: key centers and balanced transforms (see :mod:`oscar_rotation.math.balanced`)."""
+"""The recipe ``plus``: key centers and balanced transforms (see :mod:`oscar_rotation.math.balanced`), fitted for every
+position of the model's context (:mod:`oscar_rotation.math.positions`)."""
 
 from __future__ import annotations
 
