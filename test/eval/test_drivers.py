@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError, RotationFileError
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import known_models, model_settings
 from sglang_oscar.calibration.data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
 from sglang_oscar.calibration.dump_driver import choose_prompts
@@ -19,6 +20,7 @@ from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.folders import CalibrationFolder, dump_state, latest_calibration
 from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.cli import app
+from sglang_oscar.evaluation import ablations
 from sglang_oscar.evaluation.ablations import ABLATIONS
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
 from sglang_oscar.evaluation.methods import RECIPE_OF, TITLES, make_method
@@ -231,6 +233,36 @@ def test_ablations_cover_the_papers_tables() -> None:
     }
     names = [variant.name for rows in variants.values() for variant in rows]
     assert len(set(names)) == len(names)
+
+
+def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for their dumps: what differs is variables, the group size, or a fit with other options."""
+    fits: dict[str, FitOptions] = {}
+
+    def fitted(folder: CalibrationFolder, recipe: str, options: FitOptions, out: Path) -> Path:
+        assert (folder, recipe) == (base, "paper")
+        fits[out.name] = options
+        out.mkdir(parents=True, exist_ok=True)
+        for side in "kv":
+            (out / f"{side}_rotation_x_y.pt").touch()
+        return out
+
+    monkeypatch.setattr(ablations, "run_fit", fitted)
+    base, chosen = CalibrationFolder(tmp_path), model_settings("some/model").overridden(group_size=128)
+    fitted(base, "paper", FitOptions(), base.rotations("paper"))
+    fits.clear()
+    rows = {v.name: v for name in ("clip", "rotation", "group-size") for v in ABLATIONS[name]()}
+    made = {name: ablations.variant_method(v, chosen, base, None) for name, v in rows.items()}  # type: ignore[arg-type]
+    clipped = made["clip_0.92_0.88"].env
+    assert (clipped["SGLANG_OSCAR_K_CLIP_RATIO"], clipped["SGLANG_OSCAR_V_CLIP_RATIO"]) == ("0.92", "0.88")
+    assert not {"SGLANG_OSCAR_K_CLIP_RATIO", "SGLANG_OSCAR_V_CLIP_RATIO"} & set(made["clip_fitted"].env)
+    assert (made["group_32"].group_size, made["rotation_r_h"].group_size) == (32, 128)
+    assert fits["rotation_r_h"] == FitOptions(composition="r_h")
+    assert fits["rotation_ktk_vtv"] == FitOptions(key_target="ktk", value_target="vtv")
+    assert fits["clip_fitted"] == FitOptions(fit_clip=True)
+    assert not {"rotation_hadamard", "rotation_none", "clip_0.92_0.88", "group_32"} & set(fits)
+    assert made["rotation_r_h"].env["SGLANG_OSCAR_K_ROTATION_PATH"].endswith("ablations/rotation_r_h/k_rotation_x_y.pt")
+    assert made["rotation_hadamard"].env["SGLANG_OSCAR_K_ROTATION_PATH"] == "hadamard"
 
 
 @pytest.mark.parametrize(
