@@ -2,10 +2,12 @@
 
     python benchmark/rotation/bench_fit.py
     python benchmark/rotation/bench_fit.py --layers 2 --device cpu
+    python benchmark/rotation/bench_fit.py --recipe focus
 
 The default is 30K tokens of 36 layers with 32 query heads, 8 kv heads and head_dim 128. The dump is written first and
 is not part of the time; reading it is. It lies in the page cache as far as memory goes (13 GB by default) unless --cold
 drops it from there. Requests have the given lengths, each length the same share of the tokens, one request to a chunk.
+Recipes that read a model get random output projections.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from safetensors.torch import save_file
 
 from oscar_rotation.dump import DumpWriter
 from oscar_rotation.fit.device import choose_device
@@ -80,6 +83,19 @@ def write_layer(
         writer.write(layer, chunk, q, k, v, [length])
 
 
+def write_model(folder: Path, layers: int, q_heads: int, kv_heads: int, head_dim: int) -> Path:
+    """A folder with what recipes read of a model: output projections, a file per layer, and the configuration."""
+    folder.mkdir()
+    width = q_heads * head_dim
+    weight = torch.randn(width, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for layer in range(layers):
+        save_file({f"model.layers.{layer}.self_attn.o_proj.weight": weight}, folder / f"model-{layer:05d}.safetensors")
+    config = {"model_type": "llama", "max_position_embeddings": 32768, "rope_theta": 1e6, "head_dim": head_dim,
+              "num_attention_heads": q_heads, "num_key_value_heads": kv_heads}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 def drop_from_cache(root: Path) -> None:
     """Let the kernel forget the files, so that reading them is reading the disk."""
     for path in root.rglob("*.pt"):
@@ -96,6 +112,7 @@ def main(
     kv_heads: int = 8,
     head_dim: int = 128,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    recipe: Annotated[str, typer.Option(help="paper, plus or focus; what follows is of paper.")] = "paper",
     method: Annotated[str, typer.Option(help="As in `oscar fit`.")] = "qqt_sst",
     clip: Annotated[bool, typer.Option(help="Fit clip ratios, too.")] = False,
     report: Annotated[bool, typer.Option(help="Measure errors, too.")] = False,
@@ -117,6 +134,8 @@ def main(
             for job in jobs:
                 job.result()
             del jobs
+        fitted = FITTED[recipe]
+        model = write_model(Path(temporary) / "model", layers, *heads) if fitted.needs_weights else None
         if cold:
             drop_from_cache(root)
         written = time.perf_counter() - begin
@@ -128,8 +147,8 @@ def main(
         before = time.process_time()
         begin = time.perf_counter()
         options = FitOptions.of_method(method, fit_clip=clip, report=report)
-        paper = FITTED["paper"]
-        paper.fit(FitRequest(root, options, device=device)).save(Path(temporary) / "rotations", paper.suffixes[:1])
+        request = FitRequest(root, options, str(model) if model else None, device)
+        fitted.fit(request).save(Path(temporary) / "rotations", fitted.suffixes[:1])
         seconds = time.perf_counter() - begin
         cpu_seconds, peak = time.process_time() - before, peak_memory()
     facts: dict[str, Any] = {
@@ -138,6 +157,7 @@ def main(
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "command": shlex.join(["python", "benchmark/rotation/bench_fit.py", *sys.argv[1:]]),
+        "recipe": recipe,
         "tokens": sum(lengths),
         "requests": {length: len(list(same)) for length, same in itertools.groupby(lengths)},
         "layers": layers,

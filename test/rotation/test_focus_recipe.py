@@ -15,7 +15,8 @@ from oscar_rotation.dump import DumpChunk, DumpError, DumpManifest, DumpReader
 from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.load import load_rotation
-from oscar_rotation.math.attention_weights import attention_kl, key_weights, sensitivity
+from oscar_rotation.math import attention_weights
+from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weights, sensitivity
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.recipes import focus
 from oscar_rotation.recipes.focus import SHARES, FocusMoments, fit_focus, fit_focus_layer, requests
@@ -60,6 +61,21 @@ READER = torch.eye(D).expand(KV_HEADS, -1, -1)
 def test_weights_are_the_sensitivities() -> None:
     for q, k in requests(drawn((200, 33, 1))):
         torch.testing.assert_close(key_weights(q, k, 0.3), sensitivity(q, k, 0.3).keys, rtol=1e-4, atol=1e-8)
+
+
+def test_of_a_long_request_some_queries_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key's weight is the mean over those of the looked-at queries that read it from its row."""
+    monkeypatch.setattr(attention_weights, "READERS", 40)
+    ((q, k),) = requests(drawn((333,)))
+    n, exact = 333, Exact.of(333)
+    p = (torch.einsum("hngd,hmd->hngm", q, k) * 0.3).masked_fill(torch.ones(n, n).triu(1).bool()[:, None], -torch.inf)
+    p = p.softmax(-1).double()
+    asked = torch.arange(exact.sink + exact.recent, n, -(-(n - exact.sink - exact.recent) // 40))
+    assert len(asked) <= 40
+    for key in (exact.sink, 100, 200, n - exact.recent - 30):
+        readers = asked[asked >= key + exact.recent]
+        expected = (p * (1 - p))[:, readers, :, key].mean((1, 2)).float()
+        torch.testing.assert_close(key_weights(q, k, 0.3)[:, key], expected, rtol=1e-3, atol=1e-8)
 
 
 def test_without_attention_it_is_plus_per_kv_head() -> None:

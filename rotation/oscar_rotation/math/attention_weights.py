@@ -28,6 +28,10 @@ BLOCK_SCORES = 1 << 25
 """Scores per block, all heads together: 128 MB in float32."""
 
 
+READERS = 1024
+"""Queries of a request that say how much its keys are read: time would grow with the square of its length otherwise."""
+
+
 @dataclass(frozen=True)
 class Exact:
     """Tokens of a request that are read exactly: the first ``sink``, and the last ``recent`` before a query."""
@@ -57,7 +61,7 @@ class Sensitivity:
 
 
 def scores_of(
-    q: torch.Tensor, k: torch.Tensor, scale: float, first: int = 0
+    q: torch.Tensor, k: torch.Tensor, scale: float, first: int = 0, stride: int = 1
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Causal logits of one request, block by block.
 
@@ -66,19 +70,22 @@ def scores_of(
         k: [heads, n, d].
         scale: factor on the logits.
         first: position of the first query.
+        stride: from one query to the next.
 
     Yields:
         positions of a block of queries, its logits [heads, rows, group, stop] (-inf in the future), and the distance
         of every key to every query, int64 [rows, stop].
     """
     heads, n, group, _ = q.shape
-    step = max(1, BLOCK_SCORES // (heads * group * n))
+    step = stride * max(1, BLOCK_SCORES // (heads * group * n))
     for start in range(first, n, step):
-        stop = min(start + step, n)
-        block = (q[:, start:stop] * scale).flatten(1, 2) @ k[:, :stop].mT
-        away = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(stop, device=q.device)
-        logits = block.unflatten(1, (stop - start, group))
-        yield slice(start, stop), logits.masked_fill_(away[:, None] < 0, float("-inf")), away
+        rows = slice(start, min(start + step, n), stride)
+        positions = torch.arange(rows.start, rows.stop, stride, device=q.device)
+        stop = int(positions[-1]) + 1
+        block = (q[:, rows] * scale).flatten(1, 2) @ k[:, :stop].mT
+        away = positions[:, None] - torch.arange(stop, device=q.device)
+        logits = block.unflatten(1, (len(positions), group))
+        yield rows, logits.masked_fill_(away[:, None] < 0, float("-inf")), away
 
 
 def sensitivity(
@@ -117,7 +124,9 @@ def sensitivity(
 
 
 def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """What errors of keys count in one request: :attr:`Sensitivity.keys` alone, at half the price.
+    """What errors of keys count in one request: :attr:`Sensitivity.keys` alone, at half the price or less.
+
+    Of a long request every second, third ... query is looked at, :data:`READERS` at most.
 
     Args:
         q: float32 [heads, n, group, d], after RoPE.
@@ -130,11 +139,15 @@ def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     heads, n, group, _ = q.shape
     exact, positions = Exact.of(n), torch.arange(n, device=q.device)
     out = torch.zeros(heads, n, device=q.device)
-    for _, logits, away in scores_of(q, k, scale, exact.sink + exact.recent):
+    first = exact.sink + exact.recent
+    stride = max(1, -(-(n - first) // READERS))
+    for _, logits, away in scores_of(q, k, scale, first, stride):
         p = logits.softmax(-1)
         p *= ((away >= exact.recent) & (positions[: p.shape[-1]] >= exact.sink))[:, None]
         out[:, : p.shape[-1]] += p.sum((1, 2)) - p.square_().sum((1, 2))
-    return out.clamp_min_(0) / ((n - exact.recent - positions).clamp_min(1) * group)
+    reading = torch.arange(first, n, stride, device=q.device)
+    readers = len(reading) - torch.searchsorted(reading, positions + exact.recent)
+    return out.clamp_min_(0) / (readers.clamp_min(1) * group)
 
 
 def attention_kl(
