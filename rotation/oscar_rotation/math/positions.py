@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_rotation.math.rotary_center import turned
-
 OFFSETS = 64
 """Positions that a moment is turned to. Pairs that turn too fast for them have been seen at all angles
 within the requests already."""
@@ -57,19 +55,34 @@ class Positions:
             mean: over calibration requests, [..., d].
             longest: tokens of the longest of them.
         """
-        total = torch.zeros_like(mean, dtype=torch.float64)
-        for cos, sin in zip(*self.tables(self.offsets(longest)), strict=True):
-            total += turned(mean.double(), cos, sin)
-        return total / OFFSETS
+        exact = mean.double()
+        cos, sin = self._channels(exact.shape[-1], longest)
+        return cos.mean(0) * exact + sin.mean(0) * self._partner(exact)
 
     def moment(self, moment: torch.Tensor, longest: int) -> torch.Tensor:
         """The second moment over all positions of vectors with this one, about zero: float64 [..., d, d].
+
+        A vector x turns into cos x + sin J x, channel by channel, so its moment M into the sum of four terms, M, M J^T,
+        J M and J M J^T, times means of products of cosines and sines.
 
         Args:
             moment: over calibration requests, about zero, [..., d, d].
             longest: tokens of the longest of them.
         """
-        total = torch.zeros_like(moment, dtype=torch.float64)
-        for cos, sin in zip(*self.tables(self.offsets(longest)), strict=True):
-            total += turned(turned(moment.double(), cos, sin).mT, cos, sin)
-        return total / OFFSETS
+        exact = moment.double()
+        cos, sin = self._channels(exact.shape[-1], longest)
+        left = self._partner(exact.mT).mT
+        terms = ((cos, cos, exact), (cos, sin, self._partner(exact)), (sin, cos, left), (sin, sin, self._partner(left)))
+        return torch.stack([a.mT @ b / OFFSETS * term for a, b, term in terms]).sum(0)
+
+    def _channels(self, d: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all offsets for all channels, [OFFSETS, d]: 1 and 0 for those that stand still."""
+        cos, sin = self.tables(self.offsets(longest))
+        still = d - cos.shape[1]
+        return torch.nn.functional.pad(cos, (0, still), value=1.0), torch.nn.functional.pad(sin, (0, still))
+
+    def _partner(self, x: torch.Tensor) -> torch.Tensor:
+        """J x on the last axis: what a quarter turn makes of the channels that turn, 0 elsewhere."""
+        pairs = len(self.frequencies)
+        first, second, still = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+        return torch.cat([-second, first, torch.zeros_like(still)], -1)
