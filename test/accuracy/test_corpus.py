@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
 from accuracy.corpus import KINDS, PARTS, TEXTS, Corpus, library_files, part_of, plain_chat  # noqa: E402
-from accuracy.material import RealMaterial  # noqa: E402
+from accuracy.material import SEQUENCES, RealMaterial  # noqa: E402
 from reference_model.corpus import held_out_tokens  # noqa: E402
 from reference_model.retrieval import HELD_OUT  # noqa: E402
 
@@ -55,9 +55,10 @@ def test_report_text_is_that_of_the_shipped_models(tokenizer) -> None:
 def test_material_of_a_real_model(tokenizer) -> None:
     """Contexts of every kind, calibration of every domain in one shape, questions from lines of the measured part."""
     material = RealMaterial(tokenizer, "choice")
-    shapes = {material.calibration(domain).shape for domain in material.domains if domain != "mixed"}
-    assert len(shapes) == 1
-    assert material.calibration("mixed").shape[1] == next(iter(shapes))[1]
+    shapes = {material.calibration(domain).shape for domain in material.domains if domain not in SEQUENCES}
+    ((_, length),) = shapes
+    for domain, of_each in SEQUENCES.items():
+        assert material.calibration(domain).shape == (5 * of_each, length)
     for kind in material.kinds:
         assert material.text(kind, 3, 400).shape == (3, 400)
     asked = material.questions(800, 1, 2)
