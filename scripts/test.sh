@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # All checks on a fresh machine: formatting and types, then the tests. Arguments go to pytest.
+#
+# Test files run two at a time, which takes 8 GB or so: servers spend much of their start waiting. OSCAR_TEST_WORKERS
+# says how many.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest "$@"
+exec python -m pytest --numprocesses "${OSCAR_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -17,6 +17,9 @@ if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
 # No test may fail because the machine is busy.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
