@@ -30,10 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from accuracy.corpus import KINDS, Corpus  # noqa: E402
-from accuracy.measures.intervals import bootstrap, wilson  # noqa: E402
 from accuracy.plan import text_windows  # noqa: E402
 from reference_model.evaluate import retrieval_questions  # noqa: E402
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu  # noqa: E402
+from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
 from sglang_oscar.local_server import LocalServer, serve  # noqa: E402
 
 CACHES = ("bf16", "naive", "plus", "focus")

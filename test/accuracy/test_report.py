@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
-from accuracy.measures.intervals import bootstrap, wilson  # noqa: E402
 from accuracy.report import lines, share  # noqa: E402
 from accuracy.run import merged  # noqa: E402
+from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
 
 
 def test_wilson_interval() -> None:

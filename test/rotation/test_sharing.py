@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from oscar_rotation.cli import app
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
-from oscar_rotation.math.balanced import balance
-from oscar_rotation.recipes.plus import COMPOSITION
-from oscar_rotation.report.sharing import BALANCED, overlap, sharing_loss, unrelated_overlap
+from oscar_rotation.math.balanced import COMPOSITION, balance
+from oscar_rotation.recipes import plus
+from oscar_rotation.report.sharing import overlap, sharing_loss, unrelated_overlap
 
 runner = CliRunner()
 D, HEADS = 32, 3
@@ -72,7 +72,7 @@ def test_overlap() -> None:
 
 
 def test_recipes_say_that_they_balance() -> None:
-    assert COMPOSITION == BALANCED
+    assert plus.COMPOSITION == COMPOSITION
 
 
 def inspected(path: Path) -> tuple[dict, str]:

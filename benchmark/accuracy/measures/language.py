@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from accuracy.attention import prefill_then_decode
-from accuracy.measures.intervals import Estimate, bootstrap
 from accuracy.methods.base import Method
 from accuracy.session import Session
+from sglang_oscar.evaluation.intervals import Estimate, bootstrap
 
 
 class Language:

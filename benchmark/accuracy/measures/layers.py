@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from accuracy.attention import CacheView, composed_attention
-from accuracy.measures.intervals import bootstrap
 from accuracy.methods.base import Method
 from accuracy.session import Session
+from sglang_oscar.evaluation.intervals import bootstrap
 
 NAMES = ("k", "v", "logits", "mixed_values", "attention_kl", "attention_output")
 

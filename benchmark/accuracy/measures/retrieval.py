@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from accuracy.attention import prefill_then_decode
-from accuracy.measures.intervals import wilson
 from accuracy.methods.base import Method
 from accuracy.session import Session
 from reference_model.evaluate import Questions
+from sglang_oscar.evaluation.intervals import wilson
 
 PAGE, RECOMPUTED = 64, 256
 DEPTHS = 4

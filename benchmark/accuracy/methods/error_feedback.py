@@ -107,14 +107,11 @@ def feed_back(y: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, factor: 
 
 METHODS = [
     ErrorFeedback,
-    *(
-        partial(
-            FocusFeedback,
-            label="values as in plus, calibrated on all kinds, error feedback (not served)",
-            options=FocusOptions(**PLUS_VALUES),
-            table="domains",
-            domain=domain,
-        )
-        for domain in ("broad",)
+    partial(
+        FocusFeedback,
+        label="values as in plus, calibrated on all kinds, error feedback (not served)",
+        options=FocusOptions(**PLUS_VALUES),
+        table="domains",
+        domain="broad",
     ),
 ]

@@ -35,6 +35,9 @@ import torch
 from oscar_rotation.math.eigenbasis import eigenbasis
 from oscar_rotation.math.hadamard import bit_reversal_matrix, sylvester_hadamard
 
+COMPOSITION = "u_h_br"
+"""What files call matrices of :func:`balance`."""
+
 FLOOR = 1e-9
 """Smallest eigenvalue of a second moment, relative to its largest: below lies what calibration did not see."""
 

@@ -24,7 +24,7 @@ from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult, package_version, remarks
 from oscar_rotation.fit.samples import plan_samples
 from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weights
-from oscar_rotation.math.balanced import Balanced, balance, shrunk
+from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import QueryCovariance, ValueCovariance
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.hadamard import is_power_of_two
@@ -240,6 +240,7 @@ def fit_focus(
             if moments is None:
                 stated = source.manifest.sm_scale if source.manifest else None
                 moments = FocusMoments(kv_heads, head_dim, stated or head_dim**-0.5, place)
+            if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
             placed = chunk.to(place)
             moments.update_values(placed)
@@ -262,7 +263,7 @@ def fit_focus(
 
     def metadata(side: Side) -> RotationMetadata:
         return RotationMetadata(
-            OBJECTIVE[side], side, plus.COMPOSITION, "descending", *model, package_version(), RECIPE.name, calibration
+            OBJECTIVE[side], side, COMPOSITION, "descending", *model, package_version(), RECIPE.name, calibration
         )
 
     return FitResult(

@@ -15,7 +15,7 @@ from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult, package_version, remarks
-from oscar_rotation.math.balanced import Balanced, balance, shrunk
+from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
 from oscar_rotation.math.hadamard import is_power_of_two
 from oscar_rotation.math.positions import Positions
@@ -32,7 +32,6 @@ KEY_GAIN, VALUE_GAIN = 0.98, 1.0
 nats, for every token that is read quantized; keys read a little short make up for it. Values need no such thing."""
 
 OBJECTIVE = "balanced"
-COMPOSITION = "u_h_br"
 
 
 class Moments:
@@ -137,6 +136,7 @@ def fit_plus(
                 raise DumpError(f"{source.root}: head_dim is {head_dim}; a Hadamard rotation needs a power of two")
             if moments is None:
                 moments = Moments(kv_heads, head_dim, place)
+            if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
             moments.update(chunk.q.to(place), chunk.k.to(place), chunk.v.to(place), chunk.seq_lens)
             if layer == 0:

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from oscar_rotation.files.rotation_file import read_rotation_file, recorded_side
 from oscar_rotation.files.rotation_set import RotationSet, inversion_errors, orthogonality_errors
+from oscar_rotation.math.balanced import COMPOSITION
 from oscar_rotation.math.hadamard import is_power_of_two
-from oscar_rotation.report.sharing import BALANCED, overlap, sharing_loss, unrelated_overlap
+from oscar_rotation.report.sharing import overlap, sharing_loss, unrelated_overlap
 
 TOP_EIGENVALUES = 8
 
@@ -96,7 +97,7 @@ def describe(path: str | Path) -> dict[str, Any]:
 def _sharing_loss(loaded: RotationSet, layer: int) -> float | None:
     """See :func:`sharing_loss`; None of rotations, and of transforms that do not state how they were balanced."""
     sigma = loaded.eigenvalues
-    if not loaded.per_head or loaded.duals is None or sigma is None or loaded.metadata.composition != BALANCED:
+    if not loaded.per_head or loaded.duals is None or sigma is None or loaded.metadata.composition != COMPOSITION:
         return None
     usable = is_power_of_two(loaded.head_dim) and float(sigma[layer].min()) > 0
     return sharing_loss(loaded.rotations[layer], sigma[layer]) if usable else None

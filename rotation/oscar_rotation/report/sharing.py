@@ -25,9 +25,6 @@ import torch
 from oscar_rotation.math.balanced import balance
 from oscar_rotation.math.hadamard import bit_reversal_matrix, sylvester_hadamard
 
-BALANCED = "u_h_br"
-"""Composition that files state whose matrices :func:`balance` made; what is said above is about those."""
-
 
 def sharing_loss(transforms: torch.Tensor, sigma: torch.Tensor) -> float:
     """The relative increase of a layer's expected error if its heads shared one balanced transform; at least 0.

@@ -55,7 +55,7 @@ def page(results: dict[str, Any], plots: dict[str, str]) -> str:
     """Markdown.
 
     Args:
-        results: as :func:`command.collect` makes them.
+        results: as :func:`report.collect` makes them.
         plots: measure -> file name of its plot, relative to the page.
     """
     caches = results["caches"]

@@ -164,7 +164,7 @@ class Session(Measure):
         found: Figures = {"sessions": len(answers), "turns": len(turns)}
         asked = {key: t for key, t in turns.items() if t["right"] is not None}
         verdicts = {
-            "right": ({k: bool(t["right"]) for k, t in asked.items()}, {k: bool(t["right"]) for k, t in base.items()}),
+            "right": _pair(asked, base, lambda t: t["right"]),
             "cut_off": _pair(turns, base, lambda t: t["finish"] == "length"),
             "loops": _pair(turns, base, lambda t: t["loops"]),
         }
