@@ -24,14 +24,6 @@ def wait_for(condition, what: str) -> None:
     raise AssertionError(f"never happened: {what}")
 
 
-def cold_answer(server: Server, ids: list[int], tokens: int) -> str:
-    """The answer without a prefix hit."""
-    server.flush()
-    answer = server.generate(ids, tokens)
-    assert answer["meta_info"]["cached_tokens"] == 0
-    return answer["text"]
-
-
 def retracted(server: Server) -> int:
     """Requests that were retracted so far."""
     lines = [line for line in server.text().splitlines() if "#retracted_reqs: " in line]
