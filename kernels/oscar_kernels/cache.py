@@ -61,17 +61,28 @@ class LayerCache:
             raise ValueError(f"keys and values must have the same heads, got {self.k_layout} and {self.v_layout}")
 
     @property
-    def layout(self) -> RowLayout:
-        """The layout of all rows, for kernels that read both sides alike.
+    def kv_heads(self) -> int:
+        """kv heads of this rank."""
+        return self.k_layout.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.k_layout.head_dim
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """dtype of scales and zero points, for kernels that read both sides alike.
 
         Raises:
             ValueError: keys and values have different ones.
         """
-        if self.k_layout is not self.v_layout and self.k_layout != self.v_layout:
+        if self.k_layout.scale_dtype != self.v_layout.scale_dtype:
             raise ValueError(
-                "this kernel reads keys and values of one row layout: give both one group size, scale dtype and bits"
+                f"this kernel reads scales of one dtype, got {self.k_layout.scale_dtype} of keys and "
+                f"{self.v_layout.scale_dtype} of values"
             )
-        return self.k_layout
+        return self.k_layout.scale_dtype
 
 
 def check_layouts(cache: LayerCache, key: RowLayout, value: RowLayout) -> None:
@@ -91,10 +102,9 @@ def check_queries(cache: LayerCache, q_rot: torch.Tensor) -> None:
     Raises:
         ValueError: they do not fit each other, or channels are not contiguous.
     """
-    layout = cache.layout
     _, q_heads, head_dim = q_rot.shape
-    if head_dim != layout.head_dim or q_heads % layout.kv_heads or q_rot.stride(2) != 1:
-        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
+    if head_dim != cache.head_dim or q_heads % cache.kv_heads or q_rot.stride(2) != 1:
+        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {cache.kv_heads} kv heads of {cache.head_dim}")
     if cache.k_sink.dtype != cache.k_ring.dtype:
         raise ValueError("sink store and ring must have one dtype")
 

@@ -1,12 +1,12 @@
-"""The INT2 codec in plain torch: the specification that every kernel is tested against.
+"""The codec of 2, 3 and 4 bits in plain torch: the specification that every kernel is tested against.
 
 One head of one token, y of ``head_dim`` channels, already rotated (paper, section 3 and appendix A.5):
 
 1. clip: tau is the order statistic of |y| at ascending index min(floor(ratio * head_dim), head_dim - 1);
    y is clamped to [-tau, tau]. A ratio of 1 does not clip.
-2. per group of ``group_size`` consecutive channels: scale = max(max - min, 1e-8) / 3 and zero = -min / scale,
-   each rounded to the stored dtype *before* it is used, so that quantizer and dequantizer agree;
-   code = floor(y / scale + zero + 0.5) clamped to 0..3.
+2. per group of ``group_size`` consecutive channels: scale = max(max - min, 1e-8) / (2^bits - 1) and
+   zero = -min / scale, each rounded to the stored dtype *before* it is used, so that quantizer and dequantizer agree;
+   code = floor(y / scale + zero + 0.5) clamped to 0..2^bits - 1.
 3. with a gain (recipe "plus"): the codes stay, scale and zero point of a group are replaced by those with which what is
    read back has the mean of what was stored, and along it the length that the gain says; see :func:`fitted_parameters`.
 4. dequantized: scale * (code - zero).
@@ -22,10 +22,9 @@ import math
 
 import torch
 
-from oscar_kernels.layout import BITS, RowLayout
+from oscar_kernels.layout import HIGH_BITS, RowLayout
 
 MIN_RANGE = 1e-8
-LEVELS = 1 << BITS
 STRETCH = 1.5
 """A fitted scale is within this factor of the one of the range: what a clipped outlier lacks is not made up for by
 inflating the errors of its group. Normal rows need 0.9 to 1.3."""
@@ -67,23 +66,24 @@ def clip(y: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 def quantize(
-    y: torch.Tensor, group_size: int, scale_dtype: torch.dtype = torch.bfloat16
+    y: torch.Tensor, group_size: int, scale_dtype: torch.dtype = torch.bfloat16, levels: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric 2-bit quantization per group of channels.
+    """Asymmetric quantization per group of channels.
 
     Args:
         y: [..., head_dim], rotated and clipped.
         group_size: channels per group; divides head_dim.
         scale_dtype: dtype in which scale and zero point are kept.
+        levels: values that a code can have; those of :class:`~oscar_kernels.layout.RowLayout` are powers of two.
 
     Returns:
-        codes uint8 [..., head_dim] in 0..3, scale and zero point [..., groups] in ``scale_dtype``. Of a vector with a
-        NaN, codes are 0 and the rest is NaN.
+        codes uint8 [..., head_dim] in 0..levels - 1, scale and zero point [..., groups] in ``scale_dtype``. Of a vector
+        with a NaN, codes are 0 and the rest is NaN.
     """
     broken = y.isnan().any(-1, keepdim=True)
     grouped = y.float().unflatten(-1, (-1, group_size))
     low, high = grouped.amin(-1), grouped.amax(-1)
-    scale = (high - low).clamp_min(MIN_RANGE) / (LEVELS - 1)
+    scale = (high - low).clamp_min(MIN_RANGE) / (levels - 1)
     if scale_dtype == torch.float16:
         # float16 ends at 65504: a scale this large keeps zero = -low / scale finite and the scale itself normal;
         # a range that no float16 scale spans is cut off rather than made infinite.
@@ -93,7 +93,7 @@ def quantize(
     scale = scale.to(scale_dtype)
     zero = (-low / scale.float()).to(scale_dtype)
     codes = (grouped / scale.float()[..., None] + zero.float()[..., None] + 0.5).floor()
-    codes = codes.flatten(-2).masked_fill(broken, 0).clamp(0, LEVELS - 1).to(torch.uint8)
+    codes = codes.flatten(-2).masked_fill(broken, 0).clamp(0, levels - 1).to(torch.uint8)
     return codes, scale.masked_fill(broken, math.nan), zero.masked_fill(broken, math.nan)
 
 
@@ -148,16 +148,35 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> 
     return (scale.float()[..., None] * (grouped - zero.float()[..., None])).flatten(-2)
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Four codes to a byte, in bit planes: uint8 [..., head_dim] -> uint8 [..., head_dim/4]."""
-    planes = codes.unflatten(-1, (4, -1))
-    return planes[..., 0, :] | planes[..., 1, :] << 2 | planes[..., 2, :] << 4 | planes[..., 3, :] << 6
+def pack(codes: torch.Tensor, bits: int = 2) -> torch.Tensor:
+    """Codes of a head as its code bytes (:mod:`oscar_kernels.layout`): uint8 [..., head_dim] -> [..., code_bytes]."""
+    if bits == 3:
+        high = (codes >> 2).unflatten(-1, (4, -1, 2, 4))
+        at = torch.tensor(HIGH_BITS, dtype=torch.uint8, device=codes.device)[:, None] + _halves(codes)
+        return torch.cat(
+            [pack(codes & 3), (high << at[:, None, :, None]).sum((-4, -2), dtype=torch.uint8).flatten(-2)], -1
+        )
+    planes = codes.unflatten(-1, (8 // bits, -1))
+    return (planes << _shifts(bits, codes)).sum(-2, dtype=torch.uint8)
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of :func:`pack`: uint8 [..., head_dim/4] -> uint8 [..., head_dim]."""
-    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(-2) >> shifts & 3).flatten(-2)
+def unpack(packed: torch.Tensor, bits: int = 2) -> torch.Tensor:
+    """Inverse of :func:`pack`: uint8 [..., code_bytes] -> uint8 [..., head_dim]."""
+    if bits == 3:
+        low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
+        at = torch.tensor(HIGH_BITS, dtype=torch.uint8, device=packed.device)[:, None] + _halves(packed)
+        spread = high.unflatten(-1, (-1, 4))[..., None, :, None, :] >> at[:, None, :, None] & 1
+        return unpack(low) | spread.flatten(-4) << 2
+    return (packed.unsqueeze(-2) >> _shifts(bits, packed) & (1 << bits) - 1).flatten(-2)
+
+
+def _shifts(bits: int, like: torch.Tensor) -> torch.Tensor:
+    """Bit at which each plane's codes begin, [planes, 1]."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)[:, None]
+
+
+def _halves(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(2, dtype=torch.uint8, device=like.device)
 
 
 def encode_rows(y: torch.Tensor, layout: RowLayout, clip_ratio: float, gain: float = 0.0) -> torch.Tensor:
@@ -172,11 +191,11 @@ def encode_rows(y: torch.Tensor, layout: RowLayout, clip_ratio: float, gain: flo
     Returns:
         uint8 [tokens, row_bytes].
     """
-    codes, scale, zero = quantize(clip(y, clip_ratio), layout.group_size, layout.scale_dtype)
+    codes, scale, zero = quantize(clip(y, clip_ratio), layout.group_size, layout.scale_dtype, layout.levels)
     if gain:
         scale, zero = fitted_parameters(y, codes, scale, gain)
     params = torch.stack([scale, zero], dim=-1).flatten(1).contiguous()
-    return torch.cat([pack(codes).flatten(1), params.view(torch.uint8)], dim=1)
+    return torch.cat([pack(codes, layout.bits).flatten(1), params.view(torch.uint8)], dim=1)
 
 
 def decode_rows(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
@@ -192,4 +211,4 @@ def decode_rows(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     packed = rows[:, : layout.params_offset].reshape(tokens, layout.kv_heads, layout.code_bytes)
     params = rows[:, layout.params_offset :].contiguous().view(layout.scale_dtype)
     params = params.view(tokens, layout.kv_heads, layout.groups, 2)
-    return dequantize(unpack(packed), params[..., 0], params[..., 1])
+    return dequantize(unpack(packed, layout.bits), params[..., 0], params[..., 1])

@@ -2,12 +2,21 @@
 
 A row holds one token's keys (or values) for all kv heads of one layer and is complete on its own:
 
-    [kv_heads x head_dim/4 code bytes][kv_heads x groups x (scale, zero)]
+    [kv_heads x code bytes][kv_heads x groups x (scale, zero)]
 
-so whatever moves, copies, offloads or transfers rows carries the scales with them. Codes of one head are
-stored in *bit planes*: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
-``j * head_dim/4 + b``. A kernel therefore unpacks a row with one shift and one mask per plane and never has
-to interleave. Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``.
+so whatever moves, copies, offloads or transfers rows carries the scales with them. Codes of one head are stored in
+planes of channels that a kernel unpacks with a shift and a mask and never has to interleave:
+
+* 2 bits, head_dim/4 bytes: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
+  ``j * head_dim/4 + b``.
+* 4 bits, head_dim/2 bytes: byte ``b`` holds, at bits ``4j..4j+3`` for ``j = 0, 1``, the code of channel
+  ``j * head_dim/2 + b``.
+* 3 bits: the low two bits of every code as above, then head_dim/8 bytes with the high ones. That of channel
+  ``j * head_dim/4 + b`` is in byte ``4 (b // 8) + b % 4`` at bit ``HIGH_BITS[j] + b // 4 % 2``. So eight neighbouring
+  bytes of low bits have one 32-bit word of high bits, and, moved down by ``b // 4 % 2``, the bits of plane 0, 1 and 2
+  lie where they continue the low bits in their byte.
+
+Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``.
 """
 
 from __future__ import annotations
@@ -16,12 +25,14 @@ from dataclasses import dataclass
 
 import torch
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the row format. It changes whenever the meaning of a stored byte does; part of every
 :func:`oscar_kernels.format.fingerprint`."""
 
-BITS = 2
-"""Bits of a code, the only width so far."""
+BITS = (2, 3, 4)
+"""Bits that a code may have."""
+HIGH_BITS = (2, 4, 6, 0)
+"""Where the high bits of three-bit codes lie in their byte, by plane of the low ones."""
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -34,7 +45,7 @@ class RowLayout:
         head_dim: channels per head; a power of two from 64 to 256.
         group_size: consecutive channels that share a scale and a zero point; a power of two from 32 to head_dim.
         scale_dtype: dtype of scale and zero point: bfloat16, float16 or float32.
-        bits: bits of a code; 2.
+        bits: bits of a code; 2, 3 or 4.
 
     Raises:
         ValueError: if a value is outside these bounds.
@@ -44,7 +55,7 @@ class RowLayout:
     head_dim: int
     group_size: int
     scale_dtype: torch.dtype = torch.bfloat16
-    bits: int = BITS
+    bits: int = 2
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1:
@@ -58,8 +69,8 @@ class RowLayout:
             )
         if self.scale_dtype not in SCALE_DTYPES.values():
             raise ValueError(f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}, got {self.scale_dtype}")
-        if self.bits != BITS:
-            raise ValueError(f"codes of {self.bits} bits are not supported yet: bits must be {BITS}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {self.bits}")
 
     @property
     def levels(self) -> int:

@@ -50,14 +50,28 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     windows: Windows = Windows(sink=16, recent=24, ring=32)
     page_size: int = 16
+    k_bits: int = 2
+    v_bits: int = 2
+    v_group: int | None = None
 
     @property
-    def layout(self) -> RowLayout:
-        return RowLayout(self.kv_heads, self.head_dim, self.group, self.scale_dtype)
+    def key_layout(self) -> RowLayout:
+        return RowLayout(self.kv_heads, self.head_dim, self.group, self.scale_dtype, self.k_bits)
+
+    @property
+    def value_layout(self) -> RowLayout:
+        return RowLayout(self.kv_heads, self.head_dim, self.v_group or self.group, self.scale_dtype, self.v_bits)
+
+    def layout_of(self, name: str) -> RowLayout:
+        """Of keys or values, by a name that begins with k or v."""
+        return self.key_layout if name.startswith("k") else self.value_layout
 
     def format(self, key: SideTransform | None = None, value: SideTransform | None = None) -> LayerFormat:
         """Both sides in these rows; no transform where none is given."""
-        sides = (SideFormat(self.group, self.scale_dtype, transform=of or SideTransform()) for of in (key, value))
+        sides = (
+            SideFormat(layout.group_size, layout.scale_dtype, layout.bits, transform or SideTransform())
+            for layout, transform in ((self.key_layout, key), (self.value_layout, value))
+        )
         return LayerFormat(self.kv_heads, self.head_dim, *sides)
 
     @property
@@ -67,19 +81,21 @@ class Shape:
 
 def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, fill: float = 0.0) -> LayerCache:
     """A cache with room for so many pages and requests (+1 each for the dummies)."""
-    rows = (pages * shape.page_size, shape.layout.row_bytes)
     side = (shape.kv_heads, shape.head_dim)
     windows = shape.windows
 
     def buffer(*size: int) -> torch.Tensor:
         return torch.full((*size, *side), fill, dtype=shape.dtype, device=device)
 
+    def rows(layout: RowLayout) -> torch.Tensor:
+        return torch.zeros(pages * shape.page_size, layout.row_bytes, dtype=torch.uint8, device=device)
+
     return LayerCache(
-        shape.layout,
-        shape.layout,
+        shape.key_layout,
+        shape.value_layout,
         windows,
-        torch.zeros(rows, dtype=torch.uint8, device=device),
-        torch.zeros(rows, dtype=torch.uint8, device=device),
+        rows(shape.key_layout),
+        rows(shape.value_layout),
         buffer(requests + 1, windows.sink),
         buffer(requests + 1, windows.sink),
         buffer(requests + 1, windows.ring),
@@ -125,12 +141,12 @@ def filled_batch(
         position = torch.arange(length, device=device)
         own = own.to(device)
         slot = own[position // shape.page_size] * shape.page_size + position % shape.page_size
-        for offset, rows, sink, ring in (
-            (1, cache.k_rows, cache.k_sink, cache.k_ring),
-            (2, cache.v_rows, cache.v_sink, cache.v_ring),
+        for offset, layout, rows, sink, ring in (
+            (1, cache.k_layout, cache.k_rows, cache.k_sink, cache.k_ring),
+            (2, cache.v_layout, cache.v_rows, cache.v_sink, cache.v_ring),
         ):
             y = random_vectors(size, torch.float32, seed + 10 * request + offset, device)
-            rows[slot[begin:end]] = encode_rows(y[begin:end], shape.layout, 0.96)
+            rows[slot[begin:end]] = encode_rows(y[begin:end], layout, 0.96)
             sink[sink_block[request], :begin] = y[:begin].to(shape.dtype)
             if end < length:
                 ring[ring_row[request], position[end:] % shape.windows.ring] = y[end:].to(shape.dtype)
@@ -146,10 +162,10 @@ def poison(batch: Batch, side: str, request: int, position: int) -> None:
     shape, rows = batch.shape, getattr(batch.cache, side)
     page = int(batch.tables.page_table[request, position // shape.page_size])
     slot = page * shape.page_size + position % shape.page_size
-    y = decode_rows(rows[slot : slot + 1].cpu(), shape.layout)
+    layout = shape.layout_of(side)
+    y = decode_rows(rows[slot : slot + 1].cpu(), layout)
     y[0, -1, 3] = float("nan")
-    head = encode_rows(y, shape.layout, 1.0)[0].to(rows.device)
-    layout = shape.layout
+    head = encode_rows(y, layout, 1.0)[0].to(rows.device)
     codes = slice((shape.kv_heads - 1) * layout.code_bytes, layout.params_offset)
     params = slice(layout.row_bytes - layout.groups * 2 * layout.scale_dtype.itemsize, layout.row_bytes)
     for part in (codes, params):

@@ -22,9 +22,11 @@ from oscar_kernels.codec import (
     quantize,
     unpack,
 )
-from oscar_kernels.layout import FORMAT_VERSION, SCALE_DTYPES, RowLayout
+from oscar_kernels.layout import BITS, FORMAT_VERSION, HIGH_BITS, SCALE_DTYPES, RowLayout
 
-GOLDEN = Path(__file__).parents[1] / "data" / "row_format_v1.json"
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = {version: json.loads((DATA / f"row_format_v{version}.json").read_text()) for version in (1, 2)}
+"""Rows of every version; those of version 1 have two bits."""
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
 
@@ -32,16 +34,25 @@ def vectors(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=30)
-@given(data=st.data(), head_dim=st.sampled_from([64, 128, 256]))
-def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int) -> None:
-    codes = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=head_dim, max_size=head_dim)))
-    codes = codes.to(torch.uint8)
-    packed = pack(codes)
-    assert torch.equal(unpack(packed), codes)
+@settings(max_examples=40)
+@given(data=st.data(), head_dim=st.sampled_from([64, 128, 256]), bits=st.sampled_from(BITS))
+def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int, bits: int) -> None:
+    """And every code lies where :mod:`oscar_kernels.layout` says."""
+    raw = data.draw(st.binary(min_size=head_dim, max_size=head_dim))
+    codes = torch.tensor(list(raw), dtype=torch.uint8) % (1 << bits)
+    packed = pack(codes, bits)
+    assert len(packed) == RowLayout(1, head_dim, 32, bits=bits).code_bytes
+    assert torch.equal(unpack(packed, bits), codes)
     channel = data.draw(st.integers(0, head_dim - 1))
+    if bits == 4:
+        byte, plane = channel % (head_dim // 2), channel // (head_dim // 2)
+        assert int(packed[byte]) >> 4 * plane & 15 == int(codes[channel])
+        return
     byte, plane = channel % (head_dim // 4), channel // (head_dim // 4)
-    assert int(packed[byte]) >> 2 * plane & 3 == int(codes[channel])
+    assert int(packed[byte]) >> 2 * plane & 3 == int(codes[channel]) & 3
+    if bits == 3:
+        high = int(packed[head_dim // 4 + 4 * (byte // 8) + byte % 4])
+        assert high >> HIGH_BITS[plane] + byte // 4 % 2 & 1 == int(codes[channel]) >> 2
 
 
 @settings(max_examples=50)
@@ -51,12 +62,13 @@ def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int) -> None
     group=st.sampled_from([32, 64, 128]),
     ratio=st.sampled_from([0.5, 0.96, 1.0]),
     gain=st.sampled_from([0.0, 0.98]),
+    bits=st.sampled_from(BITS),
 )
 def test_a_nan_is_kept_in_its_vector(
-    data: st.DataObject, scale_dtype: torch.dtype, group: int, ratio: float, gain: float
+    data: st.DataObject, scale_dtype: torch.dtype, group: int, ratio: float, gain: float, bits: int
 ) -> None:
     """All of a vector with any NaNs is read back as NaN, its codes are 0, and no other vector changes."""
-    layout = RowLayout(3, 128, group, scale_dtype)
+    layout = RowLayout(3, 128, group, scale_dtype, bits)
     y = vectors(2, 3, 128)
     clean = encode_rows(y, layout, ratio, gain)
     channels = data.draw(st.sets(st.integers(0, 127), min_size=1))
@@ -70,10 +82,10 @@ def test_a_nan_is_kept_in_its_vector(
 
 
 @settings(max_examples=30)
-@given(packed=st.binary(min_size=16, max_size=16))
-def test_every_byte_is_four_codes(packed: bytes) -> None:
+@given(packed=st.binary(min_size=24, max_size=24), bits=st.sampled_from(BITS))
+def test_every_byte_is_codes(packed: bytes, bits: int) -> None:
     raw = torch.tensor(list(packed), dtype=torch.uint8)
-    assert torch.equal(pack(unpack(raw)), raw)
+    assert torch.equal(pack(unpack(raw, bits), bits), raw)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +112,19 @@ def test_clip_keeps_what_is_below_the_order_statistic() -> None:
     offset=st.floats(-10, 10),
     group=st.sampled_from([32, 64, 128]),
     dtype=st.sampled_from(list(SCALE_DTYPES.values())),
+    levels=st.sampled_from([3, 4, 8, 16]),
 )
-def test_error_is_half_a_step(seed: int, spread: float, offset: float, group: int, dtype: torch.dtype) -> None:
+def test_error_is_half_a_step(
+    seed: int, spread: float, offset: float, group: int, dtype: torch.dtype, levels: int
+) -> None:
     """|x - dequantized| <= scale / 2, widened by the rounding of scale and zero point to their dtype."""
     y = (vectors(4, 128, seed=seed) + offset) * (min(spread, 1e4) if dtype == torch.float16 else spread)
-    codes, scale, zero = quantize(y, group, dtype)
+    codes, scale, zero = quantize(y, group, dtype, levels)
     assert torch.isfinite(scale).all()
     assert torch.isfinite(zero).all()
+    assert int(codes.max()) < levels
     step = scale.float().repeat_interleave(group, -1)
-    slack = EPSILON[dtype] * (3 + zero.float().abs()).repeat_interleave(group, -1) * 2 + 1e-5
+    slack = EPSILON[dtype] * (levels - 1 + zero.float().abs()).repeat_interleave(group, -1) * 2 + 1e-5
     assert ((dequantize(codes, scale, zero) - y).abs() <= step * (0.5 + slack)).all()
 
 
@@ -129,30 +145,33 @@ def test_constant_vectors_survive() -> None:
 
 
 @pytest.mark.parametrize("dtype", SCALE_DTYPES.values(), ids=str)
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 32), (128, 128), (256, 64)])
-def test_rows_carry_scale_and_zero_bit_for_bit(dtype: torch.dtype, head_dim: int, group: int) -> None:
+@pytest.mark.parametrize(("head_dim", "group", "bits"), [(64, 32, 2), (128, 128, 3), (256, 64, 4)])
+def test_rows_carry_scale_and_zero_bit_for_bit(dtype: torch.dtype, head_dim: int, group: int, bits: int) -> None:
     """Quantizer and dequantizer use the same rounded parameters, so a row decodes to what quantize meant."""
-    layout = RowLayout(3, head_dim, group, dtype)
+    layout = RowLayout(3, head_dim, group, dtype, bits)
     y = vectors(5, 3, head_dim)
     rows = encode_rows(y, layout, 0.96)
     assert rows.shape == (5, layout.row_bytes)
     assert rows.dtype == torch.uint8
-    assert torch.equal(decode_rows(rows, layout), dequantize(*quantize(clip(y, 0.96), group, dtype)))
+    assert torch.equal(decode_rows(rows, layout), dequantize(*quantize(clip(y, 0.96), group, dtype, 1 << bits)))
 
 
 @pytest.mark.parametrize(
-    "case", json.loads(GOLDEN.read_text())["rows"], ids=lambda c: f"{c['head_dim']}-{c['scale_dtype']}"
+    "case",
+    [row for golden in GOLDEN.values() for row in golden["rows"]],
+    ids=lambda c: f"{c['head_dim']}-{c['scale_dtype']}-{c.get('bits', 'v1')}",
 )
 def test_stored_bytes_never_change(case: dict) -> None:
     """A row written by any version of this format reads the same. If this fails, FORMAT_VERSION must change."""
-    assert json.loads(GOLDEN.read_text())["format_version"] == FORMAT_VERSION
-    layout = RowLayout(case["kv_heads"], case["head_dim"], case["group_size"], SCALE_DTYPES[case["scale_dtype"]])
+    assert max(GOLDEN) == GOLDEN[max(GOLDEN)]["format_version"] == FORMAT_VERSION
+    bits, scale_dtype = case.get("bits", 2), SCALE_DTYPES[case["scale_dtype"]]
+    layout = RowLayout(case["kv_heads"], case["head_dim"], case["group_size"], scale_dtype, bits)
     y = torch.tensor(case["input"]).view(1, case["kv_heads"], case["head_dim"])
     row = torch.tensor(list(bytes.fromhex(case["row"])), dtype=torch.uint8)[None]
     assert torch.equal(encode_rows(y, layout, case["clip"]), row)
     assert layout.bits_per_element == case["bits_per_element"]
     wanted = torch.tensor(case["codes"]).view(case["kv_heads"], case["head_dim"])
-    assert torch.equal(unpack(row[0, : layout.params_offset].view(case["kv_heads"], -1)).long(), wanted)
+    assert torch.equal(unpack(row[0, : layout.params_offset].view(case["kv_heads"], -1), bits).long(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +183,7 @@ def test_stored_bytes_never_change(case: dict) -> None:
         ((8, 128, 256), "group_size"),
         ((8, 128, 48), "group_size"),
         ((8, 128, 128, torch.int8), "scale_dtype"),
-        ((8, 128, 128, torch.bfloat16, 4), "codes of 4 bits are not supported yet"),
+        ((8, 128, 128, torch.bfloat16, 5), "bits must be one of 2, 3, 4"),
     ],
 )
 def test_layout_rejects(arguments: tuple, message: str) -> None:
@@ -176,6 +195,7 @@ def test_row_of_the_paper() -> None:
     layout = RowLayout(8, 128, 128)
     assert (layout.row_bytes, layout.params_offset, layout.bits_per_element) == (288, 256, 2.25)
     assert RowLayout(8, 128, 128, torch.float32).bits_per_element == 2.5
+    assert [RowLayout(1, 128, 128, bits=bits).row_bytes for bits in BITS] == [36, 52, 68]
 
 
 @settings(max_examples=60)

@@ -119,10 +119,10 @@ def test_values_of_any_magnitude() -> None:
     device = torch.device("cuda")
     for factor in (1e-9, 1e7):
         batch = filled_batch(shape, [2000, 70], device)
-        params = batch.cache.v_rows[:, shape.layout.params_offset :].contiguous().view(FP32)
-        params = params.view(-1, shape.kv_heads, shape.layout.groups, 2)
+        params = batch.cache.v_rows[:, shape.value_layout.params_offset :].contiguous().view(FP32)
+        params = params.view(-1, shape.kv_heads, shape.value_layout.groups, 2)
         params[..., 0] *= factor
-        batch.cache.v_rows[:, shape.layout.params_offset :] = params.flatten(1).view(torch.uint8)
+        batch.cache.v_rows[:, shape.value_layout.params_offset :] = params.flatten(1).view(torch.uint8)
         q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, device) * 20
         out = decode(batch.cache, batch.tables, q, 1.0)
         exact = decode_exact(batch, q, 1.0, torch.float64)
@@ -138,12 +138,12 @@ def test_long_tail_beside_a_peak() -> None:
     batch = filled_batch(shape, [length], device)
     q = random_vectors((1, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     # A key along the query: its logit is log(length) above the others', whose spread is small.
-    params = batch.cache.k_rows[:, shape.layout.params_offset :].contiguous().view(BF16)
+    params = batch.cache.k_rows[:, shape.key_layout.params_offset :].contiguous().view(BF16)
     params = params.view(-1, shape.kv_heads, 1, 2)
     params[..., 0] *= 0.05
     slot = int(batch.tables.page_table[0, 500]) * 64
     params[slot, ..., 0] *= 60
-    batch.cache.k_rows[:, shape.layout.params_offset :] = params.flatten(1).view(torch.uint8)
+    batch.cache.k_rows[:, shape.key_layout.params_offset :] = params.flatten(1).view(torch.uint8)
     out = decode(batch.cache, batch.tables, q, shape.head_dim**-0.5)
     exact = decode_exact(batch, q, shape.head_dim**-0.5, torch.float64)
     assert_as_good_as(out, exact, decode_exact(batch, q, shape.head_dim**-0.5, shape.dtype))
@@ -224,7 +224,7 @@ def test_integer_sums_make_room(gqa: int) -> None:
     """Flat attention over the largest codes, 262,144 positions in a block: sums pass 2^31 unless they are halved."""
     batch = long_request(262_144)
     rows = batch.cache.v_rows.clone()
-    rows[:, : batch.shape.layout.params_offset] = 0xFF
+    rows[:, : batch.shape.key_layout.params_offset] = 0xFF
     full = replace(batch, cache=replace(batch.cache, v_rows=rows))
     q = torch.zeros(1, 8 * gqa, 128, dtype=BF16, device="cuda")
     q[:, 1::2] = random_vectors((1, 8 * gqa, 128), BF16, 99, torch.device("cuda"))[:, 1::2]
@@ -358,7 +358,9 @@ def test_decode_starts_while_the_store_before_it_runs(kernel: str, windows: Wind
 
 
 def variant(shape: Shape) -> Variant:
-    return Variant(shape.layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype)
+    return Variant(
+        shape.key_layout, shape.value_layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype
+    )
 
 
 @pytest.fixture
@@ -468,7 +470,7 @@ def test_multiprocessors_are_not_shared(on_hopper: LayerCache, monkeypatch: pyte
     ("change", "reason"),
     [
         ({"gqa": 17}, "query heads"),
-        ({"layout": RowLayout(17, 128, 128)}, "kv heads"),
+        ({"key": RowLayout(17, 128, 128), "value": RowLayout(17, 128, 128)}, "kv heads"),
         ({"page_size": 16}, "page size 16"),
         ({"window_dtype": FP32}, "windows of"),
     ],

@@ -75,8 +75,8 @@ def test_store_matches_reference(shape: Shape, clip: float, rotated: str) -> Non
         plain = exact(x, rotation)
         y = plain if offset is None else plain - offset.double()
         length = torch.maximum(plain.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True))
-        assert_correctly_rounded(rows[slots.row], y, shape, clip, length)
-        codes = slice(0, shape.layout.params_offset)
+        assert_correctly_rounded(rows[slots.row], y, shape.layout_of(name), clip, length)
+        codes = slice(0, shape.layout_of(name).params_offset)
         assert (rows[:, codes] != wanted[:, codes]).double().mean() < 2e-3
         if rotation is None:
             assert torch.equal(rows, wanted)
@@ -110,7 +110,7 @@ def test_fitted_rows_match_reference(shape: Shape, clip: float) -> None:
         store(cache, slots, k, v, arrange(prepare(layer, shape.dtype)), q, shape.page_size)
     for x, matrix, name, gain in ((k, rotation, "k", 0.98), (v, None, "v", 1.0)):
         rows, plain = (getattr(cache, f"{name}_rows")[slots.row] for cache in caches)
-        assert_fitted(rows, plain, exact(x, matrix), shape, gain)
+        assert_fitted(rows, plain, exact(x, matrix), shape.layout_of(name), gain)
         for window in ("ring", "sink"):
             assert torch.equal(*(getattr(cache, f"{name}_{window}") for cache in caches))
 
@@ -133,7 +133,9 @@ def test_fitted_rows_are_bit_exact_where_sums_are() -> None:
     reference.store(caches[1], on_cpu(slots), k.cpu(), -k.cpu(), layer)
     for name in ("k_rows", "v_rows"):
         got, want = getattr(caches[0], name)[slots.row].cpu(), getattr(caches[1], name)[slots.row.cpu()]
-        for mine, theirs in zip(split_rows(got, shape), split_rows(want, shape), strict=True):
+        for mine, theirs in zip(
+            split_rows(got, shape.layout_of(name)), split_rows(want, shape.layout_of(name)), strict=True
+        ):
             assert torch.equal(mine, theirs)
 
 
@@ -157,7 +159,9 @@ def test_ties_at_the_clip_threshold() -> None:
         for name in ("k_rows", "v_rows"):
             got, want = getattr(caches[0], name)[slots.row].cpu(), getattr(caches[1], name)[slots.row.cpu()]
             # Numbers, not bits: a zero point of 0 may have either sign.
-            for mine, theirs in zip(split_rows(got, shape), split_rows(want, shape), strict=True):
+            for mine, theirs in zip(
+                split_rows(got, shape.layout_of(name)), split_rows(want, shape.layout_of(name)), strict=True
+            ):
                 assert torch.equal(mine, theirs)
 
 
@@ -181,7 +185,7 @@ def test_a_nan_is_kept_in_its_vector(shape: Shape, rotated: bool, gain: float) -
     for cache, x in zip(caches, (k, broken), strict=True):
         store(cache, slots, x, x, layer, q, shape.page_size)
     for name in ("k_rows", "v_rows"):
-        plain, mine = (split_rows(getattr(cache, name)[:tokens], shape) for cache in caches)
+        plain, mine = (split_rows(getattr(cache, name)[:tokens], shape.layout_of(name)) for cache in caches)
         for part, want in zip(mine, plain, strict=True):
             want[4, -1] = 0.0 if part is mine[0] else float("nan")
             torch.testing.assert_close(part, want, rtol=0, atol=0, equal_nan=True)
@@ -217,7 +221,7 @@ def test_vectors_at_odd_addresses_are_refused() -> None:
 
 
 def test_bounds_of_fitted_scales_are_those_of_the_codec() -> None:
-    variant = Variant(SHAPES[0].layout, WINDOWS, 4, 64, BF16, BF16)
+    variant = Variant(SHAPES[0].key_layout, SHAPES[0].value_layout, WINDOWS, 4, 64, BF16, BF16)
     macros = dict(defines(variant, prepare(SHAPES[0].format(), BF16)))
     assert macros["OSCAR_STRETCH_64THS"] / 64 == STRETCH
 
@@ -271,6 +275,8 @@ def case_of(shape: Shape, kind: str) -> LayerFormat:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[6]], ids=str)
 def test_variants_compile(shape: Shape, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    variant = Variant(shape.layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype)
+    variant = Variant(
+        shape.key_layout, shape.value_layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype
+    )
     layer = prepare(case_of(shape, kind), shape.dtype)
     assert compile_source("store.cu", dict(defines(variant, layer)))[:4] == b"\x7fELF"

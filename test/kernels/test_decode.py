@@ -35,6 +35,13 @@ SHAPES = [
     Shape(windows=Windows(0, 24, 24), page_size=128),
     Shape(windows=Windows(64, 256, 256), page_size=32),
     Shape(windows=Windows(64, 256, 256, max_splits=2), page_size=64),
+    Shape(k_bits=3),
+    Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
+    Shape(
+        gqa=5, kv_heads=3, head_dim=128, group=64, k_bits=3, v_bits=4, dtype=torch.float16, scale_dtype=torch.float16
+    ),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, v_group=256, k_bits=3, v_bits=3, scale_dtype=torch.float32),
+    Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
 ]
 
 
@@ -87,10 +94,10 @@ def test_values_of_any_magnitude(device: torch.device) -> None:
     shape = Shape(scale_dtype=torch.float32, windows=Windows(0, 0, 0))
     for factor in (1e-9, 1e7):
         batch = filled_batch(shape, [200, 70], device)
-        params = batch.cache.v_rows[:, shape.layout.params_offset :].contiguous().view(torch.float32)
-        params = params.view(-1, shape.kv_heads, shape.layout.groups, 2)
+        params = batch.cache.v_rows[:, shape.value_layout.params_offset :].contiguous().view(torch.float32)
+        params = params.view(-1, shape.kv_heads, shape.value_layout.groups, 2)
         params[..., 0] *= factor
-        batch.cache.v_rows[:, shape.layout.params_offset :] = params.flatten(1).view(torch.uint8)
+        batch.cache.v_rows[:, shape.value_layout.params_offset :] = params.flatten(1).view(torch.uint8)
         q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, device) * 20
         out = decode(batch.cache, batch.tables, q, 1.0, out=torch.empty(q.shape, device=device))
         exact = decode_exact(batch, q, 1.0, torch.float64)
@@ -105,7 +112,7 @@ def test_equal_values_count(group: int, device: torch.device) -> None:
     values = random_vectors((8, 1, 64), torch.float32, 5, device)
     values[::2] = 1.0
     slot = int(batch.tables.page_table[0, 0]) * shape.page_size
-    batch.cache.v_rows[slot : slot + 8] = encode_rows(values, shape.layout, 1.0)
+    batch.cache.v_rows[slot : slot + 8] = encode_rows(values, shape.value_layout, 1.0)
     q = torch.zeros(1, 2, 64, dtype=shape.dtype, device=device)
     out = decode(batch.cache, batch.tables, q, 0.1)
     exact = decode_exact(batch, q, 0.1, torch.float64)

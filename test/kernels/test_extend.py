@@ -32,6 +32,13 @@ SHAPES = [
     Shape(windows=Windows(0, 0, 0)),
     Shape(windows=Windows(0, 24, 24)),
     Shape(windows=Windows(16, 0, 8), page_size=32),
+    Shape(k_bits=3),
+    Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
+    Shape(
+        gqa=5, kv_heads=3, head_dim=128, group=64, k_bits=3, v_bits=4, dtype=torch.float16, scale_dtype=torch.float16
+    ),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, v_group=256, k_bits=3, v_bits=3, scale_dtype=torch.float32),
+    Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
 ]
 
 
@@ -136,7 +143,7 @@ def test_equal_values_count(group: int, device: torch.device) -> None:
     values = random_vectors((8, 1, 64), torch.float32, 5, device)
     values[::2] = 1.0
     slot = int(case.batch.tables.page_table[0, 0]) * shape.page_size
-    case.batch.cache.v_rows[slot : slot + 8] = encode_rows(values, shape.layout, 1.0)
+    case.batch.cache.v_rows[slot : slot + 8] = encode_rows(values, shape.value_layout, 1.0)
     case.q.zero_()
     case.q_rot.zero_()
     check(case)

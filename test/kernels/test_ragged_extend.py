@@ -76,7 +76,7 @@ def attention_kernel(device: torch.device) -> Any:
 
 def ragged_extend_of(case: Chunks, limits: Limits, device: torch.device, kernel: Decode = decode) -> RaggedExtend:
     shape, attention = case.batch.shape, attention_kernel(device)
-    return RaggedExtend(shape.layout, shape.q_heads, shape.dtype, limits, device, attention, kernel, 132)
+    return RaggedExtend(shape.key_layout, shape.q_heads, shape.dtype, limits, device, attention, kernel, 132)
 
 
 def run(case: Chunks, limits: Limits, device: torch.device, sm_scale: float, kernel: Decode) -> torch.Tensor:
@@ -137,6 +137,13 @@ SHAPES = [
     Shape(windows=Windows(0, 0, 0)),
     Shape(windows=Windows(0, 24, 24)),
     Shape(windows=Windows(16, 0, 8), page_size=32),
+    Shape(k_bits=3),
+    Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
+    Shape(
+        gqa=5, kv_heads=3, head_dim=128, group=64, k_bits=3, v_bits=4, dtype=torch.float16, scale_dtype=torch.float16
+    ),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, v_group=256, k_bits=3, v_bits=3, scale_dtype=torch.float32),
+    Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
 ]
 
 

@@ -13,6 +13,7 @@ from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.codec import STRETCH, clip_index, unpack
 from oscar_kernels.cuda.store import arrange
 from oscar_kernels.format import LayerFormat
+from oscar_kernels.layout import RowLayout
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import rotate_queries, store
@@ -30,20 +31,26 @@ SHAPES = [
     Shape(windows=Windows(0, 0, 0)),
     Shape(windows=Windows(16, 0, 0), scale_dtype=torch.float16),
     Shape(windows=Windows(0, 24, 32)),
+    Shape(k_bits=3),
+    Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
+    Shape(
+        gqa=5, kv_heads=3, head_dim=128, group=64, k_bits=3, v_bits=4, dtype=torch.float16, scale_dtype=torch.float16
+    ),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, v_group=256, k_bits=3, v_bits=3, scale_dtype=torch.float32),
+    Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
 ]
 
 
-def split_rows(rows: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_rows(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [tokens, heads, groups, group], scale and zero point [tokens, heads, groups], as float64."""
-    layout = shape.layout
-    codes = unpack(rows[:, : layout.params_offset].reshape(len(rows), shape.kv_heads, -1))
+    codes = unpack(rows[:, : layout.params_offset].reshape(len(rows), layout.kv_heads, -1), layout.bits)
     params = rows[:, layout.params_offset :].contiguous().view(layout.scale_dtype)
-    params = params.view(len(rows), shape.kv_heads, layout.groups, 2).double()
+    params = params.view(len(rows), layout.kv_heads, layout.groups, 2).double()
     return codes.unflatten(-1, (layout.groups, -1)).double(), params[..., 0], params[..., 1]
 
 
 def assert_correctly_rounded(
-    rows: torch.Tensor, y: torch.Tensor, shape: Shape, clip: float, length: torch.Tensor | None = None
+    rows: torch.Tensor, y: torch.Tensor, layout: RowLayout, clip: float, length: torch.Tensor | None = None
 ) -> None:
     """Every stored number is the rounding of its float64 value, up to the float32 rounding of the rotation.
 
@@ -51,43 +58,43 @@ def assert_correctly_rounded(
     falls to the other side of a rounding boundary does not count against the codes that follow from it. ``length``
     [tokens, heads, 1] is the length of what was rotated, where that is not ``y``.
     """
-    index = clip_index(shape.head_dim, clip)
+    index = clip_index(layout.head_dim, clip)
     slack = ROUNDING * (y.norm(dim=-1, keepdim=True) if length is None else length)
     if index is not None:
         tau = y.abs().sort(dim=-1).values[..., index : index + 1]
         y = y.clamp(-tau, tau)
-    grouped = y.unflatten(-1, (-1, shape.group))
+    grouped = y.unflatten(-1, (-1, layout.group_size))
     low, high = grouped.amin(-1), grouped.amax(-1)
-    codes, scale, zero = split_rows(rows, shape)
-    half_ulp = 2.0 ** -MANTISSA[shape.scale_dtype]
-    wanted = (high - low).clamp_min(1e-8) / 3
-    if shape.scale_dtype == torch.float16:
+    codes, scale, zero = split_rows(rows, layout)
+    half_ulp = 2.0 ** -MANTISSA[layout.scale_dtype]
+    wanted = (high - low).clamp_min(1e-8) / (layout.levels - 1)
+    if layout.scale_dtype == torch.float16:
         wanted = torch.maximum(wanted, torch.maximum(low.abs(), high.abs()) / 32768).clamp_min(2.0**-14)
     assert ((scale - wanted).abs() <= half_ulp * wanted * 1.001 + slack).all()
     # float16 zero points below 2^-14 are subnormal: an absolute rounding of 2^-25.
     assert ((zero + low / scale).abs() <= half_ulp * (low / scale).abs() * 1.001 + 2.0**-25 + slack / scale).all()
-    level = (grouped / scale[..., None] + zero[..., None]).clamp(0, 3)
+    level = (grouped / scale[..., None] + zero[..., None]).clamp(0, layout.levels - 1)
     slack = (slack / scale)[..., None] + 1e-6 * (1 + zero.abs()[..., None])
     assert ((codes - level).abs() <= 0.5 + slack).all()
 
 
-def assert_fitted(rows: torch.Tensor, plain: torch.Tensor, y: torch.Tensor, shape: Shape, gain: float) -> None:
+def assert_fitted(rows: torch.Tensor, plain: torch.Tensor, y: torch.Tensor, layout: RowLayout, gain: float) -> None:
     """Scale and zero point follow from the stored codes and the vectors in float64, up to float32 rounding of sums.
 
     ``plain`` are the rows without a gain: they have the same codes and bound the scales.
     """
     slack = 2 * ROUNDING * y.norm(dim=-1, keepdim=True)
-    codes, scale, zero = split_rows(rows, shape)
-    plain_codes, plain_scale, _ = split_rows(plain, shape)
+    codes, scale, zero = split_rows(rows, layout)
+    plain_codes, plain_scale, _ = split_rows(plain, layout)
     assert torch.equal(codes, plain_codes)
-    grouped = y.unflatten(-1, (-1, shape.group))
+    grouped = y.unflatten(-1, (-1, layout.group_size))
     mean, mean_code = grouped.mean(-1), codes.mean(-1)
     rest, levels = grouped - mean[..., None], codes - mean_code[..., None]
     along = (rest * levels).sum(-1)
     wanted = gain * rest.square().sum(-1) / along
     # What a change of y by the slack in every channel does to the quotient.
     moved = slack * (2 * gain * rest.abs().sum(-1) + wanted * levels.abs().sum(-1)) / along
-    half_ulp = 2.0 ** -MANTISSA[shape.scale_dtype]
+    half_ulp = 2.0 ** -MANTISSA[layout.scale_dtype]
     assert (along > 0).all()
     wanted = wanted.clamp(plain_scale / STRETCH, plain_scale * STRETCH)
     assert ((scale - wanted).abs() <= half_ulp * wanted * 1.001 + moved).all()
@@ -130,8 +137,8 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     caches, slots, (q, k, v), (rk, rv), q_rot = run_both(shape, tokens, clip, device, rotate_v=clip != 1.0)
     for x, rotation, name in ((k, rk, "k"), (v, rv, "v")):
         rows, wanted = (getattr(cache, f"{name}_rows") for cache in caches)
-        assert_correctly_rounded(rows[slots.row], exact(x, rotation), shape, clip)
-        codes = slice(0, shape.layout.params_offset)
+        assert_correctly_rounded(rows[slots.row], exact(x, rotation), shape.layout_of(name), clip)
+        codes = slice(0, shape.layout_of(name).params_offset)
         assert (rows[:, codes] != wanted[:, codes]).double().mean() < 2e-3
         untouched = torch.ones(len(rows), dtype=torch.bool, device=device)
         untouched[slots.row] = False
@@ -147,15 +154,18 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
 
 
 @pytest.mark.parametrize("clip", [0.96, 0.88, 1.0])
-@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:5], SHAPES[8], SHAPES[9]], ids=str)
 def test_fitted_rows_match_reference(shape: Shape, clip: float, device: torch.device) -> None:
     """Codes are those of plain rows; scales and zero points are refitted to them."""
     caches, slots, (_, k, v), (rk, rv), _ = run_both(shape, 37, clip, device, rotate_v=True, gain=0.98)
     plain, *_ = run_both(shape, 37, clip, device, rotate_v=True)
     for x, rotation, name in ((k, rk, "k"), (v, rv, "v")):
         rows, wanted, without = (getattr(cache, f"{name}_rows")[slots.row] for cache in (*caches, plain[0]))
-        assert_fitted(rows, without, exact(x, rotation), shape, 0.98)
-        (codes, *got), (wanted_codes, *want) = split_rows(rows, shape), split_rows(wanted, shape)
+        assert_fitted(rows, without, exact(x, rotation), shape.layout_of(name), 0.98)
+        (codes, *got), (wanted_codes, *want) = (
+            split_rows(rows, shape.layout_of(name)),
+            split_rows(wanted, shape.layout_of(name)),
+        )
         # A code on a boundary may be another one after a rotation in other order, and the rest follows from the codes;
         # a zero point is that of the scale as stored.
         same = (codes == wanted_codes).all(-1)
@@ -186,7 +196,9 @@ def test_fitted_rows_are_bit_exact_where_sums_are(device: torch.device) -> None:
     plain = empty_cache(shape, 2, 2, device)
     store(plain, slots, k, -k, prepare(shape.format(SideTransform(clip=0.88), SideTransform(clip=0.96)), k.dtype))
     for name in ("k_rows", "v_rows"):
-        got, want, before = (split_rows(getattr(cache, name)[:16].cpu(), shape) for cache in (*caches, plain))
+        got, want, before = (
+            split_rows(getattr(cache, name)[:16].cpu(), shape.layout_of(name)) for cache in (*caches, plain)
+        )
         for mine, theirs in zip(got, want, strict=True):
             assert torch.equal(mine, theirs)
         assert (got[1] <= before[1] * STRETCH * 1.01).all()
@@ -211,7 +223,7 @@ def test_centered_keys_match_reference(shape: Shape, device: torch.device) -> No
     exact_keys = k.double() @ rotation.double() - center.double()
     # The rotation rounds relative to the key before its center is taken off.
     assert_correctly_rounded(
-        caches[0].k_rows[slots.row], exact_keys, shape, 0.96, k.double().norm(dim=-1, keepdim=True)
+        caches[0].k_rows[slots.row], exact_keys, shape.key_layout, 0.96, k.double().norm(dim=-1, keepdim=True)
     )
     for window in ("ring", "sink"):
         got, want = (getattr(cache, f"k_{window}").float() for cache in caches[:2])
@@ -241,7 +253,9 @@ def test_every_head_by_its_own_matrix(shape: Shape, tokens: int, device: torch.d
         y = exact(x, side.matrix)
         y = y if side.center is None else y - side.center.double()
         length = torch.maximum(2 * x.double().norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True))
-        assert_correctly_rounded(getattr(caches[0], f"{name}_rows")[slots.row], y, shape, side.clip, length)
+        assert_correctly_rounded(
+            getattr(caches[0], f"{name}_rows")[slots.row], y, shape.layout_of(name), side.clip, length
+        )
         for window in ("ring", "sink"):
             got, want = (getattr(cache, f"{name}_{window}").float() for cache in caches)
             torch.testing.assert_close(got, want, rtol=2**-7, atol=4e-4)
@@ -310,10 +324,10 @@ def test_identity_is_bit_exact_with_duplicates(clip: float, device: torch.device
     for name in ("k_ring", "v_ring", "k_sink", "v_sink"):
         assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
     for name, x in (("k_rows", k), ("v_rows", v)):
-        assert_correctly_rounded(getattr(caches[0], name)[:8], x.double(), shape, clip)
+        assert_correctly_rounded(getattr(caches[0], name)[:8], x.double(), shape.layout_of(name), clip)
         # Numbers, not bytes: a zero point of 0 may have either sign.
-        codes, scale, zero = split_rows(getattr(caches[0], name)[:8], shape)
-        want_codes, want_scale, want_zero = split_rows(getattr(caches[1], name)[:8], shape)
+        codes, scale, zero = split_rows(getattr(caches[0], name)[:8], shape.layout_of(name))
+        want_codes, want_scale, want_zero = split_rows(getattr(caches[1], name)[:8], shape.layout_of(name))
         assert (codes != want_codes).double().mean() < 1e-3
         assert torch.equal(scale, want_scale)
         assert torch.equal(zero, want_zero)
@@ -358,7 +372,7 @@ def test_a_nan_is_kept_in_its_vector(shape: Shape, rotated: bool, gain: float, d
         else:
             store(cache, slots, x, x, prepare(layer, shape.dtype))
     for name in ("k_rows", "v_rows"):
-        plain, mine, theirs = (split_rows(getattr(cache, name)[:tokens], shape) for cache in caches)
+        plain, mine, theirs = (split_rows(getattr(cache, name)[:tokens], shape.layout_of(name)) for cache in caches)
         for part, want in zip(mine, plain, strict=True):
             changed = want.clone()
             changed[4, -1] = 0.0 if part is mine[0] else float("nan")
@@ -409,10 +423,10 @@ def test_rejects_what_it_cannot_store(device: torch.device) -> None:
         store(cache, slots, k, k, prepare(other.format(), torch.bfloat16))
     with pytest.raises(ValueError, match="the format has key rows of"):
         reference.store(cache, slots, k, k, other.format())
-    mixed = LayerFormat(2, 64, shape.format().key, other.format().value)
-    cache = replace(cache, v_layout=mixed.value_layout)
-    with pytest.raises(ValueError, match="keys and values of one row layout"):
-        store(cache, slots, k, k, prepare(mixed, torch.bfloat16))
+    wide = LayerFormat(2, 64, shape.format().key, replace(shape, scale_dtype=torch.float32).format().value)
+    cache = replace(cache, v_layout=wide.value_layout)
+    with pytest.raises(ValueError, match="scales of one dtype"):
+        store(cache, slots, k, k, prepare(wide, torch.bfloat16))
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -428,6 +442,6 @@ def test_no_tokens(device: torch.device) -> None:
 def test_store_at_size(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     shape = replace(SHAPES[1], kv_heads=8, gqa=4, dtype=dtype, windows=Windows(64, 256, 256), page_size=64)
     caches, slots, (_, k, v), (rk, rv), _ = run_both(shape, tokens, 0.96, device, rotate_v=True)
-    assert_correctly_rounded(caches[0].k_rows[slots.row], exact(k, rk), shape, 0.96)
-    assert_correctly_rounded(caches[0].v_rows[slots.row], exact(v, rv), shape, 0.96)
+    assert_correctly_rounded(caches[0].k_rows[slots.row], exact(k, rk), shape.key_layout, 0.96)
+    assert_correctly_rounded(caches[0].v_rows[slots.row], exact(v, rv), shape.value_layout, 0.96)
     assert (caches[0].k_rows != caches[1].k_rows).double().mean() < 1e-3

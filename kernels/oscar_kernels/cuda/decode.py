@@ -29,8 +29,8 @@ _Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), 
 
 def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, lse: bool = False) -> Variant:
     """What a cache and its queries need the kernel compiled for."""
-    layout = cache.layout
-    return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, q_dtype, cache.k_ring.dtype, lse)
+    gqa = q_heads // cache.kv_heads
+    return Variant(cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, q_dtype, cache.k_ring.dtype, lse)
 
 
 DEFAULT_MPS_PIPES = Path("/tmp/nvidia-mps")
@@ -96,7 +96,7 @@ def make_workspace(cache: LayerCache, q_heads: int, batch: int) -> torch.Tensor:
 
 
 def _workspace_numel(variant: Variant, device: torch.device, batch: int) -> int:
-    heads, head_dim = variant.layout.kv_heads * variant.gqa, variant.layout.head_dim
+    heads, head_dim = variant.kv_heads * variant.gqa, variant.head_dim
     spilled = processors(device.index or 0) * variant.spill_floats
     return MAX_BATCH + _slots(device, batch) * heads * (head_dim + 1) + spilled
 

@@ -74,8 +74,8 @@ def _defines(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], 
 
 def variant_of(cache: LayerCache, q_heads: int, page_size: int, dtype: torch.dtype) -> Variant:
     """What a cache and its queries need the kernel compiled for, a layer's matrices aside."""
-    layout = cache.layout
-    return Variant(layout, cache.windows, q_heads // layout.kv_heads, page_size, dtype, cache.k_ring.dtype)
+    gqa = q_heads // cache.kv_heads
+    return Variant(cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, dtype, cache.k_ring.dtype)
 
 
 def prepare(variant: Variant, layer: PreparedLayer) -> None:
@@ -130,13 +130,13 @@ def store(
         ValueError: shapes, dtypes, row layouts or addresses do not fit, or the kernel cannot be built for this cache.
     """
     layer.check(cache)
-    layout = cache.layout
+    kv_heads = cache.kv_heads
     tokens, q_heads, head_dim = q.shape
-    for name, x, heads in (("k", k, layout.kv_heads), ("v", v, layout.kv_heads), ("q", q, q_heads)):
-        _check(name, x, heads, layout.head_dim, q.dtype)
+    for name, x, heads in (("k", k, kv_heads), ("v", v, kv_heads), ("q", q, q_heads)):
+        _check(name, x, heads, cache.head_dim, q.dtype)
     for matrix, heads in (
-        (layer.key.matrix, layout.kv_heads),
-        (layer.value.matrix, layout.kv_heads),
+        (layer.key.matrix, kv_heads),
+        (layer.value.matrix, kv_heads),
         (layer.key.reading, q_heads),
     ):
         if matrix is not None:
@@ -156,7 +156,7 @@ def store(
     query_tiles = _tiles(tokens, q_heads, layer.key.reading, VECTORS)
 
     def key_value_tiles(vectors: int) -> int:
-        return sum(_tiles(tokens, layout.kv_heads, of.matrix, vectors) for of in (layer.key, layer.value))
+        return sum(_tiles(tokens, kv_heads, of.matrix, vectors) for of in (layer.key, layer.value))
 
     # Half the vectors a block, where all blocks run at once nevertheless.
     vectors = VECTORS // 2

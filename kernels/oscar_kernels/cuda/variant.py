@@ -23,7 +23,7 @@ class Variant:
     """Compile-time constants of one decode kernel; ``src/config.cuh`` derives the rest.
 
     Args:
-        layout: row geometry.
+        key, value: row geometry of keys and values; they have the same heads.
         windows: sizes of the 16-bit windows.
         gqa: query heads per kv head.
         page_size: tokens of a page.
@@ -32,7 +32,8 @@ class Variant:
         lse: log-sum-exps are written, too.
     """
 
-    layout: RowLayout
+    key: RowLayout
+    value: RowLayout
     windows: Windows
     gqa: int
     page_size: int
@@ -40,10 +41,20 @@ class Variant:
     window_dtype: torch.dtype
     lse: bool = False
 
+    @property
+    def kv_heads(self) -> int:
+        """kv heads of this rank."""
+        return self.key.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.key.head_dim
+
     @cached_property
     def math_warps(self) -> int:
         """Warps of a block at most: fewer where outputs need many registers, or what warps exchange much memory."""
-        most = 16 if self.layout.head_dim * -(-self.gqa // 8) <= 128 else 8
+        most = 16 if self.head_dim * -(-self.gqa // 8) <= 128 else 8
         fitting = [warps for warps in (16, 8, 4, 2, 1) if warps <= most and self._stages(warps) >= 2]
         return fitting[0] if fitting else most
 
@@ -51,24 +62,30 @@ class Variant:
         """Why this variant cannot be compiled, or None."""
         if self.gqa > 16:
             return f"{self.gqa} query heads per kv head (16 at most)"
-        if self.layout.kv_heads > self.math_warps:
-            return f"{self.layout.kv_heads} kv heads on one GPU ({self.math_warps} at most for these heads)"
+        if self.kv_heads > self.math_warps:
+            return f"{self.kv_heads} kv heads on one GPU ({self.math_warps} at most for these heads)"
         if self.page_size % TILE:
             return f"page size {self.page_size} (a multiple of {TILE} is needed)"
         if {self.q_dtype, self.window_dtype} - {torch.bfloat16, torch.float16}:
             return f"queries of {self.q_dtype} with windows of {self.window_dtype}"
+        return self._unsupported_rows()
+
+    def _unsupported_rows(self) -> str | None:
+        if self.key != self.value or self.key.bits != 2:
+            key, value = (f"{of.bits} bits in groups of {of.group_size}" for of in (self.key, self.value))
+            return f"keys of {key} with values of {value} (2 bits and one group size for both)"
         if self._stages(self.math_warps) < 2:
-            return f"{self.layout.kv_heads} kv heads of {self.layout.head_dim} with {self.gqa} query heads each"
+            return f"{self.kv_heads} kv heads of {self.head_dim} with {self.gqa} query heads each"
         return None
 
     def _warps_per_head(self, math_warps: int) -> int:
         """Warps that share a kv head: a power of two."""
-        return 1 << max(math_warps // self.layout.kv_heads, 1).bit_length() - 1
+        return 1 << max(math_warps // self.kv_heads, 1).bit_length() - 1
 
     @property
     def threads(self) -> int:
         """Threads of a block: the math warps and one that issues copies, with companions where registers move."""
-        warps = self.layout.kv_heads * self._warps_per_head(self.math_warps)
+        warps = self.kv_heads * self._warps_per_head(self.math_warps)
         return (warps + (4 if warps in (8, 16) else 1)) * 32
 
     @property
@@ -76,17 +93,17 @@ class Variant:
         """float32 words of a block in the workspace, for sums of long segments (``values_float.cuh``)."""
         if self.gqa <= 4:
             return 0
-        words = -(-self.gqa // 8) * (self.layout.head_dim // 16) * 4 + -(-self.gqa // 4) + 1
-        return words * 32 * self.layout.kv_heads * self._warps_per_head(self.math_warps)
+        words = -(-self.gqa // 8) * (self.head_dim // 16) * 4 + -(-self.gqa // 4) + 1
+        return words * 32 * self.kv_heads * self._warps_per_head(self.math_warps)
 
     def _fixed_bytes(self, math_warps: int) -> int:
-        partial = 4 * -(-self.gqa // 4) * (self.layout.head_dim + 4) * 4
-        exchange = self.layout.kv_heads * (self._warps_per_head(math_warps) // 2) * partial
-        queries = 2 * self.layout.kv_heads * self.gqa * self.layout.head_dim * 2
+        partial = 4 * -(-self.gqa // 4) * (self.head_dim + 4) * 4
+        exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * partial
+        queries = 2 * self.kv_heads * self.gqa * self.head_dim * 2
         return _round_up(_round_up(exchange, 128) + queries + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
 
     def _side_bytes(self, math_warps: int) -> int:
-        return _round_up(TILE * self._warps_per_head(math_warps) * self.layout.row_bytes, 128)
+        return _round_up(TILE * self._warps_per_head(math_warps) * self.key.row_bytes, 128)
 
     def _stages(self, math_warps: int) -> int:
         size = 2 * self._side_bytes(math_warps)
@@ -100,7 +117,7 @@ class Variant:
 
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The macros that ``src`` is compiled with."""
-        layout, windows = self.layout, self.windows
+        layout, windows = self.key, self.windows
         values = {
             "KV_HEADS": layout.kv_heads,
             "GQA": self.gqa,

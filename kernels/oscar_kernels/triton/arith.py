@@ -18,12 +18,43 @@ CODES_PER_UNIT = tl.constexpr(2.0**24)
 
 
 @triton.constexpr_function
-def unit_start(unit, code_bytes, size):
-    """First channel of a *unit*: ``size`` channels that share a bit plane and a group.
+def plane_count(bits):
+    """Planes of a head's codes: codes at the same bits of their bytes. Three-bit codes have those of their low bits."""
+    return 2 if bits == 4 else 4
 
-    Unit u holds the codes of plane u % 4 in bytes (u // 4) * size onwards of a head's codes.
+
+@triton.constexpr_function
+def code_bytes(head_dim, bits):
+    """Bytes of a head's codes."""
+    return head_dim * bits // 8
+
+
+@triton.constexpr_function
+def unit_size(head_dim, bits, group):
+    """Channels of a *unit*: channels side by side that share a plane and a group."""
+    return min(head_dim // plane_count(bits), group)
+
+
+@triton.constexpr_function
+def unit_start(unit, head_dim, bits, group):
+    """First channel of a unit.
+
+    Unit u holds the codes of plane u % planes in bytes (u // planes) * unit_size onwards of a head's codes.
     """
-    return (unit % 4) * code_bytes + (unit // 4) * size
+    planes = plane_count(bits)
+    return (unit % planes) * (head_dim // planes) + (unit // planes) * unit_size(head_dim, bits, group)
+
+
+@triton.constexpr_function
+def unit_group(unit, head_dim, bits, group):
+    """Group that the channels of a unit are in."""
+    return unit_start(unit, head_dim, bits, group) // group
+
+
+@triton.constexpr_function
+def unit_weight(unit, bits):
+    """What a unit's codes are multiplied by as :func:`unpack` gives them, 1 / CODES_PER_UNIT aside."""
+    return 16.0 ** (unit % 2) if bits == 4 else 4.0 ** (unit % 4)
 
 
 @triton.jit
@@ -78,6 +109,37 @@ def reciprocal(x):
     else:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def load_codes(rows, span: tl.constexpr, byte, D: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr):
+    """Codes of the units that share bytes [span * UNIT, (span + 1) * UNIT) of a head, one fp16 tensor per plane.
+
+    Args:
+        rows: pointers to the head's codes, of a shape that broadcasts with ``byte``.
+        byte: 0 .. UNIT - 1, along the axis of channels.
+
+    Returns:
+        see :func:`unpack`; three-bit codes as two-bit ones whose values go to 7.
+    """
+    at = span * UNIT + byte
+    packed = tl.load(rows + at)
+    if BITS == 2:
+        return unpack(packed)
+    elif BITS == 4:
+        wide = packed.to(tl.uint16)
+        return ((wide & 0x0F).to(tl.float16, bitcast=True), (wide & 0xF0).to(tl.float16, bitcast=True))
+    else:
+        # Moved down by one for every second four bytes, high bits lie where they continue the low ones, or, those of
+        # the last plane, eight bits below that.
+        high = tl.load(rows + (D // 4 + at // 8 * 4 + at % 4)).to(tl.uint16) >> (at // 4 % 2).to(tl.uint16)
+        wide = packed.to(tl.uint16)
+        return (
+            (wide & 0x03 | high & 0x04).to(tl.float16, bitcast=True),
+            (wide & 0x0C | high & 0x10).to(tl.float16, bitcast=True),
+            (wide & 0x30 | high & 0x40).to(tl.float16, bitcast=True),
+            (wide & 0xC0 | (high & 0x01) << 8).to(tl.float16, bitcast=True),
         )
 
 

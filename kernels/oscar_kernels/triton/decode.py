@@ -20,20 +20,24 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries
-from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
     LOG2_E,
+    code_bytes,
     dot,
     exp2,
+    load_codes,
     load_params,
     log2,
     narrow,
+    plane_count,
     reciprocal,
+    unit_group,
+    unit_size,
     unit_start,
-    unpack,
+    unit_weight,
 )
-from oscar_kernels.triton.dtypes import TRITON_DTYPES
+from oscar_kernels.triton.dtypes import row_constants
 from oscar_kernels.triton.merge import merge_kernel
 from oscar_kernels.triton.plan import plan_pieces, split_lengths
 
@@ -56,11 +60,12 @@ Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
 
 
 @triton.jit
-def _load_units(q_rows, mask, UNITS: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr):
-    """The queries by units (:func:`unit_start`): float32 [BLOCK_H, UNIT, BLOCK_G] each."""
+def _load_units(q_rows, mask, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """The queries by units of the keys (:func:`unit_start`): float32 [BLOCK_H, UNIT, BLOCK_G] each."""
+    UNIT: tl.constexpr = unit_size(D, BITS, GROUP)
     units = ()
-    for u in tl.static_range(UNITS):
-        channel = unit_start(u, CODE_BYTES, UNIT) + tl.arange(0, UNIT)
+    for u in tl.static_range(D // UNIT):
+        channel = unit_start(u, D, BITS, GROUP) + tl.arange(0, UNIT)
         q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=mask[:, None, :], other=0.0)
         units = units + (q.to(tl.float32),)
     return units
@@ -70,47 +75,54 @@ def _load_units(q_rows, mask, UNITS: tl.constexpr, UNIT: tl.constexpr, CODE_BYTE
 def _history(
     q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head,
     tile_begin, tile_end, begin, end, sm_scale, o_rows, lse_ptrs,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A piece of history: positions [begin, end) of tiles [tile_begin, tile_end); every tile has one at least."""
-    CODE_BYTES: tl.constexpr = D // 4
-    UNIT: tl.constexpr = min(CODE_BYTES, GROUP)
-    UNITS: tl.constexpr = D // UNIT
-    GROUPS: tl.constexpr = D // GROUP
+    K_UNIT: tl.constexpr = unit_size(D, K_BITS, K_GROUP)
+    V_UNIT: tl.constexpr = unit_size(D, V_BITS, V_GROUP)
+    K_UNITS: tl.constexpr = D // K_UNIT
+    V_UNITS: tl.constexpr = D // V_UNIT
+    K_GROUPS: tl.constexpr = D // K_GROUP
+    V_GROUPS: tl.constexpr = D // V_GROUP
+    K_CODE_BYTES: tl.constexpr = code_bytes(D, K_BITS)
+    V_CODE_BYTES: tl.constexpr = code_bytes(D, V_BITS)
 
-    # Queries: normalized by one power of two, with the 4^-j that undoes the bit position of plane j.
-    wide = _load_units(q_rows, q_mask, UNITS, UNIT, CODE_BYTES)
+    # Queries: normalized by one power of two, without the weight that its bit position gives to a plane.
+    wide = _load_units(q_rows, q_mask, D, K_BITS, K_GROUP)
     largest = tl.full([], 1e-30, tl.float32)
-    for u in tl.static_range(UNITS):
+    for u in tl.static_range(K_UNITS):
         largest = tl.maximum(largest, tl.max(tl.max(tl.max(tl.abs(wide[u]), 2), 1), 0))
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     factor = Q_PEAK / power
     unscale = power * (sm_scale * Q_UNSCALE)
     q = ()
-    for u in tl.static_range(UNITS):
-        q = q + ((wide[u] * (factor * (1.0 / (1 << (2 * (u % 4)))))).to(tl.float16),)
+    for u in tl.static_range(K_UNITS):
+        q = q + ((wide[u] * (factor * (1.0 / unit_weight(u, K_BITS)))).to(tl.float16),)
     q_sums = ()
-    for g in tl.static_range(GROUPS):
+    for g in tl.static_range(K_GROUPS):
         q_sum = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
-        for u in tl.static_range(UNITS):
-            if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
+        for u in tl.static_range(K_UNITS):
+            if unit_group(u, D, K_BITS, K_GROUP) == g:
                 q_sum += tl.sum(wide[u], 1)
         q_sums = q_sums + ((q_sum * (sm_scale * LOG2_E))[:, None, :],)
 
     offset = tl.arange(0, BLOCK_N)
-    byte = tl.arange(0, UNIT)
+    k_byte = tl.arange(0, K_UNIT)
+    v_byte = tl.arange(0, V_UNIT)
     top = tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
     shift = ()
-    for g in tl.static_range(GROUPS):
+    for g in tl.static_range(V_GROUPS):
         shift = shift + (tl.zeros([BLOCK_H, BLOCK_G], tl.float32),)
     out = ()
-    for u in tl.static_range(UNITS):
-        out = out + (tl.zeros([BLOCK_H, UNIT, BLOCK_G], tl.float32),)
+    for u in tl.static_range(V_UNITS):
+        out = out + (tl.zeros([BLOCK_H, V_UNIT, BLOCK_G], tl.float32),)
 
-    head_codes = (head * CODE_BYTES)[:, None, None]
-    head_params = KV_HEADS * CODE_BYTES + head * (2 * GROUPS * (SCALE_DTYPE.primitive_bitwidth // 8))
+    PARAM: tl.constexpr = 2 * (SCALE_DTYPE.primitive_bitwidth // 8)
+    k_head_params = KV_HEADS * K_CODE_BYTES + head * (K_GROUPS * PARAM)
+    v_head_params = KV_HEADS * V_CODE_BYTES + head * (V_GROUPS * PARAM)
     for tile in range(tile_begin, tile_end):
         position = tile * BLOCK_N + offset
         live = (position >= begin) & (position < end)
@@ -126,25 +138,25 @@ def _history(
 
         # Every slot of a tile exists and any byte is four codes, so code loads need no mask; what lies outside
         # [begin, end) is cut off at the logits and at the scales and zero points of the values.
-        scales, zeros = load_params(k_row[None, :] + head_params[:, None], GROUPS, SCALE_DTYPE)
-        at = k_row[None, :, None] + head_codes + byte[None, None, :]
+        scales, zeros = load_params(k_row[None, :] + k_head_params[:, None], K_GROUPS, SCALE_DTYPE)
+        at = k_row[None, :, None] + (head * K_CODE_BYTES)[:, None, None]
         codes = ()
-        for span in tl.static_range(UNITS // 4):
-            codes = codes + unpack(tl.load(at + span * UNIT))
+        for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+            codes = codes + load_codes(at, span, k_byte[None, None, :], D, K_BITS, K_UNIT)
         logits = tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)
-        for g in tl.static_range(GROUPS):
+        for g in tl.static_range(K_GROUPS):
             product = tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)
-            for u in tl.static_range(UNITS):
-                if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
+            for u in tl.static_range(K_UNITS):
+                if unit_group(u, D, K_BITS, K_GROUP) == g:
                     product = dot(codes[u], q[u], product)
             logits += product * (scales[g] * unscale)[:, :, None]
             logits -= (scales[g] * zeros[g])[:, :, None] * q_sums[g]
         logits = tl.where(live[None, :, None], logits, float("-inf"))
 
         # Online softmax over log2(p * largest value scale).
-        scales, zeros = load_params(v_row[None, :] + head_params[:, None], GROUPS, SCALE_DTYPE)
+        scales, zeros = load_params(v_row[None, :] + v_head_params[:, None], V_GROUPS, SCALE_DTYPE)
         largest_scale = scales[0]
-        for g in tl.static_range(1, GROUPS):
+        for g in tl.static_range(1, V_GROUPS):
             largest_scale = tl.maximum(largest_scale, scales[g])
         largest_scale = tl.where(live[None, :], tl.maximum(largest_scale, 1e-30), 1.0)
         logits += log2(largest_scale)[:, :, None]
@@ -155,15 +167,15 @@ def _history(
         inverse = reciprocal(largest_scale)
         total = total * fade + tl.sum(p * inverse[:, :, None], 1)
 
-        at = v_row[None, None, :] + head_codes + byte[None, :, None]
+        at = v_row[None, None, :] + (head * V_CODE_BYTES)[:, None, None]
         codes = ()
-        for span in tl.static_range(UNITS // 4):
-            codes = codes + unpack(tl.load(at + span * UNIT))
+        for span in tl.static_range(V_UNITS // plane_count(V_BITS)):
+            codes = codes + load_codes(at, span, v_byte[None, :, None], D, V_BITS, V_UNIT)
         weights = ()
         new_shift = ()
-        for g in tl.static_range(GROUPS):
+        for g in tl.static_range(V_GROUPS):
             weight = p
-            if GROUPS > 1:
+            if V_GROUPS > 1:
                 weight = p * tl.where(live[None, :], scales[g] * inverse, 0.0)[:, :, None]
             weights = weights + (weight.to(tl.float16),)
             # In float32: a group of equal values has a tiny scale and a zero point as large as that is small.
@@ -171,16 +183,16 @@ def _history(
             new_shift = new_shift + (shift[g] * fade + tl.sum(weight * zero[:, :, None], 1),)
         shift = new_shift
         new_out = ()
-        for u in tl.static_range(UNITS):
-            weight = weights[unit_start(u, CODE_BYTES, UNIT) // GROUP]
+        for u in tl.static_range(V_UNITS):
+            weight = weights[unit_group(u, D, V_BITS, V_GROUP)]
             new_out = new_out + (dot(codes[u], weight, out[u] * fade[:, None, :]),)
         out = new_out
 
     inverse = 1.0 / total
-    for u in tl.static_range(UNITS):
-        moved = shift[unit_start(u, CODE_BYTES, UNIT) // GROUP]
-        value = (out[u] * (CODES_PER_UNIT / (1 << (2 * (u % 4)))) - moved[:, None, :]) * inverse[:, None, :]
-        channel = unit_start(u, CODE_BYTES, UNIT) + byte
+    for u in tl.static_range(V_UNITS):
+        moved = shift[unit_group(u, D, V_BITS, V_GROUP)]
+        value = (out[u] * (CODES_PER_UNIT / unit_weight(u, V_BITS)) - moved[:, None, :]) * inverse[:, None, :]
+        channel = unit_start(u, D, V_BITS, V_GROUP) + v_byte
         tl.store(o_rows[:, None, :] + channel[None, :, None], value, mask=q_mask[:, None, :])
     tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)
 
@@ -227,7 +239,8 @@ def _decode_kernel(
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr,
     ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, SINK_PARTS: tl.constexpr, WINDOW_PARTS: tl.constexpr, PART: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -269,7 +282,8 @@ def _decode_kernel(
                 q_rows + request.to(tl.int64) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr,
                 page_table_ptr + request.to(tl.int64) * page_table_stride, read_head,
                 first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
-                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
+                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_GROUP, V_GROUP, SCALE_DTYPE, PAGE,
+                BLOCK_H, BLOCK_G, BLOCK_N,
             )  # fmt: skip
     elif WINDOW_PARTS > 0:
         request = (work - history_work) // WINDOW_PARTS
@@ -305,26 +319,26 @@ def window_parts(windows: Windows) -> tuple[int, int, int]:
     return triton.cdiv(windows.sink, part), triton.cdiv(windows.recent, part), part
 
 
-def tile_shape(layout: RowLayout) -> tuple[int, int | None]:
+def tile_shape(head_dim: int) -> tuple[int, int | None]:
     """(tokens of a tile of history, register limit).
 
     128 registers let 16 warps share a multiprocessor; the sums of 256 channels do not fit them.
     """
-    return 32, None if layout.head_dim == 256 else 128
+    return 32, None if head_dim == 256 else 128
 
 
 def default_pieces(cache: LayerCache) -> int:
     """Pieces that fill the GPU: about 16 warps on every multiprocessor, WAVES times over."""
     device = cache.k_rows.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(1, WAVES * processors * 16 // max(cache.layout.kv_heads, 1))
+    return max(1, WAVES * processors * 16 // max(cache.kv_heads, 1))
 
 
 def workspace_numel(cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None = None) -> int:
     """float32 elements that :func:`decode` needs for partial results of up to ``batch`` requests."""
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
     partials = pieces + batch * (1 + sum(window_parts(cache.windows)[:2]))
-    return partials * q_heads * (cache.layout.head_dim + 1)
+    return partials * q_heads * (cache.head_dim + 1)
 
 
 def decode(
@@ -342,7 +356,8 @@ def decode(
     Nothing depends on lengths on the host, so a captured CUDA graph stays valid when ``tables`` change in place.
 
     Args:
-        cache: the layer's cache; in a decode step the new tokens are stored in it already.
+        cache: the layer's cache, both sides with scales of one dtype; in a decode step the new tokens are stored in
+            it already.
         tables: the batch; ``kv_lens`` counts what is attended to. Requests of length 0 get zeros.
         q_rot: [batch, q_heads, head_dim], rotated, bfloat16 or float16; channels contiguous.
         sm_scale: factor on the logits.
@@ -355,7 +370,7 @@ def decode(
     Returns:
         ``out``, in the basis of the cached values.
     """
-    layout, windows = cache.layout, cache.windows
+    kv_heads, windows = cache.kv_heads, cache.windows
     batch, q_heads, head_dim = q_rot.shape
     check_queries(cache, q_rot)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
@@ -371,8 +386,8 @@ def decode(
     elif workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
     partial_lse = workspace[partials * q_heads * head_dim :]
-    block_n, registers = tile_shape(layout)
-    block_h = min(triton.next_power_of_2(layout.kv_heads), HEADS_PER_PROGRAM)
+    block_n, registers = tile_shape(head_dim)
+    block_h = min(triton.next_power_of_2(kv_heads), HEADS_PER_PROGRAM)
     shared = {
         "D": head_dim,
         "SINK": windows.sink,
@@ -383,14 +398,14 @@ def decode(
         "BATCH": max(triton.next_power_of_2(batch), 64),
         "BLOCK_N": block_n,
     }
-    _decode_kernel[(triton.cdiv(layout.kv_heads, block_h), partials)](
+    _decode_kernel[(triton.cdiv(kv_heads, block_h), partials)](
         q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring,
         cache.v_ring, tables.page_table, tables.page_table.stride(0), tables.kv_lens, tables.ring_row,
         tables.ring_start, tables.sink_block, workspace, partial_lse, batch, pieces, sm_scale,
-        K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads,
-        GQA=q_heads // layout.kv_heads, GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype],
-        PAGE=tables.page_size, RING=max(windows.ring, 1), SINK_PARTS=sink_parts, PART=part, BLOCK_H=block_h,
-        BLOCK_G=max(triton.next_power_of_2(q_heads // layout.kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
+        K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=kv_heads,
+        GQA=q_heads // kv_heads, PAGE=tables.page_size, **row_constants(cache), RING=max(windows.ring, 1),
+        SINK_PARTS=sink_parts, PART=part, BLOCK_H=block_h,
+        BLOCK_G=max(triton.next_power_of_2(q_heads // kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
         num_warps=block_h, num_stages=STAGES, maxnreg=registers,
     )  # fmt: skip
     # Few query heads have many partials each: share a head's channels among programs, and read more at a time.

@@ -1,8 +1,28 @@
-"""Triton's names for PyTorch's dtypes."""
+"""What Triton kernels are compiled for: its names for PyTorch's dtypes, and the rows of a cache."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton.language as tl
 
+from oscar_kernels.cache import LayerCache
+
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def row_constants(cache: LayerCache) -> dict[str, Any]:
+    """Compile-time constants of the rows of both sides.
+
+    Raises:
+        ValueError: scales of keys and values have different dtypes.
+    """
+    key, value = cache.k_layout, cache.v_layout
+    return {
+        "K_BITS": key.bits,
+        "V_BITS": value.bits,
+        "K_GROUP": key.group_size,
+        "V_GROUP": value.group_size,
+        "SCALE_DTYPE": TRITON_DTYPES[cache.scale_dtype],
+    }

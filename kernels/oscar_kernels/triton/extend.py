@@ -19,17 +19,22 @@ from oscar_kernels.cache import BatchTables, LayerCache, check_lse
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
     LOG2_E,
+    code_bytes,
     dot,
     exp2,
+    load_codes,
     load_params,
     log2,
     narrow,
+    plane_count,
     reciprocal,
+    unit_group,
+    unit_size,
     unit_start,
-    unpack,
+    unit_weight,
 )
 from oscar_kernels.triton.decode import Q_PEAK, Q_UNSCALE
-from oscar_kernels.triton.dtypes import TRITON_DTYPES
+from oscar_kernels.triton.dtypes import row_constants
 from oscar_kernels.triton.plan import split_lengths
 
 STAGES = 2
@@ -45,18 +50,24 @@ def _load_rows(rows, mask, start, SIZE: tl.constexpr):
 @triton.jit
 def _history(
     state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head, begin, end, sm_scale,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold history positions [begin, end) into ``state``, which must be fresh; see decode for the arithmetic."""
-    CODE_BYTES: tl.constexpr = D // 4
-    UNITS: tl.constexpr = D // UNIT
-    GROUPS: tl.constexpr = D // GROUP
+    K_UNIT: tl.constexpr = unit_size(D, K_BITS, K_GROUP)
+    V_UNIT: tl.constexpr = unit_size(D, V_BITS, V_GROUP)
+    K_UNITS: tl.constexpr = D // K_UNIT
+    V_UNITS: tl.constexpr = D // V_UNIT
+    K_GROUPS: tl.constexpr = D // K_GROUP
+    V_GROUPS: tl.constexpr = D // V_GROUP
+    K_CODE_BYTES: tl.constexpr = code_bytes(D, K_BITS)
+    V_CODE_BYTES: tl.constexpr = code_bytes(D, V_BITS)
     top, total, out = state
 
     largest = tl.full([], 1e-30, tl.float32)
-    for u in tl.static_range(UNITS):
-        wide = _load_rows(q_rows, q_mask, unit_start(u, CODE_BYTES, UNIT), UNIT).to(tl.float32)
+    for u in tl.static_range(K_UNITS):
+        wide = _load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.max(tl.abs(wide), 1), 0))
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     factor = Q_PEAK / power
@@ -64,22 +75,25 @@ def _history(
     q = ()
     q_sums = ()
     shift = ()
-    for g in tl.static_range(GROUPS):
+    for g in tl.static_range(V_GROUPS):
+        shift = shift + (tl.zeros([BLOCK_M], tl.float32),)
+    for g in tl.static_range(K_GROUPS):
         q_sum = tl.zeros([BLOCK_M], tl.float32)
-        for u in tl.static_range(UNITS):
-            if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
-                wide = _load_rows(q_rows, q_mask, unit_start(u, CODE_BYTES, UNIT), UNIT).to(tl.float32)
+        for u in tl.static_range(K_UNITS):
+            if unit_group(u, D, K_BITS, K_GROUP) == g:
+                wide = _load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
                 q_sum += tl.sum(wide, 1)
         q_sums = q_sums + (q_sum * (sm_scale * LOG2_E),)
-        shift = shift + (tl.zeros([BLOCK_M], tl.float32),)
-    for u in tl.static_range(UNITS):
-        wide = _load_rows(q_rows, q_mask, unit_start(u, CODE_BYTES, UNIT), UNIT).to(tl.float32)
-        q = q + ((wide * (factor * (1.0 / (1 << (2 * (u % 4)))))).to(tl.float16),)
+    for u in tl.static_range(K_UNITS):
+        wide = _load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
+        q = q + ((wide * (factor * (1.0 / unit_weight(u, K_BITS)))).to(tl.float16),)
 
     offset = tl.arange(0, BLOCK_N)
-    byte = tl.arange(0, UNIT)
-    head_codes = head * CODE_BYTES
-    head_params = KV_HEADS * CODE_BYTES + head * (2 * GROUPS * (SCALE_DTYPE.primitive_bitwidth // 8))
+    k_byte = tl.arange(0, K_UNIT)
+    v_byte = tl.arange(0, V_UNIT)
+    PARAM: tl.constexpr = 2 * (SCALE_DTYPE.primitive_bitwidth // 8)
+    k_head_params = KV_HEADS * K_CODE_BYTES + head * (K_GROUPS * PARAM)
+    v_head_params = KV_HEADS * V_CODE_BYTES + head * (V_GROUPS * PARAM)
     for tile in range(begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N):
         position = tile * BLOCK_N + offset
         live = (position >= begin) & (position < end)
@@ -93,23 +107,24 @@ def _history(
         k_row = k_rows_ptr + slot * K_STRIDE
         v_row = v_rows_ptr + slot * V_STRIDE
 
-        scales, zeros = load_params(k_row + head_params, GROUPS, SCALE_DTYPE)
+        scales, zeros = load_params(k_row + k_head_params, K_GROUPS, SCALE_DTYPE)
         codes = ()
-        for span in tl.static_range(UNITS // 4):
-            codes = codes + unpack(tl.load(k_row[None, :] + (head_codes + span * UNIT + byte)[:, None]))
+        for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+            at = k_row[None, :] + head * K_CODE_BYTES
+            codes = codes + load_codes(at, span, k_byte[:, None], D, K_BITS, K_UNIT)
         logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for g in tl.static_range(GROUPS):
+        for g in tl.static_range(K_GROUPS):
             product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for u in tl.static_range(UNITS):
-                if unit_start(u, CODE_BYTES, UNIT) // GROUP == g:
+            for u in tl.static_range(K_UNITS):
+                if unit_group(u, D, K_BITS, K_GROUP) == g:
                     product = dot(q[u], codes[u], product)
             logits += product * (scales[g] * unscale)[None, :]
             logits -= q_sums[g][:, None] * (scales[g] * zeros[g])[None, :]
         logits = tl.where(live[None, :], logits, float("-inf"))
 
-        scales, zeros = load_params(v_row + head_params, GROUPS, SCALE_DTYPE)
+        scales, zeros = load_params(v_row + v_head_params, V_GROUPS, SCALE_DTYPE)
         largest_scale = scales[0]
-        for g in tl.static_range(1, GROUPS):
+        for g in tl.static_range(1, V_GROUPS):
             largest_scale = tl.maximum(largest_scale, scales[g])
         largest_scale = tl.where(live, tl.maximum(largest_scale, 1e-30), 1.0)
         logits += log2(largest_scale)[None, :]
@@ -121,13 +136,14 @@ def _history(
         total = total * fade + tl.sum(p * inverse[None, :], 1)
 
         codes = ()
-        for span in tl.static_range(UNITS // 4):
-            codes = codes + unpack(tl.load(v_row[:, None] + (head_codes + span * UNIT + byte)[None, :]))
+        for span in tl.static_range(V_UNITS // plane_count(V_BITS)):
+            at = v_row[:, None] + head * V_CODE_BYTES
+            codes = codes + load_codes(at, span, v_byte[None, :], D, V_BITS, V_UNIT)
         weights = ()
         new_shift = ()
-        for g in tl.static_range(GROUPS):
+        for g in tl.static_range(V_GROUPS):
             weight = p
-            if GROUPS > 1:
+            if V_GROUPS > 1:
                 weight = p * tl.where(live, scales[g] * inverse, 0.0)[None, :]
             weights = weights + (weight.to(tl.float16),)
             # In float32: a group of equal values has a tiny scale and a zero point as large as that is small.
@@ -135,21 +151,22 @@ def _history(
             new_shift = new_shift + (shift[g] * fade + tl.sum(weight * zero[None, :], 1),)
         shift = new_shift
         new_out = ()
-        for u in tl.static_range(UNITS):
-            weight = weights[unit_start(u, CODE_BYTES, UNIT) // GROUP]
+        for u in tl.static_range(V_UNITS):
+            weight = weights[unit_group(u, D, V_BITS, V_GROUP)]
             new_out = new_out + (dot(weight, codes[u], out[u] * fade[:, None]),)
         out = new_out
 
     values = ()
-    for u in tl.static_range(UNITS):
-        moved = shift[unit_start(u, CODE_BYTES, UNIT) // GROUP]
-        values = values + (out[u] * (CODES_PER_UNIT / (1 << (2 * (u % 4)))) - moved[:, None],)
+    for u in tl.static_range(V_UNITS):
+        moved = shift[unit_group(u, D, V_BITS, V_GROUP)]
+        values = values + (out[u] * (CODES_PER_UNIT / unit_weight(u, V_BITS)) - moved[:, None],)
     return top, total, values
 
 
 @triton.jit
 def _fold(
-    state, q, k_rows, v_rows, live, visible, sm_scale, D: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
+    state, q, k_rows, v_rows, live, visible, sm_scale, D: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold a tile of 16-bit keys and values at row pointers [BLOCK_N] into ``state``.
 
@@ -170,11 +187,12 @@ def _fold(
     total = total * fade + tl.sum(p, 1)
     p = narrow(p, v_rows.dtype.element_ty)
     new_out = ()
+    UNIT: tl.constexpr = unit_size(D, V_BITS, V_GROUP)
     for u in tl.static_range(D // UNIT):
         if MASKED:
-            v = _load_rows(v_rows, live, unit_start(u, D // 4, UNIT), UNIT)
+            v = _load_rows(v_rows, live, unit_start(u, D, V_BITS, V_GROUP), UNIT)
         else:
-            v = tl.load(v_rows[:, None] + (unit_start(u, D // 4, UNIT) + tl.arange(0, UNIT))[None, :])
+            v = tl.load(v_rows[:, None] + (unit_start(u, D, V_BITS, V_GROUP) + tl.arange(0, UNIT))[None, :])
         new_out = new_out + (dot(p, v, out[u] * fade[:, None]),)
     return new_top, total, new_out
 
@@ -187,13 +205,13 @@ def _extend_kernel(
     ring_start_ptr, sink_block_ptr, qo_indptr_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, batch,
     sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_LSE: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TOKENS tokens, at most one short one per request; kv heads)."""
-    CODE_BYTES: tl.constexpr = D // 4
-    UNIT: tl.constexpr = min(CODE_BYTES, GROUP)
+    UNIT: tl.constexpr = unit_size(D, V_BITS, V_GROUP)
     UNITS: tl.constexpr = D // UNIT
     work = tl.program_id(0)
     head = tl.program_id(1)
@@ -230,7 +248,7 @@ def _extend_kernel(
         top, total, out = _history(
             (top, total, out), q_rows, q_mask, k_rows_ptr, v_rows_ptr,
             page_table_ptr + request.to(tl.int64) * page_table_stride, head, sink_end, ring_begin, sm_scale, K_STRIDE,
-            V_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, PAGE, UNIT, BLOCK_M, BLOCK_N,
+            V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_GROUP, V_GROUP, SCALE_DTYPE, PAGE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     offset = tl.arange(0, BLOCK_N)
     if SINK + RECENT > 0:
@@ -241,7 +259,17 @@ def _extend_kernel(
                 live = start + offset < sink_end
                 at = ((block + start + offset) * KV_HEADS + head) * D
                 top, total, out = _fold(
-                    (top, total, out), q, k_sink_ptr + at, v_sink_ptr + at, live, live[None, :], sm_scale, D, UNIT, True
+                    (top, total, out),
+                    q,
+                    k_sink_ptr + at,
+                    v_sink_ptr + at,
+                    live,
+                    live[None, :],
+                    sm_scale,
+                    D,
+                    V_BITS,
+                    V_GROUP,
+                    True,
                 )
         if RECENT > 0:
             ring = tl.load(ring_row_ptr + request).to(tl.int64) * RING
@@ -249,7 +277,17 @@ def _extend_kernel(
                 live = start + offset < kv_len
                 at = ((ring + (start + offset) % RING) * KV_HEADS + head) * D
                 top, total, out = _fold(
-                    (top, total, out), q, k_ring_ptr + at, v_ring_ptr + at, live, live[None, :], sm_scale, D, UNIT, True
+                    (top, total, out),
+                    q,
+                    k_ring_ptr + at,
+                    v_ring_ptr + at,
+                    live,
+                    live[None, :],
+                    sm_scale,
+                    D,
+                    V_BITS,
+                    V_GROUP,
+                    True,
                 )
     if HAS_CHUNK:
         q = _load_rows(q_ptr + index * q_stride_token + q_head * q_stride_head, q_mask, 0, D)
@@ -259,7 +297,7 @@ def _extend_kernel(
             at = (chunk_begin + start + offset).to(tl.int64)
             top, total, out = _fold(
                 (top, total, out), q, k_ptr + at * k_stride_token + head * k_stride_head,
-                v_ptr + at * v_stride_token + head * v_stride_head, 0, 0, sm_scale, D, UNIT, False,
+                v_ptr + at * v_stride_token + head * v_stride_head, 0, 0, sm_scale, D, V_BITS, V_GROUP, False,
             )  # fmt: skip
         for start in range(seen_by_all, tl.minimum((tile + 1) * TOKENS, length), BLOCK_N):
             key = start + offset
@@ -267,14 +305,15 @@ def _extend_kernel(
             top, total, out = _fold(
                 (top, total, out), q, k_ptr + at * k_stride_token + head * k_stride_head,
                 v_ptr + at * v_stride_token + head * v_stride_head, key < length, key[None, :] <= token[:, None],
-                sm_scale, D, UNIT, True,
+                sm_scale, D, V_BITS,
+                    V_GROUP, True,
             )  # fmt: skip
 
     # Nothing to attend to (only without the chunk): zeros, and a log-sum-exp of -inf.
     inverse = tl.where(total == 0, 0.0, 1.0 / total)
     rows = out_ptr + index * out_stride_token + q_head * out_stride_head
     for u in tl.static_range(UNITS):
-        channel = unit_start(u, CODE_BYTES, UNIT) + tl.arange(0, UNIT)
+        channel = unit_start(u, D, V_BITS, V_GROUP) + tl.arange(0, UNIT)
         value = narrow(out[u] * inverse[:, None], out_ptr.dtype.element_ty)
         tl.store(rows[:, None] + channel[None, :], value, mask=q_mask[:, None])
     if HAS_LSE:
@@ -316,10 +355,10 @@ def extend(
     Returns:
         ``out``, in the basis of the cached values.
     """
-    layout, windows = cache.layout, cache.windows
+    kv_heads, windows = cache.kv_heads, cache.windows
     tokens, q_heads, head_dim = q_rot.shape
-    if head_dim != layout.head_dim or q_heads % layout.kv_heads:
-        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {layout.kv_heads} kv heads of {layout.head_dim}")
+    if head_dim != cache.head_dim or q_heads % kv_heads:
+        raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {kv_heads} kv heads of {cache.head_dim}")
     if not prefix_only and (k is None or v is None):
         raise ValueError("keys and values of the chunk are needed unless prefix_only")
     if cache.k_sink.dtype != cache.k_ring.dtype:
@@ -334,17 +373,17 @@ def extend(
     batch = qo_indptr.shape[0] - 1
     if tokens == 0 or batch == 0:
         return out
-    gqa = q_heads // layout.kv_heads
+    gqa = q_heads // kv_heads
     block_m, block_n, warps = (128, 64, 8) if head_dim < 256 else (64, 32, 8)
     per_tile = block_m // gqa
-    _extend_kernel[(triton.cdiv(tokens, per_tile) + batch, layout.kv_heads)](
+    _extend_kernel[(triton.cdiv(tokens, per_tile) + batch, kv_heads)](
         q, q.stride(0), q.stride(1), q_rot, q_rot.stride(0), q_rot.stride(1), k, k.stride(0), k.stride(1), v,
         v.stride(0), v.stride(1), cache.k_rows, cache.v_rows,
         cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table, tables.page_table.stride(0),
         tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, qo_indptr, out, out.stride(0),
         out.stride(1), qo_indptr if lse is None else lse, batch, sm_scale, K_STRIDE=cache.k_rows.stride(0),
-        V_STRIDE=cache.v_rows.stride(0), KV_HEADS=layout.kv_heads, GQA=gqa,
-        D=head_dim, GROUP=layout.group_size, SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], PAGE=tables.page_size,
+        V_STRIDE=cache.v_rows.stride(0), KV_HEADS=kv_heads, GQA=gqa,
+        D=head_dim, **row_constants(cache), PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1), HAS_CHUNK=not prefix_only,
         HAS_LSE=lse is not None, BATCH=max(triton.next_power_of_2(batch), 64), TOKENS=per_tile, BLOCK_M=block_m,
         BLOCK_N=block_n, num_warps=warps, num_stages=STAGES,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache
-from oscar_kernels.triton.arith import load_params, narrow, unit_start
-from oscar_kernels.triton.dtypes import TRITON_DTYPES
+from oscar_kernels.triton.arith import code_bytes, load_params, narrow, plane_count, unit_group, unit_size, unit_start
+from oscar_kernels.triton.dtypes import TRITON_DTYPES, row_constants
 from oscar_kernels.triton.plan import split_lengths
 
 BLOCK = 64
@@ -29,31 +29,43 @@ def _copy_window(out_rows, window_rows, mask, D: tl.constexpr, DTYPE: tl.constex
 
 @triton.jit
 def _decode_rows(
-    out_rows, rows, mask, head, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    out_rows, rows, mask, head, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One head of the history rows at byte pointers [BLOCK], dequantized, to the workspace."""
-    CODE_BYTES: tl.constexpr = D // 4
+    CODE_BYTES: tl.constexpr = code_bytes(D, BITS)
+    PLANES: tl.constexpr = plane_count(BITS)
     GROUPS: tl.constexpr = D // GROUP
-    UNIT: tl.constexpr = min(CODE_BYTES, GROUP)
+    UNIT: tl.constexpr = unit_size(D, BITS, GROUP)
     params = rows + (KV_HEADS * CODE_BYTES + head * (2 * GROUPS * (SCALE_DTYPE.primitive_bitwidth // 8)))
     scales, zeros = load_params(params, GROUPS, SCALE_DTYPE)
     byte = tl.arange(0, UNIT)
-    for span in tl.static_range(CODE_BYTES // UNIT):
-        packed = tl.load(rows[:, None] + (head * CODE_BYTES + span * UNIT + byte)[None, :]).to(tl.int32)
-        for plane in tl.static_range(4):
-            scale = scales[unit_start(4 * span + plane, CODE_BYTES, UNIT) // GROUP]
-            zero = zeros[unit_start(4 * span + plane, CODE_BYTES, UNIT) // GROUP]
-            x = scale[:, None] * (((packed >> (2 * plane)) & 3).to(tl.float32) - zero[:, None])
-            channel = unit_start(4 * span + plane, CODE_BYTES, UNIT) + byte
+    codes = rows[:, None] + head * CODE_BYTES
+    for span in tl.static_range(D // UNIT // PLANES):
+        at = span * UNIT + byte
+        packed = tl.load(codes + at[None, :]).to(tl.int32)
+        if BITS == 3:
+            high = tl.load(codes + (D // 4 + at // 8 * 4 + at % 4)[None, :]).to(tl.int32) >> (at // 4 % 2)[None, :]
+        for plane in tl.static_range(PLANES):
+            scale = scales[unit_group(PLANES * span + plane, D, BITS, GROUP)]
+            zero = zeros[unit_group(PLANES * span + plane, D, BITS, GROUP)]
+            if BITS == 4:
+                code = (packed >> (4 * plane)) & 15
+            else:
+                code = (packed >> (2 * plane)) & 3
+            if BITS == 3:
+                code += (high >> ((2 * plane + 2) % 8) & 1) << 2
+            x = scale[:, None] * (code.to(tl.float32) - zero[:, None])
+            channel = unit_start(PLANES * span + plane, D, BITS, GROUP) + byte
             tl.store(out_rows[:, None] + channel[None, :], narrow(x, DTYPE), mask=mask[:, None])
 
 
 @triton.jit
 def _copy_side(
     out_ptr, rows_ptr, sink_ptr, ring_ptr, pages_ptr, position, out_row, live, head, sink_end, ring_begin, block, ring,
-    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr,
+    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of one head at positions [BLOCK] of a request, each from where it is read."""
     out_rows = out_ptr + (out_row.to(tl.int64) * KV_HEADS + head) * D
@@ -62,7 +74,7 @@ def _copy_side(
         page = tl.load(pages_ptr + position // PAGE, mask=history, other=0).to(tl.int64)
         # Masked positions read the dummy page 0 and write nothing.
         rows = rows_ptr + (page * PAGE + (position & (PAGE - 1))) * STRIDE
-        _decode_rows(out_rows, rows, history, head, KV_HEADS, D, GROUP, SCALE_DTYPE, DTYPE)
+        _decode_rows(out_rows, rows, history, head, KV_HEADS, D, BITS, GROUP, SCALE_DTYPE, DTYPE)
     if SINK > 0:
         sink = live & (position < sink_end)
         if tl.max(sink.to(tl.int32), 0) > 0:
@@ -79,7 +91,8 @@ def _prefix_kernel(
     k_rows_ptr, v_rows_ptr, k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride,
     kv_lens_ptr, ring_row_ptr, ring_start_ptr, sink_block_ptr, request_ptr, begin_ptr, indptr_ptr, k_out_ptr,
     v_out_ptr, spans,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -107,14 +120,14 @@ def _prefix_kernel(
     if tl.program_id(2) == 0:
         _copy_side(
             k_out_ptr, k_rows_ptr, k_sink_ptr, k_ring_ptr, pages_ptr, position, out_first + offset, live, head,
-            sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK, RECENT,
-            RING,
+            sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, K_BITS, K_GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK,
+            RECENT, RING,
         )  # fmt: skip
     else:
         _copy_side(
             v_out_ptr, v_rows_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position, out_first + offset, live, head,
-            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK, RECENT,
-            RING,
+            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK,
+            RECENT, RING,
         )  # fmt: skip
 
 
@@ -138,19 +151,18 @@ def copy_prefixes(
         k_out, v_out: [rows, kv_heads, head_dim] contiguous, bfloat16 or float16, with at least as many rows as
             ``indptr`` counts. Only their shape decides how many programs run: pass views of the right length.
     """
-    layout, windows = cache.layout, cache.windows
+    kv_heads, head_dim, windows = cache.kv_heads, cache.head_dim, cache.windows
     for name, out in (("k_out", k_out), ("v_out", v_out)):
-        if out.shape[1:] != (layout.kv_heads, layout.head_dim) or not out.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [rows, {layout.kv_heads}, {layout.head_dim}]")
+        if out.shape[1:] != (kv_heads, head_dim) or not out.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [rows, {kv_heads}, {head_dim}]")
     spans = requests.shape[0]
     if k_out.shape[0] == 0 or spans == 0:
         return
-    _prefix_kernel[(layout.kv_heads, triton.cdiv(k_out.shape[0], BLOCK) + spans, 2)](
+    _prefix_kernel[(kv_heads, triton.cdiv(k_out.shape[0], BLOCK) + spans, 2)](
         cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
         tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, requests,
         begins, indptr, k_out, v_out, spans, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
-        KV_HEADS=layout.kv_heads, D=layout.head_dim, GROUP=layout.group_size,
-        SCALE_DTYPE=TRITON_DTYPES[layout.scale_dtype], DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
+        KV_HEADS=kv_heads, D=head_dim, **row_constants(cache), DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1),
         SPANS=max(triton.next_power_of_2(spans), 16), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -8,6 +8,8 @@ own a vector.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,8 @@ from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import STRETCH as CODEC_STRETCH
 from oscar_kernels.codec import clip_rank
 from oscar_kernels.prepared import TERMS, PreparedLayer, PreparedSide, SplitMatrix
-from oscar_kernels.triton.arith import dot, narrow
-from oscar_kernels.triton.dtypes import TRITON_DTYPES
+from oscar_kernels.triton.arith import code_bytes, dot, narrow, plane_count
+from oscar_kernels.triton.dtypes import row_constants
 
 STRETCH = tl.constexpr(CODEC_STRETCH)
 
@@ -112,17 +114,46 @@ def _clip(y, mask, RANK: tl.constexpr, ZERO_BITS: tl.constexpr):
 
 
 @triton.jit
-def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FITTED: tl.constexpr):
-    """Packed codes uint8 [BLOCK, D/4], scale and zero point [BLOCK, D/GROUP] in SCALE_DTYPE.
+def _pack(code, broken, BITS: tl.constexpr):
+    """Bytes of codes float32 [BLOCK, D] below 2^BITS, BITS 2 or 4: uint8 [BLOCK, D * BITS / 8]; 0 where ``broken``."""
+    BLOCK: tl.constexpr = code.shape[0]
+    D: tl.constexpr = code.shape[1]
+    PLANES: tl.constexpr = plane_count(BITS)
+    # The code of plane j goes to bits BITS * j of its byte. Exact in float32, and one conversion a byte.
+    weight = (1 << (BITS * tl.arange(0, PLANES))).to(tl.float32)
+    packed = tl.sum(tl.reshape(code, [BLOCK, PLANES, D // PLANES]) * weight[None, :, None], 1)
+    return tl.where(broken[:, None], 0.0, packed).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def _pack_high(high, broken):
+    """Bytes of the high bits of three-bit codes, float32 [BLOCK, D] of 0 and 1: uint8 [BLOCK, D/8]."""
+    BLOCK: tl.constexpr = high.shape[0]
+    D: tl.constexpr = high.shape[1]
+    # Of plane j and half h to bit (2 j + 2) % 8 + h: oscar_kernels.layout.HIGH_BITS.
+    of_plane = (1 << ((2 * tl.arange(0, 4) + 2) % 8)).to(tl.float32)
+    of_half = (1 + tl.arange(0, 2)).to(tl.float32)
+    planes = tl.sum(tl.reshape(high, [BLOCK, 4, D // 4]) * of_plane[None, :, None], 1)
+    packed = tl.sum(tl.reshape(planes, [BLOCK, D // 32, 2, 4]) * of_half[None, None, :, None], 2)
+    packed = tl.reshape(packed, [BLOCK, D // 8])
+    return tl.where(broken[:, None], 0.0, packed).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def _quantize(
+    y, whole, gain, BITS: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FITTED: tl.constexpr
+):  # fmt: skip
+    """Codes float32 [BLOCK, D], which vectors have a NaN, scale and zero point [BLOCK, D/GROUP] in SCALE_DTYPE.
 
     ``y`` is ``whole`` clipped.
     """
+    STEPS: tl.constexpr = (1 << BITS) - 1
     BLOCK: tl.constexpr = y.shape[0]
     D: tl.constexpr = y.shape[1]
     grouped = tl.reshape(y, [BLOCK, D // GROUP, GROUP])
     low = tl.min(grouped, 2)
     high = tl.max(grouped, 2)
-    scale = tl.div_rn(tl.maximum(high - low, 1e-8), tl.full(low.shape, 3.0, tl.float32))
+    scale = tl.div_rn(tl.maximum(high - low, 1e-8), tl.full(low.shape, STEPS, tl.float32))
     if SCALE_DTYPE == tl.float16:
         # As in the codec: keep scale and zero = -low / scale within float16, and the scale normal.
         largest = tl.maximum(tl.abs(low), tl.abs(high))
@@ -132,14 +163,9 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
     zero = narrow(tl.div_rn(-low, wide_scale), SCALE_DTYPE)
     inverse = tl.div_rn(tl.full(low.shape, 1.0, tl.float32), wide_scale)
     code = tl.floor(grouped * inverse[:, :, None] + (zero.to(tl.float32) + 0.5)[:, :, None])
-    code = tl.minimum(tl.maximum(code, 0.0), 3.0)
-    # Code j * D/4 + b goes to bits 2j of byte b. The sum is exact in float32 and needs one conversion a byte.
-    planes = tl.reshape(code, [BLOCK, 4, D // 4])
-    weight = (1 << (2 * tl.arange(0, 4))).to(tl.float32)
-    packed = tl.sum(planes * weight[None, :, None], 1)
+    code = tl.minimum(tl.maximum(code, 0.0), STEPS)
     # Minima and maxima of a GPU pass over a NaN, so a vector that has one is looked for.
     broken = tl.max((whole != whole).to(tl.int32), 1) > 0
-    packed = tl.where(broken[:, None], 0.0, packed)
     if FITTED:
         # Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
         middle = 0.5 * (low + high)
@@ -159,7 +185,7 @@ def _quantize(y, whole, gain, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FI
     nan = narrow(tl.full(low.shape, float("nan"), tl.float32), SCALE_DTYPE)
     scale = tl.where(broken[:, None], nan, scale)
     zero = tl.where(broken[:, None], nan, zero)
-    return packed.to(tl.int32).to(tl.uint8), scale, zero
+    return tl.reshape(code, [BLOCK, D]), broken, scale, zero
 
 
 @triton.jit
@@ -176,9 +202,9 @@ def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constex
 def _store_tile(
     x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
     row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens, gain,
-    HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    R_SCALE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr,
-    HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr,
+    HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the three destinations."""
     x_rows, mask, token, head, matrix = _vectors(x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK)
@@ -191,12 +217,19 @@ def _store_tile(
         _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
     # float32 has 13 bits of mantissa more than float16 and 16 more than bfloat16.
     ZERO_BITS: tl.constexpr = 0 if TERMS > 0 or HAS_CENTER else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
-    packed, scale, zero = _quantize(_clip(y, mask, RANK, ZERO_BITS), y, gain, GROUP, SCALE_DTYPE, FITTED)
-    CODE_BYTES: tl.constexpr = D // 4
+    code, broken, scale, zero = _quantize(_clip(y, mask, RANK, ZERO_BITS), y, gain, BITS, GROUP, SCALE_DTYPE, FITTED)
+    CODE_BYTES: tl.constexpr = code_bytes(D, BITS)
     GROUPS: tl.constexpr = D // GROUP
     rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
     codes = rows + head * CODE_BYTES
-    tl.store(codes[:, None] + tl.arange(0, CODE_BYTES)[None, :], packed, mask=mask[:, None])
+    if BITS == 3:
+        high = (code >= 4).to(tl.float32)
+        at = codes[:, None] + D // 4 + tl.arange(0, D // 8)[None, :]
+        tl.store(at, _pack_high(high, broken), mask=mask[:, None])
+        low = _pack(code - 4 * high, broken, 2)
+        tl.store(codes[:, None] + tl.arange(0, D // 4)[None, :], low, mask=mask[:, None])
+    else:
+        tl.store(codes[:, None] + tl.arange(0, CODE_BYTES)[None, :], _pack(code, broken, BITS), mask=mask[:, None])
     params = (rows + HEADS * CODE_BYTES).to(tl.pointer_type(SCALE_DTYPE), bitcast=True) + head * (2 * GROUPS)
     at = params[:, None] + 2 * tl.arange(0, GROUPS)[None, :]
     tl.store(at, scale, mask=mask[:, None])
@@ -209,7 +242,8 @@ def _store_kernel(
     q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_center_ptr,
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
     row_index_ptr, ring_index_ptr, sink_index_ptr, tokens, k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain,
-    HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
     K_SETS: tl.constexpr, V_SETS: tl.constexpr, Q_SETS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
     K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
@@ -234,14 +268,14 @@ def _store_kernel(
             _store_tile(
                 k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
                 k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens,
-                k_gain, HEADS, K_SETS, D, GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED, HAS_CENTER, HAS_RING,
-                HAS_SINK, BLOCK,
+                k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED, HAS_CENTER,
+                HAS_RING, HAS_SINK, BLOCK,
             )  # fmt: skip
         else:
             _store_tile(
                 v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
                 v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile - k_tiles, tokens,
-                v_gain, HEADS, V_SETS, D, GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED, False,
+                v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED, False,
                 HAS_RING, HAS_SINK, BLOCK,
             )  # fmt: skip
 
@@ -275,7 +309,8 @@ def store(
     """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
 
     Args:
-        cache: the layer's cache, written in place; every window is contiguous, both sides have one row layout.
+        cache: the layer's cache, written in place; every window is contiguous, both sides have scales of one
+            dtype.
         slots: destination of every token.
         k, v: [tokens, kv_heads, head_dim], bfloat16 or float16; keys after RoPE. Any stride between tokens and
             between heads, so slices of a fused projection need no copy.
@@ -290,7 +325,7 @@ def store(
         ValueError: shapes, dtypes or row layouts do not fit.
     """
     layer.check(cache)
-    heads, head_dim = cache.layout.kv_heads, cache.layout.head_dim
+    heads, head_dim = cache.kv_heads, cache.head_dim
     for name, x in (("k", k), ("v", v)):
         _check_vectors(name, x, heads, head_dim, k.dtype)
     return _launch(cache, slots, k, v, layer, layer.key.reading, q, q_out)
@@ -365,18 +400,19 @@ def _launch(
     center = None if key is None else key.center
     if cache is None or slots is None:
         buffers = (some,) * 2 + (0, 0) + (some,) * 4 + (some,) * 3
-        group, scale_dtype, windows = head_dim, torch.bfloat16, (False, False)
+        rows: dict[str, Any] = {"K_BITS": 2, "V_BITS": 2, "K_GROUP": head_dim, "V_GROUP": head_dim}
+        rows["SCALE_DTYPE"] = tl.bfloat16
+        windows = (False, False)
     else:
         buffers = (
             cache.k_rows, cache.v_rows, cache.k_rows.stride(0), cache.v_rows.stride(0),
             cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink, slots.row, slots.ring, slots.sink,
         )  # fmt: skip
-        group, scale_dtype = cache.layout.group_size, cache.layout.scale_dtype
-        windows = (cache.k_ring.numel() > 0, cache.k_sink.numel() > 0)
+        rows, windows = row_constants(cache), (cache.k_ring.numel() > 0, cache.k_sink.numel() > 0)
     _store_kernel[(tiles,)](
         *strides(k), *strides(v), *strides(q), some if q_out is None else q_out, some if center is None else center,
-        *buffers, tokens, HEADS=heads, Q_HEADS=q_heads, D=head_dim, GROUP=group, SCALE_DTYPE=TRITON_DTYPES[scale_dtype],
-        **sides, HAS_CENTER=center is not None, HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
+        *buffers, tokens, HEADS=heads, Q_HEADS=q_heads, D=head_dim, **rows, **sides, HAS_CENTER=center is not None,
+        HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
         # A product that is not rounded before it is added to moves codes that lie on a boundary.
         enable_fp_fusion=False,
     )  # fmt: skip
