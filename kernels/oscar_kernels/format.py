@@ -122,6 +122,20 @@ def mean_bits(formats: Iterable[LayerFormat]) -> float:
     return 8 * sum(layer.cell_bytes for layer in formats) / sum(layer.elements for layer in formats)
 
 
+def code_widths(formats: Iterable[LayerFormat]) -> str:
+    """Bits of codes over all layers, in words.
+
+    >>> side = SideFormat(64)
+    >>> code_widths([LayerFormat(1, 64, SideFormat(64, bits=3), side), LayerFormat(1, 64, side, side)])
+    'keys 2 to 3, values 2'
+    """
+    said = []
+    widths = zip(*((of.key.bits, of.value.bits) for of in formats), strict=True)
+    for name, bits in zip(("keys", "values"), widths, strict=True):
+        said.append(f"{name} {min(bits)}" + (f" to {max(bits)}" if max(bits) > min(bits) else ""))
+    return ", ".join(said)
+
+
 def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
     """SHA-256, in hex, of what the rows of a model's layers mean.
 

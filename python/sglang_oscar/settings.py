@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import SCALE_DTYPES
@@ -19,13 +19,15 @@ from sglang_oscar.names import is_int2
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
 DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]
+Bits = Annotated[Literal[2, 3, 4], BeforeValidator(lambda text: int(text) if str(text).isdigit() else text)]
 FloatName = Literal["bfloat16", "float16", "float32"]
 
 
 class Settings(BaseModel):
     """Settings of int2 mode; field aliases are the environment variables.
 
-    ``recipe`` stays None where the variable is unset: then the rotation files say it. ``k_clip_ratio`` and
+    ``recipe`` stays None where the variable is unset: then the rotation files say it. So do ``k_bits`` and ``v_bits``,
+    bits of a code, which are for built-in recipes: those have 2 unless told otherwise. ``k_clip_ratio`` and
     ``v_clip_ratio`` stay None too: then the ratios stored in the rotation file apply, and after them the defaults 0.96
     and 0.92 (paper, section 5.1).
     """
@@ -37,6 +39,8 @@ class Settings(BaseModel):
     recipe: str | None = Field(None, alias="SGLANG_OSCAR_RECIPE")
     k_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_K_CLIP_RATIO", gt=0, le=1)
     v_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_V_CLIP_RATIO", gt=0, le=1)
+    k_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_K_BITS")
+    v_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_V_BITS")
     allow_other_model: bool = Field(False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL")
     absorb_v_rotation: bool = Field(True, alias="SGLANG_OSCAR_ABSORB_V_ROTATION")
     recompute_recent: bool = Field(True, alias="SGLANG_OSCAR_RECOMPUTE_RECENT")
@@ -99,6 +103,8 @@ class Settings(BaseModel):
         """One ``VARIABLE=value`` per setting, for the start-up log."""
         unset = {
             "recipe": "(from the rotation files)",
+            "k_bits": "(from the rotation file, else 2)",
+            "v_bits": "(from the rotation file, else 2)",
             "k_clip_ratio": f"(from the rotation file, else {DEFAULT_K_CLIP})",
             "v_clip_ratio": f"(from the rotation file, else {DEFAULT_V_CLIP})",
         }

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from oscar_rotation.file_commands import add_file_commands
 from oscar_rotation.files.rotation_file import SUFFIXES
+from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.options import SHARES, FitOptions, OptionError
 from oscar_rotation.fit.result import FitResult
@@ -23,8 +24,8 @@ from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VAL
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
-from oscar_rotation.recipe_options import refuse_foreign_options
-from oscar_rotation.recipes import DEFAULT, FITTED, FitRequest
+from oscar_rotation.recipe_options import given, refuse_foreign_options
+from oscar_rotation.recipes import DEFAULT, FITTED, PUBLISHED, FitRequest
 from oscar_rotation.report.inspect import describe, render
 from oscar_rotation.report.report import REPORT_NAME, read_report, render_report, write_report
 from oscar_rotation.terminal import one_line_errors, progress_bar
@@ -72,6 +73,13 @@ def fit_command(
             help="Positions to fit for, not for paper; default: the model's, 32768 at most; 0: the dump's alone.",
         ),
     ] = None,
+    bits: Annotated[
+        str | None,
+        typer.Option(
+            help="Mean stored bits per element, such as 2.5, spent where attention needs them, or widths of keys and "
+            "values, such as k3v2; not for paper; default: k2v2."
+        ),
+    ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
     value_target: Annotated[str | None, _choice("Instead of the method's.", VALUE_TARGETS)] = None,
@@ -80,7 +88,9 @@ def fit_command(
     share: Annotated[str, _choice("One rotation per layer or per kv head.", SHARES)] = "layer",
     clip: Annotated[str, _choice("Fit clip ratios per layer, or leave them to the server.", CLIPS)] = "none",
     report: Annotated[bool, typer.Option("--report", help=f"Measure errors per layer into {REPORT_NAME}.")] = False,
-    group_size: Annotated[int, typer.Option(help="Quantization group of --clip and --report.")] = DEFAULT_GROUP_SIZE,
+    group_size: Annotated[
+        int, typer.Option(help="Quantization group of --clip, --report and a mean of --bits.")
+    ] = DEFAULT_GROUP_SIZE,
     holdout_tokens: Annotated[int, typer.Option(help="Tokens that --clip and --report measure on.")] = 1024,
     include_warmup: Annotated[bool, typer.Option("--include-warmup", help="Fit on chunk 0 too.")] = False,
     allow_incomplete: Annotated[
@@ -94,6 +104,9 @@ def fit_command(
     """Fit rotations to a dump and write one file for K and one for V. Options from --method on are those of paper."""
     chosen = FITTED[recipe]
     refuse_foreign_options(context, chosen)
+    goal = _bit_goal(bits)
+    if chosen.name != PUBLISHED and given(context, "group_size") and (goal is None or goal.mean is None):
+        raise typer.BadParameter("has no meaning without a mean of --bits", param_hint="--group-size")
     targets = {"key_target": key_target, "value_target": value_target}
     try:
         options = FitOptions.of_method(
@@ -107,6 +120,7 @@ def fit_command(
             group_size=group_size,
             holdout_tokens=holdout_tokens,
             context=positions,
+            bits=goal,
             **{name: value for name, value in targets.items() if value is not None},
         )
     except OptionError as error:
@@ -120,12 +134,22 @@ def fit_command(
         raise typer.BadParameter(str(error), param_hint="--device") from error
     with one_line_errors():
         request = FitRequest(dump, options, model, device, allow_incomplete)
-        with progress_bar() as progress:
-            result = chosen.fit(replace(request, progress=progress))
+        try:
+            with progress_bar() as progress:
+                result = chosen.fit(replace(request, progress=progress))
+        except OptionError as error:
+            raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
         paths = result.save(out, suffixes)
         if result.report:
             paths.append(write_report(out, result.report))
     _print_fit(result, paths)
+
+
+def _bit_goal(text: str | None) -> BitGoal | None:
+    try:
+        return None if text is None else BitGoal.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--bits") from error
 
 
 def _print_fit(result: FitResult, paths: list[Path]) -> None:

@@ -17,6 +17,11 @@ FLAGS: Mapping[str, str] = {"positions": "context"}
 OPTIONS = frozenset(field for recipe in FITTED.values() for field in recipe.options)
 
 
+def given(context: typer.Context, name: str) -> bool:
+    """Whether the user gave a parameter, on the command line or as a variable."""
+    return getattr(context.get_parameter_source(name), "name", "") in ("COMMANDLINE", "ENVIRONMENT")
+
+
 def refuse_foreign_options(context: typer.Context, recipe: FittedRecipe, *besides: str) -> None:
     """Refuse what the user gave, on the command line or as a variable, and the recipe does not read.
 
@@ -29,8 +34,7 @@ def refuse_foreign_options(context: typer.Context, recipe: FittedRecipe, *beside
         typer.BadParameter: naming the first one and the recipes that take it.
     """
     for name in context.params:
-        source = getattr(context.get_parameter_source(name), "name", "")
-        if source not in ("COMMANDLINE", "ENVIRONMENT") or name in besides:
+        if not given(context, name) or name in besides:
             continue
         field = FIELDS.get(name, name)
         if field in OPTIONS and field not in recipe.options:

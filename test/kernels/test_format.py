@@ -122,7 +122,7 @@ EYE = torch.eye(D)
         (lambda: layer_of(SideTransform(EYE[:32, :32])), "key transform is for 4 kv heads of 32"),
         (lambda: layer_of(SideTransform(EYE.repeat(2, 1, 1))), "key transform is for 2 kv heads of 64"),
         (lambda: layer_of(SideTransform(), SideTransform(center=torch.zeros(HEADS, D))), "values cannot be centered"),
-        (lambda: LayerFormat(1, D, SideFormat(64, bits=3), SideFormat(64)), "codes of 3 bits are not supported yet"),
+        (lambda: LayerFormat(1, D, SideFormat(64, bits=5), SideFormat(64)), "bits must be one of 2, 3, 4"),
         (lambda: LayerFormat(1, D, SideFormat(48), SideFormat(64)), "group_size must be a power of two"),
     ],
 )

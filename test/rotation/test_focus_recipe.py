@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 from oscar_rotation.cli import app
 from oscar_rotation.dump import DumpChunk, DumpError, DumpManifest, DumpReader
 from oscar_rotation.files.rotation_file import read_rotation_file
+from oscar_rotation.fit.held_out import requests
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.load import load_rotation
 from oscar_rotation.math import attention_weights
 from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weights, sensitivity
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.recipes import focus
-from oscar_rotation.recipes.focus import SHARES, FocusMoments, fit_focus, fit_focus_layer, requests
+from oscar_rotation.recipes.focus import SHARES, FocusMoments, fit_focus, fit_focus_layer
 from oscar_rotation.recipes.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moments, fit_plus, fit_plus_layer
 
 KV_HEADS, GROUP, D = 2, 2, 32
@@ -36,6 +37,11 @@ def weights(tmp_path: Path) -> Path:
     names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(2)]
     save_file({n: torch.randn(48, 4 * D, generator=generator) for n in names}, folder / "model.safetensors")
     return folder
+
+
+def heads(chunk: DumpChunk) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Queries and keys of every request of a chunk."""
+    return ((request.q, request.k) for request in requests(chunk))
 
 
 def drawn(lengths: tuple[int, ...], seed: int = 0, queries: float = 1.0) -> DumpChunk:
@@ -59,14 +65,14 @@ READER = torch.eye(D).expand(KV_HEADS, -1, -1)
 
 
 def test_weights_are_the_sensitivities() -> None:
-    for q, k in requests(drawn((200, 33, 1))):
+    for q, k in heads(drawn((200, 33, 1))):
         torch.testing.assert_close(key_weights(q, k, 0.3), sensitivity(q, k, 0.3).keys, rtol=1e-4, atol=1e-8)
 
 
 def test_of_a_long_request_some_queries_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key's weight is the mean over those of the looked-at queries that read it from its row."""
     monkeypatch.setattr(attention_weights, "READERS", 40)
-    ((q, k),) = requests(drawn((333,)))
+    ((q, k),) = heads(drawn((333,)))
     n, exact = 333, Exact.of(333)
     p = (torch.einsum("hngd,hmd->hngm", q, k) * 0.3).masked_fill(torch.ones(n, n).triu(1).bool()[:, None], -torch.inf)
     p = p.softmax(-1).double()
@@ -94,7 +100,7 @@ def test_uniform_attention_weighs_nothing() -> None:
     """Queries of zero read every earlier key alike. Each key counts alike then, but for how many keys its readers have
     to choose from; in a long request that levels out, and centers and moments are nearly those of plus per head."""
     moments = moments_of(drawn((1200,), seed=6, queries=0.0))
-    (q, k) = next(requests(drawn((1200,), seed=6, queries=0.0)))
+    (q, k) = next(heads(drawn((1200,), seed=6, queries=0.0)))
     counted = key_weights(q, k, 1.0)[:, 64:900]
     torch.testing.assert_close(counted[0], counted[1])
     assert float(counted.max() / counted.min()) < 3
@@ -119,7 +125,7 @@ def crowd(seed: int, n: int = 400) -> DumpChunk:
 
 def loss(layer: focus.FocusLayer, chunk: DumpChunk) -> torch.Tensor:
     """KL of attention by head."""
-    (q, k) = next(requests(chunk))
+    (q, k) = next(heads(chunk))
     into, back = (torch.stack([getattr(x, name) for x in layer.keys]).float() for name in ("transform", "dual"))
     middle = layer.center.float()[:, None]
     read = coded((k - middle) @ into, 64, CLIP_RATIO, KEY_GAIN) @ back.mT + middle

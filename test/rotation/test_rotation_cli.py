@@ -136,7 +136,11 @@ def test_inspect_of_a_file_without_spectrum(tmp_path: Path) -> None:
             "not one of sst, proxy, vtv, uresidual, hadamard",
         ),
         (["fit", "nowhere", "--out", "out", "--device", "abacus"], 2, "unknown device"),
-        (["fit", "nowhere", "--out", "out", "--group-size", "64"], 2, "--group-size: has no meaning for --recipe plus"),
+        (
+            ["fit", "nowhere", "--out", "out", "--group-size", "64"],
+            2,
+            "--group-size: has no meaning without a mean of --bits",
+        ),
         (["fit", "nowhere", "--out", "out", "--clip", "fit"], 2, "--recipe paper takes it"),
         (
             ["fit", "nowhere", "--out", "out", "--recipe", "paper", "--group-size", "3"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,9 @@ def test_recipe_plus_equals_stock(
 
 
 def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
-    """Files of a fit: keys with a transform and a center per kv head, values with one a layer, in the weights."""
+    """Files of a fit: keys with a transform and a center per kv head, values with one a layer, in the weights, and rows
+    of another size in every layer and side.
+    """
     generator = torch.Generator().manual_seed(6)
     writer = DumpWriter(tmp_path / "dump", total_kv_heads=2)
     scales = torch.logspace(-0.5, 0.5, 64)
@@ -160,12 +163,15 @@ def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: 
     for layer in range(3):
         q, k, v = (torch.randn(700, n, 64, generator=generator) * scales for n in (heads, 2, 2))
         writer.write(layer, 1, q.bfloat16(), (k + 2).bfloat16(), v.bfloat16(), [400, 300])
-    fit_focus(tmp_path / "dump", OutputWeights(qwen3)).save(tmp_path, (".safetensors",))
+    fitted = fit_focus(tmp_path / "dump", OutputWeights(qwen3))
+    key, value = replace(fitted.key, bits=(3, 2, 4)), replace(fitted.value, bits=(2, 4, 3))
+    replace(fitted, key=key, value=value).save(tmp_path, (".safetensors",))
     files = {"K": "k_rotation_focused_u_h_br.safetensors", "V": "v_rotation_balanced_u_h_br.safetensors"}
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(tmp_path / name) for side, name in files.items()}
     env |= LOSSLESS | STRICT | {"SGLANG_OSCAR_RECIPE": "focus"}
     with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
         assert "absorbed into the weights" in server.text()
+        assert "bits by layer: keys 2 to 4, values 2 to 4" in server.text()
         for _ in range(2):
             assert_same(expected, ask(server, prompts(PROMPTS), workers=4), NEAR_TIE, DRIFT)
         assert server.alive()

@@ -19,7 +19,7 @@ CACHE = SimpleNamespace(k_rows=torch.empty(0))
 
 
 def choose(setting: str, max_batch: int = 65, short_chunks: bool = False) -> object:
-    return decode_choice.choose(setting, CACHE, 64, 32, torch.bfloat16, max_batch, short_chunks)  # type: ignore[arg-type]
+    return decode_choice.choose(setting, [CACHE], 64, 32, torch.bfloat16, max_batch, short_chunks)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(cuda, "unsupported", lambda *args: None)
     monkeypatch.setattr(cuda, "variant_of", lambda *args: args[-1])
     monkeypatch.setattr(cuda, "prepare", made.append)
-    monkeypatch.setattr(cuda, "make_workspace", lambda cache, q_heads, batch: made.append(batch))
+    monkeypatch.setattr(cuda, "make_workspace", lambda cache, q_heads, batch: made.append(batch) or torch.empty(batch))
     return made
 
 

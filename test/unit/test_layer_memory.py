@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 import torch
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat, SideFormat
-from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.build import cached_layers
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import Geometry
@@ -78,14 +73,3 @@ def test_rows_are_each_layers_own() -> None:
             wanted = decode_rows(encode_rows(x, layout, 1.0), layout)
             for page in (1, 3):
                 assert torch.equal(decode_rows(rows[page * PAGE : (page + 1) * PAGE], layout), wanted)
-
-
-def test_gpu_kernels_ask_for_one_layout() -> None:
-    from sglang_oscar.attention.gpu import check_rows
-
-    _, layers, _ = made()
-    for kept in ((0, 1), (1,)):
-        mixed: Any = SimpleNamespace(layers={layer_id: layers[layer_id] for layer_id in kept})
-        with pytest.raises(Int2Error, match="GPU kernels read rows of one layout"):
-            check_rows(mixed)
-    check_rows(SimpleNamespace(layers={0: layers[0]}))  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ DEFAULTS = {
     "SGLANG_OSCAR_K_ROTATION_PATH": None,
     "SGLANG_OSCAR_V_ROTATION_PATH": None,
     "SGLANG_OSCAR_RECIPE": None,
+    "SGLANG_OSCAR_K_BITS": None,
+    "SGLANG_OSCAR_V_BITS": None,
     "SGLANG_OSCAR_K_CLIP_RATIO": None,
     "SGLANG_OSCAR_V_CLIP_RATIO": None,
     "SGLANG_OSCAR_ALLOW_OTHER_MODEL": False,
@@ -34,6 +36,8 @@ DEFAULTS = {
 OTHERS = {
     "SGLANG_OSCAR_K_ROTATION_PATH": ("k.pt", "k.pt"),
     "SGLANG_OSCAR_V_ROTATION_PATH": ("hadamard", "hadamard"),
+    "SGLANG_OSCAR_K_BITS": ("3", 3),
+    "SGLANG_OSCAR_V_BITS": ("4", 4),
     "SGLANG_OSCAR_K_CLIP_RATIO": ("0.5", 0.5),
     "SGLANG_OSCAR_V_CLIP_RATIO": ("1", 1.0),
     "SGLANG_OSCAR_RECIPE": ("plus", "plus"),
@@ -52,6 +56,8 @@ OTHERS = {
 WRONG = {
     "SGLANG_OSCAR_K_ROTATION_PATH": [""],
     "SGLANG_OSCAR_V_ROTATION_PATH": [""],
+    "SGLANG_OSCAR_K_BITS": ["1", "5", "16", "2.5", "-3", "", "k3v2"],
+    "SGLANG_OSCAR_V_BITS": ["0", "8", "two", "nan"],
     "SGLANG_OSCAR_K_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "inf", "", "most"],
     "SGLANG_OSCAR_V_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "-inf", "", "most"],
     "SGLANG_OSCAR_RECIPE": ["best", "Plus", ""],

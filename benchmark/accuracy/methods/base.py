@@ -9,7 +9,7 @@ import torch
 from accuracy.attention import CacheView, Schedule, sliding_window
 from accuracy.calibration import Calibration
 from accuracy.quantizers import SIXTEEN
-from oscar_kernels.codec import clip, dequantize, fitted_parameters, quantize
+from oscar_rotation.math.fitted_rows import coded
 
 SINK, RECENT = 64, 256
 
@@ -105,20 +105,25 @@ class RowMethod(Method):
     key: Transforms
     value: Transforms
 
-    def coded(self, y: torch.Tensor, ratio: float, gain: float) -> torch.Tensor:
+    def coded(self, y: torch.Tensor, ratio: float, gain: float, levels: int = 4) -> torch.Tensor:
         """What a stored row gives back, in its own basis."""
-        codes, scale, zero = quantize(clip(y, ratio), min(self.group, y.shape[-1]))
-        if gain:
-            scale, zero = fitted_parameters(y, codes, scale, gain)
-        return dequantize(codes, scale, zero)
+        return coded(y, self.group, ratio, gain, levels)
+
+    def read_keys(self, layer: int, k: torch.Tensor, row: tuple[float, float], levels: int) -> torch.Tensor:
+        """Keys as the cache gives them back: rows with this clip ratio and gain, of so many levels."""
+        return self.key.out(layer, self.coded(self.key.into(layer, k), *row, levels))
+
+    def read_values(self, layer: int, v: torch.Tensor, row: tuple[float, float], levels: int) -> torch.Tensor:
+        """The same of values."""
+        return self.value.out(layer, self.coded(self.value.into(layer, v), *row, levels))
 
     def keys(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """See :class:`Method`."""
-        return self.key.out(layer, self.coded(self.key.into(layer, k), self.k_clip, self.k_gain))
+        return self.read_keys(layer, k, (self.k_clip, self.k_gain), 4)
 
     def values(self, layer: int, v: torch.Tensor) -> torch.Tensor:
         """See :class:`Method`."""
-        return self.value.out(layer, self.coded(self.value.into(layer, v), self.v_clip, self.v_gain))
+        return self.read_values(layer, v, (self.v_clip, self.v_gain), 4)
 
     def stored_bits(self, head_dim: int) -> tuple[float, float]:
         """See :class:`Method`; counted from the server's row layout."""

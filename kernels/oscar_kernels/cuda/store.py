@@ -115,7 +115,7 @@ def store(
     Meant for decode: with many tokens a kernel with larger tiles reads the matrices less often.
 
     Args:
-        cache: the layer's cache, written in place; both sides have one row layout.
+        cache: the layer's cache, written in place.
         slots: destination of every token.
         k, v, q: [tokens, heads, head_dim], bfloat16 or float16; keys and queries after RoPE. Channels contiguous, heads
             at multiples of 16 bytes.

@@ -68,12 +68,6 @@ class Variant:
             return f"page size {self.page_size} (a multiple of {TILE} is needed)"
         if {self.q_dtype, self.window_dtype} - {torch.bfloat16, torch.float16}:
             return f"queries of {self.q_dtype} with windows of {self.window_dtype}"
-        return self._unsupported_rows()
-
-    def _unsupported_rows(self) -> str | None:
-        if self.key != self.value or self.key.bits != 2:
-            key, value = (f"{of.bits} bits in groups of {of.group_size}" for of in (self.key, self.value))
-            return f"keys of {key} with values of {value} (2 bits and one group size for both)"
         if self._stages(self.math_warps) < 2:
             return f"{self.kv_heads} kv heads of {self.head_dim} with {self.gqa} query heads each"
         return None
@@ -102,18 +96,19 @@ class Variant:
         queries = 2 * self.kv_heads * self.gqa * self.head_dim * 2
         return _round_up(_round_up(exchange, 128) + queries + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
 
-    def _side_bytes(self, math_warps: int) -> int:
-        return _round_up(TILE * self._warps_per_head(math_warps) * self.key.row_bytes, 128)
+    def _stage_bytes(self, math_warps: int) -> int:
+        tokens = TILE * self._warps_per_head(math_warps)
+        return sum(_round_up(tokens * side.row_bytes, 128) for side in (self.key, self.value))
 
     def _stages(self, math_warps: int) -> int:
-        size = 2 * self._side_bytes(math_warps)
+        size = self._stage_bytes(math_warps)
         return min((SHARED_LIMIT - self._fixed_bytes(math_warps)) // size, max(ENOUGH_BYTES // size, 3), 16)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel checks that it comes to the same number."""
         warps = self.math_warps
-        return self._fixed_bytes(warps) + self._stages(warps) * 2 * self._side_bytes(warps)
+        return self._fixed_bytes(warps) + self._stages(warps) * self._stage_bytes(warps)
 
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The macros that ``src`` is compiled with."""
@@ -122,7 +117,10 @@ class Variant:
             "KV_HEADS": layout.kv_heads,
             "GQA": self.gqa,
             "HEAD_DIM": layout.head_dim,
-            "GROUP": layout.group_size,
+            "K_BITS": self.key.bits,
+            "V_BITS": self.value.bits,
+            "K_GROUP": self.key.group_size,
+            "V_GROUP": self.value.group_size,
             "SCALE_BYTES": layout.scale_dtype.itemsize,
             "SCALE_BF16": layout.scale_dtype == torch.bfloat16,
             "Q_BF16": self.q_dtype == torch.bfloat16,

@@ -6,6 +6,8 @@ The choice follows from the GPU and the shape of the model, is made once, at sta
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from itertools import product
 from typing import Literal
 
 import torch
@@ -23,10 +25,17 @@ Setting = Literal["auto", "cuda", "triton"]
 
 
 class CudaDecode:
-    """The CUDA kernel with a workspace for batches of up to ``max_batch`` requests: launches follow each other."""
+    """The CUDA kernel with a workspace for batches of up to ``max_batch`` requests: launches follow each other.
 
-    def __init__(self, cache: LayerCache, q_heads: int, max_batch: int) -> None:
-        self._workspace = cuda.make_workspace(cache, q_heads, max_batch)
+    Args:
+        caches: one layer of every kind of rows.
+        q_heads: query heads on this rank.
+        max_batch: requests of a batch at most.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache], q_heads: int, max_batch: int) -> None:
+        workspaces = (cuda.make_workspace(cache, q_heads, max_batch) for cache in caches)
+        self._workspace = max(workspaces, key=torch.Tensor.numel)
 
     def __call__(
         self,
@@ -61,7 +70,7 @@ def check(setting: Setting, device: str) -> None:
 
 def choose(
     setting: Setting,
-    cache: LayerCache,
+    caches: Sequence[LayerCache],
     page_size: int,
     q_heads: int,
     dtype: torch.dtype,
@@ -72,7 +81,7 @@ def choose(
 
     Args:
         setting: of the variable.
-        cache: of any layer.
+        caches: one layer of every kind of rows; one kernel reads them all.
         page_size: tokens of a page.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values.
@@ -86,15 +95,16 @@ def choose(
 
     reason = f"{VARIABLE}=triton"
     if setting != "triton":
-        unsupported = cuda.unsupported(cache, page_size, q_heads, dtype, max_batch)
+        reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch) for cache in caches)
+        unsupported = next(filter(None, reasons), None)
         if unsupported is None:
             try:
-                for lse in (False, True) if short_chunks else (False,):
+                for cache, lse in product(caches, (False, True) if short_chunks else (False,)):
                     cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
             logger.info("int2 decode: CUDA kernel")
-            return CudaDecode(cache, q_heads, max(max_batch, SHORT_BATCH) if short_chunks else max_batch)
+            return CudaDecode(caches, q_heads, max(max_batch, SHORT_BATCH) if short_chunks else max_batch)
         if setting == "cuda":
             raise Int2Error(f"{VARIABLE}=cuda: {unsupported}; set it to auto or triton")
         reason = unsupported

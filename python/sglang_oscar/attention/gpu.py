@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from oscar_kernels.cache import LayerCache
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
@@ -38,20 +39,19 @@ class GpuKernels:
     """
 
     def __init__(self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int) -> None:
-        check_rows(cache)
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
         self._page_size = cache.page_size
         self._decode = decode_choice.choose(
-            cache.settings.decode_backend, cache.first_layer.cache, cache.page_size, q_heads, dtype,
+            cache.settings.decode_backend, _distinct(cache), cache.page_size, q_heads, dtype,
             cache.rows.ring_start.shape[0] - 1, cache.plan.extend is not None,  # row 0 is padding, no request
         )  # fmt: skip
         self._arranged: dict[int, PreparedLayer] | None = None
         if isinstance(self._decode, decode_choice.CudaDecode):
             self._arranged = {key: cuda_store.arrange(prepared) for key, prepared in self._prepared.items()}
-            variant = cuda_store.variant_of(cache.first_layer.cache, q_heads, cache.page_size, dtype)
             try:
-                for arranged in self._arranged.values():
-                    cuda_store.prepare(variant, arranged)
+                for layer in cache.layers.values():
+                    variant = cuda_store.variant_of(layer.cache, q_heads, cache.page_size, dtype)
+                    cuda_store.prepare(variant, self._arranged[id(layer)])
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
         plan = cache.plan
@@ -116,18 +116,10 @@ class GpuKernels:
         return _rotate(out, value.reading) if cached else out
 
 
-def check_rows(cache: Int2Cache) -> None:
-    """Refuse rows that differ between layers, or between keys and values: kernels are compiled for one layout.
-
-    Raises:
-        Int2Error: they differ.
-    """
-    layouts = {layout for layer in cache.layers.values() for layout in (layer.cache.k_layout, layer.cache.v_layout)}
-    if len(layouts) > 1:
-        raise Int2Error(
-            "GPU kernels read rows of one layout: give keys and values of all layers one group size, scale dtype and "
-            "number of bits"
-        )
+def _distinct(cache: Int2Cache) -> list[LayerCache]:
+    """One layer of every kind of rows: kernels are compiled for each."""
+    kinds = {(layer.cache.k_layout, layer.cache.v_layout): layer.cache for layer in cache.layers.values()}
+    return list(kinds.values())
 
 
 def _rotate(x: torch.Tensor, matrix: SplitMatrix | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from oscar_kernels.cache import LayerCache
-from oscar_kernels.format import LayerFormat, fingerprint, mean_bits
+from oscar_kernels.format import LayerFormat, code_widths, fingerprint, mean_bits
 from sglang_oscar.attach import refusals
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
@@ -73,7 +73,10 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     warning = sharing_warning(settings, whole)
     if warning is not None and get_parallel().attn_tp_rank == 0:
         logger.warning("int2 rotations: %s", warning)
-    logger.info("int2 format: %s, %.2f bits per element", cache.fingerprint[:12], mean_bits(whole.values()))
+    logger.info(
+        "int2 format: %s, %.2f bits per element; bits by layer: %s",
+        cache.fingerprint[:12], mean_bits(whole.values()), code_widths(whole.values()),
+    )  # fmt: skip
     for line in plan.lines(sizes.max_total_num_tokens):
         logger.info("int2 memory: %s", line)
     return pool

@@ -14,7 +14,9 @@ from oscar_kernels.layout import RowLayout
 from oscar_kernels.transform import SideTransform
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity
+from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.load import load_rotation
+from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.plan import row_layout
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
@@ -30,7 +32,7 @@ def load_formats(
 
     Args:
         settings: where rotations are and which clip ratios override theirs.
-        layout: of the rows, with the kv heads of the whole model.
+        layout: of the rows, with the kv heads of the whole model; their bits are what the files or the settings say.
         num_layers: attention layers of the model.
         model: the model to be served; files made for another are refused. None skips this check.
 
@@ -42,8 +44,11 @@ def load_formats(
 
     def load(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
         source = getattr(settings, f"{side}_rotation")
-        transforms, recipe = _load(side, source, override, default, num_layers, layout, model, settings.recipe)
-        return [SideFormat(layout.group_size, layout.scale_dtype, layout.bits, of) for of in transforms], recipe
+        found = _read(side, source, num_layers, layout, model, settings.recipe)
+        bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
+        transforms = _transforms(found, source, override, default)
+        sides = [SideFormat(layout.group_size, layout.scale_dtype, *of) for of in zip(bits, transforms, strict=True)]
+        return sides, found.recipe
 
     keys, key_recipe = load("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
     values, value_recipe = load("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
@@ -81,17 +86,15 @@ def _kept(settings: Settings, layout: RowLayout, layers: int, model: ModelIdenti
     return MappingProxyType(load_formats(settings, layout, layers, model))
 
 
-def _load(
+def _read(
     side: Literal["k", "v"],
     source: str | None,
-    override: float | None,
-    default: float,
     layers: int,
     layout: RowLayout,
     model: ModelIdentity | None,
     recipe: str | None,
-) -> tuple[list[SideTransform], str]:
-    """Transforms of one side, one per layer, and the recipe they are of: what the file says, "paper" if built in."""
+) -> RotationSet:
+    """Rotations of one side, checked against the model and the settings."""
     variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
     if source is None:
         raise Int2Error(
@@ -115,13 +118,33 @@ def _load(
             )
     if found.centers is not None and side == "v":
         raise Int2Error(f"{variable}: {source} centers values, which is not served; use this model's value file")
+    return found
+
+
+def _bits(side: Literal["k", "v"], source: str | None, asked: int | None, found: RotationSet) -> tuple[int, ...]:
+    """Bits of a code by layer: what the file says, of a built-in recipe what the variable says."""
+    stated = found.bits or (2,) * found.num_layers
+    if asked is None or set(stated) == {asked}:
+        return stated
+    if source not in BUILT_IN:
+        variable, states = f"SGLANG_OSCAR_{side.upper()}_BITS", ", ".join(map(str, sorted(set(stated))))
+        raise Int2Error(
+            f"{variable}={asked}: {source} is fitted for codes of {states} bits; unset the variable, or fit a file "
+            "for others with `oscar fit --bits`"
+        )
+    return (asked,) * found.num_layers
+
+
+def _transforms(found: RotationSet, source: str | None, override: float | None, default: float) -> list[SideTransform]:
+    """Transforms of one side, one per layer."""
 
     def of_layer(tensors: torch.Tensor | None, layer: int) -> torch.Tensor | None:
         return None if tensors is None else tensors[layer]
 
+    layers = found.num_layers
     clips = found.clip_ratios or (default,) * layers
     gains = found.gains or (0.0,) * layers
-    transforms = [
+    return [
         SideTransform(
             # The identity costs nothing where it is not multiplied by.
             None if source == IDENTITY else found.rotations[layer],
@@ -132,4 +155,3 @@ def _load(
         )
         for layer in range(layers)
     ]
-    return transforms, found.recipe

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
+from oscar_kernels.layout import BITS
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.bounds import parsed
+from oscar_rotation.files.bounds import parsed, shown
 
 Side = Literal["k", "v"]
 
@@ -91,6 +92,7 @@ class RotationSet:
         metadata: provenance.
         duals: float32 like ``rotations``, the inverse transposes of transforms that are not orthogonal (recipe
             "plus"): what reads x @ rotations[layer] is multiplied by duals[layer]. None: rotations, their own duals.
+        bits: of a code, one per layer, of :data:`oscar_kernels.layout.BITS`; None for 2 in every layer.
         gains: one per layer, each in [:data:`LEAST_GAIN`, 1], of scales fitted to the codes
             (:func:`oscar_kernels.codec.fitted_parameters`); None for the scales of the range.
         centers: float32 [layers, kv_heads, head_dim], subtracted from x @ rotations[layer] before it is stored; None
@@ -104,17 +106,18 @@ class RotationSet:
     duals: torch.Tensor | None = None
     centers: torch.Tensor | None = None
     gains: tuple[float, ...] | None = None
+    bits: tuple[int, ...] | None = None
 
     @property
     def recipe(self) -> str:
         """What the file states; of files that do not, "plus" where they hold more than orthogonal matrices, else
         "paper"."""
-        return self.metadata.recipe or ("paper" if self.only_rotations else "plus")
+        return self.metadata.recipe or ("paper" if replace(self, bits=None).only_rotations else "plus")
 
     @property
     def only_rotations(self) -> bool:
-        """Whether matrices are orthogonal, nothing is centered, and scales are those of the range."""
-        return self.duals is None and self.centers is None and self.gains is None
+        """Whether matrices are orthogonal, nothing is centered, scales are of the range, and codes have 2 bits."""
+        return self.duals is None and self.centers is None and self.gains is None and self.bits is None
 
     @property
     def num_layers(self) -> int:
@@ -179,7 +182,7 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
             f"{source}: the rotation of layer {worst} {what}: "
             f"max {formula} is {float(errors[worst]):.3g}, allowed is {ORTHOGONALITY_TOLERANCE:g}; fit it again"
         )
-    if loaded.recipe == "paper" and not loaded.only_rotations:
+    if loaded.recipe == "paper" and not replace(loaded, bits=None).only_rotations:
         raise RotationFileError(f"{source}: states the recipe paper, but holds more than rotations; fit it again")
     _check_companions(loaded, source)
 
@@ -215,6 +218,21 @@ def _check_companions(loaded: RotationSet, source: str) -> None:
             )
         if not bool(eigenvalues.isfinite().all()):
             raise RotationFileError(f"{source}: the eigenvalues hold NaN or infinite entries; fit the file again")
+    _check_numbers(loaded, source)
+
+
+def _check_numbers(loaded: RotationSet, source: str) -> None:
+    """What is one number per layer."""
+    layers, bits = loaded.num_layers, loaded.bits
+    if bits is not None:
+        if len(bits) != layers:
+            raise RotationFileError(f"{source}: bits of {len(bits)} layers for {layers} layers")
+        odd = [width for width in bits if width not in BITS]
+        if odd:
+            raise RotationFileError(
+                f"{source}: codes of {shown(odd[0])} bits, this release knows {', '.join(map(str, BITS))}; "
+                "update sglang-oscar"
+            )
     gains = loaded.gains
     if gains is not None:
         if len(gains) != layers:

@@ -3,7 +3,8 @@
 Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` float32 [layers, d], ``duals`` float32
 [layers, d, d] and ``centers`` float32 [layers, kv_heads, d] (see ``RotationSet``). Header strings:
 ``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata``, and ``clip_ratios`` and
-``gains`` (JSON lists, one number per layer).
+``gains`` (JSON lists, one number per layer). Files of format version "2" have ``bits``, another such list: whoever does
+not know it must not read them as codes of two bits.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from oscar_rotation.files.bounds import MAX_HEAD_DIM, MAX_LAYERS, first_line, nu
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 
 FORMAT = "oscar-rotation"
-FORMAT_VERSION = "1"
+FORMAT_VERSIONS = ("1", "2")
 _OPTIONAL = ("eigenvalues", "duals", "centers")
 _PER_LAYER = ("clip_ratios", "gains")
+_BITS = "bits"
 
 
 def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
@@ -41,11 +43,17 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
         tensor = getattr(rotation_set, name)
         if tensor is not None:
             tensors[name] = tensor.detach().cpu().contiguous()
-    header = {"format": FORMAT, "format_version": FORMAT_VERSION, **rotation_set.metadata.to_strings()}
+    header = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSIONS[rotation_set.bits is not None],
+        **rotation_set.metadata.to_strings(),
+    }
     for name in _PER_LAYER:
         numbers = getattr(rotation_set, name)
         if numbers is not None:
             header[name] = json.dumps(list(numbers))
+    if rotation_set.bits is not None:
+        header[_BITS] = json.dumps(list(rotation_set.bits))
 
     def fill(temporary: Path) -> None:
         # save_file would make the file private to its owner; bytes follow the umask like any other file.
@@ -70,7 +78,7 @@ def read_safetensors(path: Path) -> RotationSet:
         with safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
-            _check_header(header, shapes, path)
+            version = _check_header(header, shapes, path)
             tensors = {name: file.get_tensor(name) for name in shapes}
     except (SafetensorError, OSError) as error:
         raise RotationFileError(
@@ -79,14 +87,26 @@ def read_safetensors(path: Path) -> RotationSet:
     try:
         metadata = RotationMetadata.from_strings(header)
         per_layer = {name: numbers(header[name]) for name in _PER_LAYER if name in header}
+        bits = None if version == FORMAT_VERSIONS[0] else _whole(numbers(header.get(_BITS, "")))
     except ValueError as error:
         raise RotationFileError(f"{path}: the header cannot be read ({first_line(error)})") from error
     optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL} | per_layer
-    return RotationSet(tensors["rotations"], metadata=metadata, **optional)
+    return RotationSet(tensors["rotations"], metadata=metadata, bits=bits, **optional)
 
 
-def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Path) -> None:
-    """Refuse a file of another kind, or shapes that no model has, before a tensor is read.
+def _whole(numbers: tuple[float, ...]) -> tuple[int, ...]:
+    """The same as integers.
+
+    Raises:
+        ValueError: one is none.
+    """
+    if not all(number.is_integer() for number in numbers):
+        raise ValueError("bits are whole numbers")
+    return tuple(map(int, numbers))
+
+
+def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Path) -> str:
+    """Refuse a file of another kind, or shapes that no model has, before a tensor is read; returns its version.
 
     Raises:
         RotationFileError: as :func:`read_safetensors`.
@@ -96,9 +116,10 @@ def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Pa
             f"{path}: not a rotation file, header 'format' is {shown(header.get('format'))}, expected {FORMAT!r}"
         )
     version = header.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in FORMAT_VERSIONS:
+        known = " and ".join(map(repr, FORMAT_VERSIONS))
         raise RotationFileError(
-            f"{path}: format_version is {shown(version)}, this release reads {FORMAT_VERSION!r}; update sglang-oscar"
+            f"{path}: format_version is {shown(version)}, this release reads {known}; update sglang-oscar"
         )
     if "rotations" not in shapes or set(shapes) - {"rotations", *_OPTIONAL}:
         expected = f"'rotations' and perhaps {', '.join(_OPTIONAL)}"
@@ -111,3 +132,4 @@ def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Pa
             raise RotationFileError(
                 f"{path}: {name} have shape {shown(shape)}; at most {MAX_LAYERS} layers and head_dim {MAX_HEAD_DIM}"
             )
+    return version

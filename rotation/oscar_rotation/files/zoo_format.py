@@ -53,8 +53,8 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
     """
     if not rotation_set.only_rotations:
         raise RotationFileError(
-            f"{path}: a .pt file holds rotations, these are transforms of the recipe {rotation_set.recipe}; save them "
-            "as .safetensors"
+            f"{path}: a .pt file holds rotations for codes of 2 bits, these are of the recipe {rotation_set.recipe} "
+            "with more to them; save them as .safetensors"
         )
     version = 2 if rotation_set.per_head else 1
     layers: dict[int, dict[str, Any]] = {}

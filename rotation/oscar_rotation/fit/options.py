@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS, EigenOrder
@@ -42,8 +43,9 @@ class FitOptions:
         report: measure errors per layer; see :mod:`oscar_rotation.report.layer_report`.
         group_size: channels that share a scale, for ``fit_clip`` and ``report``.
         holdout_tokens: tokens that clip ratios and errors are measured on.
-        context: positions that keys may have; None for the model's, 0 for those of the dump alone. All others are
-            options of the recipe ``paper``, this one is of the recipes that read the model.
+        context: positions that keys may have; None for the model's, 0 for those of the dump alone.
+        bits: of codes; None for 2 everywhere. This one and ``context`` are options of the recipes that read the model,
+            the others of the recipe ``paper``; ``group_size`` is of both.
 
     Raises:
         OptionError: for an unknown name or a number out of range.
@@ -60,6 +62,7 @@ class FitOptions:
     group_size: int = DEFAULT_GROUP_SIZE
     holdout_tokens: int = 1024
     context: int | None = None
+    bits: BitGoal | None = None
 
     def __post_init__(self) -> None:
         for name, known in (

@@ -10,7 +10,7 @@ those of ``plus``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +19,16 @@ import torch
 from oscar_rotation.dump import DumpChunk, DumpError, DumpReader
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.held_out import QUERIES, Request, moved, plan_held_out, requests
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult, package_version, remarks
-from oscar_rotation.fit.samples import plan_samples
 from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weights
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import QueryCovariance, ValueCovariance
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.hadamard import is_power_of_two
 from oscar_rotation.math.positions import Positions
-from oscar_rotation.math.rotary_center import turned
 from oscar_rotation.recipes import plus
 from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, output_weights
 from oscar_rotation.threads import one_thread
@@ -37,20 +36,11 @@ from oscar_rotation.threads import one_thread
 SHARES = (0.0, 0.5, 0.9)
 """Of attention in the moments of keys; the rest counts every key alike. Each head takes one of them."""
 
-HELD_OUT_TOKENS = 8192
-"""Tokens that shares are chosen on, from the end of a dump; a quarter of it at most."""
-
-QUERIES = 128
-"""Of every held-out request, the last ones, whose attention is compared."""
-
 GROUP = 64
 """Channels that share a scale while shares are chosen; files do not depend on it otherwise."""
 
 OBJECTIVE = {"k": "focused", "v": plus.OBJECTIVE}
 """What files call their target; values are those of ``plus``."""
-
-Heads = tuple[torch.Tensor, torch.Tensor]
-"""Queries float32 [kv_heads, n, group, d] and keys float32 [kv_heads, n, d] of one request, after RoPE."""
 
 
 class FocusMoments:
@@ -74,7 +64,8 @@ class FocusMoments:
         """Add whole requests that keys are fitted on."""
         self.longest = max([self.longest, *chunk.seq_lens])
         self.queries.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
-        for q, k in requests(chunk):
+        for request in requests(chunk):
+            q, k = request.q, request.k
             n = k.shape[1]
             sink = min(plus.SINK, n // 2)
             weights = torch.stack([key_weights(q, k, self.scale), torch.ones_like(k[..., 0])])
@@ -129,28 +120,8 @@ class FocusLayer:
     shares: tuple[float, ...]
 
 
-def requests(chunk: DumpChunk) -> Iterator[Heads]:
-    """Queries and keys of every request of a chunk, by kv head."""
-    heads = chunk.k.shape[1]
-    if not chunk.seq_lens:
-        return
-    for q, k in zip(chunk.q.split(list(chunk.seq_lens)), chunk.k.split(list(chunk.seq_lens)), strict=True):
-        queries = q.unflatten(1, (heads, -1)).transpose(0, 1).float().contiguous()
-        yield queries, k.transpose(0, 1).float().contiguous()
-
-
-def moved(held_out: Sequence[Heads], positions: Positions) -> list[Heads]:
-    """Requests at other places of a context, spread evenly over it: their attention is the same."""
-    longest = max((k.shape[1] for _, k in held_out), default=0)
-    out = []
-    for offset, (q, k) in zip(positions.offsets(longest, len(held_out)), held_out, strict=True):
-        cos, sin = (table[0].float().to(k.device) for table in positions.tables(offset[None]))
-        out.append((turned(q, cos, sin), turned(k, cos, sin)))
-    return out
-
-
 def fit_focus_layer(
-    moments: FocusMoments, held_out: Sequence[Heads], reader: torch.Tensor, positions: Positions | None = None
+    moments: FocusMoments, held_out: Sequence[Request], reader: torch.Tensor, positions: Positions | None = None
 ) -> FocusLayer:
     """Transforms and centers of one layer.
 
@@ -161,7 +132,7 @@ def fit_focus_layer(
         positions: that keys may have; None for those that they had.
     """
     queries = shrunk(moments.queries_by_head(positions))
-    held_out = moved(held_out, positions) if positions else held_out
+    held_out = moved(held_out, positions)
     found: list[tuple[list[Balanced], torch.Tensor]] = []
     losses = []
     for share in SHARES:
@@ -179,15 +150,16 @@ def fit_focus_layer(
     )
 
 
-def _loss(keys: Sequence[Balanced], center: torch.Tensor, held_out: Sequence[Heads], scale: float) -> torch.Tensor:
+def _loss(keys: Sequence[Balanced], center: torch.Tensor, held_out: Sequence[Request], scale: float) -> torch.Tensor:
     """KL of attention by kv head, mean over the queries of all requests: [kv_heads] on the CPU."""
     total, count = torch.zeros(len(keys)), 0
-    for q, k in held_out:
+    for request in held_out:
+        q, k = request.q, request.k
         device = k.device
         into = torch.stack([key.transform for key in keys]).float().to(device)
         back = torch.stack([key.dual.mT for key in keys]).float().to(device)
         middle = center.float().to(device)[:, None]
-        read = coded((k - middle) @ into, GROUP, plus.CLIP_RATIO, plus.KEY_GAIN) @ back + middle
+        read = coded((k - middle) @ into, GROUP, *plus.KEY_ROWS[2]) @ back + middle
         n, exact = k.shape[1], Exact.of(k.shape[1])
         rows = n - max(n - QUERIES, min(exact.sink + exact.recent, n - 1))
         total, count = total + rows * attention_kl(q, k, read, scale, QUERIES).cpu(), count + rows
@@ -221,17 +193,13 @@ def fit_focus(
     source = dump if isinstance(dump, DumpReader) else DumpReader(dump)
     chunks = source.fit_chunks()
     seq_lens = {chunk: source.seq_lens(0, chunk) for chunk in chunks}
-    held = plan_samples(seq_lens, HELD_OUT_TOKENS)
-    if not held:
-        raise DumpError(
-            f"{source.root}: holds one request; the recipe {RECIPE.name} needs two or more, one to choose on; dump more"
-        )
+    held = plan_held_out(source, chunks, f"the recipe {RECIPE.name}")
     layers: list[FocusLayer] = []
     geometry = (0, 0, 0)
     positions: Positions | None = None
     for layer in range(source.num_layers):
         moments: FocusMoments | None = None
-        held_out: list[Heads] = []
+        held_out: list[Request] = []
         for index, chunk in enumerate(source.iterate(layer, chunks)):
             geometry = (chunk.q.shape[1], *chunk.k.shape[1:])
             kv_heads, head_dim = geometry[1:]
@@ -287,21 +255,23 @@ def pack_focus(
     centers = torch.stack(
         [(layer.center[:, None] @ key.transform)[:, 0] for layer, key in zip(layers, heads, strict=True)]
     )
-    keys = plus.pack_side(heads, key_metadata, plus.KEY_GAIN, centers.float())
-    return keys, plus.pack_side([layer.value for layer in layers], value_metadata, plus.VALUE_GAIN, None)
+    keys = plus.pack_side(heads, key_metadata, plus.KEY_ROWS[2], centers.float())
+    return keys, plus.pack_side([layer.value for layer in layers], value_metadata, plus.VALUE_ROWS[2], None)
 
 
 def _fit_request(request: FitRequest) -> FitResult:
     dump = activations(request, RECIPE.name)
     weights = output_weights(request, dump, RECIPE.name)
-    return fit_focus(dump, weights, context=request.options.context, device=request.device, progress=request.progress)
+    context, device = request.options.context, request.device
+    result = fit_focus(dump, weights, context=context, device=device, progress=request.progress)
+    return plus.spend_bits(request, result, dump, weights, plan_held_out(dump, dump.fit_chunks(), "this recipe"))
 
 
 RECIPE = FittedRecipe(
     name="focus",
     summary="plus with keys weighed by the attention they get, and a key transform per kv head",
     fit=_fit_request,
-    options=frozenset({"context"}),
+    options=plus.OPTIONS,
     needs_activations=True,
     needs_weights=True,
     suffixes=(".safetensors",),

@@ -3,7 +3,7 @@ position of the model's context (:mod:`oscar_rotation.math.positions`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,11 @@ import torch
 
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_rotation.fit.bits import Row, apply_goal
 from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.held_out import plan_held_out
 from oscar_rotation.fit.layer import Progress
+from oscar_rotation.fit.options import OptionError
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult, package_version, remarks
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
@@ -24,12 +27,17 @@ from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, o
 SINK = 64
 """First tokens of a request, which a server reads in 16 bits; at most half of a short request is left out for them."""
 
-CLIP_RATIO = 0.88
-"""Of keys and values: the squared error of four fitted levels over a normal row is least about here."""
+KEY_ROWS = {2: (0.88, 0.98), 3: (0.97, 0.995), 4: (1.0, 1.0)}
+VALUE_ROWS = {bits: (clip, 1.0) for bits, (clip, _) in KEY_ROWS.items()}
+"""Clip ratio, and gain of scales fitted to the codes, by bits of a code.
 
-KEY_GAIN, VALUE_GAIN = 0.98, 1.0
-"""Gains of scales fitted to the codes. Noise in a logit makes exp(logit) larger on average, by half its variance in
-nats, for every token that is read quantized; keys read a little short make up for it. Values need no such thing."""
+The ratios have the least squared error of fitted levels over a normal row, about. Noise in a logit makes exp(logit)
+larger on average, by half its variance in nats, for every token that is read quantized; keys read a little short make
+up for it. Values need no such thing."""
+
+CLIP_RATIO, KEY_GAIN = KEY_ROWS[2]
+VALUE_GAIN = VALUE_ROWS[2][1]
+"""Of codes of two bits."""
 
 OBJECTIVE = "balanced"
 
@@ -108,6 +116,7 @@ def fit_plus(
     context: int | None = None,
     device: str = "auto",
     progress: Progress | None = None,
+    held: Mapping[int, int] | None = None,
 ) -> FitResult:
     """Fit the recipe ``plus`` to a dump of activations.
 
@@ -117,6 +126,7 @@ def fit_plus(
         context: positions that keys may have; None for the model's, 0 for those of the dump alone.
         device: "auto", "cpu", "cuda" or another torch device.
         progress: told about every chunk.
+        held: requests that are left out, chunk -> the first of them.
 
     Raises:
         DumpError: the dump or the weights are broken, do not fit each other or do not suffice.
@@ -130,7 +140,8 @@ def fit_plus(
     tokens = requests = q_heads = kv_heads = head_dim = 0
     for layer in range(source.num_layers):
         moments: Moments | None = None
-        for index, chunk in enumerate(source.iterate(layer, chunks)):
+        for index, whole in enumerate(source.iterate(layer, chunks)):
+            chunk, _ = whole.split((held or {}).get(chunks[index], len(whole.seq_lens)))
             q_heads, kv_heads, head_dim = chunk.q.shape[1], chunk.k.shape[1], chunk.k.shape[2]
             if not is_power_of_two(head_dim):
                 raise DumpError(f"{source.root}: head_dim is {head_dim}; a Hadamard rotation needs a power of two")
@@ -138,7 +149,8 @@ def fit_plus(
                 moments = Moments(kv_heads, head_dim, place)
             if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
-            moments.update(chunk.q.to(place), chunk.k.to(place), chunk.v.to(place), chunk.seq_lens)
+            if chunk.seq_lens:
+                moments.update(chunk.q.to(place), chunk.k.to(place), chunk.v.to(place), chunk.seq_lens)
             if layer == 0:
                 tokens, requests = tokens + sum(chunk.seq_lens), requests + len(chunk.seq_lens)
             if progress is not None:
@@ -165,37 +177,71 @@ def pack_plus(
     """Both sides of all layers as files hold them."""
     centers = torch.stack([layer.center @ layer.key.transform for layer in layers]).float()
     return (
-        pack_side([layer.key for layer in layers], key_metadata, KEY_GAIN, centers),
-        pack_side([layer.value for layer in layers], value_metadata, VALUE_GAIN, None),
+        pack_side([layer.key for layer in layers], key_metadata, KEY_ROWS[2], centers),
+        pack_side([layer.value for layer in layers], value_metadata, VALUE_ROWS[2], None),
     )
 
 
 def pack_side(
-    sides: Sequence[Balanced], metadata: RotationMetadata, gain: float, centers: torch.Tensor | None
+    sides: Sequence[Balanced], metadata: RotationMetadata, row: Row, centers: torch.Tensor | None
 ) -> RotationSet:
-    """One side of all layers as a file holds it; ``centers`` [layers, kv_heads, head_dim] behind their transforms."""
+    """One side of all layers as a file holds it.
+
+    Args:
+        sides: by layer.
+        metadata: of the file.
+        row: clip ratio and gain.
+        centers: [layers, kv_heads, head_dim], behind the transforms; None for none.
+    """
     return RotationSet(
         torch.stack([side.transform for side in sides]).float(),
         torch.stack([side.sigma for side in sides]).float(),
-        (CLIP_RATIO,) * len(sides),
+        (row[0],) * len(sides),
         metadata,
         torch.stack([side.dual for side in sides]).float(),
         centers,
-        (gain,) * len(sides),
+        (row[1],) * len(sides),
     )
 
 
 def _fit_request(request: FitRequest) -> FitResult:
     dump = activations(request, RECIPE.name)
     weights = output_weights(request, dump, RECIPE.name)
-    return fit_plus(dump, weights, context=request.options.context, device=request.device, progress=request.progress)
+    goal, context = request.options.bits, request.options.context
+    held = plan_held_out(dump, dump.fit_chunks(), "a mean of --bits") if goal and goal.mean else {}
+    result = fit_plus(dump, weights, context=context, device=request.device, progress=request.progress, held=held)
+    return spend_bits(request, result, dump, weights, held)
 
+
+def spend_bits(
+    request: FitRequest, result: FitResult, dump: DumpReader, weights: OutputWeights, held: Mapping[int, int]
+) -> FitResult:
+    """A fit of two bits with the widths that a request asks for; see :func:`oscar_rotation.fit.bits.apply_goal`.
+
+    Raises:
+        DumpError: the dump is broken.
+        OptionError: the mean that is asked for is out of reach.
+    """
+    options = request.options
+    if options.bits is None:
+        return result
+    try:
+        return apply_goal(
+            options.bits, result, (KEY_ROWS, VALUE_ROWS), dump, weights, held,
+            context=options.context, group_size=options.group_size, device=choose_device(request.device),
+        )  # fmt: skip
+    except ValueError as error:
+        raise OptionError("bits", str(error)) from None
+
+
+OPTIONS = frozenset({"context", "bits", "group_size"})
+"""What this recipe and those built on it read."""
 
 RECIPE = FittedRecipe(
     name="plus",
     summary="centered keys, balanced transforms, scales fitted to the codes",
     fit=_fit_request,
-    options=frozenset({"context"}),
+    options=OPTIONS,
     needs_activations=True,
     needs_weights=True,
     suffixes=(".safetensors",),

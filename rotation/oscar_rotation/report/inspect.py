@@ -16,6 +16,7 @@ from oscar_rotation.math.hadamard import is_power_of_two
 from oscar_rotation.report.sharing import overlap, sharing_loss, unrelated_overlap
 
 TOP_EIGENVALUES = 8
+BAR = "\N{FULL BLOCK}"
 
 
 def spectrum_summary(eigenvalues: torch.Tensor) -> dict[str, Any]:
@@ -54,8 +55,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         lose, in words; empty where there is no more than one), ``recipe``, ``centers`` (lengths of the key centers, by
         layer and kv head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error``
         (largest of all layers; of transforms with duals, how far they are from inverting each other) and ``layers``:
-        one dict per layer with ``layer``, ``orthogonality_error``, ``clip_ratio``, ``gain``, ``spectrum`` (see
-        :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see :mod:`oscar_rotation.report.sharing`); the
+        one dict per layer with ``layer``, ``orthogonality_error``, ``clip_ratio``, ``gain``, ``bits``, ``spectrum``
+        (see :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see :mod:`oscar_rotation.report.sharing`); the
         last five None where the file does not tell.
 
     Raises:
@@ -73,6 +74,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             "orthogonality_error": errors[layer],
             "clip_ratio": loaded.clip_ratios[layer] if loaded.clip_ratios else None,
             "gain": loaded.gains[layer] if loaded.gains else None,
+            "bits": loaded.bits[layer] if loaded.bits else 2,
             "spectrum": None if loaded.eigenvalues is None else spectrum_summary(_spectrum(loaded.eigenvalues[layer])),
             "sharing_loss": _sharing_loss(loaded, layer),
             "overlap": overlap(loaded.rotations[layer]) if loaded.per_head and loaded.duals is None else None,
@@ -143,6 +145,7 @@ def render(description: dict[str, Any]) -> Group:
         "orthogonality error",
         "clip",
         "gain",
+        "bits",
         "largest eigenvalues",
         "top 8 share",
         "condition",
@@ -157,6 +160,7 @@ def render(description: dict[str, Any]) -> Group:
             f"{entry['orthogonality_error']:.1e}",
             _number(entry["clip_ratio"], ".3f"),
             _number(entry["gain"], ".3f"),
+            f"{entry['bits']} {BAR * entry['bits']}",
             " ".join(f"{value:.3g}" for value in spectrum.get("top", [])[:4]) or "-",
             _number(spectrum.get("top_share"), ".1%"),
             _number(spectrum.get("condition"), ".2g"),

@@ -13,11 +13,13 @@ import torch
 
 
 def encode_rows(y, layout, clip_ratio, gain):
-    return y.float().contiguous().view(y.shape[0], -1).view(torch.uint8)
+    exact = y.float().contiguous().view(y.shape[0], -1).view(torch.uint8)
+    return torch.nn.functional.pad(exact, (0, layout.row_bytes - exact.shape[1]))
 
 
 def decode_rows(rows, layout):
-    return rows.contiguous().view(torch.float32).view(rows.shape[0], layout.kv_heads, layout.head_dim)
+    exact = rows[:, : layout.params_offset].contiguous()
+    return exact.view(torch.float32).view(rows.shape[0], layout.kv_heads, layout.head_dim)
 
 
 def poisoned(gather):
@@ -66,7 +68,8 @@ def register():
     from oscar_kernels.layout import RowLayout
 
     RowLayout.code_bytes = property(lambda self: 4 * self.head_dim)
-    RowLayout.param_bytes = property(lambda self: 0)
+    # Rows of more bits are larger here, too.
+    RowLayout.param_bytes = property(lambda self: 16 * (self.bits - 2))
     reference.encode_rows = encode_rows
     reference.decode_rows = decode_rows
     reference.gather = poisoned(reference.gather)

@@ -6,8 +6,6 @@
 constexpr int KV_HEADS = OSCAR_KV_HEADS;
 constexpr int GQA = OSCAR_GQA;            // query heads per kv head
 constexpr int HEAD_DIM = OSCAR_HEAD_DIM;  // 64, 128 or 256
-constexpr int GROUP = OSCAR_GROUP;        // channels that share a scale and a zero point
-constexpr int GROUPS = HEAD_DIM / GROUP;
 constexpr int SCALE_BYTES = OSCAR_SCALE_BYTES;  // 2 or 4
 constexpr bool SCALE_BF16 = OSCAR_SCALE_BF16;   // of 2 bytes: bfloat16, else float16
 constexpr bool Q_BF16 = OSCAR_Q_BF16;           // queries and output: bfloat16, else float16
@@ -22,11 +20,32 @@ constexpr int MAX_BATCH = 1024;
 constexpr int SHARED_LIMIT = 227 * 1024;  // of a block on compute capability 9.0
 
 constexpr int Q_HEADS = KV_HEADS * GQA;
-constexpr int CODE_BYTES = HEAD_DIM / 4;  // of one head in a row
-constexpr int PARAM_BYTES = GROUPS * 2 * SCALE_BYTES;
-constexpr int PARAMS_OFFSET = KV_HEADS * CODE_BYTES;
-constexpr int ROW_BYTES = KV_HEADS * (CODE_BYTES + PARAM_BYTES);
-constexpr int PLANE = HEAD_DIM / 4;  // channels of a bit plane: codes at the same bits of a head's bytes, see layout.py
+
+// Rows of keys or of values, see layout.py.
+template <int BITS_, int GROUP_>
+struct Rows {
+  static constexpr int BITS = BITS_;    // of a code: 2, 3 or 4
+  static constexpr int GROUP = GROUP_;  // channels that share a scale and a zero point
+  static constexpr int GROUPS = HEAD_DIM / GROUP;
+  static constexpr int PLANES = BITS == 4 ? 2 : 4;     // codes at the same bits of a head's bytes; of three bits the low two
+  static constexpr int WIDTH = HEAD_DIM / PLANES;      // channels of a plane, and bytes of all of them
+  static constexpr int PLANE_BITS = BITS == 4 ? 4 : 2; // from one plane to the next
+  static constexpr bool NARROW = WIDTH < 32;           // else a head has spans of 32 bytes
+  static constexpr int SPANS = NARROW ? 1 : WIDTH / 32;
+  static constexpr int CODE_BYTES = HEAD_DIM * BITS / 8;  // of one head in a row
+  static constexpr int PARAM_BYTES = GROUPS * 2 * SCALE_BYTES;
+  static constexpr int PARAMS_OFFSET = KV_HEADS * CODE_BYTES;
+  static constexpr int ROW_BYTES = KV_HEADS * (CODE_BYTES + PARAM_BYTES);
+
+  // What a code at the bits of a plane is multiplied by, as unpacked by code() below.
+  static constexpr int weight(int plane) { return BITS == 3 && plane == 3 ? 16 : 1 << (PLANE_BITS * plane); }
+  // Channel at byte ``b`` of a plane, and its group.
+  static constexpr int channel(int plane, int b) { return plane * WIDTH + b; }
+  static constexpr int group(int plane, int b) { return channel(plane, b) / GROUP; }
+};
+using KeyRows = Rows<OSCAR_K_BITS, OSCAR_K_GROUP>;
+using ValueRows = Rows<OSCAR_V_BITS, OSCAR_V_GROUP>;
+constexpr int K_GROUPS = KeyRows::GROUPS, V_GROUPS = ValueRows::GROUPS;
 
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
 constexpr int minimum(int a, int b) { return a < b ? a : b; }
@@ -48,10 +67,13 @@ static_assert(!REGISTERS_MOVE || MATH_WARPS * MATH_REGISTERS + 4 * COPY_REGISTER
 constexpr int STAGE_TOKENS = TILE * TILES_PER_STAGE;
 constexpr int COPY_TOKENS = minimum(PAGE, STAGE_TOKENS);
 constexpr int COPIES = STAGE_TOKENS / COPY_TOKENS;
-constexpr int SIDE_BYTES = (STAGE_TOKENS * ROW_BYTES + 127) / 128 * 128;  // keys, or values, of a stage
+constexpr int KEY_BYTES = (STAGE_TOKENS * KeyRows::ROW_BYTES + 127) / 128 * 128;  // of a stage; its values follow
+constexpr int VALUE_BYTES = (STAGE_TOKENS * ValueRows::ROW_BYTES + 127) / 128 * 128;
+constexpr int STAGE_BYTES = KEY_BYTES + VALUE_BYTES;
 
 constexpr int WINDOW_ROW = KV_HEADS * HEAD_DIM * 2;  // bytes of one token's keys, or values, in a window
-constexpr int WINDOW_FIT = SIDE_BYTES / WINDOW_ROW;
+constexpr int WINDOW_BYTES = STAGE_BYTES / 2 / 128 * 128;  // of a stage that holds keys, or values, of a window
+constexpr int WINDOW_FIT = WINDOW_BYTES / WINDOW_ROW;
 constexpr int WINDOW_TILE = 8;  // window tokens that a warp works on at a time
 constexpr int WINDOW_TOKENS = WINDOW_FIT >= WINDOW_TILE ? WINDOW_FIT / WINDOW_TILE * WINDOW_TILE : WINDOW_FIT;
 constexpr int WINDOW_TILES = (WINDOW_TOKENS + WINDOW_TILE - 1) / WINDOW_TILE;
@@ -78,9 +100,9 @@ constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + (16 + 2) * 16 + 127) / 128 * 12
 // Three stages, or as many small ones as hide the latency of memory. More is slower: all copies of the card would wait in
 // a longer queue, the queries and whatever a block that starts late asks for behind them.
 constexpr int ENOUGH_BYTES = 112 * 1024;
-constexpr int FITTING_STAGES = (SHARED_LIMIT - STAGES_OFFSET) / (2 * SIDE_BYTES);
-constexpr int STAGES = minimum(minimum(FITTING_STAGES, maximum(ENOUGH_BYTES / (2 * SIDE_BYTES), 3)), 16);
-constexpr int SHARED_BYTES = STAGES_OFFSET + STAGES * 2 * SIDE_BYTES;
+constexpr int FITTING_STAGES = (SHARED_LIMIT - STAGES_OFFSET) / STAGE_BYTES;
+constexpr int STAGES = minimum(minimum(FITTING_STAGES, maximum(ENOUGH_BYTES / STAGE_BYTES, 3)), 16);
+constexpr int SHARED_BYTES = STAGES_OFFSET + STAGES * STAGE_BYTES;
 
 static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");
 static_assert(PAGE % TILE == 0, "a tile must not cross a page");

@@ -5,7 +5,7 @@
 #include "plan.cuh"
 
 struct Buffers {
-  const u8 *k_rows, *v_rows;  // [slots, ROW_BYTES]
+  const u8 *k_rows, *v_rows;  // [slots, KeyRows::ROW_BYTES], [slots, ValueRows::ROW_BYTES]
   const u8 *k_sink, *v_sink;  // [blocks, SINK, WINDOW_ROW]
   const u8 *k_ring, *v_ring;  // [rows, RING, WINDOW_ROW]
 };
@@ -28,7 +28,7 @@ struct Turn {
   }
 };
 
-DEVICE u32 stage_address(u32 shared, int stage) { return shared + STAGES_OFFSET + stage * 2 * SIDE_BYTES; }
+DEVICE u32 stage_address(u32 shared, int stage) { return shared + STAGES_OFFSET + stage * STAGE_BYTES; }
 DEVICE u32 full_barrier(u32 shared, int stage) { return shared + BARRIERS_OFFSET + stage * 16; }
 DEVICE u32 empty_barrier(u32 shared, int stage) { return full_barrier(shared, stage) + 8; }
 // Queries of segments take turns in two places, each with barriers like a stage.
@@ -118,14 +118,13 @@ struct History {
       u32 count = __popc(__ballot_sync(FULL_WARP, live));
       barrier_wait(empty_barrier(shared, turn.stage), turn.parity ^ 1);
       u32 full = full_barrier(shared, turn.stage);
-      constexpr u32 BYTES = COPY_TOKENS * ROW_BYTES;
-      if (lane == 0) barrier_arrive_expect(full, count * 2 * BYTES);
+      constexpr u32 KEYS = COPY_TOKENS * KeyRows::ROW_BYTES, VALUES = COPY_TOKENS * ValueRows::ROW_BYTES;
+      if (lane == 0) barrier_arrive_expect(full, count * (KEYS + VALUES));
       __syncwarp();
       if (live) {
-        u32 destination = stage_address(shared, turn.stage) + lane * BYTES;
-        i64 source = (i64)slot * BYTES;
-        bulk_copy_once(destination, buffers.k_rows + source, BYTES, full, policy);
-        bulk_copy_once(destination + SIDE_BYTES, buffers.v_rows + source, BYTES, full, policy);
+        u32 destination = stage_address(shared, turn.stage);
+        bulk_copy_once(destination + lane * KEYS, buffers.k_rows + (i64)slot * KEYS, KEYS, full, policy);
+        bulk_copy_once(destination + KEY_BYTES + lane * VALUES, buffers.v_rows + (i64)slot * VALUES, VALUES, full, policy);
       }
       turn.advance();
     }
@@ -151,7 +150,7 @@ DEVICE void copy_window(
         int run = min(end - token, sink ? borders.sink_end - token : RING - row);
         i64 source = (sink ? sink_row + row : ring_row + row) * WINDOW_ROW;
         bulk_copy_once(destination, (sink ? buffers.k_sink : buffers.k_ring) + source, run * WINDOW_ROW, full, policy);
-        bulk_copy_once(destination + SIDE_BYTES, (sink ? buffers.v_sink : buffers.v_ring) + source, run * WINDOW_ROW, full, policy);
+        bulk_copy_once(destination + WINDOW_BYTES, (sink ? buffers.v_sink : buffers.v_ring) + source, run * WINDOW_ROW, full, policy);
         destination += run * WINDOW_ROW;
         token += run;
       }

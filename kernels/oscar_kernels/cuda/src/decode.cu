@@ -39,9 +39,10 @@ DEVICE void attend(
       for (int stage = segment.history_begin;;) {
         int stop = min(segment.history_end, (stage / Values::RUN_STAGES + 1) * Values::RUN_STAGES);
         for (; stage < stop; stage++, turn.advance()) {
-          u32 keys = stage_address(base, turn.stage) + part * TILE * ROW_BYTES;
+          u32 keys = stage_address(base, turn.stage), values_at = keys + KEY_BYTES + part * TILE * ValueRows::ROW_BYTES;
+          keys += part * TILE * KeyRows::ROW_BYTES;
           barrier_wait(full_barrier(base, turn.stage), turn.parity);
-          attend_history(softmax, values, codes, at, keys, keys + SIDE_BYTES, live_begin, live_end);
+          attend_history(softmax, values, codes, at, keys, values_at, live_begin, live_end);
           __syncwarp();
           if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
           live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
@@ -63,7 +64,7 @@ DEVICE void attend(
           int first = tile * WINDOW_TILE;
           int count = min(min(WINDOW_TOKENS, left) - first, WINDOW_TILE);
           u32 offset = first * WINDOW_ROW;
-          if (count > 0) attend_window(softmax, output, columns, keys + offset, keys + SIDE_BYTES + offset, count);
+          if (count > 0) attend_window(softmax, output, columns, keys + offset, keys + WINDOW_BYTES + offset, count);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));

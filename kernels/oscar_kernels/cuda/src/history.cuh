@@ -1,8 +1,8 @@
 // Attention of one warp to 32 tokens of quantized history.
 //
-// Keys: S' = K Q', integer products. The keys' codes are bytes as they lie in the row, masked but not moved: a code at
-// bits 0-1 of a byte is worth itself, one at bits 2-3 four times that, which the query divides out; those at bits 4-7 are
-// worth 16 times as much and have sums of their own. Queries are 16-bit fixed-point numbers in two columns, high byte and
+// Keys: S' = K Q', integer products. The keys' codes are bytes as they lie in the row, masked but not moved: a code that
+// begins at bit 0 of a byte is worth itself, one at bit 2 four times that, which the query divides out; those from bit 4 on
+// are worth 16 times as much and have sums of their own. Queries are 16-bit fixed-point numbers in two columns, high byte and
 // low byte, so their rounding is finer than that of bfloat16.
 // Values: O' = V' P', see values_fixed.cuh and values_float.cuh.
 // Scales and zero points never touch a code: q.k = s (q.c - z sum(q)) and sum(p v) = sum((p s) c) - sum(p s z).
@@ -16,23 +16,27 @@
 struct QueryCodes {
   u32 digits[QK_BLOCKS][UNITS][2];
   float unit[QK_BLOCKS];          // what one sixteenth of a fixed-point unit adds to a log2 weight, for this lane's heads
-  float sums[QK_BLOCKS][GROUPS];  // sum of a group's channels in sixteenths of units, for this lane's heads
+  float sums[QK_BLOCKS][K_GROUPS];  // sum of a group's channels in sixteenths of units, for this lane's heads
 
   DEVICE void load(u32 q, float sm_scale);  // from shared memory: GQA heads side by side
 };
 
 // Channel i of the eight that lane l % 4 = c supplies to product u.
 DEVICE int query_channel(int unit, int c, int i) {
-  if (HEAD_DIM == 64) return (2 * unit + i / 4) * PLANE + 4 * c + i % 4;
-  return unit % 4 * PLANE + unit / 4 * 32 + 8 * c + i;
+  if (KeyRows::NARROW) return KeyRows::channel(2 * unit + i / 4, 4 * c + i % 4);
+  return KeyRows::channel(unit % KeyRows::PLANES, unit / KeyRows::PLANES * 32 + 8 * c + i);
 }
 // Products run over planes first; the group of product u.
 DEVICE constexpr int group_of_unit(int unit) {
-  return HEAD_DIM == 64 ? 32 * unit / GROUP : (unit % 4 * PLANE + unit / 4 * 32) / GROUP;
+  if (KeyRows::NARROW) return KeyRows::group(2 * unit, 0);
+  return KeyRows::group(unit % KeyRows::PLANES, unit / KeyRows::PLANES * 32);
 }
-// Whether the codes of product u lie at bits 4-7 of their byte, and whether those of channel i are the upper ones there.
-DEVICE constexpr int nibble_of_unit(int unit) { return HEAD_DIM == 64 ? unit : unit % 4 / 2; }
-DEVICE constexpr bool is_high_code(int unit, int i) { return HEAD_DIM == 64 ? i / 4 : unit % 2; }
+// What the codes of channel i of product u are worth: 1 or 4, and 16 times that where the sums are those of upper nibbles.
+DEVICE constexpr int code_weight(int unit, int i) {
+  return KeyRows::weight(KeyRows::NARROW ? 2 * unit + i / 4 : unit % KeyRows::PLANES);
+}
+DEVICE constexpr int nibble_of_unit(int unit) { return code_weight(unit, 0) >= 16; }
+DEVICE constexpr bool is_high_code(int unit, int i) { return code_weight(unit, i) % 16 == 4 || code_weight(unit, i) == 64; }
 
 DEVICE void QueryCodes::load(u32 q, float sm_scale) {
   int lane = threadIdx.x % 32, column = lane / 4, c = lane % 4;
@@ -51,7 +55,7 @@ DEVICE void QueryCodes::load(u32 q, float sm_scale) {
         x[u][4 * half + 2] = low_half<Q_BF16>(four.y);
         x[u][4 * half + 3] = high_half<Q_BF16>(four.y);
       }
-    float peak = 1e-30f, part[GROUPS];
+    float peak = 1e-30f, part[K_GROUPS];
     for (float& p : part) p = 0;
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
@@ -83,16 +87,16 @@ DEVICE void QueryCodes::load(u32 q, float sm_scale) {
       }
     // This lane's head is that of columns 2 (l % 4) and 2 (l % 4) + 1, which lane 8 (l % 4) has just prepared.
     unit[b] = sm_scale * LOG2_E / 16 / __shfl_sync(FULL_WARP, factor, 8 * c);
-    for (int g = 0; g < GROUPS; g++) sums[b][g] = __shfl_sync(FULL_WARP, part[g] * factor * 16, 8 * c);
+    for (int g = 0; g < K_GROUPS; g++) sums[b][g] = __shfl_sync(FULL_WARP, part[g] * factor * 16, 8 * c);
   }
 }
 
 // Products of the 16 tokens at ``tile`` with all queries: per group, and per nibble of the keys' bytes.
-using KeyProducts = int[GROUPS][2][QK_BLOCKS][4];
+using KeyProducts = int[K_GROUPS][2][QK_BLOCKS][4];
 
-DEVICE void key_products(KeyProducts& out, const QueryCodes& q, u32 tile) {
+DEVICE void key_products(KeyProducts& out, const QueryCodes& q, const Lane& lane, u32 tile) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++)
+  for (int g = 0; g < K_GROUPS; g++)
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -105,26 +109,39 @@ DEVICE void key_products(KeyProducts& out, const QueryCodes& q, u32 tile) {
       mma_codes(out[group_of_unit(unit)][nibble_of_unit(unit)][b], a0, a1, a2, a3, q.digits[b][unit][0],
                 q.digits[b][unit][1]);
   };
-  constexpr u32 PLANES[4] = {0x03030303u, 0x0c0c0c0cu, 0x30303030u, 0xc0c0c0c0u};
-  if (HEAD_DIM == 64) {
-    u32 w = load_shared(tile), x = load_shared(tile + 8 * ROW_BYTES);
+  constexpr int NEXT = 8 * KeyRows::ROW_BYTES;  // to the row eight tokens on
+  constexpr bool HAS_HIGH = KeyRows::BITS == 3;
+  auto codes = [](u32 low, u32 high, int plane) { return plane_codes<KeyRows>(low, high, plane); };
+  if (KeyRows::NARROW) {
+    u32 w = load_shared(tile), x = load_shared(tile + NEXT), w_high = 0, x_high = 0;
+    if (HAS_HIGH) {
+      w_high = load_shared(tile + lane.key_high) >> lane.key_shift;
+      x_high = load_shared(tile + lane.key_high + NEXT) >> lane.key_shift;
+    }
 #pragma unroll
     for (int u = 0; u < 2; u++)
-      multiply(u, w & PLANES[2 * u], x & PLANES[2 * u], w & PLANES[2 * u + 1], x & PLANES[2 * u + 1]);
+      multiply(u, codes(w, w_high, 2 * u), codes(x, x_high, 2 * u), codes(w, w_high, 2 * u + 1),
+               codes(x, x_high, 2 * u + 1));
   } else {
 #pragma unroll
-    for (int span = 0; span < HEAD_DIM / 128; span++) {
+    for (int span = 0; span < KeyRows::SPANS; span++) {
       u32 at = tile + 32 * span;
       uint2 w, x;
-      if (ROW_BYTES % 8 == 0) {
-        w = load_shared2(at), x = load_shared2(at + 8 * ROW_BYTES);
+      if (KeyRows::ROW_BYTES % 8 == 0) {
+        w = load_shared2(at), x = load_shared2(at + NEXT);
       } else {
         w = make_uint2(load_shared(at), load_shared(at + 4));
-        x = make_uint2(load_shared(at + 8 * ROW_BYTES), load_shared(at + 8 * ROW_BYTES + 4));
+        x = make_uint2(load_shared(at + NEXT), load_shared(at + NEXT + 4));
+      }
+      u32 w_high = 0, x_high = 0;  // of the first four bytes at even bits, of the others at odd ones
+      if (HAS_HIGH) {
+        w_high = load_shared(tile + 16 * span + lane.key_high);
+        x_high = load_shared(tile + 16 * span + lane.key_high + NEXT);
       }
 #pragma unroll
-      for (int u = 0; u < 4; u++)
-        multiply(4 * span + u, w.x & PLANES[u], x.x & PLANES[u], w.y & PLANES[u], x.y & PLANES[u]);
+      for (int plane = 0; plane < KeyRows::PLANES; plane++)
+        multiply(KeyRows::PLANES * span + plane, codes(w.x, w_high, plane), codes(x.x, x_high, plane),
+                 codes(w.y, w_high >> 1, plane), codes(x.y, x_high >> 1, plane));
     }
   }
 }
@@ -149,23 +166,22 @@ using Values = ValuesOf<PAIRED>::type;
 // The tile's tokens [live_begin, live_end) count; the rest of the tile may hold anything.
 DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, const Lane& lane, u32 keys, u32 values,
                            int live_begin, int live_end) {
-  Param value_params[TOKENS][GROUPS];
+  Param value_params[TOKENS][V_GROUPS];
   float logits[TOKENS][QK_BLOCKS];  // in sixteenths of the query's units
 #pragma unroll
   for (int i = 0; i < TOKENS; i += 2) {
     KeyProducts products;
-    key_products(products, q, keys + lane.key + 8 * i * ROW_BYTES);
+    key_products(products, q, lane, keys + lane.key + 8 * i * KeyRows::ROW_BYTES);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      Param key_params[GROUPS];
-      u32 offset = lane.params + 8 * (i + j) * ROW_BYTES;
-      load_params(key_params, keys + offset);
-      load_params(value_params[i + j], values + offset);
+      Param key_params[K_GROUPS];
+      load_params(key_params, keys + lane.key_params + 8 * (i + j) * KeyRows::ROW_BYTES);
+      load_params(value_params[i + j], values + lane.value_params + 8 * (i + j) * ValueRows::ROW_BYTES);
 #pragma unroll
       for (int b = 0; b < QK_BLOCKS; b++) {
         logits[i + j][b] = 0;
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++)
+        for (int g = 0; g < K_GROUPS; g++)
           logits[i + j][b] +=
               key_params[g].scale * (key_product(products, g, b, j) - key_params[g].zero * q.sums[b][g]);
       }
@@ -177,7 +193,7 @@ DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, 
       int token = token_of_row(threadIdx.x % 32 / 4) + 8 * i;
       if (token < live_begin || token >= live_end) {
         for (int b = 0; b < QK_BLOCKS; b++) logits[i][b] = minus_infinity();
-        for (int g = 0; g < GROUPS; g++) value_params[i][g] = {0, 0};
+        for (int g = 0; g < V_GROUPS; g++) value_params[i][g] = {0, 0};
       }
     }
   }
@@ -201,7 +217,7 @@ DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, 
     for (int i = 0; i < TOKENS; i++)
       for (int b = 0; b < QK_BLOCKS; b++) {
         float weight = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
-        for (int g = 0; g < GROUPS; g++) largest = fmaxf(largest, weight * value_params[i][g].scale);
+        for (int g = 0; g < V_GROUPS; g++) largest = fmaxf(largest, weight * value_params[i][g].scale);
       }
     for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
     sums.scale(fade, largest);
@@ -213,8 +229,8 @@ DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, 
     for (int b = 0; b < QK_BLOCKS; b++) {
       softmax.total[b] += weights[i][b];
 #pragma unroll
-      for (int g = 0; g < GROUPS; g++)
+      for (int g = 0; g < V_GROUPS; g++)
         softmax.shift[b][g] += weights[i][b] * value_params[i][g].scale * value_params[i][g].zero;
     }
-  sums.add(columns, values + lane.value_even, values + lane.value_odd);
+  sums.add(columns, lane, values + lane.value_even, values + lane.value_odd);
 }

@@ -17,7 +17,7 @@ struct Partial {
   float top, total;
   float4 sum;
 };
-static_assert(MATH_THREADS * sizeof(Partial) <= STAGES * 2 * SIDE_BYTES, "rows are exchanged where stages were");
+static_assert(MATH_THREADS * sizeof(Partial) <= STAGES * STAGE_BYTES, "rows are exchanged where stages were");
 
 DEVICE Partial nothing() { return {minus_infinity(), 0, make_float4(0, 0, 0, 0)}; }
 

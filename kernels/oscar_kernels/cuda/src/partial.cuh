@@ -44,7 +44,7 @@ DEVICE float sum_tokens(float x) {
 }
 
 // Outputs of this lane's heads with scale and zero point in them, still unnormalized: channel output_channel(run) + i.
-constexpr int RUN = HEAD_DIM == 64 ? 2 : 4;         // neighbouring channels that a lane holds
+constexpr int RUN = ValueRows::NARROW ? 2 : 4;        // neighbouring channels that a lane holds
 constexpr int RUNS = HEAD_DIM / (8 * RUN);
 struct Plain {
   float out[QK_BLOCKS][RUNS][RUN];
@@ -52,10 +52,10 @@ struct Plain {
 
 DEVICE int output_channel(int run) {
   int row = threadIdx.x % 32 / 4;
-  return HEAD_DIM == 64 ? run * PLANE + 2 * row : run % 4 * PLANE + run / 4 * 32 + 4 * row;
+  return ValueRows::channel(run % ValueRows::PLANES, run / ValueRows::PLANES * 32 + RUN * row);
 }
 DEVICE constexpr int group_of_run(int run) {
-  return HEAD_DIM == 64 ? run * PLANE / GROUP : (run % 4 * PLANE + run / 4 * 32) / GROUP;
+  return ValueRows::group(run % ValueRows::PLANES, run / ValueRows::PLANES * 32);
 }
 
 DEVICE void store_run(float* at, const float (&x)[RUN], float factor) {
@@ -80,14 +80,15 @@ DEVICE void settle(Softmax& softmax, const Output& output, Plain& plain) {
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     softmax.total[b] = sum_tokens(softmax.total[b]);
-    float shift[GROUPS];
+    float shift[V_GROUPS];
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) shift[g] = sum_tokens(softmax.shift[b][g]);
+    for (int g = 0; g < V_GROUPS; g++) shift[g] = sum_tokens(softmax.shift[b][g]);
 #pragma unroll
     for (int run = 0; run < RUNS; run++)
 #pragma unroll
       for (int i = 0; i < RUN; i++) {
-        const float* acc = output.acc[b / 2][run / 4 * 8 + i / 2 * 4 + run % 4];
+        constexpr int PLANES = ValueRows::PLANES;
+        const float* acc = output.acc[b / 2][run / PLANES * 2 * PLANES + i / 2 * PLANES + run % PLANES];
         float x = PAIRED ? acc[2 * (i % 2)] + acc[2 * (i % 2) + 1] : acc[2 * (i % 2) + b % 2];
         plain.out[b][run][i] = x - shift[group_of_run(run)];
       }

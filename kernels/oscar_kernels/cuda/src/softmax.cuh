@@ -12,7 +12,7 @@ constexpr float LOWEST = -1e30f;  // running maximum of nothing
 struct Softmax {
   float top[QK_BLOCKS];            // running maximum of log2 weights
   float total[QK_BLOCKS];          // sum of weights, this lane's tokens only
-  float shift[QK_BLOCKS][GROUPS];  // sum of weight * value scale * zero point, this lane's tokens only
+  float shift[QK_BLOCKS][V_GROUPS];  // sum of weight * value scale * zero point, this lane's tokens only
 
   DEVICE void clear() {
 #pragma unroll

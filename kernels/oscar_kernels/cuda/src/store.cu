@@ -131,21 +131,25 @@ DEVICE void load_vector(uint4 (&x)[UNITS], const Input& input, int token, int he
 }
 
 // ---- one vector, by one warp ----------------------------------------------------------------------------------------
-// Lane l has bytes l, l + 32, ... of the packed codes: channels byte + j PLANE.
-constexpr int BYTES = (PLANE + 31) / 32;
-struct Values {
-  float y[BYTES][4];
+// Lane l has bytes l, l + 32, ... of the packed codes, of three bits of the low ones: Rows::channel(plane, byte).
+template <class Rows>
+struct Vectors {
+  static constexpr int BYTES = (Rows::WIDTH + 31) / 32, PLANES = Rows::PLANES;
+  float y[BYTES][PLANES];
+
+  DEVICE static bool has_byte(int i) { return Rows::WIDTH % 32 == 0 || threadIdx.x % 32 + 32 * i < Rows::WIDTH; }
 };
-DEVICE bool has_byte(int i) { return PLANE % 32 == 0 || threadIdx.x % 32 + 32 * i < PLANE; }
 
 // Clamps to the rank-th largest magnitude, duplicates counted.
-DEVICE void clip(Values& v, int rank) {
+template <class Rows>
+DEVICE void clip(Vectors<Rows>& v, int rank) {
+  constexpr int BYTES = Vectors<Rows>::BYTES, PLANES = Vectors<Rows>::PLANES;
   if (rank == 0) return;
-  u32 bits[BYTES][4];  // of magnitudes, which order as integers do
+  u32 bits[BYTES][PLANES];  // of magnitudes, which order as integers do
 #pragma unroll
   for (int i = 0; i < BYTES; i++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) bits[i][j] = has_byte(i) ? __float_as_uint(fabsf(v.y[i][j])) : 0;
+    for (int j = 0; j < PLANES; j++) bits[i][j] = v.has_byte(i) ? __float_as_uint(fabsf(v.y[i][j])) : 0;
   u32 threshold = 0;
   if (rank <= 16) {
     // Take the largest away, rank - 1 times.
@@ -155,13 +159,13 @@ DEVICE void clip(Values& v, int rank) {
 #pragma unroll
       for (int i = 0; i < BYTES; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) mine = max(mine, bits[i][j]);
+        for (int j = 0; j < PLANES; j++) mine = max(mine, bits[i][j]);
       threshold = __reduce_max_sync(FULL_WARP, mine);
       bool taken = threadIdx.x % 32 != __ffs(__ballot_sync(FULL_WARP, mine == threshold)) - 1;
 #pragma unroll
       for (int i = 0; i < BYTES; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++)
+        for (int j = 0; j < PLANES; j++)
           if (!taken && bits[i][j] == threshold) {
             bits[i][j] = 0;
             taken = true;
@@ -174,7 +178,7 @@ DEVICE void clip(Values& v, int rank) {
 #pragma unroll
       for (int i = 0; i < BYTES; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) above += __popc(__ballot_sync(FULL_WARP, has_byte(i) && bits[i][j] >= trial));
+        for (int j = 0; j < PLANES; j++) above += __popc(__ballot_sync(FULL_WARP, v.has_byte(i) && bits[i][j] >= trial));
       if (above >= rank) threshold = trial;
     }
   }
@@ -182,7 +186,7 @@ DEVICE void clip(Values& v, int rank) {
 #pragma unroll
   for (int i = 0; i < BYTES; i++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) v.y[i][j] = fminf(fmaxf(v.y[i][j], -tau), tau);
+    for (int j = 0; j < PLANES; j++) v.y[i][j] = fminf(fmaxf(v.y[i][j], -tau), tau);
 }
 
 DEVICE u32 narrow_scale(float x) { return SCALE_BF16 ? pack_bfloat(x, 0) & 0xffffu : pack_half(x, 0) & 0xffffu; }
@@ -192,33 +196,36 @@ DEVICE float stored(float x) {
 }
 
 // Whether a channel of the vector is a NaN, which clip() and minima and maxima pass over.
-DEVICE bool has_nan(const Values& v) {
+template <class Rows>
+DEVICE bool has_nan(const Vectors<Rows>& v) {
   bool found = false;
 #pragma unroll
-  for (int i = 0; i < BYTES; i++)
+  for (int i = 0; i < Vectors<Rows>::BYTES; i++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) found |= v.y[i][j] != v.y[i][j];
+    for (int j = 0; j < Vectors<Rows>::PLANES; j++) found |= v.y[i][j] != v.y[i][j];
   return __any_sync(FULL_WARP, found);
 }
 
 // Codes of oscar_kernels/codec.py, packed; ``row`` is the token's row, ``v`` is ``whole`` clipped.
-template <bool FITTED>
-DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, int head) {
+template <bool FITTED, class Rows>
+DEVICE void quantize(const Vectors<Rows>& v, const Vectors<Rows>& whole, float gain, u8* row, int head) {
+  constexpr int BYTES = Vectors<Rows>::BYTES, PLANES = Vectors<Rows>::PLANES, GROUPS = Rows::GROUPS, GROUP = Rows::GROUP, BITS = Rows::BITS;
+  constexpr float STEPS = (1 << BITS) - 1;
   int lane = threadIdx.x % 32;
   bool broken = has_nan(whole);
-  u32 packed[BYTES];
+  u32 packed[BYTES], high_bits[BYTES];  // of three bits the low two, and the others where they lie in the first half
 #pragma unroll
-  for (int i = 0; i < BYTES; i++) packed[i] = 0;
+  for (int i = 0; i < BYTES; i++) packed[i] = high_bits[i] = 0;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     // Group g has planes [first, last) whole, or one span of 32 bytes in one plane, or several.
-    auto mine = [&](int i, int j) { return (j * PLANE + 32 * i) / GROUP == g; };
+    auto mine = [&](int i, int j) { return Rows::group(j, 32 * i) == g; };
     float low = as_float(0x7f800000u), high = minus_infinity();
 #pragma unroll
     for (int i = 0; i < BYTES; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (mine(i, j) && has_byte(i)) {
+      for (int j = 0; j < PLANES; j++)
+        if (mine(i, j) && v.has_byte(i)) {
           low = fminf(low, v.y[i][j]);
           high = fmaxf(high, v.y[i][j]);
         }
@@ -226,7 +233,7 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
       low = fminf(low, __shfl_xor_sync(FULL_WARP, low, step));
       high = fmaxf(high, __shfl_xor_sync(FULL_WARP, high, step));
     }
-    float scale = __fdiv_rn(fmaxf(high - low, 1e-8f), 3.0f);
+    float scale = __fdiv_rn(fmaxf(high - low, 1e-8f), STEPS);
     if (SCALE_BYTES == 2 && !SCALE_BF16) {
       // Keeps the scale and zero = -low / scale within float16, and the scale normal.
       float largest = fmaxf(fabsf(low), fabsf(high));
@@ -239,12 +246,17 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
 #pragma unroll
     for (int i = 0; i < BYTES; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++)
+      for (int j = 0; j < PLANES; j++)
         if (mine(i, j)) {
           float code = floorf(__fadd_rn(__fadd_rn(__fdiv_rn(v.y[i][j], scale), zero), 0.5f));
-          code = fminf(fmaxf(code, 0.0f), 3.0f);
-          packed[i] |= (u32)code << (2 * j);
-          if (FITTED && has_byte(i)) {
+          code = fminf(fmaxf(code, 0.0f), STEPS);
+          if (BITS == 3) {
+            packed[i] |= ((u32)code & 3) << (2 * j);
+            high_bits[i] |= ((u32)code >> 2) << (2 * j + 2) % 8;
+          } else {
+            packed[i] |= (u32)code << (BITS * j);
+          }
+          if (FITTED && v.has_byte(i)) {
             float x = whole.y[i][j] - middle;
             rest += x;
             squares += x * x;
@@ -269,7 +281,7 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
     }
     if (broken) scale = zero = as_float(0x7fc00000u);
     if (lane == g) {
-      u8* at = row + PARAMS_OFFSET + head * PARAM_BYTES + g * 2 * SCALE_BYTES;
+      u8* at = row + Rows::PARAMS_OFFSET + head * Rows::PARAM_BYTES + g * 2 * SCALE_BYTES;
       if (SCALE_BYTES == 4) {
         ((float*)at)[0] = scale;
         ((float*)at)[1] = zero;
@@ -278,9 +290,17 @@ DEVICE void quantize(const Values& v, const Values& whole, float gain, u8* row, 
       }
     }
   }
+  u8* to = row + head * Rows::CODE_BYTES;
 #pragma unroll
-  for (int i = 0; i < BYTES; i++)
-    if (has_byte(i)) row[head * CODE_BYTES + lane + 32 * i] = broken ? 0 : packed[i];
+  for (int i = 0; i < BYTES; i++) {
+    int b = lane + 32 * i;
+    if (v.has_byte(i)) to[b] = broken ? 0 : packed[i];
+    if (BITS == 3) {
+      // A byte of high bits is of two bytes four apart, the second one bit further up.
+      u32 both = high_bits[i] | __shfl_xor_sync(FULL_WARP, high_bits[i], 4) << 1;
+      if (v.has_byte(i) && lane / 4 % 2 == 0) to[Rows::WIDTH + b / 8 * 4 + b % 4] = broken ? 0 : both;
+    }
+  }
 }
 
 DEVICE void store_window(u16* window, i64 slot, int head, const float* y) {
@@ -298,7 +318,7 @@ DEVICE void start(bool decoding) {
   if (decoding) let_successor_start();
 }
 
-template <int TERMS, int SETS, bool CENTER, bool FITTED>
+template <class Rows, int TERMS, int SETS, bool CENTER, bool FITTED>
 DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int tokens, int vectors, bool decoding,
                        float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -341,14 +361,14 @@ DEVICE void store_tile(const Side& side, const Slots& slots, int tile, int token
     }
     if (RING > 0) store_window(side.ring, slots.ring[of.token], of.head, y);
     if (SINK > 0) store_window(side.sink, slots.sink[of.token], of.head, y);
-    Values v;
+    Vectors<Rows> v;
 #pragma unroll
-    for (int i = 0; i < BYTES; i++)
+    for (int i = 0; i < Vectors<Rows>::BYTES; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) v.y[i][j] = has_byte(i) ? y[j * PLANE + lane + 32 * i] : 0;
-    Values whole = v;
+      for (int j = 0; j < Vectors<Rows>::PLANES; j++) v.y[i][j] = v.has_byte(i) ? y[Rows::channel(j, lane + 32 * i)] : 0;
+    Vectors<Rows> whole = v;
     clip(v, side.rank);
-    quantize<FITTED>(v, whole, side.gain, side.rows + slots.row[of.token] * ROW_BYTES, of.head);
+    quantize<FITTED>(v, whole, side.gain, side.rows + slots.row[of.token] * Rows::ROW_BYTES, of.head);
   }
 }
 
@@ -391,9 +411,9 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
   int keys_end = tiles_of<KV_HEADS, K_SETS>(tokens, vectors), tile = blockIdx.x;
   int values_end = keys_end + tiles_of<KV_HEADS, V_SETS>(tokens, vectors);
   if (tile < keys_end)
-    store_tile<K_TERMS, K_SETS, HAS_CENTER, K_FITTED>(keys, slots, tile, tokens, vectors, decoding, tile_y);
+    store_tile<KeyRows, K_TERMS, K_SETS, HAS_CENTER, K_FITTED>(keys, slots, tile, tokens, vectors, decoding, tile_y);
   else if (tile < values_end)
-    store_tile<V_TERMS, V_SETS, false, V_FITTED>(values, slots, tile - keys_end, tokens, vectors, decoding, tile_y);
+    store_tile<ValueRows, V_TERMS, V_SETS, false, V_FITTED>(values, slots, tile - keys_end, tokens, vectors, decoding, tile_y);
   else
     rotate_queries<Q_TERMS, Q_SETS>(queries, tile - values_end, tokens, decoding);
 }

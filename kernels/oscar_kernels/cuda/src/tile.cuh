@@ -13,6 +13,7 @@ struct Param {
   float scale, zero;
 };
 
+template <int GROUPS>
 DEVICE void load_params(Param (&params)[GROUPS], u32 address) {
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
@@ -25,18 +26,36 @@ DEVICE void load_params(Param (&params)[GROUPS], u32 address) {
   }
 }
 
+// Four bytes of codes of one plane, and nothing else in them, ``rows::weight(plane)`` times the codes.
+//
+// Of three bits ``high`` are the bytes of high bits that belong to the bytes ``low``, moved down by one for every second
+// four bytes: they lie where they continue the low bits, those of the last plane where they do so once both have been moved.
+template <class Rows>
+DEVICE u32 plane_codes(u32 low, u32 high, int plane) {
+  if (Rows::BITS != 3) return low & (0x01010101u * ((1 << Rows::BITS) - 1) << (Rows::BITS * plane));
+  if (plane < 3) return (low & 0x03030303u << (2 * plane)) | (high & 0x04040404u << (2 * plane));
+  return (low >> 2 & 0x30303030u) | (high << 6 & 0x40404040u);
+}
+
 // Where this lane reads in a tile; byte offsets of this warp's kv head.
 struct Lane {
-  int key, value_even, value_odd, params;
+  int key, key_params, value_even, value_odd, value_params;
+  int key_high, value_high;        // from the bytes of low bits of three to those of their high bits
+  int key_shift, value_shift;      // what the latter are moved down by
 
   DEVICE explicit Lane(int head) {
-    int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
-    int codes = head * CODE_BYTES;
-    key = token_of_row(row) * ROW_BYTES + codes + (HEAD_DIM == 64 ? 4 : 8) * c;
-    int value = codes + (HEAD_DIM == 64 ? 2 : 4) * row;
-    value_even = token_of_row(2 * c) * ROW_BYTES + value;
-    value_odd = token_of_row(2 * c + 1) * ROW_BYTES + value;
-    params = token_of_row(row) * ROW_BYTES + PARAMS_OFFSET + head * PARAM_BYTES;
+    int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4, token = token_of_row(row);
+    int codes = head * KeyRows::CODE_BYTES, at = (KeyRows::NARROW ? 4 : 8) * c;
+    key = token * KeyRows::ROW_BYTES + codes + at;
+    key_high = KeyRows::WIDTH + at / 8 * 4 - at;
+    key_shift = at / 4 % 2;
+    key_params = token * KeyRows::ROW_BYTES + KeyRows::PARAMS_OFFSET + head * KeyRows::PARAM_BYTES;
+    at = (ValueRows::NARROW ? 2 : 4) * row;
+    int value = head * ValueRows::CODE_BYTES + at;
+    value_even = token_of_row(2 * c) * ValueRows::ROW_BYTES + value;
+    value_odd = token_of_row(2 * c + 1) * ValueRows::ROW_BYTES + value;
+    value_high = ValueRows::WIDTH + at / 8 * 4 + at % 4 - at;
+    value_shift = at / 4 % 2;
+    value_params = token * ValueRows::ROW_BYTES + ValueRows::PARAMS_OFFSET + head * ValueRows::PARAM_BYTES;
   }
 };
-

@@ -1,7 +1,7 @@
 // Sums of weights times value codes in floats, for more than four query heads per kv head.
 //
-// The code at bits 2j of a 16-bit half is the subnormal float16 number code 4^j 2^-24. The tensor cores multiply subnormals
-// exactly, and the end of the segment divides 4^j 2^-24 out.
+// The code at bits n.. of a 16-bit half is the subnormal float16 number code 2^n 2^-24. The tensor cores multiply subnormals
+// exactly, and the end of the segment divides 2^n 2^-24 out.
 //
 // They cut sums off instead of rounding them, a bias that grows with the number of products: 1% after 30,000. So sums move
 // to memory and begin anew every 2,000 products, where they are added up with rounding.
@@ -15,7 +15,7 @@ struct FloatValues {
 
   // Weights times value scale as columns of the products: column 2 c is head c of an output block, column 2 c + 1 head 4 + c.
   struct Columns {
-    u32 pair[TOKENS][GROUPS][PV_BLOCKS];  // two float16 numbers
+    u32 pair[TOKENS][V_GROUPS][PV_BLOCKS];  // two float16 numbers
   };
 
   DEVICE void clear() {
@@ -24,12 +24,12 @@ struct FloatValues {
   }
 
   // False if a number is 2 or more, infinite or NaN.
-  DEVICE bool round(Columns& columns, const float (&weights)[TOKENS][QK_BLOCKS], const Param (&params)[TOKENS][GROUPS]) const {
+  DEVICE bool round(Columns& columns, const float (&weights)[TOKENS][QK_BLOCKS], const Param (&params)[TOKENS][V_GROUPS]) const {
     u32 bits = 0;
 #pragma unroll
     for (int i = 0; i < TOKENS; i++)
 #pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
+      for (int g = 0; g < V_GROUPS; g++) {
         float scale = params[i][g].scale * factor;
 #pragma unroll
         for (int n = 0; n < PV_BLOCKS; n++) {
@@ -79,43 +79,67 @@ struct FloatValues {
     sums.scale(fade, factor / old);
   }
 
-  DEVICE void add(const Columns& columns, u32 even, u32 odd) {
+  DEVICE void add(const Columns& columns, const Lane& lane, u32 even, u32 odd) {
 #pragma unroll
     for (int i = 0; i < TOKENS; i += 2) {
-      u32 b[GROUPS][PV_BLOCKS][2];
+      u32 b[V_GROUPS][PV_BLOCKS][2];
 #pragma unroll
-      for (int g = 0; g < GROUPS; g++)
+      for (int g = 0; g < V_GROUPS; g++)
 #pragma unroll
         for (int n = 0; n < PV_BLOCKS; n++) {
           b[g][n][0] = transpose_8x8(columns.pair[i][g][n]);
           b[g][n][1] = transpose_8x8(columns.pair[i + 1][g][n]);
         }
-      auto multiply = [&](int first_channel, int index, u32 mixed0, u32 mixed1) {  // 16 codes of two tokens each
-        u32 next0 = mixed0 >> 8, next1 = mixed1 >> 8;
+      // Two bytes each of two tokens and of the two eight tokens on, and their high bits.
+      auto multiply = [&](int first, int index, const u32(&low)[2], const u32(&high)[2]) {
 #pragma unroll
-        for (int plane = 0; plane < 4; plane++) {
-          u32 mask = 0x00030003u << (2 * plane);
-          int g = GROUPS == 1 ? 0 : (plane * PLANE + first_channel) / GROUP;
+        for (int plane = 0; plane < ValueRows::PLANES; plane++) {
+          u32 a[4];
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            a[j] = plane_codes<ValueRows>(low[j], high[j], plane) & 0x00ff00ffu;
+            a[2 + j] = plane_codes<ValueRows>(low[j] >> 8, high[j] >> 8, plane) & 0x00ff00ffu;
+          }
+          int g = V_GROUPS == 1 ? 0 : ValueRows::group(plane, first);
 #pragma unroll
           for (int n = 0; n < PV_BLOCKS; n++)
-            mma_k16<false>(sums.acc[n][4 * index + plane], mixed0 & mask, next0 & mask, mixed1 & mask, next1 & mask,
-                           b[g][n][0], b[g][n][1]);
+            mma_k16<false>(sums.acc[n][ValueRows::PLANES * index + plane], a[0], a[2], a[1], a[3], b[g][n][0], b[g][n][1]);
         }
       };
-      u32 at = 8 * i * ROW_BYTES;
-      if (HEAD_DIM == 64) {
-        u32 mixed[2];
+      constexpr int NEXT = 8 * ValueRows::ROW_BYTES;
+      constexpr u32 SELECT[2] = {0x5410, 0x7632};
+      constexpr bool HAS_HIGH = ValueRows::BITS == 3;
+      u32 at = i * NEXT, low[2], high[2] = {};
+      if (ValueRows::NARROW) {
 #pragma unroll
-        for (int j = 0; j < 2; j++, at += 8 * ROW_BYTES)
-          mixed[j] = __byte_perm(load_shared_u16(even + at), load_shared_u16(odd + at), 0x5410);
-        multiply(0, 0, mixed[0], mixed[1]);
+        for (int j = 0; j < 2; j++, at += NEXT) {
+          low[j] = __byte_perm(load_shared_u16(even + at), load_shared_u16(odd + at), SELECT[0]);
+          if (HAS_HIGH)
+            high[j] = __byte_perm(load_shared_u16(even + lane.value_high + at),
+                                  load_shared_u16(odd + lane.value_high + at), SELECT[0]) >> lane.value_shift;
+        }
+        multiply(0, 0, low, high);
       } else {
 #pragma unroll
-        for (int span = 0; span < HEAD_DIM / 128; span++, at += 32) {
-          u32 x0 = load_shared(even + at), y0 = load_shared(odd + at);
-          u32 x1 = load_shared(even + at + 8 * ROW_BYTES), y1 = load_shared(odd + at + 8 * ROW_BYTES);
-          multiply(32 * span, 2 * span, __byte_perm(x0, y0, 0x5410), __byte_perm(x1, y1, 0x5410));
-          multiply(32 * span, 2 * span + 1, __byte_perm(x0, y0, 0x7632), __byte_perm(x1, y1, 0x7632));
+        for (int span = 0; span < ValueRows::SPANS; span++) {
+          u32 x[2], y[2], x_high[2], y_high[2];
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            x[j] = load_shared(even + 32 * span + at + j * NEXT), y[j] = load_shared(odd + 32 * span + at + j * NEXT);
+            if (HAS_HIGH) {
+              x_high[j] = load_shared(even + 16 * span + lane.value_high + at + j * NEXT) >> lane.value_shift;
+              y_high[j] = load_shared(odd + 16 * span + lane.value_high + at + j * NEXT) >> lane.value_shift;
+            }
+          }
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+              low[j] = __byte_perm(x[j], y[j], SELECT[half]);
+              if (HAS_HIGH) high[j] = __byte_perm(x_high[j], y_high[j], SELECT[half]);
+            }
+            multiply(32 * span, 2 * span + half, low, high);
+          }
         }
       }
     }
@@ -140,6 +164,6 @@ struct FloatValues {
 #pragma unroll
       for (int tile = 0; tile < TILES_M; tile++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) output.acc[n][tile][i] = sums.acc[n][tile][i] * (unit / (1 << (2 * (tile % 4))));
+        for (int i = 0; i < 4; i++) output.acc[n][tile][i] = sums.acc[n][tile][i] * (unit / ValueRows::weight(tile % ValueRows::PLANES));
   }
 };

@@ -94,17 +94,17 @@ DEVICE void attend_window(Softmax& softmax, Output& output, const QueryFloats& q
     for (int n = 0; n < PV_BLOCKS; n++) mma_k8<WINDOW_BF16>(output.acc[n][tile], first, second, columns[n]);
   };
 #pragma unroll
-  for (int plane = 0; plane < 4; plane++) {
-    if (HEAD_DIM == 64) {
-      int at = 2 * (plane * PLANE + 2 * row);
+  for (int plane = 0; plane < ValueRows::PLANES; plane++) {
+    if (ValueRows::NARROW) {
+      int at = 2 * ValueRows::channel(plane, 2 * row);
       multiply(plane, load_shared(even + at), load_shared(odd + at));
     } else {
 #pragma unroll
-      for (int span = 0; span < HEAD_DIM / 128; span++) {
-        int at = 2 * (plane * PLANE + 32 * span + 4 * row);
+      for (int span = 0; span < ValueRows::SPANS; span++) {
+        int at = 2 * ValueRows::channel(plane, 32 * span + 4 * row);
         uint2 x = load_shared2(even + at), y = load_shared2(odd + at);
-        multiply(8 * span + plane, x.x, y.x);
-        multiply(8 * span + 4 + plane, x.y, y.y);
+        multiply(2 * ValueRows::PLANES * span + plane, x.x, y.x);
+        multiply(2 * ValueRows::PLANES * span + ValueRows::PLANES + plane, x.y, y.y);
       }
     }
   }

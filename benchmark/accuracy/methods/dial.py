@@ -1,0 +1,102 @@
+"""What ``oscar fit --bits`` writes: a recipe's transforms, and bits of a code by layer and side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from accuracy.calibration import Calibration
+from accuracy.methods.base import Method, RowMethod
+from accuracy.methods.focus import ServedFocus
+from accuracy.methods.plus import Plus
+from accuracy.quantizers import uniform_bits
+from oscar_kernels.layout import BITS
+from oscar_rotation.dump import DumpChunk
+from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bits import layer_losses
+from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, Request, moved, requests
+from oscar_rotation.fit.samples import plan_samples
+from oscar_rotation.math.bit_plan import spend
+from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
+from oscar_rotation.threads import one_thread
+
+
+@dataclass
+class Dial(Method):
+    """See :mod:`oscar_rotation.fit.bits`.
+
+    Attributes:
+        make: the recipe at two bits.
+        goal: as the command takes it.
+        sink, recent, table: as of :class:`Method`.
+        bits: of keys and of values, by layer; set by fit.
+    """
+
+    make: Callable[[], RowMethod]
+    goal: str
+    sink: int = 64
+    recent: int = 256
+    table: str = "bits"
+    source: str = "this project; see rotation/oscar_rotation/fit/bits.py"
+    name: str = field(init=False)
+    domain: str = field(init=False)
+    bits: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.base = self.make()
+        self.domain = getattr(self.base, "domain", "retrieval")
+        self.name = f"{self.base.name}, --bits {self.goal}"
+
+    def fit(self, calibration: Calibration) -> None:
+        """The recipe, then the bits."""
+        self.base.fit(calibration)
+        layers, goal = len(calibration.layers), BitGoal.parse(self.goal)
+        if goal.mean is None:
+            assert goal.key is not None
+            assert goal.value is not None
+            self.bits = (goal.key,) * layers, (goal.value,) * layers
+            return
+        losses = calibration.once(("bit losses", self.base.name), lambda: self._losses(calibration))
+        plan = spend(losses.flatten(0, 1), BITS, goal.budget(2 * layers, calibration.head_dim, self.base.group))
+        self.bits = plan[::2], plan[1::2]
+
+    def _losses(self, calibration: Calibration) -> torch.Tensor:
+        positions = calibration.positions(getattr(self.base, "context", None))
+        found = []
+        for layer, x in enumerate(calibration.layers):
+            chunk = DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))
+            first = plan_samples({0: chunk.seq_lens}, HELD_OUT_TOKENS)[0]
+            held_out: list[Request] = moved(list(requests(chunk.split(first)[1])), positions)
+            sides = partial(self._key, layer), partial(self._value, layer)
+            with one_thread():
+                found.append(layer_losses(held_out, *sides, calibration.head_dim**-0.5, calibration.readers[layer]))
+        return torch.stack(found)
+
+    def _key(self, layer: int, k: torch.Tensor, bits: int) -> torch.Tensor:
+        return self.base.read_keys(layer, k, KEY_ROWS[bits], 1 << bits)
+
+    def _value(self, layer: int, v: torch.Tensor, bits: int) -> torch.Tensor:
+        return self.base.read_values(layer, v, VALUE_ROWS[bits], 1 << bits)
+
+    def keys(self, layer: int, k: torch.Tensor) -> torch.Tensor:
+        """See :class:`Method`."""
+        return self._key(layer, k, self.bits[0][layer])
+
+    def values(self, layer: int, v: torch.Tensor) -> torch.Tensor:
+        """See :class:`Method`."""
+        return self._value(layer, v, self.bits[1][layer])
+
+    def stored_bits(self, head_dim: int) -> tuple[float, float]:
+        """See :class:`Method`."""
+        group = min(self.base.group, head_dim)
+        keys, values = (sum(uniform_bits(bits, group) for bits in side) / len(side) for side in self.bits)
+        return keys, values
+
+
+RECIPES: tuple[Callable[[], RowMethod], ...] = (partial(Plus, group=64), ServedFocus)
+GOALS = ("k3v2", "k4v2", "k3v3", "k4v4", "2.75", "3.0", "3.25", "3.5", "4.0")
+
+METHODS = [partial(Dial, make, goal) for make in RECIPES for goal in GOALS]

@@ -1,0 +1,190 @@
+"""Bits of a code by layer and side: the same everywhere, or as many as a budget allows, where attention needs them.
+
+What a layer loses is measured on requests that its transforms have not seen: the energy that errors of stored keys, and
+of stored values, bring to the attention output behind the output projection, relative to the energy of that output.
+Layers add up. Given the losses the plan is the best one (:mod:`oscar_rotation.math.bit_plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from oscar_kernels.layout import BITS
+from oscar_rotation.dump import DumpReader
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.fit.bit_goal import PARAMETER_BITS, BitGoal
+from oscar_rotation.fit.held_out import QUERIES, Request, held_out_requests, moved
+from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.fit.result import FitResult
+from oscar_rotation.math.attention_weights import Exact, scores_of
+from oscar_rotation.math.bit_plan import spend
+from oscar_rotation.math.fitted_rows import coded
+from oscar_rotation.threads import one_thread
+
+Row = tuple[float, float]
+"""Clip ratio and gain of a row."""
+
+Reading = Callable[[torch.Tensor, int], torch.Tensor]
+"""Vectors and bits of a code -> the vectors as a cache gives them back."""
+
+
+def with_bits(rotations: RotationSet, bits: Sequence[int], rows: Mapping[int, Row]) -> RotationSet:
+    """The same for codes of other widths: clip ratios and gains follow.
+
+    Args:
+        rotations: of one side.
+        bits: by layer.
+        rows: clip ratio and gain by bits.
+    """
+    clips, gains = zip(*(rows[width] for width in bits), strict=True)
+    return replace(rotations, clip_ratios=clips, gains=gains, bits=None if set(bits) == {2} else tuple(bits))
+
+
+def measure(
+    request: Request,
+    coded_keys: Sequence[torch.Tensor],
+    coded_values: Sequence[torch.Tensor],
+    scale: float,
+    reader: torch.Tensor,
+) -> tuple[torch.Tensor, float]:
+    """What coding costs in one request.
+
+    Args:
+        request: as it was.
+        coded_keys, coded_values: the same as a cache gives them back, one for each width.
+        scale: factor on the logits.
+        reader: W_o W_o^T by kv head, [kv_heads, head_dim, head_dim].
+
+    Returns:
+        energy of the errors behind the output projection, float64 [2, widths], keys first; energy of the output.
+    """
+    q, k, v = request.q, request.k, request.v
+    n, exact = k.shape[1], Exact.of(k.shape[1])
+    first = max(n - QUERIES, min(exact.sink + exact.recent, n - 1))
+    positions, reader = torch.arange(n, device=k.device), reader.float().to(k.device)
+
+    def energy(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ reader) * x).sum(dtype=torch.float64).cpu()
+
+    errors, whole = torch.zeros(2, len(coded_keys), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    blocks = [scores_of(q, keys, scale, first) for keys in (k, *coded_keys)]
+    for (_, true, away), *others in zip(*blocks, strict=True):
+        stop = true.shape[-1]
+        read = ((away >= exact.recent) & (positions[:stop] >= exact.sink))[:, None]
+        p = true.softmax(-1)
+        whole += energy(p.flatten(1, 2) @ v[:, :stop])
+        for width, (_, seen, _) in enumerate(others):
+            changed = torch.where(read, seen, true).softmax(-1) - p
+            errors[0, width] += energy(changed.flatten(1, 2) @ v[:, :stop])
+        quantized = (p * read).flatten(1, 2)
+        for width, values in enumerate(coded_values):
+            errors[1, width] += energy(quantized @ (values - v)[:, :stop])
+    return errors, float(whole)
+
+
+def reading(rotations: RotationSet, layer: int, rows: Mapping[int, Row], group: int) -> Reading:
+    """How a cache gives back the keys or values of one layer.
+
+    Args:
+        rotations: of one side.
+        layer: which one.
+        rows: clip ratio and gain by bits.
+        group: channels that share a scale.
+    """
+
+    def of_layer(tensors: torch.Tensor, device: torch.device) -> torch.Tensor:
+        found = tensors[layer].to(device)
+        return found if rotations.per_head else found[None]
+
+    def read(x: torch.Tensor, bits: int) -> torch.Tensor:
+        into = of_layer(rotations.rotations, x.device)
+        back = into.mT if rotations.duals is None else of_layer(rotations.duals, x.device).mT
+        center = 0.0 if rotations.centers is None else rotations.centers[layer].to(x.device)[:, None]
+        return (coded(x @ into - center, group, *rows[bits], levels=1 << bits) + center) @ back
+
+    return read
+
+
+def layer_losses(
+    held_out: Sequence[Request], key: Reading, value: Reading, scale: float, reader: torch.Tensor
+) -> torch.Tensor:
+    """Relative energy of the errors of one layer: float64 [2, widths], keys first.
+
+    Args:
+        held_out: requests of the layer.
+        key, value: of vectors float32 [kv_heads, n, head_dim].
+        scale: factor on the logits.
+        reader: W_o W_o^T by kv head, [kv_heads, head_dim, head_dim].
+    """
+    errors, whole = torch.zeros(2, len(BITS), dtype=torch.float64), 0.0
+    for request in held_out:
+        keys, values = ([of(x, bits) for bits in BITS] for x, of in ((request.k, key), (request.v, value)))
+        found, energy = measure(request, keys, values, scale, reader)
+        errors, whole = errors + found, whole + energy
+    return errors / max(whole, torch.finfo(torch.float64).tiny)
+
+
+def apply_goal(
+    goal: BitGoal,
+    result: FitResult,
+    rows: tuple[Mapping[int, Row], Mapping[int, Row]],
+    dump: DumpReader,
+    weights: OutputWeights,
+    held: Mapping[int, int],
+    *,
+    context: int | None,
+    group_size: int,
+    device: torch.device,
+) -> FitResult:
+    """A fit of two bits with the widths that are asked for.
+
+    Args:
+        goal: what is asked for.
+        result: the fit.
+        rows: clip ratio and gain by bits, of keys and of values.
+        dump, weights: what it was fitted to.
+        held: held-out requests, chunk -> first; read for a mean only.
+        context: positions that keys may have, as of the fit.
+        group_size: channels that share a scale, for a mean.
+        device: to measure on.
+
+    Raises:
+        DumpError: the dump is broken.
+        ValueError: the mean is out of reach.
+    """
+    layers, head_dim = result.key.num_layers, result.key.head_dim
+    if goal.mean is None:
+        assert goal.key is not None
+        assert goal.value is not None
+        bits: tuple[tuple[int, ...], tuple[int, ...]] = (goal.key,) * layers, (goal.value,) * layers
+        facts: dict[str, object] = {"bits": f"k{goal.key}v{goal.value}"}
+    else:
+        budget = goal.budget(2 * layers, head_dim, group_size)
+        positions = weights.positions(head_dim, context)
+        scale = (dump.manifest.sm_scale if dump.manifest else None) or head_dim**-0.5
+        losses = torch.empty(layers, 2, len(BITS), dtype=torch.float64)
+        for layer in range(layers):
+            held_out = moved(held_out_requests(dump, layer, held, device), positions)
+            reader = weights.reader(layer, held_out[0].k.shape[0], head_dim)
+            with one_thread():
+                key, value = (
+                    reading(side, layer, of, group_size)
+                    for side, of in zip((result.key, result.value), rows, strict=True)
+                )
+                losses[layer] = layer_losses(held_out, key, value, scale, reader)
+        plan = spend(losses.flatten(0, 1), BITS, budget)
+        bits = plan[::2], plan[1::2]
+        mean = sum(plan) / len(plan) + PARAMETER_BITS / min(group_size, head_dim)
+        facts = {"bits": goal.mean, "mean_bits": round(mean, 4), "bits_group_size": min(group_size, head_dim)}
+    sides = [
+        replace(with_bits(side, width, of), metadata=_stated(side.metadata, facts))
+        for side, width, of in zip((result.key, result.value), bits, rows, strict=True)
+    ]
+    return replace(result, key=sides[0], value=sides[1])
+
+
+def _stated(metadata: RotationMetadata, facts: Mapping[str, object]) -> RotationMetadata:
+    return replace(metadata, calibration={**metadata.calibration, **facts})

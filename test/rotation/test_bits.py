@@ -1,0 +1,247 @@
+"""Bits of a code by layer and side: the goal, the plan, what it is made of, files that state it and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from oscar_kernels.layout import BITS
+from oscar_rotation.cli import app
+from oscar_rotation.dump import DumpReader
+from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bits import layer_losses, measure, reading, with_bits
+from oscar_rotation.fit.held_out import Request, held_out_requests, plan_held_out
+from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.math.bit_plan import spend
+from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS, fit_plus
+
+KV_HEADS, GROUP, D = 2, 2, 32
+runner = CliRunner()
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Output projections of two layers."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    save_file(
+        {
+            f"model.layers.{layer}.self_attn.o_proj.weight": torch.randn(48, KV_HEADS * GROUP * D, generator=generator)
+            for layer in range(2)
+        },
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@pytest.mark.parametrize("text", ["k5v2", "k3", "v2k3", "2,5", "", "-2", "nan", "1e1", "k3v2 ", "two"])
+def test_goals_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a mean such as 2\.5, or widths of 2 or 3 or 4 such as k3v2"):
+        BitGoal.parse(text)
+
+
+def test_goals() -> None:
+    assert BitGoal.parse("K4V3") == BitGoal(4, 3)
+    assert BitGoal.parse("3") == BitGoal(mean=3.0)
+    assert BitGoal.parse("2.5").budget(60, 128, 128) == 60 * 2 + 15
+    assert BitGoal.parse("2.25").budget(60, 128, 128) == 120
+    # A group is never larger than a head.
+    assert BitGoal.parse("3").budget(60, 64, 128) == 150
+    for text in ("2.2", "4.3"):
+        with pytest.raises(ValueError, match=r"from 2\.25 to 4\.25 with groups of 128, got"):
+            BitGoal.parse(text).budget(60, 128, 128)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    losses=st.lists(st.lists(st.floats(0, 10), min_size=3, max_size=3), min_size=1, max_size=5),
+    extra=st.integers(0, 12),
+)
+def test_no_plan_is_better(losses: list[list[float]], extra: int) -> None:
+    """Against all plans there are, whether or not losses fall as widths grow."""
+    table, budget = torch.tensor(losses, dtype=torch.float64), 2 * len(losses) + extra
+
+    def cost(plan: tuple[int, ...]) -> tuple[float, int]:
+        return sum(float(row[BITS.index(width)]) for row, width in zip(table, plan, strict=True)), sum(plan)
+
+    found = spend(table, BITS, budget)
+    plans = [plan for plan in itertools.product(BITS, repeat=len(losses)) if sum(plan) <= budget]
+    best = min(cost(plan)[0] for plan in plans)
+    assert cost(found)[0] == pytest.approx(best, abs=1e-9)
+    assert sum(found) <= budget
+
+
+def test_budgets_that_cannot_be_kept() -> None:
+    with pytest.raises(ValueError, match="3 items cost 6 at least, the budget is 5"):
+        spend(torch.zeros(3, 3), BITS, 5)
+    with pytest.raises(ValueError, match="finite"):
+        spend(torch.full((3, 3), float("nan")), BITS, 9)
+
+
+def naive_measure(
+    request: Request, key: torch.Tensor, value: torch.Tensor, scale: float, reader: torch.Tensor
+) -> tuple[float, float, float]:
+    """Key error, value error and energy of one request in float64, query by query."""
+    q, k, v = (x.double() for x in (request.q, request.k, request.v))
+    n = k.shape[1]
+    sink, recent = min(64, n // 8), min(256, n // 4)
+    totals = [0.0, 0.0, 0.0]
+    for head, i, g in itertools.product(range(len(k)), range(max(n - 128, min(sink + recent, n - 1)), n), range(GROUP)):
+        true = k[head, : i + 1] @ q[head, i, g] * scale
+        seen = key[head, : i + 1].double() @ q[head, i, g] * scale
+        stored = (torch.arange(i + 1) >= sink) & (i - torch.arange(i + 1) >= recent)
+        p, other = true.softmax(0), torch.where(stored, seen, true).softmax(0)
+        outputs = (
+            (other - p) @ v[head, : i + 1],
+            (p * stored) @ (value[head].double() - v[head])[: i + 1],
+            p @ v[head, : i + 1],
+        )
+        for index, x in enumerate(outputs):
+            totals[index] += float(x @ reader[head].double() @ x)
+    return totals[0], totals[1], totals[2]
+
+
+def test_measured_in_float64() -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    request = Request(drawn(2, 90, GROUP, D) * 2, drawn(2, 90, D), drawn(2, 90, D))
+    readers = drawn(2, D, D)
+    readers = readers @ readers.mT
+    keys, values = ([x + width * drawn(2, 90, D) for width in (0.3, 0.1, 0.03)] for x in (request.k, request.v))
+    errors, whole = measure(request, keys, values, D**-0.5, readers)
+    for width in range(3):
+        wanted = naive_measure(request, keys[width], values[width], D**-0.5, readers)
+        assert [float(errors[0, width]), float(errors[1, width]), whole] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_more_bits_lose_less(make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
+    """By about a factor of four a bit, in layers, sides and requests."""
+    dump = DumpReader(make_dump(tmp_path / "dump", requests=[[90, 120], [130, 200]]))
+    fitted = fit_plus(dump, OutputWeights(weights))
+    held = plan_held_out(dump, dump.fit_chunks(), "this")
+    for layer in range(2):
+        sides = (reading(side, layer, rows, 32) for side, rows in ((fitted.key, KEY_ROWS), (fitted.value, VALUE_ROWS)))
+        held_out = held_out_requests(dump, layer, held, torch.device("cpu"))
+        losses = layer_losses(held_out, *sides, D**-0.5, OutputWeights(weights).reader(layer, KV_HEADS, D))
+        ratios = losses[:, :-1] / losses[:, 1:]
+        assert ((ratios > 2) & (ratios < 9)).all(), losses
+
+
+def identity(bits: tuple[int, ...] | None) -> RotationSet:
+    return RotationSet(torch.eye(D).repeat(3, 1, 1), bits=bits, metadata=RotationMetadata(side="k", recipe="plus"))
+
+
+def test_files_state_their_bits(tmp_path: Path) -> None:
+    """Older releases must not read them as two bits, so they have a version of their own; others keep theirs."""
+    for bits, version in (((3, 2, 4), "2"), (None, "1")):
+        path = tmp_path / f"{version}.safetensors"
+        save_rotation_file(path, identity(bits))
+        assert read_rotation_file(path).bits == bits
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata()["format_version"] == version
+    with pytest.raises(RotationFileError, match=r"codes of 2 bits.*save them as \.safetensors"):
+        save_rotation_file(tmp_path / "k.pt", identity((3, 2, 4)))
+    assert with_bits(identity(None), (2, 2, 2), KEY_ROWS).bits is None
+    mixed = with_bits(identity(None), (2, 4, 3), KEY_ROWS)
+    assert (mixed.bits, mixed.clip_ratios, mixed.gains) == ((2, 4, 3), (0.88, 1.0, 0.97), (0.98, 1.0, 0.995))
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ("[3, 3]", "bits of 2 layers for 3 layers"),
+        ("[3, 3, 5]", "codes of 5 bits, this release knows 2, 3, 4; update"),
+        ("[3, 3, 2.5]", "whole numbers"),
+        ("[3, 3, 1e999]", "number"),
+        ('"3"', "list of numbers"),
+        (None, "cannot be read"),
+    ],
+)
+def test_hostile_bits_are_refused(bits: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "k.safetensors"
+    save_rotation_file(path, identity((3, 3, 3)))
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    del header["bits"]
+    save_file(load_file(path), path, metadata=header if bits is None else {**header, "bits": bits})
+    with pytest.raises(RotationFileError, match=message):
+        read_rotation_file(path)
+
+
+@pytest.mark.parametrize("recipe", ["plus", "focus"])
+def test_the_command(recipe: str, make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
+    """A mean and widths: what the files state, what inspect shows; the transforms do not depend on it."""
+    root = make_dump(tmp_path / "dump", requests=[[5], [90, 120], [130], [64, 80]])
+
+    def fitted(*options: str) -> tuple[RotationSet, RotationSet, list[Path]]:
+        out = tmp_path / "-".join(("out", *options))
+        command = ["fit", str(root), "--out", str(out), "--recipe", recipe, "--model", str(weights), *options]
+        done = runner.invoke(app, command)
+        assert done.exit_code == 0, done.output
+        paths = sorted(out.iterdir())
+        return read_rotation_file(paths[0]), read_rotation_file(paths[1]), paths
+
+    plain = fitted()
+    assert plain[0].bits is plain[1].bits is None
+    key, value, paths = fitted("--bits", "k3v2")
+    assert (key.bits, value.bits, key.clip_ratios) == ((3, 3), None, (0.97, 0.97))
+    assert torch.equal(key.rotations, plain[0].rotations)
+    assert key.metadata.calibration["bits"] == "k3v2"
+    key, value, _ = fitted("--bits", "4.0", "--group-size", "32")
+    assert sum((*(key.bits or (2, 2)), *(value.bits or (2, 2)))) == 12
+    assert key.metadata.calibration["mean_bits"] == 4.0
+    rows = json.loads(runner.invoke(app, ["inspect", str(paths[0]), "--json"]).output)["layers"]
+    assert [row["bits"] for row in rows] == [3, 3]
+    assert "bits" in runner.invoke(app, ["inspect", str(paths[0])]).output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", "9"], "from 3 to 5 with groups of 32, got 9"),
+        (["--bits", "k1v1"], "such as k3v2"),
+        (["--bits", "k3v2", "--group-size", "64"], "no meaning without a mean of --bits"),
+        (["--group-size", "64"], "no meaning without a mean of --bits"),
+        (["--bits", "3", "--recipe", "paper"], "--recipe plus or focus takes it"),
+    ],
+)
+def test_refusals_name_the_option(
+    options: list[str], message: str, make_dump: Callable[..., Path], weights: Path, tmp_path: Path
+) -> None:
+    root = make_dump(tmp_path / "dump", requests=[[90, 120], [130, 70]])
+    out = tmp_path / "out"
+    done = runner.invoke(app, ["fit", str(root), "--out", str(out), "--model", str(weights), *options])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+    assert not out.exists()
+
+
+def test_one_request_is_not_enough_for_a_mean(make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
+    root = make_dump(tmp_path / "dump", requests=[[5], [90]])
+    command = ["fit", str(root), "--out", str(tmp_path / "out"), "--model", str(weights), "--bits"]
+    done = runner.invoke(app, [*command, "3.5"])
+    assert done.exit_code == 1
+    assert "a mean of --bits needs two or more" in done.output
+    assert runner.invoke(app, [*command, "k3v2"]).exit_code == 0
+
+
+def test_bits_follow_their_layers() -> None:
+    assert replace(identity((3, 2, 4)), metadata=RotationMetadata()).recipe == "paper"

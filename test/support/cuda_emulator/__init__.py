@@ -1,0 +1,100 @@
+"""The CUDA kernels on a CPU: compiled by the host compiler with another ``ptx.cuh``, launched through the same Python.
+
+It runs what a GPU would, thread by thread, so indices, layouts, barriers and the merge between blocks are those of the
+real kernel; speed, memory order and the latency of copies are not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+from unittest.mock import patch
+
+from oscar_kernels.cuda import decode, store
+from oscar_kernels.cuda.jit import SOURCES
+
+COMPILER = shutil.which("g++")
+HERE = Path(__file__).parent
+BLOCKS = 3
+"""Multiprocessors that the emulated GPU has."""
+PARAMETERS = {
+    "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result")),
+    "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int")),
+}
+
+
+@cache
+def build(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_bytes: int) -> Callable[..., None]:
+    """A kernel compiled for the host: takes blocks, threads and the addresses of its parameters.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile; the compiler has said why.
+    """
+    expected, types = PARAMETERS[name]
+    assert function == expected
+    sources = {path.name: path.read_text() for path in sorted(SOURCES.iterdir())}
+    sources["ptx.cuh"] = (HERE / "ptx.cuh").read_text()
+    for source in ("decode.cu", "store.cu"):
+        text = re.sub(r"extern __shared__ [^;]*char shared\[\];", "char* shared = emulated_shared();", sources[source])
+        text = re.sub(r"__shared__ float (\w+)\[[^;]*\];", r"float* \1 = (float*)emulated_shared();", text)
+        assert "__shared__" not in text
+        sources[source] = text
+    arguments = ", ".join(f"*({of}*)arguments[{index}]" for index, of in enumerate(types))
+    sources["main.cpp"] = f"""
+#include "{name}"
+extern "C" void run(int blocks, int threads, void** arguments) {{
+  auto kernel = [&] {{ {function}({arguments}); }};
+  emulator::launch(blocks, threads, {shared_bytes}, kernel);
+}}
+"""
+    macros = [f"-D{key}={value}" for key, value in defines]
+    digest = hashlib.sha256(repr((sources, macros)).encode()).hexdigest()[:24]
+    folder = Path(gettempdir()) / "oscar-cuda-emulator" / digest
+    library = folder / "kernel.so"
+    if not library.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        for source, text in sources.items():
+            (folder / source).write_text(text)
+        part = folder / f".{hashlib.sha256(str(id(macros)).encode()).hexdigest()[:8]}.so"
+        assert COMPILER is not None
+        options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC"]
+        subprocess.run([COMPILER, *options, *macros, "-o", str(part), str(folder / "main.cpp")], check=True)
+        part.replace(library)
+    loaded = ctypes.CDLL(str(library))
+
+    def run(blocks: int, threads: int, arguments: list[Any]) -> None:
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        loaded.run(blocks, threads, addresses)
+
+    return run
+
+
+def launch(
+    kernel: Callable[..., None],
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    arguments: list[Any],
+    overlap: bool = False,
+) -> None:
+    """As :func:`oscar_kernels.cuda.launch.launch`."""
+    kernel(grid[0], threads, arguments)
+
+
+@contextmanager
+def emulated(blocks: int = BLOCKS) -> Iterator[None]:
+    """:mod:`oscar_kernels.cuda.decode` and :mod:`oscar_kernels.cuda.store` take tensors on the CPU in here."""
+    changed = {"load": build, "launch": launch, "processors": lambda device: blocks}
+    store._load.cache_clear()
+    with patch.multiple(decode, **changed), patch.multiple(store, **changed):
+        yield
+    store._load.cache_clear()
