@@ -180,13 +180,14 @@ def estimated_geometry(loaded: dict[str, Any]) -> Any:
 
 def rotation_facts(settings: Any, formats: Any) -> str:
     """Where rotations come from, and what is known of sharing one per layer among its kv heads."""
-    from oscar_kernels.format import fingerprint
+    from oscar_kernels.format import code_widths, fingerprint, mean_bits
     from oscar_rotation.recipes import BUILT_IN
     from oscar_rotation.report.inspect import describe
     from sglang_oscar.weights.sharing import sharing_warning
 
     named = {"keys": settings.k_rotation, "values": settings.v_rotation}
     facts = [", ".join(f"{side} {source}" for side, source in named.items()) + f", format {fingerprint(formats)[:12]}"]
+    facts.append(f"{mean_bits(formats.values()):.2f} bits per element, codes of {code_widths(formats.values())}")
     files = {side: source for side, source in named.items() if source not in BUILT_IN}
     facts += [f"{side}: {remark}" for side, file in files.items() if (remark := describe(file)["sharing"])]
     if (warning := sharing_warning(settings, formats)) is not None:
@@ -227,8 +228,9 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     def group() -> str:
         args = SimpleNamespace(kv_cache_quant_group_size=group_size)
         config = loaded["model"]
-        loaded["layout"] = row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
-        return f"{loaded['layout'].group_size} channels, {loaded['layout'].bits_per_element:.2f} bits per element"
+        layout = row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
+        loaded["layout"] = layout
+        return f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
 
     def prompts() -> str:
         import torch

@@ -85,3 +85,33 @@ def test_identity_has_no_matrix() -> None:
     for layer in load_formats(Settings.from_env(paths), LAYOUT, LAYERS).values():
         assert layer.key.transform.matrix is None
         assert layer.value.transform.matrix is not None
+
+
+def test_bits_are_the_files_own(tmp_path: Path) -> None:
+    """By layer and side; a variable may say the same, not something else."""
+    rotations = recipe_rotation("hadamard", num_layers=LAYERS, head_dim=HEAD_DIM, side="k")
+    save_rotation_file(tmp_path / "k.safetensors", dataclasses.replace(rotations, bits=(3, 2, 4)))
+    env = {
+        "SGLANG_OSCAR_K_ROTATION_PATH": str(tmp_path / "k.safetensors"),
+        "SGLANG_OSCAR_V_ROTATION_PATH": write(tmp_path / "v.safetensors", "v", None),
+        "SGLANG_OSCAR_V_BITS": "2",
+    }
+    loaded = load_formats(Settings.from_env(env), LAYOUT, LAYERS)
+    assert [layer.key_layout.bits for layer in loaded.values()] == [3, 2, 4]
+    assert [layer.value_layout.bits for layer in loaded.values()] == [2, 2, 2]
+    assert [layer.key_layout.head_bytes for layer in loaded.values()] == [28, 20, 36]
+    for name, message in (("K", r"_K_BITS=2: .*fitted for codes of 2, 3, 4 bits"), ("V", None)):
+        other = Settings.from_env(env | {f"SGLANG_OSCAR_{name}_BITS": "2"})
+        if message is None:
+            assert load_formats(other, LAYOUT, LAYERS).keys() == loaded.keys()
+        else:
+            with pytest.raises(Int2Error, match=message):
+                load_formats(other, LAYOUT, LAYERS)
+    with pytest.raises(Int2Error, match=r"_V_BITS=3: .*fitted for codes of 2 bits; unset the variable"):
+        load_formats(Settings.from_env(env | {"SGLANG_OSCAR_V_BITS": "3"}), LAYOUT, LAYERS)
+
+
+def test_bits_of_built_in_recipes() -> None:
+    env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"}
+    loaded = load_formats(Settings.from_env(env | {"SGLANG_OSCAR_K_BITS": "3"}), LAYOUT, LAYERS)
+    assert {(layer.key_layout.bits, layer.value_layout.bits) for layer in loaded.values()} == {(3, 2)}
