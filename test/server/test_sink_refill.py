@@ -65,9 +65,8 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
     "one_by_one": (["--enable-metrics"], {}, 1),
     "beside_others_chunked_mixed": (["--chunked-prefill-size", "128", "--enable-mixed-chunk"], {}, 4),
-    "no_overlap_large_pages": (["--disable-overlap-schedule", "--page-size", "128"], {}, 2),
-    "no_recompute_small_sinks": (
-        [],
+    "no_overlap_no_recompute_large_pages_small_sinks": (
+        ["--disable-overlap-schedule", "--page-size", "128"],
         {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0", "SGLANG_MIXED_KV_PREFIX_TOKENS": "16"},
         2,
     ),
