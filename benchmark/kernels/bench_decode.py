@@ -1,4 +1,9 @@
-"""Decode attention: INT2 cache against BF16, Qwen3-8B heads (32 query heads, 8 kv heads, head_dim 128)."""
+"""Decode attention: quantized cache against BF16, Qwen3-8B heads (32 query heads, 8 kv heads, head_dim 128).
+
+    python benchmark/kernels/bench_decode.py --kernels cuda,cuda:k3v2,cuda:k4v2,triton
+
+A kernel reads codes of 2 bits unless widths of keys and values follow its name.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +15,30 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from harness import COLD_BYTES, random_cache, read_bandwidth, report, shuffled_tables, time_us
+from harness import COLD_BYTES, Layouts, layouts_of, random_cache, read_bandwidth, report, shuffled_tables, time_us
 
 from oscar_kernels.cache import LayerCache, Windows
 from oscar_kernels.cuda import decode as cuda_decode
-from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton import decode as triton_decode
 
 SHAPES = [(1, 100_000), (8, 32_768), (8, 100_000), (32, 8192), (32, 32_768), (32, 100_000), (128, 8192)]
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
-LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
 WINDOWS = Windows(64, 256, 256)
 SM_SCALE = HEAD_DIM**-0.5
 T = TypeVar("T")
 KERNELS = {"cuda": cuda_decode, "triton": triton_decode}
 
 
-def read_bytes(batch: int, length: int) -> int:
+def rows_of(kernel: str) -> Layouts:
+    """What a kernel reads."""
+    return layouts_of(kernel.partition(":")[2] or "k2v2", KV_HEADS, HEAD_DIM)
+
+
+def read_bytes(batch: int, length: int, layouts: Layouts) -> int:
     """Bytes of cache that one layer's decode has to read."""
     window = WINDOWS.sink + WINDOWS.recent
-    return batch * 2 * ((length - window) * LAYOUT.row_bytes + window * KV_HEADS * HEAD_DIM * 2)
+    rows = sum(layout.row_bytes for layout in layouts)
+    return batch * ((length - window) * rows + window * 2 * KV_HEADS * HEAD_DIM * 2)
 
 
 def layers_of(size: int) -> int:
@@ -39,17 +48,17 @@ def layers_of(size: int) -> int:
 
 def make_workspace(kernel: str, cache: LayerCache, batch: int) -> torch.Tensor:
     """What a kernel needs besides its inputs, shared by all layers."""
-    if kernel == "cuda":
+    if kernel.startswith("cuda"):
         return cuda_decode.make_workspace(cache, Q_HEADS, batch)
     return torch.empty(triton_decode.workspace_numel(cache, Q_HEADS, batch), device="cuda")
 
 
 def int2_us(kernel: str, batch: int, length: int) -> float:
     """Microseconds of one layer; every layer of a graph has a cache of its own."""
-    module = KERNELS[kernel]
-    layers = layers_of(read_bytes(batch, length))
+    module, layouts = KERNELS[kernel.partition(":")[0]], rows_of(kernel)
+    layers = layers_of(read_bytes(batch, length, layouts))
     tables, slots = shuffled_tables([length] * batch, PAGE)
-    caches = [random_cache(slots, batch, LAYOUT, WINDOWS, seed) for seed in range(layers)]
+    caches = [random_cache(slots, batch, layouts, WINDOWS, seed) for seed in range(layers)]
     q = torch.randn(batch, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out = torch.empty_like(q)
     workspace = make_workspace(kernel, caches[0], batch)
@@ -85,7 +94,7 @@ def measure(kernel: str) -> list[float]:
     """Microseconds of one layer for every shape: an INT2 kernel's, or the baseline's."""
     times = []
     for shape in SHAPES:
-        if kernel in KERNELS:
+        if kernel.partition(":")[0] in KERNELS:
             times.append(int2_us(kernel, *shape))
         else:
             calls = flashinfer_calls(*shape) if kernel == "flashinfer" else sdpa_calls(*shape)
@@ -108,8 +117,8 @@ def in_new_process(function: Callable[..., T], *args: object) -> T:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--kernels", default="cuda,triton", help="which INT2 kernels, separated by commas")
-    parser.add_argument("--no-baseline", action="store_true", help="time the INT2 kernels only")
+    parser.add_argument("--kernels", default="cuda,triton", help="separated by commas, such as cuda,cuda:k3v2")
+    parser.add_argument("--no-baseline", action="store_true", help="time our kernels only")
     args = parser.parse_args()
     limit = in_new_process(read_bandwidth)
     kernels = args.kernels.split(",")
@@ -117,9 +126,10 @@ def main() -> None:
     times = {name: in_new_process(measure, name) for name in [*kernels, *([] if args.no_baseline else [baseline])]}
     rows: list[dict[str, object]] = []
     for i, (batch, length) in enumerate(SHAPES):
-        size = read_bytes(batch, length)
-        row: dict[str, object] = {"batch": batch, "length": length, "limit_us": size / limit / 1e3}
+        in_two_bits = read_bytes(batch, length, rows_of(""))
+        row: dict[str, object] = {"batch": batch, "length": length, "limit_us": in_two_bits / limit / 1e3}
         for kernel in kernels:
+            size = read_bytes(batch, length, rows_of(kernel))
             row[f"{kernel}_us"] = times[kernel][i]
             row[f"{kernel}_of_limit"] = size / times[kernel][i] / 1e3 / limit
         if not args.no_baseline:

@@ -33,6 +33,7 @@ SHAPES = [
 ]  # fmt: skip
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
+LAYOUTS = LAYOUT, LAYOUT
 WINDOWS = Windows(64, 256, 256)
 SM_SCALE = HEAD_DIM**-0.5
 BUDGET = 100 << 30
@@ -47,9 +48,9 @@ class Case:
         # Room for the token that is stored before it is decoded, where a chunk has one only.
         tables, slots = shuffled_tables([prefix + 1] * batch, PAGE)
         self.tables = replace(tables, kv_lens=tables.kv_lens - 1)
-        self.cache = random_cache(slots, batch, LAYOUT, WINDOWS)
+        self.cache = random_cache(slots, batch, LAYOUTS, WINDOWS)
         tokens = batch * chunk
-        layer = layer_format(LAYOUT, SideTransform(rotation, clip=0.96), SideTransform(clip=0.92))
+        layer = layer_format(LAYOUTS, SideTransform(rotation, clip=0.96), SideTransform(clip=0.92))
         self.layer = prepare(layer, torch.bfloat16)
         heads = Q_HEADS + 2 * KV_HEADS
         fused = torch.randn(tokens, heads, HEAD_DIM, device="cuda").bfloat16()
@@ -61,7 +62,7 @@ class Case:
         ring = (torch.arange(tokens, device="cuda") // chunk + 1) * 256 + position % 256
         ring = torch.where(position >= chunk - 256, ring, -1)
         self.slots = StoreSlots(torch.arange(tokens, device="cuda"), ring, nowhere)
-        self.chunks = random_cache(tokens, batch, LAYOUT, WINDOWS)
+        self.chunks = random_cache(tokens, batch, LAYOUTS, WINDOWS)
 
     def triton(self) -> object:
         """All of it by our own kernel."""
@@ -119,7 +120,7 @@ def main() -> None:
     limit = read_bandwidth()
     rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
     installed = flashinfer_baseline.available()
-    ragged, cache = None, random_cache(PAGE, 1, LAYOUT, WINDOWS)
+    ragged, cache = None, random_cache(PAGE, 1, LAYOUTS, WINDOWS)
     decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=installed)
     if installed:
         geometry = Geometry.uniform(LAYOUT, WINDOWS, torch.bfloat16, layers=1)

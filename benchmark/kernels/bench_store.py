@@ -6,18 +6,16 @@ import argparse
 from dataclasses import replace
 
 import torch
-from harness import layer_format, random_cache, read_bandwidth, report, time_us
+from harness import Layouts, layer_format, layouts_of, random_cache, read_bandwidth, report, time_us
 
 from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.cuda import store as cuda_store
-from oscar_kernels.layout import RowLayout
 from oscar_kernels.prepared import PreparedLayer, prepare
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store
 
 TOKENS = [1, 8, 32, 64, 128, 512, 2048, 8192]
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
 WINDOWS = Windows(64, 256, 256)
 COPIES = 8
 PAGE = 64
@@ -34,25 +32,27 @@ def slots_of(tokens: int) -> StoreSlots:
     return StoreSlots(row, torch.where(ring < 64 * WINDOWS.ring, ring, -1), sink)
 
 
-def prepared(key: SideTransform, value: SideTransform) -> PreparedLayer:
-    return prepare(layer_format(LAYOUT, key, value), torch.bfloat16)
+def prepared(layouts: Layouts, key: SideTransform, value: SideTransform) -> PreparedLayer:
+    return prepare(layer_format(layouts, key, value), torch.bfloat16)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--bits", default="k2v2", help="widths of keys and values, such as k3v2")
     args = parser.parse_args()
+    layouts = layouts_of(args.bits, KV_HEADS, HEAD_DIM)
     limit = read_bandwidth()
     rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
     keys, values = SideTransform(rotation, clip=0.96), SideTransform(clip=0.92)
-    absorbed = prepared(keys, values)
-    online = prepared(keys, replace(values, matrix=rotation))
-    fitted = prepared(*(replace(side, gain=gain) for side, gain in zip((keys, values), FITTED, strict=True)))
-    per_head = prepared(replace(keys, matrix=rotation.repeat(KV_HEADS, 1, 1)), values)
+    absorbed = prepared(layouts, keys, values)
+    online = prepared(layouts, keys, replace(values, matrix=rotation))
+    fitted = prepared(layouts, *(replace(side, gain=gain) for side, gain in zip((keys, values), FITTED, strict=True)))
+    per_head = prepared(layouts, replace(keys, matrix=rotation.repeat(KV_HEADS, 1, 1)), values)
     rows: list[dict[str, object]] = []
     for tokens in TOKENS:
         heads = Q_HEADS + 2 * KV_HEADS
-        caches = [random_cache(tokens + 64, 64, LAYOUT, WINDOWS, seed) for seed in range(COPIES)]
+        caches = [random_cache(tokens + 64, 64, layouts, WINDOWS, seed) for seed in range(COPIES)]
         fused = [torch.randn(tokens, heads, HEAD_DIM, device="cuda").bfloat16() for _ in range(COPIES)]
         split = [x.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1) for x in fused]
         slots = slots_of(tokens)
@@ -81,7 +81,9 @@ def main() -> None:
             ])  # fmt: skip
 
         us = timed(absorbed)
-        moved = tokens * (2 * Q_HEADS + 4 * KV_HEADS) * HEAD_DIM * 2 + 2 * tokens * LAYOUT.row_bytes
+        moved = tokens * (2 * Q_HEADS + 4 * KV_HEADS) * HEAD_DIM * 2 + tokens * sum(
+            layout.row_bytes for layout in layouts
+        )
         rows.append({
             "tokens": tokens, "cuda_us": cuda_us(absorbed), "cuda_us_rotating_v": cuda_us(online),
             "cuda_us_fitted_scales": cuda_us(fitted), "cuda_us_per_head": cuda_us(per_head),

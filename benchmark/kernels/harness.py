@@ -17,6 +17,7 @@ from oscar_kernels.cache import BatchTables, LayerCache, Windows
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.transform import SideTransform
+from oscar_rotation.fit.bit_goal import BitGoal
 
 COLD_BYTES = 400 << 20
 """Inputs of one graph replay together: several times the L2 cache of any current GPU."""
@@ -64,19 +65,34 @@ def read_bandwidth() -> float:
     return x.numel() * 4 / best / 1e3
 
 
-def layer_format(layout: RowLayout, key: SideTransform, value: SideTransform) -> LayerFormat:
-    """Both sides in rows of one layout."""
-    sides = (SideFormat(layout.group_size, layout.scale_dtype, layout.bits, of) for of in (key, value))
-    return LayerFormat(layout.kv_heads, layout.head_dim, *sides)
+Layouts = tuple[RowLayout, RowLayout]
+"""Rows of keys and of values."""
+
+
+def layouts_of(widths: str, kv_heads: int, head_dim: int, group_size: int = 128) -> Layouts:
+    """Rows of given widths in bits, such as k3v2."""
+    goal = BitGoal.parse(widths)
+    assert goal.key is not None
+    assert goal.value is not None
+    key, value = (RowLayout(kv_heads, head_dim, group_size, torch.bfloat16, bits) for bits in (goal.key, goal.value))
+    return key, value
+
+
+def layer_format(layouts: Layouts, key: SideTransform, value: SideTransform) -> LayerFormat:
+    """Sides in rows of given layouts."""
+    of_sides = zip(layouts, (key, value), strict=True)
+    sides = (SideFormat(layout.group_size, layout.scale_dtype, layout.bits, of) for layout, of in of_sides)
+    return LayerFormat(layouts[0].kv_heads, layouts[0].head_dim, *sides)
 
 
 def random_cache(
-    slots: int, requests: int, layout: RowLayout, windows: Windows, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+    slots: int, requests: int, layouts: Layouts, windows: Windows, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> LayerCache:
     """Random codes, scales around 0.5 and zero points around 1.5."""
+    heads = (layouts[0].kv_heads, layouts[0].head_dim)
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
-    def rows() -> torch.Tensor:
+    def rows(layout: RowLayout) -> torch.Tensor:
         data = torch.empty(slots, layout.row_bytes, dtype=torch.uint8, device="cuda")
         data.random_(generator=generator)
         params = torch.rand(
@@ -87,11 +103,10 @@ def random_cache(
         return data
 
     def window(size: int) -> torch.Tensor:
-        shape = (requests + 1, size, layout.kv_heads, layout.head_dim)
-        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+        return torch.randn((requests + 1, size, *heads), device="cuda", generator=generator).to(dtype)
 
     sides = (window(windows.sink), window(windows.sink), window(windows.ring), window(windows.ring))
-    return LayerCache(layout, layout, windows, rows(), rows(), *sides)
+    return LayerCache(*layouts, windows, *map(rows, layouts), *sides)
 
 
 def shuffled_tables(lengths: list[int], page_size: int, seed: int = 0) -> tuple[BatchTables, int]:

@@ -36,6 +36,9 @@ SHAPES = [
     Shape(kv_heads=1, head_dim=256, group=32, gqa=2, scale_dtype=FP32, windows=WINDOWS, page_size=64),
     Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64),
     Shape(kv_heads=8, head_dim=128, group=128, windows=Windows(16, 0, 0), page_size=64),
+    Shape(kv_heads=8, head_dim=128, group=128, windows=WINDOWS, page_size=64, k_bits=3),
+    Shape(kv_heads=2, head_dim=64, group=32, windows=WINDOWS, page_size=64, k_bits=4, v_bits=3, scale_dtype=FP16),
+    Shape(kv_heads=1, head_dim=256, group=64, windows=WINDOWS, page_size=64, k_bits=3, v_bits=4, dtype=FP16),
 ]
 
 
@@ -272,7 +275,7 @@ def case_of(shape: Shape, kind: str) -> LayerFormat:
 
 
 @pytest.mark.parametrize("kind", ["keys", "nothing", "both", "keys per head", "both per head"])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[6]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[9]], ids=str)
 def test_variants_compile(shape: Shape, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     variant = Variant(
