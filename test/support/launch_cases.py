@@ -22,10 +22,10 @@ MARKER = "launch cases:"
 SHOWN = ("attention_backend", "decode_attention_backend", "page_size", "kv_cache_quant_group_size")
 
 
-def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[dict[str, Any]]:
-    """Run ``cases`` in a process of their own with environment ``env``."""
+def run_cases(cases: list[dict[str, Any]], env: dict[str, str], *argv: str) -> list[dict[str, Any]]:
+    """Run ``cases`` in a process of their own with environment ``env``, whose own command line ends with ``argv``."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__))],
+        [sys.executable, str(Path(__file__)), *argv],
         input=json.dumps(cases),
         env=env,
         capture_output=True,
