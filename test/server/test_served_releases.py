@@ -67,7 +67,7 @@ def bf16_answers(version: str, log: Path, plugins: dict[str, str]) -> list[list[
     text = document(500, 3)
     with serve(MODEL, log, "--attention-backend", "torch_native", env=environment(version, **plugins)) as server:
         found = [server.generate(token_ids(text.text + question(word)), 8, **LOGPROBS) for word in text.facts]
-        assert ("sglang_oscar" in server.text()) == (not plugins)
+        assert ("plugin=oscar" in server.text()) == (not plugins)
     return [answer["meta_info"]["output_token_logprobs"] for answer in found]
 
 
