@@ -16,11 +16,11 @@ import torch
 
 from sglang_oscar import SGLANG_VERSIONS
 from sglang_oscar.errors import EXIT_CODE
-from support import release_answers
+from support import golden, release_answers
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
 from support.launch_cases import run_cases
-from support.reference import MODEL, document, question, token_ids
+from support.reference import MODEL, question, token_ids
 from support.releases import environment, needs_newer_python, served
 from support.servers import HADAMARD, Server, serve, server_environment
 
@@ -42,10 +42,12 @@ def version(request: pytest.FixtureRequest) -> str:
 
 def together(server: Server) -> list[dict[str, Any]]:
     """Six requests at once."""
-    text = document(400, 7)
-    asked = [token_ids(text.text[: 300 + 90 * number] + question(word)) for number in range(2) for word in text.facts]
-    with ThreadPoolExecutor(6) as pool:
-        return list(pool.map(lambda ids: server.generate(ids, 24), asked[:6]))
+    asked = []
+    for seed in (201, 202):
+        text, facts = golden.document(400, seed)
+        asked += [token_ids(text + question(word)) for word in facts]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, 24), asked))
 
 
 def test_int2_answers(version: str, tmp_path: Path) -> None:
@@ -64,9 +66,9 @@ def test_int2_answers(version: str, tmp_path: Path) -> None:
 
 def bf16_answers(version: str, log: Path, plugins: dict[str, str]) -> list[list[int]]:
     """Tokens that a server without int2 mode answers."""
-    text = document(500, 3)
+    text, facts = golden.document(400, 203)
     with serve(MODEL, log, "--attention-backend", "torch_native", env=environment(version, **plugins)) as server:
-        found = [server.generate(token_ids(text.text + question(word)), 8, **LOGPROBS) for word in text.facts]
+        found = [server.generate(token_ids(text + question(word)), 8, **LOGPROBS) for word in facts]
         assert ("plugin=oscar" in server.text()) == (not plugins)
     return [answer["meta_info"]["output_token_logprobs"] for answer in found]
 
