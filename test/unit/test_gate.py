@@ -26,7 +26,7 @@ def test_the_command_line_gets_one_line_and_python_an_exception(
 ) -> None:
     """Also where arguments are resolved after the command line was read."""
     monkeypatch.setattr(gate, "resolve", refuse)
-    made = SimpleNamespace()
+    made = SimpleNamespace(kv_cache_dtype="int2")
     with pytest.raises(Int2Error):
         gate.around_resolution(print, made)
     assert gate.around_prepare_server_args(lambda argv: made, []) is made
@@ -34,6 +34,14 @@ def test_the_command_line_gets_one_line_and_python_an_exception(
         gate.around_resolution(print, made)
     assert caught.value.code == EXIT_CODE
     assert capsys.readouterr().err == "sglang-oscar: error: no\n"
+
+
+def test_ordinary_arguments_are_not_marked() -> None:
+    made = SimpleNamespace(kv_cache_dtype="auto", kv_cache_quant_group_size=None)
+    before = dict(vars(made))
+    assert gate.around_prepare_server_args(lambda argv: made, []) is made
+    gate.around_resolution(lambda record: None, made)
+    assert vars(made) == before
 
 
 def test_a_refusal_while_the_command_line_is_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,10 @@ from sglang_oscar.weights.rotations import model_formats
 logger = logging.getLogger(__name__)
 COMMAND_LINE, PASSED = "_oscar_command_line", "_oscar_passed"
 """Marks in the ``__dict__`` of server arguments, which no release seals and which is pickled to workers."""
+UNCHECKED = (
+    "int2 mode cannot attach to SGLang: these server arguments passed none of its checks; make them after "
+    "load_plugins() and do not copy them, or use --kv-cache-dtype auto"
+)
 
 
 def around_prepare_server_args(original: Callable[..., Any], argv: list[str]) -> Any:
@@ -33,7 +37,8 @@ def around_prepare_server_args(original: Callable[..., Any], argv: list[str]) ->
         server_args = original(argv)
     except Int2Error as error:
         fatal(error)
-    server_args.__dict__[COMMAND_LINE] = True
+    if is_int2(server_args) or getattr(server_args, GROUP_SIZE) is not None or dump_hook.is_wanted():
+        server_args.__dict__[COMMAND_LINE] = True
     return server_args
 
 
@@ -84,9 +89,14 @@ def has_passed(server_args: Any) -> bool:
 def before_check_server_args(self: Any) -> None:
     """Second chance: arguments that were built before plugins were loaded pass through here."""
     if is_int2(self):
-        if not has_passed(self):
-            raise Int2Error("these server arguments were made before load_plugins(); make them afterwards")
-        refusals.check_arguments(releases.resolved(self))
+        try:
+            if not has_passed(self):
+                raise Int2Error(UNCHECKED)
+            refusals.check_arguments(releases.resolved(self))
+        except Int2Error as error:
+            if COMMAND_LINE in self.__dict__:
+                fatal(error)
+            raise
 
 
 def configure(args: Any, settings: Settings) -> None:

@@ -67,10 +67,7 @@ def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any)
     if (reason := failure.reason()) is not None:
         fatal(f"int2 mode cannot attach to SGLang: {reason}")
     if not gate.has_passed(get_server_args()):
-        fatal(
-            "int2 mode cannot attach to SGLang: these server arguments passed none of its checks; make them after "
-            "load_plugins() and do not copy them, or use --kv-cache-dtype auto"
-        )
+        fatal(gate.UNCHECKED)
     backend.register()
     return DTYPE, torch.uint8
 
