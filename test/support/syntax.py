@@ -91,7 +91,9 @@ class SourceTree:
         if isinstance(statement, ast.ImportFrom):
             origin = self._imported(module, statement, names[0])
             return None if origin is None else self.find(".".join([origin, *names[1:]]))
-        if len(names) == 1 or statement is None:
+        if statement is None:
+            return next(filter(None, (self.find(".".join([star, *names])) for star in self._stars(module))), None)
+        if len(names) == 1:
             return statement
         if not isinstance(statement, ast.ClassDef):
             return None
@@ -102,13 +104,20 @@ class SourceTree:
         return None
 
     @staticmethod
-    def _imported(module: Module, statement: ast.ImportFrom, name: str) -> str | None:
-        origin = statement.module or ""
-        if statement.level:
-            base = module.package.split(".")[: len(module.package.split(".")) - statement.level + 1]
-            origin = ".".join([*base, *filter(None, [origin])])
+    def _origin(module: Module, statement: ast.ImportFrom) -> str:
+        """The module that a statement imports from."""
+        parts = module.package.split(".")
+        base = parts[: len(parts) - statement.level + 1] if statement.level else []
+        return ".".join([*base, *filter(None, [statement.module])])
+
+    def _imported(self, module: Module, statement: ast.ImportFrom, name: str) -> str | None:
         original = next((a.name for a in statement.names if (a.asname or a.name) == name), None)
-        return None if original is None else f"{origin}.{original}"
+        return None if original is None else f"{self._origin(module, statement)}.{original}"
+
+    def _stars(self, module: Module) -> list[str]:
+        """Modules that a module imports all names of."""
+        imports = [statement for statement in statements(module.body) if isinstance(statement, ast.ImportFrom)]
+        return [self._origin(module, one) for one in imports if any(alias.name == "*" for alias in one.names)]
 
     def lineage(self, module: Module, definition: ast.ClassDef) -> Iterator[tuple[Module, ast.ClassDef]]:
         """A class and its base classes as far as they are in the tree, nearest first."""
