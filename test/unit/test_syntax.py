@@ -38,8 +38,16 @@ def tree(tmp_path: Path) -> SourceTree:
 
 @pytest.mark.parametrize(
     "place",
-    ["package", "package.base", "package.shared", "package.renamed", "package.records.Base.inherited"]
-    + ["package.records.Record.inherited", "package.records.Record.set", "package.records.Record.field"],
+    [
+        "package",
+        "package.base",
+        "package.shared",
+        "package.renamed",
+        "package.records.Base.inherited",
+        "package.records.Record.inherited",
+        "package.records.Record.set",
+        "package.records.Record.field",
+    ],
 )
 def test_what_is_there(tree: SourceTree, place: str) -> None:
     assert tree.has(place)
@@ -47,8 +55,14 @@ def test_what_is_there(tree: SourceTree, place: str) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    ["nowhere", "package.nowhere", "package.function", "package.base.Base.set", "package.records.Record.nowhere"]
-    + ["package.moved.function.a"],
+    [
+        "nowhere",
+        "package.nowhere",
+        "package.function",
+        "package.base.Base.set",
+        "package.records.Record.nowhere",
+        "package.moved.function.a",
+    ],
 )
 def test_what_is_not(tree: SourceTree, place: str) -> None:
     assert not tree.has(place)
