@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # All checks on a fresh machine: formatting and types, then the tests. Arguments go to pytest.
 #
+# Sources of the supported releases of SGLang are fetched first (OSCAR_RELEASES says where to). Servers of the oldest
+# and the newest are started; OSCAR_TEST_RELEASES=all starts all.
+#
 # Test files run two at a time, which takes 8 GB or so: servers spend much of their start waiting. OSCAR_TEST_WORKERS
 # says how many.
 set -euo pipefail
@@ -8,4 +11,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ruff check .
 ruff format --check .
 mypy
+python scripts/releases.py
 exec python -m pytest --numprocesses "${OSCAR_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -5,5 +5,5 @@ Read :mod:`sglang_oscar.attach` for how it enters SGLang, :mod:`sglang_oscar.mem
 """
 
 __version__ = "0.1.0"
-SGLANG_VERSION = "0.5.17"
-"""The one SGLang release that the touch points were written for and tested with."""
+SGLANG_VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
+"""The SGLang releases that the touch points were written for and tested with, oldest first."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sglang_oscar import SGLANG_VERSION
+from sglang_oscar.attach.failure import supported, unsupported_release
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.weights.model_identity import model_identity
 
@@ -63,7 +63,7 @@ def quiet() -> Iterator[None]:
 
 
 def check_sglang() -> str:
-    """The one supported release.
+    """A supported release.
 
     Raises:
         Int2Error: none, or another one.
@@ -71,11 +71,9 @@ def check_sglang() -> str:
     try:
         installed = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        raise Int2Error(f"sglang is not installed; pip install sglang=={SGLANG_VERSION}") from None
-    if installed.split("+")[0] != SGLANG_VERSION:
-        raise Int2Error(
-            f"{installed} is installed, int2 mode is for {SGLANG_VERSION}; pip install sglang=={SGLANG_VERSION}"
-        )
+        raise Int2Error(f'sglang is not installed; pip install "{supported()}"') from None
+    if unsupported_release() is not None:
+        raise Int2Error(f'{installed} is installed, int2 mode is for {supported()}; pip install "{supported()}"')
     return installed
 
 
@@ -106,7 +104,7 @@ def check_hooks() -> str:
     with quiet():
         load_plugins()
     if (reason := failure.reason()) is not None:
-        raise Int2Error(f"{reason}; remove other plugins, or install sglang=={SGLANG_VERSION} anew")
+        raise Int2Error(f"{reason}; remove other plugins, or install sglang anew")
     return f"all {len(touchpoints.TOUCHPOINTS)} touch points attached"
 
 
@@ -149,7 +147,7 @@ def check_sgl_kernel() -> str:
     try:
         module = importlib.import_module("sgl_kernel")
     except (ImportError, OSError, RuntimeError) as error:
-        raise Int2Error(f"cannot be imported ({error}); reinstall sglang=={SGLANG_VERSION} for this CUDA") from None
+        raise Int2Error(f"cannot be imported ({error}); reinstall sglang for this CUDA") from None
     return f"version {getattr(module, '__version__', 'unknown')}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 DTYPE = "int2"
 """What --kv-cache-dtype says in int2 mode."""
 GROUP_SIZE = "kv_cache_quant_group_size"
-"""The field of ``ServerArgs`` that the plugin adds."""
+"""What the plugin adds to ``ServerArgs``."""
 BACKEND = "oscar"
 """Attention backend of int2 mode, as ``ServerArgs.attention_backend`` says it."""
 DEFAULT_PAGE_SIZE = 64

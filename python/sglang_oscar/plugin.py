@@ -2,11 +2,13 @@
 
 Nothing that goes wrong here may reach a server that does not ask for int2. What goes wrong is remembered
 (:mod:`sglang_oscar.attach.failure`) and told by the gate where int2 mode is asked for; where the flag itself could not
-be added to SGLang's parser, which would then only say "invalid choice", it is told here.
+be added to SGLang's parser, which would then only say "invalid choice", it is told here, and so it is to who asks for a
+dump.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -21,11 +23,9 @@ def register() -> None:
             from sglang_oscar.attach import flags, touchpoints
 
             flags.install()
-            hooks = touchpoints.wanted()
-            touchpoints.register_all(hooks)
-            failure.expect(target for target, _, _ in hooks)
+            failure.expect(touchpoints.register_all(touchpoints.wanted()))
             return
     except Exception as error:
         failure.remember(error)
-    if failure.asked_for(sys.argv):
+    if failure.asked_for(sys.argv) or failure.dump_asked_for(os.environ):
         fatal(f"int2 mode cannot attach to SGLang: {failure.reason()}")

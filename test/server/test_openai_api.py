@@ -15,6 +15,7 @@ import pytest
 import requests
 from openai import BadRequestError, NotFoundError, OpenAI
 
+from sglang_oscar.attach.releases import exists
 from support.api import loads, retracted, wait_for
 from support.compare import LOGPROBS, assert_same, first_difference
 from support.reference import DIGITS, MODEL, chat_question, document, fit_rotations, question, token_ids
@@ -38,6 +39,8 @@ PUBLIC_ENV = {
 """Its variables; scales stay bfloat16, which costs less and is what the facts below were chosen with."""
 ARGS = [*PUBLIC_ARGS, "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+SESSIONS = exists("sglang.srt.managers.io_struct.BeginWeightUpdateReqOutput")
+"""Whether partial updates of weights run within a session."""
 NAME = str(MODEL)
 RECENT = 256
 
@@ -266,6 +269,9 @@ def test_weights_from_disk_keep_answers(client: OpenAI, server: Server) -> None:
 @pytest.mark.parametrize(
     ("route", "body"),
     [
+        pytest.param(
+            "begin_weight_update", {}, marks=pytest.mark.skipif(not SESSIONS, reason="this release has no sessions")
+        ),
         ("update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
         ("update_weights_from_distributed", {"names": ["norm"], "dtypes": ["bfloat16"], "shapes": [[192]]}),
         (
@@ -283,6 +289,8 @@ def test_other_weights_are_refused(route: str, body: dict, client: OpenAI, serve
     assert reply.status_code == 400
     assert reply.json()["success"] is False
     what_works = "use auto" if "load_format" in body else "/update_weights_from_disk"
+    if SESSIONS and route in ("update_weights_from_tensor", "update_weights_from_distributed"):
+        what_works = "begin_weight_update"  # which is refused
     assert what_works in reply.json()["message"]
     server.flush()
     assert server.generate(ids, 8)["output_ids"] == before["output_ids"]

@@ -2,7 +2,8 @@
 
 Reads a JSON list of {"argv": [...], "env": {...}, "unset": [...]} on stdin; each case gets the command line of
 ``python -m sglang.launch_server`` and writes {"status", "error", "values"} to the list printed after ``MARKER``:
-its exit status (0: accepted), its stderr, and of an accepted command line the arguments named in ``SHOWN``.
+its exit status (0: accepted), its stderr, and of an accepted command line the arguments named in ``SHOWN``, as SGLang
+resolved them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ MARKER = "launch cases:"
 SHOWN = ("attention_backend", "decode_attention_backend", "page_size", "kv_cache_quant_group_size")
 
 
-def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[dict[str, Any]]:
-    """Run ``cases`` in a process of their own with environment ``env``."""
+def run_cases(cases: list[dict[str, Any]], env: dict[str, str], *argv: str) -> list[dict[str, Any]]:
+    """Run ``cases`` in a process of their own with environment ``env``, whose own command line ends with ``argv``."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__))],
+        [sys.executable, str(Path(__file__)), *argv],
         input=json.dumps(cases),
         env=env,
         capture_output=True,
@@ -43,6 +44,8 @@ def main() -> None:
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
+    from sglang_oscar.attach import releases
+
     inherited = dict(os.environ)
     results = []
     for case in json.load(sys.stdin):
@@ -55,7 +58,9 @@ def main() -> None:
         with contextlib.redirect_stderr(stderr):
             try:
                 args = prepare_server_args(case["argv"])
-                result["values"] = {name: getattr(args, name) for name in SHOWN}
+                if hasattr(args, "resolve_once"):  # what ``launch_server`` does next
+                    args.resolve_once()
+                result["values"] = {name: getattr(releases.resolved(args), name, None) for name in SHOWN}
             except SystemExit as error:
                 result["status"] = error.code
             except BaseException:

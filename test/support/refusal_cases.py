@@ -76,6 +76,14 @@ FLAGS = [
     "--kv-cache-quant-group-size -64",
 ]
 
+RECENT_FLAGS = {
+    "startup_weight_load_mode": "--startup-weight-load-mode overlap",
+    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
+    "attn_dp_size": "--attn-dp-size 2 --tp-size 2",
+    "enable_nvidia_megakernel": "--enable-nvidia-megakernel",
+}
+"""Command lines by the server argument that not all releases have."""
+
 VARIABLES = [
     ("SGLANG_OSCAR_K_CLIP_RATIO", "0"),
     ("SGLANG_OSCAR_K_CLIP_RATIO", "1.5"),

@@ -23,15 +23,20 @@ def never(*args: Any) -> Any:
     raise AssertionError("the Triton version was called")
 
 
+def make_allocator(slots: int, page_size: int, need_sort: bool = False) -> PagedTokenToKVPoolAllocator:
+    """An allocator that knows no other way than Triton, as in older releases."""
+    made = PagedTokenToKVPoolAllocator(slots, page_size, torch.uint8, "cpu", SimpleNamespace(), need_sort=need_sort)
+    vars(made).pop("use_triton_kernels", None)
+    return made
+
+
 class Requests:
     """Requests that hold ``prefix`` slots each, and an allocator with ``spare`` pages beyond what they hold."""
 
     def __init__(self, prefixes: list[int], page_size: int, spare: int) -> None:
         held = sum(-(-prefix // page_size) for prefix in prefixes)
         self.page_size = page_size
-        self.allocator = PagedTokenToKVPoolAllocator(
-            (held + spare) * page_size, page_size, torch.uint8, "cpu", SimpleNamespace(), need_sort=False
-        )
+        self.allocator = make_allocator((held + spare) * page_size, page_size)
         order = self.allocator.free_pages.tolist()
         random.Random(held * 31 + spare).shuffle(order)
         self.allocator.free_pages = torch.tensor(order[held:], dtype=torch.int64)
@@ -118,7 +123,7 @@ def test_sequences_of_extend_and_decode(
 
 def test_freed_pages_are_merged_when_needed() -> None:
     """With sorting (disaggregation and others) freed pages wait in a second list."""
-    allocator = PagedTokenToKVPoolAllocator(4 * 16, 16, torch.uint8, "cpu", SimpleNamespace(), need_sort=True)
+    allocator = make_allocator(4 * 16, 16, need_sort=True)
     zero, seq, last = torch.tensor([0]), torch.tensor([64]), torch.tensor([-1])
     slots = around_alloc_extend(never, allocator, zero, zero, seq, seq, last, 64)
     allocator.free(slots)
@@ -131,10 +136,12 @@ def test_freed_pages_are_merged_when_needed() -> None:
 
 
 @pytest.mark.parametrize("method", [around_alloc_extend, around_alloc_decode])
-def test_gpu_allocators_are_left_alone(method: Any) -> None:
+@pytest.mark.parametrize("fields", [{"device": "cuda"}, {"device": "cpu", "use_triton_kernels": False}])
+def test_allocators_that_work_are_left_alone(method: Any, fields: dict[str, Any]) -> None:
+    """Those of a GPU, and those that have a way without Triton."""
     calls = []
     arguments = 7 if method is around_alloc_extend else 3
-    allocator = SimpleNamespace(device="cuda")
+    allocator = SimpleNamespace(**fields)
     method(lambda *args, **kwargs: calls.append((args, kwargs)), allocator, *range(arguments))
     assert len(calls) == 1
     assert calls[0][0][: arguments + 1] == (allocator, *range(arguments))

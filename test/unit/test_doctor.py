@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from sglang_oscar import doctor
+from sglang_oscar.attach import failure
 from sglang_oscar.cli import app
 from sglang_oscar.doctor import Check
 
@@ -116,10 +117,10 @@ def test_too_little_memory(model: Path) -> None:
 
 
 def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SGLANG_VERSION", "9.9.9")
+    monkeypatch.setattr(failure, "SGLANG_VERSIONS", ("9.9.8", "9.9.9"))
     check = doctor.attempt("sglang", doctor.check_sglang)
     assert not check.ok
-    assert check.change == "pip install sglang==9.9.9"
+    assert check.change == 'pip install "sglang>=9.9.8,<=9.9.9"'
 
 
 def test_plugin_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,21 @@ from oscar_rotation.dump import DumpReader, DumpWriter
 HIDDEN, HEAD_DIM, Q_HEADS, TOKENS = 16, 8, 8, 5
 
 
-def rank_heads(x: torch.Tensor, weights: dict[str, torch.Tensor], rank: int, size: int) -> list[torch.Tensor]:
+def rank_heads(
+    x: torch.Tensor, weights: dict[str, torch.Tensor], rank: int, size: int, patch: pytest.MonkeyPatch
+) -> list[torch.Tensor]:
     """q, k and v of one rank, computed by SGLang's own layer from the weights of the whole model."""
-    from sglang.srt.layers.linear import QKVParallelLinear
+    from sglang.srt.layers import linear
 
     kv_heads = weights["k"].shape[0] // HEAD_DIM
-    layer = QKVParallelLinear(
-        HIDDEN, HEAD_DIM, Q_HEADS, kv_heads, bias=False, params_dtype=torch.float32, tp_rank=rank, tp_size=size
+    place = {"tp_rank": rank, "tp_size": size}
+    if "tp_rank" not in inspect.signature(linear.QKVParallelLinear.__init__).parameters:
+        # Newer releases ask the process group instead.
+        place = {}
+        patch.setattr(linear, "_resolve_linear_group", lambda group: None)
+        patch.setattr(linear, "get_group_rank_size", lambda group: (rank, size))
+    layer = linear.QKVParallelLinear(
+        HIDDEN, HEAD_DIM, Q_HEADS, kv_heads, bias=False, params_dtype=torch.float32, **place
     )
     for name, weight in weights.items():
         layer.weight_loader(layer.weight, weight, name)
@@ -27,14 +36,16 @@ def rank_heads(x: torch.Tensor, weights: dict[str, torch.Tensor], rank: int, siz
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 2), (2, 4), (2, 2), (4, 2), (4, 1), (8, 2), (8, 1)])
-def test_ranks_of_sglang_are_gathered(tmp_path: Path, size: int, kv_heads: int) -> None:
+def test_ranks_of_sglang_are_gathered(
+    tmp_path: Path, size: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     heads = {"q": Q_HEADS, "k": kv_heads, "v": kv_heads}
     weights = {name: torch.randn(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}
     x = torch.randn(TOKENS, HIDDEN)
     for rank in range(size):
         writer = DumpWriter(tmp_path, total_kv_heads=kv_heads, tp_rank=rank, tp_size=size)
-        writer.write(0, 1, *rank_heads(x, weights, rank, size), [TOKENS])
+        writer.write(0, 1, *rank_heads(x, weights, rank, size, monkeypatch), [TOKENS])
     gathered = DumpReader(tmp_path).load(0, 1)
     for name, weight in weights.items():
         expected = (x @ weight.T).unflatten(-1, (-1, HEAD_DIM))

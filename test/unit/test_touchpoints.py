@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import inspect
+import pickle
 import pkgutil
 import sys
 from types import SimpleNamespace
@@ -13,15 +15,18 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_oscar import SGLANG_VERSION, plugin
-from sglang_oscar.attach import failure, flags, refusals, touchpoints
+from sglang_oscar import SGLANG_VERSIONS, plugin
+from sglang_oscar.attach import failure, flags, refusals, releases, touchpoints
 from sglang_oscar.errors import Int2Error
 
 ALL = touchpoints.TOUCHPOINTS + touchpoints.DUMP_TOUCHPOINTS
 
 
-def test_sglang_is_the_release_that_this_is_for() -> None:
-    assert importlib.metadata.version("sglang").split("+")[0] == SGLANG_VERSION
+HOOKED = [point for point in ALL if point.target() is not None]
+
+
+def test_sglang_is_a_release_that_this_is_for() -> None:
+    assert importlib.metadata.version("sglang").split("+")[0] in SGLANG_VERSIONS
 
 
 def test_entry_point() -> None:
@@ -30,30 +35,47 @@ def test_entry_point() -> None:
 
 
 def test_targets_are_listed_once() -> None:
-    assert len({target for target, _, _ in ALL}) == len(ALL) > 20
+    assert len({target for point in ALL for target in point.targets}) == sum(len(point.targets) for point in ALL) > 20
 
 
-@pytest.mark.parametrize(("target", "kind", "hook"), ALL, ids=[row[0].rpartition(".srt.")[2] for row in ALL])
-def test_touchpoint_resolves(target: str, kind: HookType, hook: Any) -> None:
+@pytest.mark.parametrize("point", HOOKED, ids=[point.name.rpartition(".srt.")[2] for point in HOOKED])
+def test_touchpoint_resolves(point: touchpoints.Touchpoint) -> None:
     """Target and hook agree on what they are called with, so far as the hook names its parameters."""
+    target = point.target()
+    assert target is not None
     place, _, name = target.rpartition(".")
     original = getattr(pkgutil.resolve_name(place), name)
     assert callable(original)
-    parameters = list(inspect.signature(hook).parameters.values())
-    if kind is not HookType.BEFORE:  # the original function, or its result, comes first
+    parameters = list(inspect.signature(point.hook).parameters.values())
+    if point.kind is not HookType.BEFORE:  # the original function, or its result, comes first
         parameters = parameters[1:]
     stock = inspect.signature(inspect.unwrap(original)).parameters
     for mine in parameters:
-        if mine.kind in (mine.VAR_POSITIONAL, mine.VAR_KEYWORD):
-            break
-        assert mine.name in stock, f"{target} has no parameter {mine.name}"
+        if mine.kind is mine.POSITIONAL_OR_KEYWORD:
+            assert mine.name in stock, f"{target} has no parameter {mine.name}"
+
+
+def test_the_first_name_that_exists_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is reported by the first, unless the function is a recent one."""
+    registered: list[str] = []
+    monkeypatch.setattr(touchpoints.HookRegistry, "register", lambda target, hook, kind: registered.append(target))
+    kind, hook = HookType.BEFORE, print
+    rows = [
+        touchpoints.Touchpoint(
+            ("sglang.nowhere.f", "sglang.srt.server_args.prepare_server_args", "os.path"), kind, hook
+        ),
+        touchpoints.Touchpoint(("sglang.srt.server_args.nowhere", "sglang.nowhere.f"), kind, hook),
+        touchpoints.Touchpoint(("sglang.srt.server_args.nowhere",), kind, hook, recent=True),
+    ]
+    expected = ["sglang.srt.server_args.prepare_server_args", "sglang.srt.server_args.nowhere"]
+    assert touchpoints.register_all(rows) == registered == expected
 
 
 def test_a_dropped_hook_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs and forgets a hook that it cannot attach; int2 mode must not start then."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    targets = [target for target, _, _ in touchpoints.TOUCHPOINTS]
+    targets = [str(point.target()) for point in touchpoints.TOUCHPOINTS]
     monkeypatch.setattr(failure, "_error", None)
     monkeypatch.setattr(failure, "_expected", ())
     failure.expect(targets)
@@ -61,11 +83,11 @@ def test_a_dropped_hook_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failure.reason() is None
     monkeypatch.setattr(HookRegistry, "_patched", set(targets[1:]))
     assert failure.reason() == f"not attached: {targets[0]}"
-    monkeypatch.setattr(failure, "SGLANG_VERSION", "9.9.9")
-    assert "int2 mode needs sglang==9.9.9" in str(failure.reason())
+    monkeypatch.setattr(failure, "SGLANG_VERSIONS", ("9.9.8", "9.9.9"))
+    assert "int2 mode needs sglang>=9.9.8,<=9.9.9" in str(failure.reason())
 
 
-@pytest.mark.parametrize("arguments", [["--model-path", "x"], ["--kv-cache-dtype", "int2"]])
+@pytest.mark.parametrize("arguments", [["--model-path", "x"], ["--kv-cache-dtype", "int2"], ["DUMP_KVCACHE"]])
 @pytest.mark.parametrize("broken", ["flags", "release"])
 def test_what_goes_wrong_is_told_only_to_who_asks(
     arguments: list[str], broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,12 +95,14 @@ def test_what_goes_wrong_is_told_only_to_who_asks(
     """A server that does not ask for int2 never notices that the plugin cannot be installed."""
     monkeypatch.setattr(failure, "_error", None)
     monkeypatch.setattr(sys, "argv", ["launch_server.py", *arguments])
+    if "DUMP_KVCACHE" in arguments:
+        monkeypatch.setenv("DUMP_KVCACHE", "1")
     if broken == "flags":
         monkeypatch.setattr(flags, "install", lambda: 1 / 0)
     else:
-        monkeypatch.setattr(failure, "SGLANG_VERSION", "9.9.9")
+        monkeypatch.setattr(failure, "SGLANG_VERSIONS", ("9.9.8", "9.9.9"))
         monkeypatch.setattr(touchpoints, "register_all", lambda hooks: pytest.fail("another release was hooked"))
-    if "int2" not in arguments:
+    if "--model-path" in arguments:
         plugin.register()
         assert capsys.readouterr() == ("", "")
         return
@@ -87,7 +111,7 @@ def test_what_goes_wrong_is_told_only_to_who_asks(
     assert caught.value.code == 78
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert ("division by zero" if broken == "flags" else "needs sglang==9.9.9") in said
+    assert ("division by zero" if broken == "flags" else "needs sglang>=9.9.8,<=9.9.9") in said
 
 
 def test_attention_is_hooked_only_for_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +119,18 @@ def test_attention_is_hooked_only_for_a_dump(monkeypatch: pytest.MonkeyPatch) ->
     assert touchpoints.wanted() == touchpoints.TOUCHPOINTS
     monkeypatch.setenv("DUMP_KVCACHE", "1")
     assert touchpoints.wanted() == ALL
-    assert any("RadixAttention.forward" in target for target, _, _ in touchpoints.DUMP_TOUCHPOINTS)
+    assert any("RadixAttention.forward" in point.name for point in touchpoints.DUMP_TOUCHPOINTS)
+
+
+if hasattr(ServerArgs, "resolve_once"):
+    Raw = ServerArgs
+else:
+
+    class Raw(ServerArgs):  # type: ignore[no-redef]
+        """Server arguments that nobody resolves, which needs a model."""
+
+        def __post_init__(self) -> None:
+            pass
 
 
 def choices() -> list[str]:
@@ -105,17 +140,45 @@ def choices() -> list[str]:
 
 def test_flags_are_installed_once() -> None:
     flags.install()
-    before = (list(ServerArgs.__dataclass_fields__), choices(), ServerArgs.__init__)
+    before = (list(releases.field_defaults(ServerArgs)), choices(), ServerArgs.__init__, ServerArgs.add_cli_args)
     flags.install()
-    assert (list(ServerArgs.__dataclass_fields__), choices(), ServerArgs.__init__) == before
+    assert (
+        list(releases.field_defaults(ServerArgs)),
+        choices(),
+        ServerArgs.__init__,
+        ServerArgs.add_cli_args,
+    ) == before
     assert choices().count("int2") == 1
-    assert before[0].count("kv_cache_quant_group_size") == 1
+
+
+def test_flags_on_the_command_line() -> None:
+    """The parser takes them once, the record has them, and so has a worker that gets it."""
+    flags.install()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    given = ["--model-path", "x", "--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "32"]
+    for arguments, size in ((given, 32), (given[:4], None)):
+        made = Raw.from_cli_args(parser.parse_args(arguments))
+        for record in (made, pickle.loads(pickle.dumps(made))):
+            assert (record.kv_cache_dtype, record.kv_cache_quant_group_size) == ("int2", size)
+
+
+@pytest.mark.parametrize("size", [None, 64])
+def test_group_size_of_an_engine(size: int | None) -> None:
+    """``Engine(...)`` makes its record of keywords."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    flags.install()
+    made = Engine.server_args_class
+    if made is ServerArgs:
+        made = Raw
+    given = {} if size is None else {"kv_cache_quant_group_size": size}
+    assert made(model_path="x", **given).kv_cache_quant_group_size == size
 
 
 def test_refusals_read_fields_that_exist() -> None:
     """A row that reads a field under a wrong name would raise here, not at somebody's start-up."""
-    defaults = SimpleNamespace(**{name: field.default for name, field in ServerArgs.__dataclass_fields__.items()})
-    refusals.check_arguments(defaults)
+    refusals.check_arguments(SimpleNamespace(**releases.field_defaults(ServerArgs)))
 
 
 @pytest.mark.parametrize(

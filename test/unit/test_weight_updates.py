@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers import io_struct
 from sglang.srt.model_loader import loader
 
 from oscar_kernels.format import LayerFormat, SideFormat
@@ -54,3 +55,23 @@ def test_weights_that_would_absorb_where_values_are_rotated(
     runner = SimpleNamespace(model=None, model_config=None, server_args=SimpleNamespace(load_format="sharded_state"))
     reason = updates.reload_obstacle(state(online), runner, "auto")
     assert reason is None if expected is None else expected in str(reason)
+
+
+def test_a_reload_asks_the_runner_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SimpleNamespace()
+    runner = SimpleNamespace(token_to_kv_pool=pool)
+    updater = SimpleNamespace(get_model_runner=lambda: runner)
+    monkeypatch.setattr(updates, "reload_obstacle", lambda cache, model_runner, load_format: f"not {load_format}")
+    assert updates.around_update_from_disk(original, updater, "path", "auto") == "done"
+    pool.oscar_cache = SimpleNamespace()
+    assert updates.around_update_from_disk(original, updater, "path", "auto") == (False, "not auto")
+
+
+def test_sessions_of_partial_updates_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "active", lambda: None)
+    assert updates.around_begin_update(original, None, None) == "done"
+    if not hasattr(io_struct, "BeginWeightUpdateReqOutput"):
+        pytest.skip("this release has no sessions")
+    monkeypatch.setattr(updates, "active", SimpleNamespace)
+    answer = updates.around_begin_update(original, None, None)
+    assert (answer.success, answer.message) == (False, updates.FROM_DISK_ONLY)

@@ -6,9 +6,9 @@ A server that does not ask for int2 must not notice that the plugin is installed
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from sglang_oscar import SGLANG_VERSION
+from sglang_oscar import SGLANG_VERSIONS
 
 _error: str | None = None
 _expected: tuple[str, ...] = ()
@@ -29,9 +29,14 @@ def expect(targets: Iterable[str]) -> None:
 def unsupported_release() -> str | None:
     """Why the installed SGLang cannot be served with int2, or None."""
     installed = importlib.metadata.version("sglang")
-    if installed.split("+")[0] == SGLANG_VERSION:
+    if installed.split("+")[0] in SGLANG_VERSIONS:
         return None
-    return f"sglang {installed} is installed, int2 mode needs sglang=={SGLANG_VERSION}"
+    return f"sglang {installed} is installed, int2 mode needs {supported()}"
+
+
+def supported() -> str:
+    """The supported releases, as a requirement that pip understands."""
+    return f"sglang>={SGLANG_VERSIONS[0]},<={SGLANG_VERSIONS[-1]}"
 
 
 def reason() -> str | None:
@@ -57,3 +62,12 @@ def asked_for(arguments: Sequence[str]) -> bool:
     flag = "--kv-cache-dtype"
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return any((one, two) == (flag, "int2") or one == f"{flag}=int2" for one, two in pairs)
+
+
+def dump_asked_for(environment: Mapping[str, str]) -> bool:
+    """Whether the environment asks for a dump, which nothing would write where nothing is hooked.
+
+    >>> dump_asked_for({"DUMP_KVCACHE": "1"}), dump_asked_for({"DUMP_KVCACHE": "0"}), dump_asked_for({})
+    (True, False, False)
+    """
+    return environment.get("DUMP_KVCACHE", "").lower() not in ("", "0", "false", "f", "no", "n", "off")

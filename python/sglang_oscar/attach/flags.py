@@ -1,30 +1,43 @@
 """Command-line flags: adds ``int2`` to --kv-cache-dtype and the flag --kv-cache-quant-group-size.
 
-SGLang derives its command line from the annotations of the ServerArgs dataclass, so that is what changes here;
-everything then works alike for launch_server, ``sglang serve`` and ``Engine(...)``. ServerArgs reaches worker
-processes by pickling its __dict__, which carries the new field along.
+SGLang derives its command line from the annotations of ServerArgs, so that is what changes here; everything then works
+alike for launch_server, ``sglang serve`` and ``Engine(...)``. Where ServerArgs is a dataclass it gets a field more. A
+msgspec.Struct cannot get one, but its records have a ``__dict__``: the group size lives there. Both reach worker
+processes, because a record is pickled with its __dict__.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing
+import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Optional, get_args, get_type_hints
 
 from sglang_oscar.names import DTYPE, GROUP_SIZE
+
+FLAG = f"--{GROUP_SIZE.replace('_', '-')}"
+HELP = (
+    "Channels of head_dim that share a scale and a zero point with --kv-cache-dtype int2: a power of two from 32 to "
+    "head_dim. Default: 128, or head_dim where that is smaller."
+)
+DTYPE_HELP = f'"{DTYPE}" stores history in 2 bits (sglang-oscar plugin).'
 
 
 def install() -> None:
     """Extend ServerArgs; harmless when done twice.
 
     Raises:
-        RuntimeError: ServerArgs does not look as in the SGLang release this was written for.
+        RuntimeError: ServerArgs does not look as in the SGLang releases this was written for.
     """
     from sglang.srt.arg_groups import arg_utils
     from sglang.srt.server_args import ServerArgs
 
-    if GROUP_SIZE in ServerArgs.__dataclass_fields__:
+    if hasattr(ServerArgs, GROUP_SIZE):
         return
+    if not dataclasses.is_dataclass(ServerArgs):
+        return _install_on_struct(ServerArgs, arg_utils)
     _add_dtype_choice(ServerArgs, arg_utils)
     _add_group_size_field(ServerArgs, arg_utils)
     # Both functions memoize what they read from the annotations.
@@ -32,26 +45,29 @@ def install() -> None:
     arg_utils.resolvable_fields.cache_clear()
 
 
-def _add_dtype_choice(server_args: Any, arg_utils: Any) -> None:
+def _dtype_annotation(server_args: Any, arg_utils: Any) -> tuple[Any, list[Any], int]:
+    """The type of kv_cache_dtype, what is annotated to it, and the place of SGLang's Arg among that.
+
+    Raises:
+        RuntimeError: there is none, or it has no list of choices.
+    """
     hint = get_type_hints(server_args, include_extras=True)["kv_cache_dtype"]
     inner, *extras = get_args(hint)
     position = next((i for i, extra in enumerate(extras) if isinstance(extra, arg_utils.Arg)), None)
-    if position is None or not extras[position].choices:
+    if position is None or not isinstance(extras[position].choices, list):
         raise RuntimeError("ServerArgs.kv_cache_dtype has no list of choices to extend")
+    return inner, extras, position
+
+
+def _add_dtype_choice(server_args: Any, arg_utils: Any) -> None:
+    inner, extras, position = _dtype_annotation(server_args, arg_utils)
     arg = extras[position]
-    extras[position] = dataclasses.replace(
-        arg,
-        choices=[*arg.choices, DTYPE],
-        help=f'{arg.help} "int2" stores history in 2 bits (sglang-oscar plugin).',
-    )
+    extras[position] = dataclasses.replace(arg, choices=[*arg.choices, DTYPE], help=f"{arg.help} {DTYPE_HELP}")
     server_args.__annotations__["kv_cache_dtype"] = Annotated[(inner, *extras)]
 
 
 def _add_group_size_field(server_args: Any, arg_utils: Any) -> None:
-    arg = arg_utils.Arg(
-        help="Channels of head_dim that share a scale and a zero point with --kv-cache-dtype int2: a power of two "
-        "from 32 to head_dim. Default: 128, or head_dim where that is smaller."
-    )
+    arg = arg_utils.Arg(help=HELP)
     hint = Annotated[Optional[int], arg, arg_utils.NS("model")]  # noqa: UP045 - SGLang unwraps typing.Optional
     field = dataclasses.field(default=None)
     field.name, field.type = GROUP_SIZE, hint  # type: ignore[attr-defined]
@@ -68,3 +84,42 @@ def _add_group_size_field(server_args: Any, arg_utils: Any) -> None:
         original(self, *args, **kwargs)
 
     server_args.__init__ = init
+
+
+def _install_on_struct(server_args: Any, arg_utils: Any) -> None:
+    _, extras, position = _dtype_annotation(server_args, arg_utils)
+    add_cli_args, from_cli_args = server_args.add_cli_args, server_args.from_cli_args
+
+    @functools.wraps(add_cli_args)
+    def add(parser: Any) -> None:
+        add_cli_args(parser)
+        parser.add_argument(FLAG, type=int, default=None, help=HELP)
+
+    @functools.wraps(from_cli_args)
+    def made(cls: Any, args: Any) -> Any:
+        record = from_cli_args(args)
+        record.__dict__[GROUP_SIZE] = getattr(args, GROUP_SIZE, None)
+        return record
+
+    # The Arg cannot be replaced, as annotations of a Struct were read when it was made; its list is an ordinary one.
+    extras[position].choices.append(DTYPE)
+    server_args.add_cli_args, server_args.from_cli_args = staticmethod(add), classmethod(made)
+    setattr(server_args, GROUP_SIZE, None)
+    engine = "sglang.srt.entrypoints.engine"
+    # A worker makes no Engine, and should not pay for the import.
+    if engine in sys.modules or multiprocessing.parent_process() is None:
+        from sglang.srt.entrypoints.engine import Engine
+
+        Engine.server_args_class = staticmethod(_with_group_size(server_args))
+
+
+def _with_group_size(server_args: Any) -> Callable[..., Any]:
+    """What ``Engine(...)`` makes its server arguments with: the group size is no argument of a Struct."""
+
+    def make(**kwargs: Any) -> Any:
+        size = kwargs.pop(GROUP_SIZE, None)
+        record = server_args(**kwargs)
+        record.__dict__[GROUP_SIZE] = size
+        return record
+
+    return make

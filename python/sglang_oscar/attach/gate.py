@@ -1,7 +1,9 @@
 """The gate: everything that can be decided before a model is loaded is decided here, in the launching process.
 
-Runs around ``ServerArgs.__post_init__``: fills in what int2 mode needs, lets SGLang resolve the rest, then refuses
-what cannot work. On the command line a refusal is one line and exit status 78; ``Engine(...)`` gets an Int2Error.
+Runs around SGLang's own resolution of arguments: fills in what int2 mode needs, lets SGLang resolve the rest, then
+refuses what cannot work. On the command line a refusal is one line and exit status 78; ``Engine(...)`` gets an
+Int2Error. What it lets through it marks, and a worker takes no arguments without the mark: a hook may attach and never
+be called, and then nothing would have been refused.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_oscar.attach import failure, refusals
+from sglang_oscar.attach import failure, refusals, releases
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.errors import Int2Error, fatal
@@ -21,18 +23,43 @@ from sglang_oscar.settings import Settings
 from sglang_oscar.weights.rotations import model_formats
 
 logger = logging.getLogger(__name__)
+COMMAND_LINE, PASSED = "_oscar_command_line", "_oscar_passed"
+"""Marks in the ``__dict__`` of server arguments, which no release seals and which is pickled to workers."""
+UNCHECKED = (
+    "int2 mode cannot attach to SGLang: these server arguments passed none of its checks; make them after "
+    "load_plugins() and do not copy them, or use --kv-cache-dtype auto"
+)
 
 
 def around_prepare_server_args(original: Callable[..., Any], argv: list[str]) -> Any:
-    """Command line: turn a refusal into one line and an exit status."""
+    """Command line: turn a refusal into one line and an exit status, also where arguments are resolved only later."""
     try:
-        return original(argv)
+        server_args = original(argv)
     except Int2Error as error:
         fatal(error)
+    if is_int2(server_args) or getattr(server_args, GROUP_SIZE) is not None or dump_hook.is_wanted():
+        server_args.__dict__[COMMAND_LINE] = True
+    return server_args
 
 
-def around_post_init(original: Callable[..., None], self: Any) -> None:
+def around_resolution(original: Callable[..., None], self: Any) -> None:
     """Configure and check int2 mode around SGLang's own resolution of arguments.
+
+    Raises:
+        Int2Error: int2 mode cannot run like this, and the arguments are not those of a command line.
+    """
+    if releases.is_resolved(self):
+        return original(self)
+    try:
+        resolve(original, self)
+    except Int2Error as error:
+        if COMMAND_LINE in self.__dict__:
+            fatal(error)
+        raise
+
+
+def resolve(original: Callable[..., None], self: Any) -> None:
+    """Resolve arguments that are as the operator gave them.
 
     Raises:
         Int2Error: int2 mode cannot run like this.
@@ -50,15 +77,26 @@ def around_post_init(original: Callable[..., None], self: Any) -> None:
     check_model_early(self)
     configure(self, settings)
     original(self)
-    check(self, settings)
+    check(releases.resolved(self), settings, releases.model_config(self))
+    self.__dict__[PASSED] = True
+
+
+def has_passed(server_args: Any) -> bool:
+    """Whether server arguments were let through, here or in the process that launched this one."""
+    return PASSED in server_args.__dict__
 
 
 def before_check_server_args(self: Any) -> None:
     """Second chance: arguments that were built before plugins were loaded pass through here."""
     if is_int2(self):
-        if self.attention_backend != BACKEND:
-            raise Int2Error("these server arguments were made before load_plugins(); make them afterwards")
-        refusals.check_arguments(self)
+        try:
+            if not has_passed(self):
+                raise Int2Error(UNCHECKED)
+            refusals.check_arguments(releases.resolved(self))
+        except Int2Error as error:
+            if COMMAND_LINE in self.__dict__:
+                fatal(error)
+            raise
 
 
 def configure(args: Any, settings: Settings) -> None:
@@ -105,19 +143,27 @@ def check_model_early(args: Any) -> None:
     refusals.check_model(model)
 
 
-def check(args: Any, settings: Settings) -> None:
+def check(args: Any, settings: Settings, model: Any) -> None:
     """Refuse what cannot work and load the rotations once, so that a broken file stops the launch right here.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+        settings: of int2 mode.
+        model: SGLang's ModelConfig.
 
     Raises:
         Int2Error: naming the flag, variable or file at fault.
     """
+    if not is_int2(args):
+        raise Int2Error(
+            f"SGLang insists on --kv-cache-dtype {args.kv_cache_dtype} for this model; drop --kv-cache-dtype int2"
+        )
     refusals.check_arguments(args)
     if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
         raise Int2Error(
             f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}; "
             f"set --chunked-prefill-size {-(-args.chunked_prefill_size // args.page_size) * args.page_size}"
         )
-    model = args.get_model_config()
     refusals.check_model(model)
     check_device(args.device)
     if args.device == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):

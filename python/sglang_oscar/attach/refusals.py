@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
 
 Check = Callable[[Any], bool]
@@ -28,16 +29,21 @@ def _captures_whole_prefills(args: Any) -> bool:
     return _graph_backend(args, "prefill", args.cuda_graph_backend_prefill) == "full"
 
 
+def _context_parallel(args: Any) -> bool:
+    """Flags of which later releases have only the first."""
+    flags = ("enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
+    return args.enable_prefill_cp or any(argument(args, flag, False) for flag in flags)
+
+
 ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.speculative_algorithm is not None, "speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
     (lambda a: a.enable_dp_attention, "data-parallel attention; drop --enable-dp-attention"),
+    # Where --enable-dp-attention is an old name of this, resolution turns it into this.
+    (lambda a: argument(a, "attn_dp_size", 1) > 1, "data-parallel attention; set --attn-dp-size 1"),
     (lambda a: a.dcp_size > 1, "decode context parallelism; set --dcp-size 1"),
     (lambda a: a.attn_cp_size > 1, "context parallelism; set --attn-cp-size 1"),
-    (
-        lambda a: a.enable_prefill_cp or a.enable_prefill_context_parallel or a.enable_dsa_prefill_context_parallel,
-        "context parallelism; drop --enable-prefill-cp",
-    ),
+    (_context_parallel, "context parallelism; drop --enable-prefill-cp"),
     (lambda a: a.disaggregation_mode != "null", "prefill/decode disaggregation; drop --disaggregation-mode"),
     (lambda a: a.enable_streaming_session, "streaming sessions; drop --enable-streaming-session"),
     (lambda a: a.enable_hierarchical_cache, "hierarchical caching; drop --enable-hierarchical-cache"),
@@ -45,6 +51,10 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (
         lambda a: a.enable_flexkv or a.flexkv_config_file is not None,
         "FlexKV; drop --enable-flexkv and --flexkv-config-file",
+    ),
+    (
+        lambda a: argument(a, "enable_unified_cache_external_linker", False),
+        "prefix caches in other stores; drop --enable-unified-cache-external-linker",
     ),
     (lambda a: a.radix_cache_backend is not None, "other prefix caches; drop --radix-cache-backend"),
     (lambda a: a.enable_hisparse, "HiSparse; drop --enable-hisparse"),
@@ -61,6 +71,15 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (
         lambda a: a.checkpoint_engine_wait_weights_before_ready,
         "weights from a checkpoint engine; drop --checkpoint-engine-wait-weights-before-ready",
+    ),
+    (
+        # The pool asks, when it is built, whether the weights have absorbed the value rotation.
+        lambda a: argument(a, "startup_weight_load_mode", "serial") != "serial",
+        "weights that arrive after the cache is built; drop --startup-weight-load-mode",
+    ),
+    (
+        lambda a: argument(a, "enable_nvidia_megakernel", False),
+        "megakernels, which bring their own attention; drop --enable-nvidia-megakernel",
     ),
     (lambda a: a.model_impl == "transformers", "models of transformers; drop --model-impl transformers"),
     (lambda a: a.use_ray, "Ray (its workers load no plugins); drop --use-ray"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_oscar.attach import gate
+from sglang_oscar.attach import gate, releases
 from sglang_oscar.attention import refill_pass
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.cpu import engine
@@ -22,62 +22,110 @@ CONFIGURATOR = MEM + "kv_cache_configurator.KVCacheConfigurator."
 ALLOCATOR = MEM + "allocator.paged.PagedTokenToKVPoolAllocator."
 ROW_POOL = MEM + "memory_pool.ReqToTokenPool."
 WORKER = SRT + "managers.tp_worker.BaseTpWorker."
+RUNNER = SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
 UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 
-Touchpoint = tuple[str, HookType, Callable[..., Any]]
-"""Dotted name of a function of SGLang, kind of hook, and the hook."""
+
+class Touchpoint(NamedTuple):
+    """A function of SGLang and what happens around it.
+
+    ``targets`` are the dotted names that it has in the supported releases: the first that the installed one has is
+    hooked. Where it has none, that is reported like a hook that does not attach, unless the function is ``recent``:
+    then older releases lack what it does.
+    """
+
+    targets: tuple[str, ...]
+    kind: HookType
+    hook: Callable[..., Any]
+    recent: bool = False
+
+    @property
+    def name(self) -> str:
+        """The first target, by which the row is told from others."""
+        return self.targets[0]
+
+    def target(self) -> str | None:
+        """The function to hook in the installed release; None where there is nothing to hook."""
+        found = releases.first_existing(self.targets)
+        return found if found or self.recent else self.name
+
+
+def at(*targets: str) -> tuple[str, ...]:
+    """Names of a function in the supported releases, those to be preferred first."""
+    return targets
+
 
 TOUCHPOINTS: list[Touchpoint] = [
     # Arguments: defaults and refusals.
-    (ARGS + "prepare_server_args", AROUND, gate.around_prepare_server_args),
-    (ARGS + "ServerArgs.__post_init__", AROUND, gate.around_post_init),
-    (ARGS + "ServerArgs.check_server_args", BEFORE, gate.before_check_server_args),
+    Touchpoint(at(ARGS + "prepare_server_args"), AROUND, gate.around_prepare_server_args),
+    Touchpoint(at(ARGS + "ServerArgs.resolve_once", ARGS + "ServerArgs.__post_init__"), AROUND, gate.around_resolution),
+    Touchpoint(at(ARGS + "ServerArgs.check_server_args"), BEFORE, gate.before_check_server_args),
     # Memory: dtype, bytes per token, budget, number of requests, pool.
-    (MEM + "kv_cache_dtype.configure_kv_cache_dtype", AROUND, sizing.around_configure_kv_cache_dtype),
-    (
-        SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+    Touchpoint(at(MEM + "kv_cache_dtype.configure_kv_cache_dtype"), AROUND, sizing.around_configure_kv_cache_dtype),
+    Touchpoint(
+        at(SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"),
         AROUND,
         sizing.around_compute_cell_size,
     ),
-    (CONFIGURATOR + "_profile_available_bytes", AFTER, sizing.after_profile_available_bytes),
-    (CONFIGURATOR + "resolve_max_num_reqs", AROUND, sizing.around_resolve_max_num_reqs),
-    (CONFIGURATOR + "_build_token_to_kv_pool", AROUND, sizing.around_build_token_to_kv_pool),
-    (ARGS + "ServerArgs.post_capture_kv_sizing_planned", AFTER, sizing.after_post_capture_kv_sizing_planned),
+    Touchpoint(at(CONFIGURATOR + "_profile_available_bytes"), AFTER, sizing.after_profile_available_bytes),
+    Touchpoint(at(CONFIGURATOR + "resolve_max_num_reqs"), AROUND, sizing.around_resolve_max_num_reqs),
+    Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
+    Touchpoint(
+        at(
+            SRT + "arg_groups.overrides.post_capture_kv_sizing_planned",
+            ARGS + "ServerArgs.post_capture_kv_sizing_planned",
+        ),
+        AFTER,
+        sizing.after_post_capture_kv_sizing_planned,
+    ),
     # Requests: prefix hits, rows, sink blocks.
-    (SRT + "model_executor.model_runner.ModelRunner.forward", AROUND, refill_pass.around_model_forward),
-    (
-        SRT + "managers.schedule_batch.Req._compute_max_prefix_len",
+    Touchpoint(at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward),
+    Touchpoint(
+        at(SRT + "managers.schedule_batch.Req._compute_max_prefix_len"),
         AFTER,
         lifecycle.after_compute_max_prefix_len,
     ),
-    (MEM + "allocation.alloc_for_extend", AROUND, lifecycle.around_alloc_for_extend),
-    (MEM + "common.release_kv_cache", BEFORE, lifecycle.before_release_kv_cache),
-    (ROW_POOL + "free", BEFORE, lifecycle.before_free_row),
-    (ROW_POOL + "clear", BEFORE, lifecycle.before_clear_rows),
+    Touchpoint(at(MEM + "allocation.alloc_for_extend"), AROUND, lifecycle.around_alloc_for_extend),
+    Touchpoint(at(MEM + "common.release_kv_cache"), BEFORE, lifecycle.before_release_kv_cache),
+    Touchpoint(at(ROW_POOL + "free"), BEFORE, lifecycle.before_free_row),
+    Touchpoint(at(ROW_POOL + "clear"), BEFORE, lifecycle.before_clear_rows),
     # Weights: the value rotation.
-    (
-        SRT + "model_loader.loader.DefaultModelLoader.load_weights_and_postprocess",
+    Touchpoint(
+        at(SRT + "model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"),
         AROUND,
         absorption.around_load_weights_and_postprocess,
     ),
-    (WORKER + "update_weights_from_disk", AROUND, updates.around_update_from_disk),
-    (WORKER + "init_weights_update_group", AROUND, updates.around_update_weights),
-    (WORKER + "update_weights_from_tensor", AROUND, updates.around_update_weights),
-    (WORKER + "update_weights_from_distributed", AROUND, updates.around_update_weights),
-    (WORKER + "update_weights_from_ipc", AROUND, updates.around_update_weights),
-    (WORKER + "send_weights_to_remote_instance", AROUND, updates.around_send_weights),
-    (UPDATER + "save_remote_model", AROUND, updates.around_save_weights),
-    (UPDATER + "save_sharded_model", AROUND, updates.around_save_weights),
+    Touchpoint(at(RUNNER + "update_weights_from_disk"), AROUND, updates.around_update_from_disk),
+    Touchpoint(at(WORKER + "init_weights_update_group"), AROUND, updates.around_update_weights),
+    Touchpoint(
+        at(WORKER + "update_weights_from_tensor", RUNNER + "update_weights_from_tensor"),
+        AROUND,
+        updates.around_update_weights,
+    ),
+    Touchpoint(
+        at(WORKER + "update_weights_from_distributed", RUNNER + "load_weights_from_distributed"),
+        AROUND,
+        updates.around_update_weights,
+    ),
+    Touchpoint(
+        at(WORKER + "update_weights_from_ipc", RUNNER + "update_weights_from_ipc"),
+        AROUND,
+        updates.around_update_weights,
+    ),
+    Touchpoint(at(UPDATER + "begin_weight_update"), AROUND, updates.around_begin_update, recent=True),
+    Touchpoint(at(WORKER + "send_weights_to_remote_instance"), AROUND, updates.around_send_weights),
+    Touchpoint(at(UPDATER + "save_remote_model"), AROUND, updates.around_save_weights),
+    Touchpoint(at(UPDATER + "save_sharded_model"), AROUND, updates.around_save_weights),
     # Machines without a GPU.
-    (SRT + "utils.common.support_triton", AROUND, engine.around_support_triton),
-    (ALLOCATOR + "alloc_extend", AROUND, engine.around_alloc_extend),
-    (ALLOCATOR + "alloc_decode", AROUND, engine.around_alloc_decode),
+    Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),
+    Touchpoint(at(ALLOCATOR + "alloc_extend"), AROUND, engine.around_alloc_extend),
+    Touchpoint(at(ALLOCATOR + "alloc_decode"), AROUND, engine.around_alloc_decode),
 ]
 
 
 DUMP_TOUCHPOINTS: list[Touchpoint] = [
-    (SRT + "layers.radix_attention.RadixAttention.forward", BEFORE, dump_hook.before_attention),
+    Touchpoint(at(SRT + "layers.radix_attention.RadixAttention.forward"), BEFORE, dump_hook.before_attention),
 ]
 """Calibration: dumping q, k and v. Every attention call of every model passes here, so only where a dump is wanted."""
 
@@ -87,7 +135,15 @@ def wanted() -> list[Touchpoint]:
     return TOUCHPOINTS + DUMP_TOUCHPOINTS if dump_hook.is_wanted() else TOUCHPOINTS
 
 
-def register_all(touchpoints: list[Touchpoint]) -> None:
-    """Queue hooks with SGLang's registry, which attaches them once every plugin is loaded."""
-    for target, kind, hook in touchpoints:
-        HookRegistry.register(target, hook, kind)
+def register_all(touchpoints: list[Touchpoint]) -> list[str]:
+    """Queue hooks with SGLang's registry, which attaches them once every plugin is loaded.
+
+    Returns:
+        the functions that are to be hooked.
+    """
+    queued = []
+    for point in touchpoints:
+        if (target := point.target()) is not None:
+            HookRegistry.register(target, point.hook, point.kind)
+            queued.append(target)
+    return queued

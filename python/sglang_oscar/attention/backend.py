@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from oscar_kernels.cache import StoreSlots
+from sglang_oscar.attach import releases
 from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, refill_batch
 from sglang_oscar.attention.compiled import Call
@@ -53,9 +54,10 @@ class OscarAttentionBackend(AttentionBackend):
             self.kernels = layer_attention.for_device(cache, model_runner.dtype, q_heads)
         except Int2Error as error:
             fatal(error)
-        if model_runner.server_args.enable_torch_compile:
+        server_args = releases.resolved(model_runner.server_args)
+        if server_args.enable_torch_compile:
             compiled.prepare()
-            largest = model_runner.server_args.torch_compile_max_bs
+            largest = server_args.torch_compile_max_bs
             logger.info("int2 decode: one operator per layer inside torch.compile, up to %d requests", largest)
         self.batch: Batch | None = None
         self.graph_tables: DecodeTables | None = None

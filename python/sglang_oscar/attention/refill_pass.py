@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.requests.sink_refill import Refill
 
@@ -22,7 +23,9 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     """Fill the sink blocks that the batch lacks, then run it."""
     cache = cache_of(self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
-        for part in parts_of(refills, tokens_at_once(self.server_args), cache.plan.geometry.windows.sink):
+        for part in parts_of(
+            refills, tokens_at_once(releases.resolved(self.server_args)), cache.plan.geometry.windows.sink
+        ):
             with self.attn_backend.refilling([refill.block for refill in part]):
                 original(self, refill_batch(cache, part, forward_batch))
         logger.info(
@@ -81,9 +84,10 @@ def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
         extend_seq_lens_cpu=[sink] * count,
         extend_logprob_start_lens_cpu=[sink] * count,
     )
-    if beside.num_token_non_padded is not None:
-        batch.num_token_non_padded = torch.full_like(beside.num_token_non_padded, tokens)
-    batch.num_token_non_padded_cpu = tokens
+    on_device, on_host = releases.real_token_counts(beside)
+    if getattr(beside, on_device) is not None:
+        setattr(batch, on_device, torch.full_like(getattr(beside, on_device), tokens))
+    setattr(batch, on_host, tokens)
     if beside.global_num_tokens_cpu is not None:  # ranks exchange their token counts: all of them refill alike
         ranks = len(beside.global_num_tokens_cpu)
         batch.global_num_tokens_cpu = [tokens] * ranks

@@ -20,6 +20,7 @@ from oscar_rotation.dump.covariances import CovarianceWriter
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
 from sglang_oscar import names
+from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal, malformed
 from sglang_oscar.weights.model_identity import model_identity
 
@@ -55,6 +56,7 @@ UNSEEN: dict[str, Callable[[Any], bool]] = {
     "--pp-size": lambda args: args.pp_size > 1,
     "--dp-size": lambda args: args.dp_size > 1,
     "--enable-dp-attention": lambda args: args.enable_dp_attention,
+    "--attn-dp-size": lambda args: releases.argument(args, "attn_dp_size", 1) > 1,
     "--enable-torch-compile": lambda args: args.enable_torch_compile,
     "--speculative-algorithm": lambda args: args.speculative_algorithm is not None,
 }
@@ -122,7 +124,7 @@ class Dump:
     def __init__(self, settings: DumpSettings, server_args: Any, sm_scale: float) -> None:
         from sglang.srt.runtime_context import get_parallel
 
-        model, parallel = server_args.get_model_config(), get_parallel()
+        model, parallel = releases.model_config(server_args), get_parallel()
         self.rank = parallel.attn_tp_rank
         self.settings = settings
         # Chunk 0 is the server's warm-up request, which a fit leaves out.

@@ -1,7 +1,8 @@
 """What stock SGLang lacks to run with pages on a machine without a GPU.
 
 The paged allocator and a few index helpers are Triton kernels, which need a GPU. SGLang picks torch versions of the
-helpers by the name of the attention backend; the allocator has none, so its two methods are done in torch here.
+helpers by the name of the attention backend; in older releases the allocator has none, so its two methods are done in
+torch here.
 Used with SGLANG_USE_CPU_ENGINE=1 and nowhere else.
 """
 
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from sglang_oscar.attach import releases
 
 
 def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:
@@ -32,7 +35,7 @@ def around_alloc_extend(
     num_new_pages: int | None = None,
 ) -> Any:
     """Slots for a chunk per request: the rest of its last page, then new pages."""
-    if torch.device(self.device).type != "cpu":
+    if torch.device(self.device).type != "cpu" or releases.allocates_on_cpu(self):
         return original(
             self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
         )
@@ -57,7 +60,7 @@ def around_alloc_decode(
     original: Callable[..., Any], self: Any, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
 ) -> Any:
     """One slot per request: the next of its page, or the first of a new one."""
-    if torch.device(self.device).type != "cpu":
+    if torch.device(self.device).type != "cpu" or releases.allocates_on_cpu(self):
         return original(self, seq_lens, seq_lens_cpu, last_loc)
     if self.need_sort and len(seq_lens) > len(self.free_pages):
         self.merge_and_sort_free()

@@ -8,7 +8,7 @@ from typing import Any
 
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat, code_widths, fingerprint, mean_bits
-from sglang_oscar.attach import refusals
+from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import CachedLayer
@@ -53,7 +53,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
-    absorbed = absorption.is_absorbed(configurator.model, configurator.server_args, settings)
+    absorbed = absorption.is_absorbed(configurator.model, releases.resolved(configurator.server_args), settings)
     rows = req_to_token_pool.req_to_token.shape[0]
     buffers = SideBuffers(geometry, rows, plan.sink_blocks, device)
     cache = Int2Cache(
@@ -65,7 +65,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         sinks=SinkStore(plan.sink_blocks),
         layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device, absorbed),
         fingerprint=fingerprint(whole),
-        refills=SinkRefills(refill_counter(configurator.server_args)),
+        refills=SinkRefills(refill_counter(releases.resolved(configurator.server_args))),
     )
     cache.attach(pool)
     if any(layer.value.transform.matrix is not None for layer in whole.values()):

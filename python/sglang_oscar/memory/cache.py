@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_oscar.attach import releases
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.requests.row_tables import RowTables
@@ -64,7 +65,9 @@ class Int2Cache:
     def sink_key(self, req: Any) -> Hashable | None:
         """Key under which a request's sink block is shared; None if it has none or must not share it."""
         ids = self.sink_ids(req)
-        return None if ids is None or getattr(req, "skip_radix_cache_insert", False) else (req.extra_key, ids)
+        if ids is None or getattr(req, "skip_radix_cache_insert", False):
+            return None
+        return (*releases.namespace(req), ids)
 
 
 def cache_of(pool: Any) -> Int2Cache | None:

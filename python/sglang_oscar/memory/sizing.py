@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_oscar.attach import failure
+from sglang_oscar.attach import failure, gate
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
@@ -48,7 +48,7 @@ def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -
     """
     from sglang.srt.runtime_context import get_parallel
 
-    backend = extend_choice.choose(of_this_process().extend_backend, configurator.server_args.device)
+    backend = extend_choice.choose(of_this_process().extend_backend, configurator.device)
     if backend != "flashinfer":
         return None
     model = configurator.model_config
@@ -60,10 +60,14 @@ def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any)
     """Resolve ``int2`` to byte rows; first int2 step in a worker, so it also checks that all hooks are attached."""
     if kwargs["server_args_kv_cache_dtype"] != DTYPE:
         return original(**kwargs)
+    from sglang.srt.runtime_context import get_server_args
+
     from sglang_oscar.attention import backend
 
     if (reason := failure.reason()) is not None:
         fatal(f"int2 mode cannot attach to SGLang: {reason}")
+    if not gate.has_passed(get_server_args()):
+        fatal(gate.UNCHECKED)
     backend.register()
     return DTYPE, torch.uint8
 
@@ -102,9 +106,9 @@ def around_resolve_max_num_reqs(original: Callable[..., int], self: Any, token_c
     return limit if plan is None else min(limit, plan.max_running)
 
 
-def after_post_capture_kv_sizing_planned(planned: bool, self: Any) -> bool | None:
+def after_post_capture_kv_sizing_planned(planned: bool, server_args: Any, /) -> bool | None:
     """Size the pool before graph capture: the alternative reserves address space that byte rows cannot use."""
-    return False if is_int2(self) else None
+    return False if is_int2(server_args) else None
 
 
 def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:

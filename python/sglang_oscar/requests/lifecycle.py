@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oscar import settings
+from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 
 
@@ -32,11 +33,11 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     cache = cache_of(batch.req_to_token_pool)
     if cache is None:
         return original(batch)
-    fresh = [req for req in batch.reqs if req.req_pool_idx is None]
+    fresh = [req for req in batch.reqs if releases.row(req) is None]
     blocks = acquire_blocks(cache, fresh)
     result = original(batch)
     for req, block in zip(fresh, blocks, strict=True):
-        cache.rows.assign(req.req_pool_idx, ring_start=len(req.prefix_indices), sink_block=block)
+        cache.rows.assign(releases.row(req), ring_start=releases.prefix_tokens(req), sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
         publish_sinks(cache, req, kv_len)
     return result
@@ -52,7 +53,7 @@ def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
     """
     if cache.plan.geometry.windows.sink == 0:
         return [0] * len(fresh)
-    hits = [bool(len(req.prefix_indices)) for req in fresh]
+    hits = [releases.prefix_tokens(req) > 0 for req in fresh]
     blocks = [
         cache.sinks.acquire_shared(cache.sink_key(req)) if hit else None for req, hit in zip(fresh, hits, strict=True)
     ]
@@ -87,24 +88,25 @@ def publish_sinks(cache: Int2Cache, req: Any, kv_len: int) -> None:
     """
     if kv_len < cache.plan.geometry.windows.sink:
         return
-    block, key = cache.rows.block_of(req.req_pool_idx), cache.sink_key(req)
+    block, key = cache.rows.block_of(releases.row(req)), cache.sink_key(req)
     if block and key is not None:
         cache.sinks.publish(block, key)
 
 
-def before_release_kv_cache(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+def before_release_kv_cache(req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
     """Publish sinks that filled up during decoding, before the request's tokens enter the prefix cache."""
     cache = cache_of(tree_cache.req_to_token_pool)
-    if cache is not None and req.req_pool_idx is not None:
-        publish_sinks(cache, req, req.kv_committed_len)
+    if cache is not None and releases.row(req) is not None:
+        publish_sinks(cache, req, releases.committed_tokens(req))
 
 
 def before_free_row(self: Any, req: Any) -> None:
     """The request loses its row: unpin its sink block."""
     cache = cache_of(self)
-    if cache is None or req.req_pool_idx is None:
+    row = None if cache is None else releases.row(req)
+    if cache is None or row is None:
         return
-    block = cache.rows.unassign(req.req_pool_idx)
+    block = cache.rows.unassign(row)
     if block:
         cache.sinks.release(block)
 

@@ -20,6 +20,7 @@ from torch import nn
 from oscar_kernels.reference import rotate
 from oscar_kernels.transform import SideTransform
 from sglang_oscar import names
+from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.plan import own_heads
 from sglang_oscar.settings import Settings, of_this_process
@@ -109,7 +110,7 @@ def _value_transforms(settings: Settings, layers: list[tuple[Any, Any, Any]]) ->
     from sglang.srt.runtime_context import get_server_args
 
     args = get_server_args()
-    config = args.get_model_config()
+    config = releases.model_config(args)
     formats, heads = model_formats(args, settings, config), own_heads(config)
     return [formats[attn.layer_id].value.transform.of_heads(heads) for _, attn, _ in layers]
 

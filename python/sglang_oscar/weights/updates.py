@@ -39,12 +39,24 @@ around_send_weights = _answering(NOT_EXPORTED)
 """Weights that are sent may have absorbed the rotation, which their receiver would not know."""
 
 
-def around_update_from_disk(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+def around_begin_update(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """Refuse a session of partial updates, before any rank changes its weights or waits for another."""
+    if active() is None:
+        return original(self, recv_req)
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
+
+    return BeginWeightUpdateReqOutput(success=False, message=FROM_DISK_ONLY)
+
+
+def around_update_from_disk(
+    original: Callable[..., Any], self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
+) -> Any:
     """Refuse what would be read without absorbing, or absorbed where values are rotated at every step."""
-    cache = cache_of(self.model_runner.token_to_kv_pool)
-    if cache is not None and (reason := reload_obstacle(cache, self.model_runner, recv_req.load_format)) is not None:
+    runner = self.get_model_runner()
+    cache = cache_of(runner.token_to_kv_pool)
+    if cache is not None and (reason := reload_obstacle(cache, runner, load_format)) is not None:
         return False, reason
-    return original(self, recv_req)
+    return original(self, model_path, load_format, *args, **kwargs)
 
 
 def reload_obstacle(cache: Int2Cache, model_runner: Any, load_format: str) -> str | None:

@@ -16,6 +16,7 @@ def _unavailable(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError("this operator of sgl_kernel does not exist in the CPU stand-in")
 
 
+assign_draft_cache_locs_contiguous_cpu = _unavailable
 assign_extend_cache_locs_cpu = _unavailable
 assign_req_to_token_pool_cpu = _unavailable
 build_tree_kernel_efficient_cpu = _unavailable

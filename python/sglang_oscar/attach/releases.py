@@ -1,0 +1,135 @@
+"""What differs between the supported releases of SGLang: told by what is there, never by a version number.
+
+The rest of the package asks here and reads like code for one release. What moved to another place but kept its meaning
+is a row with several targets in :mod:`sglang_oscar.attach.touchpoints`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+
+@cache
+def _function(module: str, name: str) -> Any:
+    """A function of SGLang, or None in releases that lack it or its module."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return None
+        raise
+
+
+def exists(target: str) -> bool:
+    """Whether a dotted name is there in the installed release, in a module that can be imported."""
+    try:
+        pkgutil.resolve_name(target)
+    except AttributeError:
+        return False
+    return True
+
+
+def first_existing(targets: Sequence[str]) -> str | None:
+    """The first of several dotted names that the installed release has, or None."""
+    return next((target for target in targets if exists(target)), None)
+
+
+# Server arguments. SGLang used to resolve them while the record was made and to keep the result in it. Newer releases
+# resolve in a step of its own; the record then keeps what the operator asked for, and a view says what was decided.
+
+
+def is_resolved(server_args: Any) -> bool:
+    """Whether a record has been resolved in a step of its own, as in every worker; False where there is no such step.
+
+    Args:
+        server_args: SGLang's ServerArgs.
+    """
+    return bool(getattr(server_args, "_resolution_finished", False))
+
+
+def resolved(server_args: Any) -> Any:
+    """Server arguments as SGLang decided them, to read from.
+
+    Args:
+        server_args: SGLang's ServerArgs.
+    """
+    view = _function("sglang.srt.arg_groups.model_override_base", "resolving_view")
+    return server_args if view is None else view(server_args)
+
+
+def model_config(server_args: Any) -> Any:
+    """SGLang's ModelConfig of server arguments, kept on the record.
+
+    Args:
+        server_args: SGLang's ServerArgs.
+    """
+    of = _function("sglang.srt.arg_groups.model_override_base", "model_config_of")
+    return server_args.get_model_config() if of is None else of(server_args)
+
+
+def argument(server_args: Any, name: str, absent: Any) -> Any:
+    """A server argument that not all releases have.
+
+    Args:
+        server_args: SGLang's ServerArgs.
+        name: of the field.
+        absent: what to answer where the release has no such field, and so cannot do what it asks for.
+    """
+    return getattr(server_args, name, absent)
+
+
+def field_defaults(record: type) -> dict[str, Any]:
+    """Defaults of the fields of ServerArgs by name; a field without one has whatever its library calls missing."""
+    import dataclasses
+
+    if dataclasses.is_dataclass(record):
+        return {field.name: field.default for field in dataclasses.fields(record)}
+    import msgspec
+
+    return {field.name: field.default for field in msgspec.structs.fields(record)}
+
+
+# Requests. A request's row and how far it is computed moved from the request to what it holds of the cache.
+
+
+def row(req: Any) -> Any:
+    """The row of a request in SGLang's request pool, an int; None while it has none."""
+    return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
+
+
+def committed_tokens(req: Any) -> int:
+    """Tokens of a request whose keys and values are computed."""
+    tokens: int = req.kv_committed_len if hasattr(req, "kv_committed_len") else req.kv.kv_committed_len
+    return tokens
+
+
+def prefix_tokens(req: Any) -> int:
+    """Tokens of a request that lie in the cache before its next chunk."""
+    return len(req.prefix_indices) if hasattr(req, "prefix_indices") else int(req.prefix_len)
+
+
+def namespace(req: Any) -> tuple[Any, Any]:
+    """What keeps cached prefixes with the same tokens apart: extra key and salt, which once was part of the key."""
+    return req.extra_key, getattr(req, "cache_salt", None)
+
+
+def real_token_counts(forward_batch: Any) -> tuple[str, str]:
+    """Fields of a ForwardBatch that count its tokens without padding: a scalar tensor or None, and an int.
+
+    Newer releases keep the count of all tensor-parallel ranks and derive each rank's own from it.
+    """
+    ours = "num_token_non_padded"
+    name = f"global_{ours}" if hasattr(forward_batch, f"global_{ours}") else ours
+    return name, f"{name}_cpu"
+
+
+# Machines without a GPU.
+
+
+def allocates_on_cpu(allocator: Any) -> bool:
+    """Whether SGLang's paged allocator itself does without Triton where there is no GPU."""
+    return hasattr(allocator, "use_triton_kernels")

@@ -1,0 +1,125 @@
+"""Supported releases of SGLang, served from their sources with the installed dependencies.
+
+By default the oldest and the newest; OSCAR_TEST_RELEASES says which (``all``, or versions with commas between). Int2
+mode answers the same in all of them, and a server that does not ask for it does not notice the plugin.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_oscar import SGLANG_VERSIONS
+from sglang_oscar.errors import EXIT_CODE
+from support import golden, release_answers
+from support.api import retracted
+from support.compare import LOGPROBS, first_difference
+from support.launch_cases import run_cases
+from support.reference import MODEL, question, token_ids
+from support.releases import environment, needs_newer_python, served
+from support.servers import HADAMARD, Server, serve, server_environment
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="sources are served without compiled extensions"),
+]
+NEAR_TIE = 1.0
+"""Between processors; on one machine all releases answer bit for bit alike."""
+answers: dict[str, list[dict[str, Any]]] = {}
+
+
+@pytest.fixture(params=served(), scope="module")
+def version(request: pytest.FixtureRequest) -> str:
+    if needs_newer_python(request.param):
+        pytest.skip(f"SGLang {request.param} wants a newer Python")
+    return request.param
+
+
+def together(server: Server) -> list[dict[str, Any]]:
+    """Six requests at once."""
+    asked = []
+    for seed in (201, 202):
+        text, facts = golden.document(400, seed)
+        asked += [token_ids(text + question(word)) for word in facts]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, 24), asked))
+
+
+def test_int2_answers(version: str, tmp_path: Path) -> None:
+    env = release_answers.ENV | environment(version)
+    with serve(MODEL, tmp_path / "log", *release_answers.ARGS, env=env) as server:
+        answers[version] = release_answers.ask(server)
+        assert retracted(server) == 0
+        together(server)
+        assert retracted(server) > 0
+        assert server.alive()
+        assert "Traceback" not in server.text()
+    # Another processor rounds otherwise, and two bits make something of that in a few answers.
+    found = [first_difference(x, y) for x, y in zip(release_answers.load(), answers[version], strict=True)]
+    assert sum(one is None or one.gap <= NEAR_TIE for one in found) >= len(found) * 3 // 4
+    first = next(iter(answers))
+    assert answers[version] == answers[first], f"sglang {version} and {first} answer differently"
+
+
+def bf16_answers(version: str, log: Path, plugins: dict[str, str]) -> list[list[int]]:
+    """Tokens that a server without int2 mode answers."""
+    text, facts = golden.document(400, 203)
+    with serve(MODEL, log, "--attention-backend", "torch_native", env=environment(version, **plugins)) as server:
+        found = [server.generate(token_ids(text + question(word)), 8, **LOGPROBS) for word in facts]
+        assert "int2" not in server.text()
+    return [answer["meta_info"]["output_token_logprobs"] for answer in found]
+
+
+def test_bf16_does_not_notice(version: str, tmp_path: Path) -> None:
+    """With the plugin, which makes int2 mode of the same command line below, and without."""
+    with ThreadPoolExecutor(2) as pool:
+        with_plugin = pool.submit(bf16_answers, version, tmp_path / "with.log", {})
+        without = pool.submit(bf16_answers, version, tmp_path / "without.log", {"SGLANG_PLUGINS": "none"})
+        assert with_plugin.result() == without.result()
+
+
+def launch(version: str, **variables: str) -> list[dict[str, Any]]:
+    """What becomes of command lines: int2 mode, int2 mode with a refused flag, and BF16."""
+    base = ["--model-path", str(MODEL), "--device", "cpu"]
+    int2 = [*base, "--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64"]
+    cases = [{"argv": argv} for argv in (int2, [*int2, "--enable-lora"], base)]
+    return run_cases(cases, server_environment(HADAMARD | environment(version, **variables)))
+
+
+def test_command_lines(version: str) -> None:
+    if importlib.metadata.version("sglang") == version:
+        pytest.skip("test_refusals.py asks the installed release")
+    accepted, refused, plain = launch(version)
+    assert accepted["status"] == 0, accepted["error"]
+    assert accepted["values"]["attention_backend"] == "oscar"
+    assert accepted["values"]["kv_cache_quant_group_size"] == 64
+    assert refused["status"] == EXIT_CODE
+    assert "--enable-lora" in refused["error"].splitlines()[-1]
+    assert plain["status"] == 0, plain["error"]
+    assert plain["values"]["attention_backend"] != "oscar"
+
+
+def test_an_unknown_release(tmp_path: Path) -> None:
+    """Nothing is hooked: int2 mode is refused with one line, and who does not ask for it gets what SGLang says."""
+    newest = SGLANG_VERSIONS[-1]
+    if needs_newer_python(newest):
+        newest = SGLANG_VERSIONS[0]
+    renamed = tmp_path / "sglang-9.9.9.dist-info"
+    renamed.mkdir()
+    (renamed / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
+    env = environment(newest)
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    base = ["--model-path", str(MODEL), "--device", "cpu"]
+    (plain,) = run_cases([{"argv": base}], server_environment(HADAMARD | env))
+    assert plain["status"] == 0, plain["error"]
+    assert "oscar" not in plain["error"]
+    with pytest.raises(AssertionError) as refused:
+        run_cases([], server_environment(HADAMARD | env), "--kv-cache-dtype", "int2")
+    assert "sglang-oscar: error: int2 mode cannot attach to SGLang: sglang 9.9.9 is installed" in str(refused.value)
+    assert "Traceback" not in str(refused.value)

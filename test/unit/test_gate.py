@@ -1,0 +1,104 @@
+"""The gate around SGLang's resolution of arguments: who is told what, and that workers notice where it did not run."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.server_args import ServerArgs
+
+from sglang_oscar.attach import failure, flags, gate
+from sglang_oscar.attention import backend
+from sglang_oscar.errors import EXIT_CODE, Int2Error
+from sglang_oscar.memory import sizing
+
+
+def refuse(original: Any, server_args: Any) -> None:
+    raise Int2Error("no")
+
+
+def test_the_command_line_gets_one_line_and_python_an_exception(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where arguments are resolved after the command line was read."""
+    monkeypatch.setattr(gate, "resolve", refuse)
+    made = SimpleNamespace(kv_cache_dtype="int2")
+    with pytest.raises(Int2Error):
+        gate.around_resolution(print, made)
+    assert gate.around_prepare_server_args(lambda argv: made, []) is made
+    with pytest.raises(SystemExit) as caught:
+        gate.around_resolution(print, made)
+    assert caught.value.code == EXIT_CODE
+    assert capsys.readouterr().err == "sglang-oscar: error: no\n"
+
+
+def test_ordinary_arguments_are_not_marked() -> None:
+    made = SimpleNamespace(kv_cache_dtype="auto", kv_cache_quant_group_size=None)
+    before = dict(vars(made))
+    assert gate.around_prepare_server_args(lambda argv: made, []) is made
+    gate.around_resolution(lambda record: None, made)
+    assert vars(made) == before
+
+
+def test_a_refusal_while_the_command_line_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    def original(argv: list[str]) -> None:
+        raise Int2Error("no")
+
+    with pytest.raises(SystemExit) as caught:
+        gate.around_prepare_server_args(original, [])
+    assert caught.value.code == EXIT_CODE
+    assert capsys.readouterr().err == "sglang-oscar: error: no\n"
+
+
+def test_arguments_are_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's arguments went through the gate of the process that launched it."""
+    monkeypatch.setattr(gate, "resolve", refuse)
+    calls: list[Any] = []
+    worker = SimpleNamespace(_resolution_finished=True)
+    gate.around_resolution(calls.append, worker)
+    assert calls == [worker]
+
+
+def test_a_gate_that_never_ran_is_noticed_in_the_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hook can attach and never be called: then nothing was refused, and no page size or backend was set."""
+    arguments = SimpleNamespace(kv_cache_dtype="int2")
+    monkeypatch.setattr(failure, "reason", lambda: None)
+    monkeypatch.setattr(backend, "register", lambda: None)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
+
+    def configured() -> Any:
+        return sizing.around_configure_kv_cache_dtype(print, server_args_kv_cache_dtype="int2")
+
+    with pytest.raises(SystemExit) as caught:
+        configured()
+    assert caught.value.code == EXIT_CODE
+    assert "passed none of its checks" in capsys.readouterr().err
+    setattr(arguments, gate.PASSED, True)
+    assert configured() == ("int2", torch.uint8)
+
+
+def test_the_mark_reaches_workers() -> None:
+    """SGLang pickles server arguments; the marks and the group size come along."""
+    flags.install()
+    if not hasattr(ServerArgs, "resolve_once"):
+        made = ServerArgs.__new__(ServerArgs)
+        made.__dict__.update(kv_cache_quant_group_size=64)
+    else:
+        made = ServerArgs(model_path="x")
+        made.__dict__["kv_cache_quant_group_size"] = 64
+    made.__dict__[gate.PASSED] = True
+    worker = pickle.loads(pickle.dumps(made))
+    assert gate.has_passed(worker)
+    assert worker.kv_cache_quant_group_size == 64
+
+
+def test_another_dtype_than_asked_for_is_refused() -> None:
+    decided: Any = SimpleNamespace(kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(Int2Error, match="insists on --kv-cache-dtype fp8_e4m3"):
+        gate.check(decided, SimpleNamespace(), None)  # type: ignore[arg-type]
