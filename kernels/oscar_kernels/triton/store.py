@@ -8,17 +8,19 @@ own a vector.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 
 from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import STRETCH as CODEC_STRETCH
 from oscar_kernels.codec import clip_rank
 from oscar_kernels.prepared import TERMS, PreparedLayer, PreparedSide, SplitMatrix
-from oscar_kernels.triton.arith import code_bytes, dot, narrow, plane_count
+from oscar_kernels.triton.arith import INTERPRET, code_bytes, dot, narrow, plane_count
 from oscar_kernels.triton.dtypes import row_constants
 
 STRETCH = tl.constexpr(CODEC_STRETCH)
@@ -280,8 +282,17 @@ def _store_kernel(
             )  # fmt: skip
 
 
+@cache
+def _has_tensor_memory() -> bool:
+    """Whether the GPU is a Blackwell one, whose products of 64 rows go through tensor memory."""
+    return not INTERPRET and int(driver.active.get_current_target().arch) // 10 in (10, 11)
+
+
 def _tile_shape(vectors: int, head_dim: int) -> tuple[int, int]:
     """(vectors per tile, warps): small tiles spread a decode step over the GPU, large ones read R less often."""
+    if _has_tensor_memory():
+        # Triton 3.6 cannot lay out what is done here with products that come from there.
+        return 32, 4 if head_dim < 256 else 8
     if head_dim == 256:
         return 64, 8
     return (64, 4) if vectors <= 16384 else (128, 8)

@@ -1,0 +1,81 @@
+"""Compile the Triton kernels for a GPU that is not there: ``compile_triton.py COMPUTE_CAPABILITY K_BITS V_BITS``.
+
+Launches are turned into compilations, down to machine code, for a driver that only says what it would drive. Prints the
+kernels. To be run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from kernel_cases import Shape, empty_cache, random_rotation
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from oscar_kernels.cache import BatchTables, StoreSlots, Windows
+from oscar_kernels.prepared import prepare
+from oscar_kernels.transform import SideTransform
+from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.prefix import copy_prefixes
+from oscar_kernels.triton.store import store
+
+CPU = torch.device("cpu")
+LARGEST_SHARED = 99 * 1024
+"""Bytes of a block on the smallest GPU that is supported (8.6)."""
+
+
+class Absent:
+    """A driver of a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return CPU
+
+
+def main(capability: int, k_bits: int, v_bits: int) -> None:
+    driver.set_active(Absent(capability))
+    run, compiled = JITFunction.run, {}
+
+    def only_compile(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> object:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"][:4] == b"\x7fELF"
+        assert kernel.metadata.shared <= LARGEST_SHARED, (self.fn.__name__, kernel.metadata.shared)
+        compiled[self.fn.__name__] = kernel.metadata.shared
+        return kernel
+
+    JITFunction.run = only_compile
+    windows = Windows(64, 256, 256)
+    shape = Shape(8, 4, 128, 128, windows=windows, page_size=64, k_bits=k_bits, v_bits=v_bits)
+    cache = empty_cache(shape, 4, 2, CPU)
+    ones = [torch.ones(2, dtype=torch.int32) for _ in range(4)]
+    tables = BatchTables(shape.page_size, torch.zeros(2, 4, dtype=torch.int32), *ones)
+    q, k = (torch.zeros(2, heads, shape.head_dim, dtype=shape.dtype) for heads in (shape.q_heads, shape.kv_heads))
+    lse = torch.zeros(2, shape.q_heads)
+    decode(cache, tables, q, 1.0, lse=lse)
+    key = SideTransform(random_rotation(shape.head_dim, 1, CPU), clip=0.96, gain=0.98)
+    slots = StoreSlots(*[torch.zeros(2, dtype=torch.int64)] * 3)
+    store(cache, slots, k, k, prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype), q=q)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)
+    spans = torch.zeros(1, dtype=torch.int32)
+    copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), k.clone())
+    print(" ".join(sorted(compiled)))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,28 @@
+"""Every Triton kernel compiles for the GPUs that are supported, with Triton's own assembler; no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = "_decode_kernel _extend_kernel _prefix_kernel _store_kernel merge_kernel"
+
+
+@pytest.mark.parametrize(("capability", "bits"), [(80, (3, 2)), (90, (4, 4)), (100, (2, 2))], ids=str)
+def test_kernels_compile(capability: int, bits: tuple[int, int], tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), str(capability), *map(str, bits)]
+    done = subprocess.run(
+        command,
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == KERNELS.split()
