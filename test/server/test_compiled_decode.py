@@ -24,7 +24,7 @@ COMPILES = str(SUPPORT / "cpu_compile_plugin")
 LOSSLESS = str(SUPPORT / "lossless_plugin")
 ARGS = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *ARGS]
-COMPILED = [*INT2, "--enable-torch-compile", "--torch-compile-max-bs", "2", "--cuda-graph-bs"]
+COMPILED = [*INT2, "--enable-torch-compile", "--torch-compile-max-bs", "2", "--cuda-graph-bs-decode"]
 """The sizes of batches that are compiled follow: smaller ones are padded, larger ones are not compiled."""
 NEAR_TIE = 0.06
 DRIFT = 0.06
