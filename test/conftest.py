@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Read when torch is imported; without it two busy processes slow each other down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +20,12 @@ if not torch.cuda.is_available():
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with servers first: they take longest; short ones fill the end, when a worker would wait for another."""
+    items.sort(key=lambda item: item.get_closest_marker("server") is None)
+
 
 # No test may fail because the machine is busy.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
