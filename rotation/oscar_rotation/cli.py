@@ -16,7 +16,6 @@ from rich.console import Console
 
 from oscar_rotation.file_commands import add_file_commands
 from oscar_rotation.files.rotation_file import SUFFIXES
-from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.options import SHARES, FitOptions, OptionError
 from oscar_rotation.fit.result import FitResult
@@ -24,7 +23,7 @@ from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VAL
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
-from oscar_rotation.recipe_options import given, refuse_foreign_options
+from oscar_rotation.recipe_options import BITS_HELP, bit_goal, given, refuse_foreign_options
 from oscar_rotation.recipes import DEFAULT, FITTED, PUBLISHED, FitRequest
 from oscar_rotation.report.inspect import describe, render
 from oscar_rotation.report.report import REPORT_NAME, read_report, render_report, write_report
@@ -75,10 +74,7 @@ def fit_command(
     ] = None,
     bits: Annotated[
         str | None,
-        typer.Option(
-            help="Mean stored bits per element, such as 2.5, spent where attention needs them, or widths of keys and "
-            "values, such as k3v2; not for paper; default: k2v2."
-        ),
+        typer.Option(help=BITS_HELP),
     ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
@@ -104,7 +100,7 @@ def fit_command(
     """Fit rotations to a dump and write one file for K and one for V. Options from --method on are those of paper."""
     chosen = FITTED[recipe]
     refuse_foreign_options(context, chosen)
-    goal = _bit_goal(bits)
+    goal = bit_goal(bits)
     if chosen.name != PUBLISHED and given(context, "group_size") and (goal is None or goal.mean is None):
         raise typer.BadParameter("has no meaning without a mean of --bits", param_hint="--group-size")
     targets = {"key_target": key_target, "value_target": value_target}
@@ -143,13 +139,6 @@ def fit_command(
         if result.report:
             paths.append(write_report(out, result.report))
     _print_fit(result, paths)
-
-
-def _bit_goal(text: str | None) -> BitGoal | None:
-    try:
-        return None if text is None else BitGoal.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--bits") from error
 
 
 def _print_fit(result: FitResult, paths: list[Path]) -> None:

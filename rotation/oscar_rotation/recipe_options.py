@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import typer
 
+from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.recipes import FITTED, FittedRecipe
 
 FIELDS: Mapping[str, str] = {"method": "key_target", "clip": "fit_clip", "positions": "context"}
@@ -15,6 +16,24 @@ FLAGS: Mapping[str, str] = {"positions": "context"}
 """Parameter of a command -> its flag, where the names differ: typer keeps ``context`` for itself."""
 
 OPTIONS = frozenset(field for recipe in FITTED.values() for field in recipe.options)
+
+
+BITS_HELP = (
+    "Mean stored bits per element, such as 2.5, spent where attention needs them, or widths of keys and values, such "
+    "as k3v2; not for paper; default: k2v2."
+)
+
+
+def bit_goal(text: str | None) -> BitGoal | None:
+    """What ``--bits`` asks for; None without it.
+
+    Raises:
+        typer.BadParameter: neither a mean nor widths.
+    """
+    try:
+        return None if text is None else BitGoal.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--bits") from error
 
 
 def given(context: typer.Context, name: str) -> bool:

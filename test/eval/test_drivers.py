@@ -275,6 +275,8 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
         (["dump", "m", "--server-args", "--x '{"], "No closing quotation"),
         (["calibrate", "m", "--clip", "x"], "neither none nor fit"),
         (["calibrate", "m", "--recipe", "x"], "not one of plus, focus, paper"),
+        (["calibrate", "m", "--bits", "x"], "a mean such as 2.5, or widths"),
+        (["calibrate", "qwen3-8B", "--bits", "k3v2"], "--bits: has no meaning for --recipe paper"),
         (
             ["calibrate", "m", "--method", "ktk_vtv"],
             "--method: has no meaning for --recipe plus; --recipe paper takes it",

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.fit.options import FitOptions, OptionError
 from oscar_rotation.fit.targets import DEFAULT_METHOD
 from oscar_rotation.model_table import known_models, model_settings
-from oscar_rotation.recipe_options import refuse_foreign_options
+from oscar_rotation.recipe_options import BITS_HELP, bit_goal, refuse_foreign_options
 from oscar_rotation.recipes import FITTED
 from oscar_rotation.terminal import one_line_errors
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
@@ -89,6 +89,7 @@ def calibrate_command(
     recipe: Annotated[
         str | None, typer.Option(envvar="RECIPE", help=f"{', '.join(FITTED)}; the table's, else plus.")
     ] = None,
+    bits: Annotated[str | None, typer.Option(envvar="BITS", help=BITS_HELP)] = None,
     method: Annotated[str, typer.Option(envvar="METHOD", help="Pair of targets, as in `oscar fit`.")] = DEFAULT_METHOD,
     composition: Annotated[str, typer.Option(envvar="COMPOSITION", help="As in `oscar fit`.")] = "r_h_pbr",
     clip: Annotated[str, typer.Option(envvar="CLIP", help="none, or fit: clip ratios per layer.")] = "none",
@@ -102,11 +103,16 @@ def calibrate_command(
         raise typer.BadParameter(f"{recipe!r} is not one of {', '.join(FITTED)}", param_hint="--recipe")
     settings = model_settings(name).overridden(group_size=calibration.group_size, recipe=recipe)
     refuse_foreign_options(context, FITTED[settings.recipe], "group_size")
+    goal = bit_goal(bits)
     with driver_errors():
         folder = CalibrationFolder(dump_dir.parent) if dump_dir else calibration.latest(settings, tokens)
         options = FitOptions.of_method(
-            method, composition=composition, fit_clip=clip == "fit", report=report, group_size=settings.group_size
-        )
+            method, composition=composition, fit_clip=clip == "fit", report=report,
+            group_size=settings.group_size, bits=goal,
+        )  # fmt: skip
         typer.echo(f"fitting {folder.dump}")
-        out = run_fit(folder, settings.recipe, options, device)
+        try:
+            out = run_fit(folder, settings.recipe, options, device)
+        except OptionError as error:
+            raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
     typer.echo(f"rotations: {out}")

@@ -27,6 +27,18 @@ def fused_inplace_qknorm(q, k, q_weight, k_weight, eps=1e-6, *, head_dim=0):
         x.copy_(normed * weight.float())
 
 
+def answer_platform_once():
+    """Newer releases ask for the platform inside traced code. On a GPU the first question is answered by a constant; on
+    a CPU it comes to one that cannot be traced.
+    """
+    from sglang.kernels import fused_op
+
+    platform = getattr(fused_op, "_platform_key", None)
+    if platform is not None:
+        key = platform()
+        fused_op._platform_key = lambda: key
+
+
 def register():
     from sglang.srt.model_executor import cpu_graph_runner
     from sglang.srt.models import utils
@@ -45,6 +57,7 @@ def register():
     OscarAttentionBackend.init_cpu_graph_state = allocate
     OscarAttentionBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     OscarAttentionBackend.init_forward_metadata_capture_cpu_graph = capture
+    answer_platform_once()
     # Operators of sgl_kernel, which the stand-in does not have.
     cpu_graph_runner.register_fake_ops = lambda tp_size: None
     cpu_graph_runner.patch_model = patch_model
