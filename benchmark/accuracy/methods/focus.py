@@ -15,6 +15,7 @@ from accuracy.methods.base import Method, RowMethod, Transforms
 from accuracy.quantizers import uniform_bits
 from oscar_rotation.dump import DumpChunk
 from oscar_rotation.fit.focus import FocusFit, FocusLayer, FocusOptions, Request
+from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, requests
 from oscar_rotation.fit.samples import plan_samples
 from oscar_rotation.math.attention_weights import sensitivity
 from oscar_rotation.recipes import focus as recipe
@@ -139,14 +140,14 @@ def served_layer(calibration: Calibration, layer: int, context: int | None) -> r
     """The recipe's fit of one layer, held-out requests chosen as the command chooses them."""
     x = calibration.layers[layer]
     chunk = DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))
-    first = plan_samples({0: chunk.seq_lens}, recipe.HELD_OUT_TOKENS)[0]
+    first = plan_samples({0: chunk.seq_lens}, HELD_OUT_TOKENS)[0]
     fitted, later = chunk.split(first)
     d = calibration.head_dim
     moments = recipe.FocusMoments(calibration.kv_heads, d, d**-0.5, calibration.device)
     moments.update_keys(fitted)
     moments.update_values(chunk)
     positions = calibration.positions(context)
-    return recipe.fit_focus_layer(moments, list(recipe.requests(later)), calibration.readers[layer], positions)
+    return recipe.fit_focus_layer(moments, list(requests(later)), calibration.readers[layer], positions)
 
 
 def variant(label: str, table: str = "focus", domain: str = "retrieval", **changes: object) -> Callable[[], Focus]:

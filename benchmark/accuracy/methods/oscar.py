@@ -94,9 +94,9 @@ class Oscar(RowMethod):
             return torch.stack(heads).to(device)
         return compose_side(accumulator.shared(), options)[0].to(device)
 
-    def coded(self, y: torch.Tensor, ratio: float, gain: float) -> torch.Tensor:
+    def coded(self, y: torch.Tensor, ratio: float, gain: float, levels: int = 4) -> torch.Tensor:
         """See :class:`RowMethod`."""
-        return super().coded(y, ratio, gain) if self.rounding is None else self.rounding(y, self.group)
+        return super().coded(y, ratio, gain, levels) if self.rounding is None else self.rounding(y, self.group)
 
 
 def lloyd_max_rows(y: torch.Tensor, group: int) -> torch.Tensor:
