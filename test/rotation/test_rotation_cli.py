@@ -143,6 +143,12 @@ def test_inspect_of_a_file_without_spectrum(tmp_path: Path) -> None:
         ),
         (["fit", "nowhere", "--out", "out", "--clip", "fit"], 2, "--recipe paper takes it"),
         (
+            ["fit", "nowhere", "--out", "out", "--recipe", "paper", "--bits", "3"],
+            2,
+            "--bits: has no meaning for --recipe",
+        ),
+        (["fit", "nowhere", "--out", "out", "--recipe", "paper", "--context", "9"], 2, "--context: has no meaning for"),
+        (
             ["fit", "nowhere", "--out", "out", "--recipe", "paper", "--group-size", "3"],
             2,
             "--group-size: must be a power",
