@@ -79,6 +79,18 @@ class Shape:
         return self.kv_heads * self.gqa
 
 
+OF_EVERY_WIDTH = [
+    Shape(k_bits=3),
+    Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
+    Shape(
+        gqa=5, kv_heads=3, head_dim=128, group=64, k_bits=3, v_bits=4, dtype=torch.float16, scale_dtype=torch.float16
+    ),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, v_group=256, k_bits=3, v_bits=3, scale_dtype=torch.float32),
+    Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
+]
+"""Codes of 2, 3 and 4 bits on either side, groups of its own for each, every head_dim."""
+
+
 def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, fill: float = 0.0) -> LayerCache:
     """A cache with room for so many pages and requests (+1 each for the dummies)."""
     side = (shape.kv_heads, shape.head_dim)

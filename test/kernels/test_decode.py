@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
+    OF_EVERY_WIDTH,
     Shape,
     assert_as_good_as,
     assert_lse,
@@ -35,13 +36,7 @@ SHAPES = [
     Shape(windows=Windows(0, 24, 24), page_size=128),
     Shape(windows=Windows(64, 256, 256), page_size=32),
     Shape(windows=Windows(64, 256, 256, max_splits=2), page_size=64),
-    Shape(k_bits=3),
-    Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
-    Shape(
-        gqa=5, kv_heads=3, head_dim=128, group=64, k_bits=3, v_bits=4, dtype=torch.float16, scale_dtype=torch.float16
-    ),
-    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, v_group=256, k_bits=3, v_bits=3, scale_dtype=torch.float32),
-    Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
+    *OF_EVERY_WIDTH,
 ]
 
 

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_transform, random_vectors
+from kernel_cases import (
+    OF_EVERY_WIDTH,
+    Shape,
+    empty_cache,
+    random_rotation,
+    random_slots,
+    random_transform,
+    random_vectors,
+)
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
@@ -31,13 +39,7 @@ SHAPES = [
     Shape(windows=Windows(0, 0, 0)),
     Shape(windows=Windows(16, 0, 0), scale_dtype=torch.float16),
     Shape(windows=Windows(0, 24, 32)),
-    Shape(k_bits=3),
-    Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
-    Shape(
-        gqa=5, kv_heads=3, head_dim=128, group=64, k_bits=3, v_bits=4, dtype=torch.float16, scale_dtype=torch.float16
-    ),
-    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, v_group=256, k_bits=3, v_bits=3, scale_dtype=torch.float32),
-    Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
+    *OF_EVERY_WIDTH,
 ]
 
 

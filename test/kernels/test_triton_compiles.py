@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for the GPUs that are supported, with Triton's own assembler; no GPU is needed."""
+"""Triton kernels that read or write rows compile for every kind of supported GPU by Triton's assembler, without one."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _fit_request(request: FitRequest) -> FitResult:
     weights = output_weights(request, dump, RECIPE.name)
     context, device = request.options.context, request.device
     result = fit_focus(dump, weights, context=context, device=device, progress=request.progress)
-    return plus.spend_bits(request, result, dump, weights, plan_held_out(dump, dump.fit_chunks(), "this recipe"))
+    return plus.spend_bits(request, result, dump, weights, plus.held_for_bits(request, dump))
 
 
 RECIPE = FittedRecipe(

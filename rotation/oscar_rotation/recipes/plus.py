@@ -207,10 +207,20 @@ def pack_side(
 def _fit_request(request: FitRequest) -> FitResult:
     dump = activations(request, RECIPE.name)
     weights = output_weights(request, dump, RECIPE.name)
-    goal, context = request.options.bits, request.options.context
-    held = plan_held_out(dump, dump.fit_chunks(), "a mean of --bits") if goal and goal.mean else {}
+    held = held_for_bits(request, dump)
+    context = request.options.context
     result = fit_plus(dump, weights, context=context, device=request.device, progress=request.progress, held=held)
     return spend_bits(request, result, dump, weights, held)
+
+
+def held_for_bits(request: FitRequest, dump: DumpReader) -> dict[int, int]:
+    """Requests that a mean of bits is spent on, chunk -> the first of them; none where no mean is asked for.
+
+    Raises:
+        DumpError: a mean is asked for, and the dump holds one request.
+    """
+    goal = request.options.bits
+    return plan_held_out(dump, dump.fit_chunks(), "a mean of --bits") if goal and goal.mean else {}
 
 
 def spend_bits(

@@ -144,11 +144,6 @@ inline void exchange(int kind, const u32 (&give)[GIVE], u32 (&take)[TAKE], Act a
 }
 
 template <class Kernel>
-struct Launch {
-  const Kernel* kernel;
-};
-
-template <class Kernel>
 void enter(u32 high, u32 low) {
   const Kernel& kernel = *(const Kernel*)(uintptr_t)((u64)high << 32 | low);
   kernel();
