@@ -37,7 +37,7 @@ FIGURES = ("naive INT2 g128", "QuaRot-INT2 g128", "OSCAR g128, no rotation", "OS
 """Methods drawn in the figures, as in the paper: naive, Hadamard, clipping alone, OSCAR; and ``plus``."""
 
 EVERYWHERE = ("methods",)
-ABLATED = dict.fromkeys(("plus", "codebooks", "factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
+ABLATED = dict.fromkeys(("plus", "bits", "codebooks", "factors", "order", "targets"), (REGIMES[0], REGIMES[2]))
 ONCE = {"windows": REGIMES[1:2], "clip": REGIMES[1:2], "calibration": REGIMES[1:2]}
 
 

@@ -1,4 +1,4 @@
-"""Decode attention: quantized cache against BF16, Qwen3-8B heads (32 query heads, 8 kv heads, head_dim 128).
+"""Decode attention: quantized cache against BF16 and FP8, Qwen3-8B heads (32 query heads, 8 kv heads, head_dim 128).
 
     python benchmark/kernels/bench_decode.py --kernels cuda,cuda:k3v2,cuda:k4v2,triton
 
@@ -27,6 +27,8 @@ WINDOWS = Windows(64, 256, 256)
 SM_SCALE = HEAD_DIM**-0.5
 T = TypeVar("T")
 KERNELS = {"cuda": cuda_decode, "triton": triton_decode}
+BASELINES = {"flashinfer": torch.bfloat16, "flashinfer_fp8": torch.float8_e4m3fn}
+"""FlashInfer's caches."""
 
 
 def rows_of(kernel: str) -> Layouts:
@@ -65,22 +67,40 @@ def int2_us(kernel: str, batch: int, length: int) -> float:
     return time_us([lambda c=cache: module.decode(c, tables, q, SM_SCALE, out, workspace) for cache in caches])
 
 
-def flashinfer_calls(batch: int, length: int) -> list[Callable[[], object]]:
-    """Layers of FlashInfer's paged BF16 decode."""
+def flashinfer_calls(batch: int, length: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Layers of FlashInfer's paged decode: BF16 queries, a cache of ``dtype``."""
     import flashinfer
 
     tables, slots = shuffled_tables([length] * batch, PAGE)
     shape = (slots // PAGE, 2, PAGE, KV_HEADS, HEAD_DIM)
-    layers = layers_of(2 * math.prod(shape))
-    pools = [torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(layers)]
+    layers = layers_of(dtype.itemsize * math.prod(shape))
+    pools = [random_pages(shape, dtype) for _ in range(layers)]
     q = torch.randn(batch, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
     pages = -(-length // PAGE)
     indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * pages
     last = torch.full((batch,), (length - 1) % PAGE + 1, dtype=torch.int32, device="cuda")
     buffer = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD", use_tensor_cores=True)
-    wrapper.plan(indptr, tables.page_table.flatten(), last, Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, q_data_type=q.dtype)
+    wrapper.plan(
+        indptr,
+        tables.page_table.flatten(),
+        last,
+        Q_HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        PAGE,
+        q_data_type=q.dtype,
+        kv_data_type=dtype,
+    )
     return [lambda p=pool: wrapper.run(q, p) for pool in pools]
+
+
+def random_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Pages of a stock cache; converted page by page, because a copy in BF16 might not fit beside it."""
+    pages = torch.empty(shape, device="cuda", dtype=dtype)
+    for some in pages.split(4096):
+        some.copy_(torch.randn(some.shape, device="cuda", dtype=torch.bfloat16))
+    return pages
 
 
 def sdpa_calls(batch: int, length: int) -> list[Callable[[], object]]:
@@ -97,7 +117,7 @@ def measure(kernel: str) -> list[float]:
         if kernel.partition(":")[0] in KERNELS:
             times.append(int2_us(kernel, *shape))
         else:
-            calls = flashinfer_calls(*shape) if kernel == "flashinfer" else sdpa_calls(*shape)
+            calls = flashinfer_calls(*shape, BASELINES[kernel]) if kernel in BASELINES else sdpa_calls(*shape)
             times.append(time_us(calls))
             del calls
         torch.cuda.empty_cache()
@@ -122,8 +142,9 @@ def main() -> None:
     args = parser.parse_args()
     limit = in_new_process(read_bandwidth)
     kernels = args.kernels.split(",")
-    baseline = "flashinfer" if importlib.util.find_spec("flashinfer") else "torch"
-    times = {name: in_new_process(measure, name) for name in [*kernels, *([] if args.no_baseline else [baseline])]}
+    stock = list(BASELINES) if importlib.util.find_spec("flashinfer") else ["torch"]
+    baselines = [] if args.no_baseline else stock
+    times = {name: in_new_process(measure, name) for name in [*kernels, *baselines]}
     rows: list[dict[str, object]] = []
     for i, (batch, length) in enumerate(SHAPES):
         in_two_bits = read_bytes(batch, length, rows_of(""))
@@ -132,9 +153,10 @@ def main() -> None:
             size = read_bytes(batch, length, rows_of(kernel))
             row[f"{kernel}_us"] = times[kernel][i]
             row[f"{kernel}_of_limit"] = size / times[kernel][i] / 1e3 / limit
-        if not args.no_baseline:
+        for baseline in baselines[:1]:
             row |= {"baseline": baseline, "baseline_us": times[baseline][i]}
             row |= {f"{kernel}_speedup": times[baseline][i] / times[kernel][i] for kernel in kernels}
+        row |= {f"{name}_us": times[name][i] for name in baselines[1:]}
         rows.append(row)
     report("decode", rows, limit, args.json)
 

@@ -35,13 +35,13 @@ class Mode(NamedTuple):
 
 BASELINE = "flashinfer"
 """Attention backend of stock SGLang; its best one for these shapes."""
+HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 MODES = {
     "bf16": Mode(["--attention-backend", BASELINE], {}, 16.0),
-    "int2": Mode(
-        ["--kv-cache-dtype", "int2"],
-        {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"},
-        2.25,
-    ),
+    "fp8": Mode(["--attention-backend", BASELINE, "--kv-cache-dtype", "fp8_e4m3"], {}, 8.0),
+    "int2": Mode(["--kv-cache-dtype", "int2"], HADAMARD, 2.25),
+    "k3v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "3"}, 2.75),
+    "k4v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "4"}, 3.25),
 }
 
 

@@ -163,9 +163,9 @@ COPIES = 264
 
 
 @lru_cache(maxsize=1)
-def long_request(length: int, gqa: int = 4) -> Batch:
+def long_request(length: int, k_bits: int = 2, v_bits: int = 2) -> Batch:
     """One request, all of it history. What is cached does not depend on the number of query heads."""
-    shape = Shape(kv_heads=8, gqa=gqa, head_dim=128, group=128, windows=Windows(0, 0, 0), page_size=64)
+    shape = Shape(8, 4, 128, 128, BF16, BF16, Windows(0, 0, 0), 64, k_bits, v_bits)
     return filled_batch(shape, [length], torch.device("cuda"))
 
 
@@ -193,13 +193,17 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("length", [16_384, 65_536, 131_072, 262_144])
-def test_a_request_does_not_depend_on_its_company(length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "k_bits", "v_bits"),
+    [(length, 2, 2) for length in (16_384, 65_536, 131_072, 262_144)]
+    + [(262_144, *bits) for bits in product((2, 3, 4), (2, 3, 4)) if bits != (2, 2)],
+)
+def test_a_request_does_not_depend_on_its_company(length: int, k_bits: int, v_bits: int) -> None:
     """Whether one block has few positions of a request or all of them: rounding, at every length and every spread.
 
     Both ways to sum values, and heads of different spreads side by side in a warp.
     """
-    batch = long_request(length)
+    batch = long_request(length, k_bits, v_bits)
     for gqa in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
         q = random_vectors((1, 8 * gqa, 128), BF16, 99, torch.device("cuda"))
         q[:, ::3] *= 0.1

@@ -98,5 +98,8 @@ class Dial(Method):
 
 RECIPES: tuple[Callable[[], RowMethod], ...] = (partial(Plus, group=64), ServedFocus)
 GOALS = ("k3v2", "k4v2", "k3v3", "k4v4", "2.75", "3.0", "3.25", "3.5", "4.0")
+WIDE = ("k3v2", "2.5", "2.75", "3.0")
+"""With groups of 128 channels: 2.25 bits are the least, and 2.5 compare with groups of 64 at two bits."""
 
 METHODS = [partial(Dial, make, goal) for make in RECIPES for goal in GOALS]
+METHODS += [partial(Dial, partial(Plus, group=128), goal) for goal in WIDE]
