@@ -40,7 +40,12 @@ class Family:
 
 FAMILIES = (
     Family("INT2, recipe focus", ("focus g64, served form, calibrated on all kinds, 41K tokens",), "#7b3294", "*"),
-    Family("INT2, recipe plus", ("plus g128", "plus g64", "plus g32"), "#c0392b", "o"),
+    Family(
+        "INT2, recipe plus; --bits 2.75 to 4",
+        ("plus g64", *(f"plus g64, --bits {bits}" for bits in ("2.75", "3.0", "3.25", "3.5", "4.0"))),
+        "#c0392b",
+        "o",
+    ),
     Family("INT2, OSCAR as published", ("OSCAR g128", "OSCAR g64", "OSCAR g32"), "#e08e0b", "s"),
     Family("QuaRot INT2", ("QuaRot-INT2 g128", "QuaRot-INT2 g64"), "#2471a3", "D"),
     Family(
@@ -164,7 +169,8 @@ def draw_speed(folder: Path, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     rows = [row for row in decode["rows"] if row["batch"] == BATCH]
     lengths = [row["length"] / 1000 for row in rows]
-    for key, style in (("baseline_us", "BF16"), ("cuda_us", "INT2"), ("limit_us", "bound")):
+    lines = ("baseline_us", "BF16"), ("flashinfer_fp8_us", "FP8"), ("cuda:k4v2_us", "K4V2"), ("cuda:k3v2_us", "K3V2")
+    for key, style in (*lines, ("cuda_us", "INT2"), ("limit_us", "bound")):
         left.plot(lengths, [row[key] for row in rows], **STYLES[style])
     left.set_title(f"Attention of one layer, {BATCH} requests, microseconds")
     lengths = [row["length"] / 1000 for row in serving["rows"]]
@@ -215,6 +221,9 @@ def draw_memory(folder: Path, path: Path) -> None:
 
 STYLES: dict[str, dict[str, Any]] = {
     "BF16": {"label": "BF16, stock SGLang (FlashInfer)", "color": "#34495e", "marker": "s"},
+    "FP8": {"label": "FP8, FlashInfer", "color": "#7f8c8d", "marker": "D"},
+    "K4V2": {"label": "keys in 4 bits, values in 2", "color": "#8e44ad", "marker": "^"},
+    "K3V2": {"label": "keys in 3 bits, values in 2", "color": "#2471a3", "marker": "v"},
     "INT2": {"label": "INT2", "color": "#c0392b", "marker": "o"},
     "bound": {"label": "INT2, its bytes at the card's read bandwidth", "color": "#c0392b", "linestyle": ":"},
 }

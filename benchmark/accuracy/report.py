@@ -18,12 +18,13 @@ TITLES = {
     "focus": "The recipe focus, part by part",
     "domains": "The recipe focus, by calibration text",
     "bits": "Bits of keys and values",
+    "broad bits": "Bits, calibrated on all kinds of text",
     "codebooks": "Codebooks of pairs of channels",
 }
 BASES = {
     "plus": ("OSCAR g128", "plus g128"),
     "codebooks": tuple(f"plus g{n}{points}" for n in (128, 64) for points in ("", ", 16 points per pair")),
-    **dict.fromkeys(("focus", "domains", "bits"), ("plus g128", "plus g64", "focus g128", "focus g64")),
+    **dict.fromkeys(("focus", "domains", "bits", "broad bits"), ("plus g128", "plus g64", "focus g128", "focus g64")),
 }
 """Rows of the main table that a table of variants begins with; :data:`PUBLISHED` where nothing is said."""
 PUBLISHED = ("OSCAR g128", "OSCAR g64")

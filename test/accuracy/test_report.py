@@ -74,7 +74,8 @@ def test_a_real_model_has_kinds_of_text_and_tables_of_its_own() -> None:
     text = "\n".join(lines(merged([results]), {}))
     assert "| KL | KL, chat | retrieval, 1024 |" in text
     table = text.split("### real: Bits of keys and values\n\n")[1].split("\n\n")[0].splitlines()
-    assert [line.split("|")[1].strip() for line in table] == ["variant", "---", "plus g128", "plus g64", "K3V2"]
+    names = [line.split("|")[1].strip() for line in table]
+    assert names == ["variant", "---", "plus g128", "plus g64", "focus g128", "focus g64", "K3V2"]
 
 
 def test_a_run_end_to_end(tmp_path: Path) -> None:

@@ -101,5 +101,12 @@ GOALS = ("k3v2", "k4v2", "k3v3", "k4v4", "2.75", "3.0", "3.25", "3.5", "4.0")
 WIDE = ("k3v2", "2.5", "2.75", "3.0")
 """With groups of 128 channels: 2.25 bits are the least, and 2.5 compare with groups of 64 at two bits."""
 
+BROAD: tuple[Callable[[], RowMethod], ...] = (
+    partial(Plus, group=64, label="calibrated on all kinds", domain="mixed"),
+    partial(ServedFocus, label="calibrated on all kinds, 41K tokens", domain="broad"),
+)
+FEW = ("k3v2", "2.75", "3.0", "3.5", "4.0")
+
 METHODS = [partial(Dial, make, goal) for make in RECIPES for goal in GOALS]
 METHODS += [partial(Dial, partial(Plus, group=128), goal) for goal in WIDE]
+METHODS += [partial(Dial, make, goal, table="broad bits") for make in BROAD for goal in FEW]
