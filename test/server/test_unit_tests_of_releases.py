@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.releases import environment, needs_newer_python, served
+from support.releases import environment, installed, needs_newer_python, served
 
 pytestmark = [
     pytest.mark.server,
@@ -22,7 +21,7 @@ UNIT = Path(__file__).parents[1] / "unit"
 
 @pytest.mark.parametrize("version", served())
 def test_unit_tests_pass(version: str) -> None:
-    if importlib.metadata.version("sglang") == version:
+    if installed() == version:
         pytest.skip("the tests themselves run on the installed release")
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")

@@ -15,7 +15,18 @@ from releases import older_transformers, pins, tree
 
 from sglang_oscar import SGLANG_VERSIONS
 
-__all__ = ["SGLANG_VERSIONS", "environment", "needs_newer_python", "pins", "served", "tree"]
+__all__ = [
+    "PYTHON_CORE",
+    "SGLANG_VERSIONS",
+    "environment",
+    "has_compiled_tree",
+    "installed",
+    "needs_newer_python",
+    "paths",
+    "pins",
+    "served",
+    "tree",
+]
 
 PYTHON_CORE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
 """A tree lacks compiled extensions, and one made for another PyTorch would not work: the prefix tree has a Python
@@ -63,6 +74,19 @@ def paths(version: str) -> list[str]:
     return [str(tree(version)), str(place)]
 
 
+def installed() -> str:
+    """The release of the environment."""
+    return importlib.metadata.version("sglang")
+
+
+def has_compiled_tree() -> bool:
+    """Whether the release of the environment came with a compiled prefix tree."""
+    files = importlib.metadata.files("sglang") or []
+    return any(file.match("*/rust_tree_core/*.so") and Path(str(file.locate())).exists() for file in files)
+
+
 def environment(version: str, **variables: str) -> dict[str, str]:
-    """Variables that put a release in place of the installed one, and ``variables`` besides."""
+    """Variables that put a release in place of the installed one, which is left as it is, and ``variables`` besides."""
+    if version == installed():
+        return variables
     return PYTHON_CORE | {"PYTHONPATH": os.pathsep.join(paths(version))} | variables
