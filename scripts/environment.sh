@@ -1,25 +1,41 @@
-# Sourced by the other scripts: makes .venv with the pinned project, once, and activates it.
+# Sourced by the other scripts: makes an environment with the pinned project, once, and activates it.
 #
-# PYTHON chooses the interpreter (3.10, 3.11 or 3.12); by default the first of python3.11, python3.12, python3.10,
-# python3 that fits. The environment is made anew when dependencies, pins, its place or a chosen interpreter change.
+# SGLANG chooses the release of SGLang: one that scripts/constraints has pins for. Its environment is .venv for the
+# default and .venv-RELEASE for another, or where OSCAR_VENV says.
+# PYTHON chooses the interpreter; by default the first of python3.11, python3.12, python3.10, python3 that the release
+# takes. An environment is made anew when dependencies, pins, its place, its release or a chosen interpreter change.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+default_sglang=0.5.17
+sglang=${SGLANG:-$default_sglang}
 venv=${OSCAR_VENV:-$root/.venv}
+if [ -z "${OSCAR_VENV:-}" ] && [ "$sglang" != "$default_sglang" ]; then venv=$root/.venv-$sglang; fi
 
-fits() {
-  "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+pins() {  # pins [RELEASE]: names of the files with pins, of all releases or of one
+  (cd "$root/scripts/constraints" && ls | grep -E "^sglang${1:-.*}-python3\.[0-9]+\.txt$")
+}
+
+check_release() {
+  if [[ ! $sglang =~ ^[0-9.]+$ ]] || ! pins "${sglang//./\\.}" >/dev/null; then
+    echo "error: SGLANG=$sglang has no pins; choose one of: $(pins | sed -E 's/^sglang(.*)-python.*/\1/' | sort -uV | paste -sd ' ')" >&2
+    return 1
+  fi
+}
+
+version_of() {  # version_of PYTHON: its major and minor version, nothing where it does not run
+  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
 find_python() {
   local candidate candidates=(python3.11 python3.12 python3.10 python3)
   if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
   for candidate in "${candidates[@]}"; do
-    if fits "$candidate"; then
+    if [ -f "$root/scripts/constraints/sglang$sglang-python$(version_of "$candidate").txt" ]; then
       echo "$candidate"
       return
     fi
   done
-  echo "error: need Python 3.10, 3.11 or 3.12; set PYTHON to one" >&2
+  echo "error: SGLang $sglang needs Python $(pins "${sglang//./\\.}" | sed -E 's/.*-python(.*)\.txt/\1/' | sort -V | paste -sd ' ' | sed 's/ / or /g')${PYTHON:+, and $PYTHON is not}; set PYTHON to one" >&2
   return 1
 }
 
@@ -29,17 +45,17 @@ current() {  # current NAME SUM: whether the environment was made for this check
 
 make_environment() {
   local python version packages project
-  packages=$({ grep -E '^(dependencies|plots|eval|dev) ' "$root/pyproject.toml" && cat "$root"/scripts/constraints/*.txt && echo "$root ${PYTHON:-}"; } | sha256sum)
+  packages=$({ grep -E '^(dependencies|plots|eval|dev) ' "$root/pyproject.toml" && cat "$root/scripts/constraints/sglang$sglang"-*.txt && echo "$root ${PYTHON:-}"; } | sha256sum)
   project=$(sha256sum <"$root/pyproject.toml")
   if ! current packages "$packages"; then
     python=$(find_python)
-    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    echo "making $venv with Python $version and the pinned packages (about 9 GB, some minutes)"
+    version=$(version_of "$python")
+    echo "making $venv with Python $version, SGLang $sglang and the pinned packages (about 9 GB, some minutes)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --progress-bar off "pip==25.3"
     "$venv/bin/python" -m pip install --quiet --progress-bar off \
-      --constraint "$root/scripts/constraints/python$version.txt" --editable "$root[dev]"
+      --constraint "$root/scripts/constraints/sglang$sglang-python$version.txt" --editable "$root[dev]"
     echo "$packages" >"$venv/.oscar-packages"
     echo "$project" >"$venv/.oscar-project"
   elif ! current project "$project"; then
@@ -48,6 +64,7 @@ make_environment() {
   fi
 }
 
+check_release
 make_environment
 export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1
 cd "$root"

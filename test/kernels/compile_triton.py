@@ -17,11 +17,14 @@ from triton.runtime.jit import JITFunction
 
 from oscar_kernels.cache import BatchTables, StoreSlots, Windows
 from oscar_kernels.prepared import prepare
+from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 from oscar_kernels.triton.store import store
+from oscar_kernels.triton.tables import fill_decode_tables
 
 CPU = torch.device("cpu")
 LARGEST_SHARED = 99 * 1024
@@ -74,6 +77,9 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)
     spans = torch.zeros(1, dtype=torch.int32)
     copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), k.clone())
+    merge_states_(q.clone(), lse, q, lse)
+    rows, slot_table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 256, dtype=torch.int32)
+    fill_decode_tables(Requests(rows, rows, slot_table, ones[0], ones[1]), windows, 256, tables, slots)
     print(" ".join(sorted(compiled)))
 
 

@@ -1,4 +1,7 @@
-"""Decode steps of a real server inside torch.compile, on a CPU: one graph per batch size, or the server ends."""
+"""Decode steps of a real server inside torch.compile, on a CPU: one graph per batch size, or the server ends.
+
+Where SGLang's own layers cannot be traced as a whole, a step is several graphs, with attention in one of every layer.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,18 @@ def test_one_graph_gives_the_eager_answers(model: Path, tmp_path: Path) -> None:
     with serve(model, tmp_path / "compiled.log", *COMPILED, "1", "2", env=env) as server:
         assert "absorbed into the weights" in server.text()
         assert "one operator per layer inside torch.compile, up to 2 requests" in server.text()
-        assert compiled_calls(server.text()) == [COMMON["num_hidden_layers"]] * 2
+        calls, layers = compiled_calls(server.text()), COMMON["num_hidden_layers"]
+        if "cpu_compile: aot_eager, one graph of" in server.text():
+            assert calls == [layers] * 2
+        else:  # SGLang's trial runs of a batch size compile some layers again
+            assert set(calls) == {1}
+            assert len(calls) >= layers * 2
         assert [answer["meta_info"]["output_token_logprobs"] for answer in ask(server, 1)] == [
             answer["meta_info"]["output_token_logprobs"] for answer in one
         ]
         assert_same(three, ask(server, 3), NEAR_TIE, DRIFT)
+        assert compiled_calls(server.text()) == calls, "a step was compiled while serving"
+        assert "recompile_limit" not in server.text()
         assert server.alive()
 
 

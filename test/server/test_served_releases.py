@@ -1,4 +1,4 @@
-"""Supported releases of SGLang, served from their sources with the installed dependencies.
+"""Supported releases of SGLang: the installed one, and others served from their sources with its dependencies.
 
 By default the oldest and the newest; OSCAR_TEST_RELEASES says which (``all``, or versions with commas between). Int2
 mode answers the same in all of them, and a server that does not ask for it does not notice the plugin.
@@ -6,7 +6,6 @@ mode answers the same in all of them, and a server that does not ask for it does
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from support.api import retracted
 from support.compare import LOGPROBS, first_difference
 from support.launch_cases import run_cases
 from support.reference import MODEL, question, token_ids
-from support.releases import environment, needs_newer_python, served
+from support.releases import PYTHON_CORE, environment, has_compiled_tree, installed, needs_newer_python, paths, served
 from support.servers import HADAMARD, Server, serve, server_environment
 
 pytestmark = [
@@ -31,6 +30,7 @@ pytestmark = [
 ]
 NEAR_TIE = 1.0
 """Between processors; on one machine all releases answer bit for bit alike."""
+COMPILED_TREE = has_compiled_tree()
 answers: dict[str, list[dict[str, Any]]] = {}
 
 
@@ -55,16 +55,27 @@ def test_int2_answers(version: str, tmp_path: Path) -> None:
     env = release_answers.ENV | environment(version)
     with serve(MODEL, tmp_path / "log", *release_answers.ARGS, env=env) as server:
         answers[version] = release_answers.ask(server)
+        assert ("RustUnifiedTreeCore" in server.text()) == (COMPILED_TREE and version == installed())
         assert retracted(server) == 0
         together(server)
         assert retracted(server) > 0
         assert server.alive()
         assert "Traceback" not in server.text()
-    # Another processor rounds otherwise, and two bits make something of that in a few answers.
+    # Another processor or PyTorch rounds otherwise, and two bits make something of that in a few answers.
     found = [first_difference(x, y) for x, y in zip(release_answers.load(), answers[version], strict=True)]
     assert sum(one is None or one.gap <= NEAR_TIE for one in found) >= len(found) * 3 // 4
     first = next(iter(answers))
     assert answers[version] == answers[first], f"sglang {version} and {first} answer differently"
+
+
+@pytest.mark.skipif(not COMPILED_TREE, reason="the prefix tree of this release is in Python")
+def test_a_prefix_tree_in_python(tmp_path: Path) -> None:
+    """Answers as with the compiled one, which the installed release took above."""
+    if installed() not in answers:
+        pytest.skip("the installed release was not asked")
+    with serve(MODEL, tmp_path / "log", *release_answers.ARGS, env=release_answers.ENV | PYTHON_CORE) as server:
+        assert release_answers.ask(server) == answers[installed()]
+        assert "RustUnifiedTreeCore" not in server.text()
 
 
 def bf16_answers(version: str, log: Path, plugins: dict[str, str]) -> list[list[int]]:
@@ -93,7 +104,7 @@ def launch(version: str, **variables: str) -> list[dict[str, Any]]:
 
 
 def test_command_lines(version: str) -> None:
-    if importlib.metadata.version("sglang") == version:
+    if installed() == version:
         pytest.skip("test_refusals.py asks the installed release")
     accepted, refused, plain = launch(version)
     assert accepted["status"] == 0, accepted["error"]
@@ -113,8 +124,7 @@ def test_an_unknown_release(tmp_path: Path) -> None:
     renamed = tmp_path / "sglang-9.9.9.dist-info"
     renamed.mkdir()
     (renamed / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
-    env = environment(newest)
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    env = PYTHON_CORE | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *paths(newest)])}
     base = ["--model-path", str(MODEL), "--device", "cpu"]
     (plain,) = run_cases([{"argv": base}], server_environment(HADAMARD | env))
     assert plain["status"] == 0, plain["error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -10,11 +11,22 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from releases import pins, tree
+from releases import older_transformers, pins, tree
 
 from sglang_oscar import SGLANG_VERSIONS
 
-__all__ = ["SGLANG_VERSIONS", "environment", "needs_newer_python", "pins", "served", "tree"]
+__all__ = [
+    "PYTHON_CORE",
+    "SGLANG_VERSIONS",
+    "environment",
+    "has_compiled_tree",
+    "installed",
+    "needs_newer_python",
+    "paths",
+    "pins",
+    "served",
+    "tree",
+]
 
 PYTHON_CORE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
 """A tree lacks compiled extensions, and one made for another PyTorch would not work: the prefix tree has a Python
@@ -33,13 +45,48 @@ def served() -> list[str]:
     return versions
 
 
+def requirement(version: str, begins: str) -> str:
+    """What a release's metadata say behind ``begins``."""
+    metadata = next(tree(version).glob("sglang-*.dist-info/METADATA")).read_text()
+    return next(line.removeprefix(begins) for line in metadata.splitlines() if line.startswith(begins))
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """A version of numbers only, to be compared."""
+    return tuple(int(part) for part in version.split("."))
+
+
 def needs_newer_python(version: str) -> bool:
     """Whether a release wants a later Python than this one."""
-    metadata = next(tree(version).glob("sglang-*.dist-info/METADATA")).read_text()
-    wanted = next(line for line in metadata.splitlines() if line.startswith("Requires-Python: >="))
-    return sys.version_info[:2] < tuple(int(part) for part in wanted.rpartition("=")[2].split("."))
+    return sys.version_info[:2] < numbers(requirement(version, "Requires-Python: >="))
+
+
+def paths(version: str) -> list[str]:
+    """Folders for PYTHONPATH that put a release in place of the installed one.
+
+    Its own transformers is among them where the installed one is newer: both would define some models.
+    """
+    wanted = requirement(version, "Requires-Dist: transformers==")
+    if numbers(wanted) >= numbers(importlib.metadata.version("transformers")):
+        return [str(tree(version))]
+    kept, place = older_transformers()
+    assert kept == wanted, f"SGLang {version} wants transformers {wanted}, scripts/releases.txt has {kept}"
+    return [str(tree(version)), str(place)]
+
+
+def installed() -> str:
+    """The release of the environment."""
+    return importlib.metadata.version("sglang")
+
+
+def has_compiled_tree() -> bool:
+    """Whether the release of the environment came with a compiled prefix tree."""
+    files = importlib.metadata.files("sglang") or []
+    return any(file.match("*/rust_tree_core/*.so") and Path(str(file.locate())).exists() for file in files)
 
 
 def environment(version: str, **variables: str) -> dict[str, str]:
-    """Variables that put a release in place of the installed one, and ``variables`` besides."""
-    return PYTHON_CORE | {"PYTHONPATH": str(tree(version))} | variables
+    """Variables that put a release in place of the installed one, which is left as it is, and ``variables`` besides."""
+    if version == installed():
+        return variables
+    return PYTHON_CORE | {"PYTHONPATH": os.pathsep.join(paths(version))} | variables

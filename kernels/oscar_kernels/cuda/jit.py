@@ -78,6 +78,16 @@ def _fingerprint(name: str, options: list[str], compiler: tuple[int, int]) -> st
     return digest.hexdigest()[:32]
 
 
+def options(defines: Mapping[str, int]) -> list[str]:
+    """What the compiler is told: architecture, language, where the sources lie, and macros.
+
+    Args:
+        defines: macros.
+    """
+    told = [f"-arch={ARCHITECTURE}", "-std=c++17", f"-I{SOURCES}", "-default-device"]
+    return told + [f"-D{key}={int(value)}" for key, value in sorted(defines.items())]
+
+
 def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
     """Machine code of one source file.
 
@@ -92,11 +102,10 @@ def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
         KernelError: the source does not compile with these macros, or there is no compiler.
     """
     nvrtc = _bindings("nvrtc")
-    options = [f"-arch={ARCHITECTURE}", "-std=c++17", f"-I{SOURCES}", "-default-device"]
-    options += [f"-D{key}={int(value)}" for key, value in sorted(defines.items())]
+    told = options(defines)
     compiler = check(nvrtc.nvrtcVersion())
     # The include path is no part of the result.
-    fingerprint = _fingerprint(name, [o for o in options if not o.startswith("-I")], compiler)
+    fingerprint = _fingerprint(name, [o for o in told if not o.startswith("-I")], compiler)
     folder = cache_dir()
     stored = folder and folder / f"{fingerprint}.cubin"
     kept = stored and _read(stored)
@@ -104,7 +113,7 @@ def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
         return kept
     source = (SOURCES / name).read_bytes()
     program = check(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(told), [option.encode() for option in told])
     if int(status) != 0:
         log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
         check(nvrtc.nvrtcGetProgramLog(program, log))

@@ -1,0 +1,46 @@
+"""The CUDA kernels of models that are served, by the compiler that is installed: they compile, and where they should
+need no memory for registers they take none. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from kernel_cases import Shape
+from test_cuda_decode import variant
+from test_cuda_store import case_of
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.cuda.store import defines
+from oscar_kernels.prepared import prepare
+from support.spills import spilled_bytes
+
+WINDOWS = Windows(64, 256, 256)
+WIDTHS = [(2, 2), (3, 2), (3, 3), (4, 4)]
+
+
+def shape_of(gqa: int, head_dim: int, bits: tuple[int, int]) -> Shape:
+    return Shape(8, gqa, head_dim, min(head_dim, 128), windows=WINDOWS, page_size=64, k_bits=bits[0], v_bits=bits[1])
+
+
+@pytest.mark.parametrize(
+    ("gqa", "head_dim", "bits"),
+    [*((4, *pair) for pair in product((64, 128, 256), WIDTHS)), (1, 128, (3, 4)), (8, 64, (4, 3))],
+    ids=str,
+)
+def test_decode_spills_nothing(gqa: int, head_dim: int, bits: tuple[int, int]) -> None:
+    assert spilled_bytes("decode.cu", dict(variant(shape_of(gqa, head_dim, bits)).defines())) == 0
+
+
+@pytest.mark.parametrize("kind", ["keys", "both", "both per head"])
+@pytest.mark.parametrize(("head_dim", "bits"), [(64, (4, 2)), *product((128,), WIDTHS)], ids=str)
+def test_store_spills_nothing(head_dim: int, bits: tuple[int, int], kind: str) -> None:
+    shape = shape_of(4, head_dim, bits)
+    layer = prepare(case_of(shape, kind), shape.dtype)
+    assert spilled_bytes("store.cu", dict(defines(variant(shape), layer))) == 0
+
+
+def test_what_is_spilled_is_counted() -> None:
+    """Eight query heads to a kv head of 128 channels need a few more registers than there are."""
+    assert 0 < spilled_bytes("decode.cu", dict(variant(shape_of(8, 128, (2, 2))).defines())) < 512

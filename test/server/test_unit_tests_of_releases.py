@@ -1,0 +1,35 @@
+"""The unit tests, with the sources of a release that is not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.releases import environment, installed, needs_newer_python, served
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="sources are taken without compiled extensions"),
+]
+UNIT = Path(__file__).parents[1] / "unit"
+
+
+@pytest.mark.parametrize("version", served())
+def test_unit_tests_pass(version: str) -> None:
+    if installed() == version:
+        pytest.skip("the tests themselves run on the installed release")
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    release = environment(version)
+    release["PYTHONPATH"] = os.pathsep.join(filter(None, [release["PYTHONPATH"], env.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(UNIT)]
+    done = subprocess.run(
+        command, env=env | release, cwd=UNIT.parents[1], capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,0 +1,70 @@
+"""Pins of the oldest and the newest release, and what scripts/environment.sh says where it has none."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sglang_oscar import SGLANG_VERSIONS
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+PINS = sorted((SCRIPTS / "constraints").iterdir())
+NAME = re.compile(r"sglang([0-9.]+)-python(3\.\d+)\.txt")
+
+
+def releases() -> dict[str, list[str]]:
+    """Pythons by release, as the names of the files with pins say."""
+    found: dict[str, list[str]] = {}
+    for release, python in NAME.findall("\n".join(path.name for path in PINS)):
+        found.setdefault(release, []).append(python)
+    return found
+
+
+def test_the_oldest_and_the_newest_release_have_pins() -> None:
+    assert list(releases()) == [SGLANG_VERSIONS[0], SGLANG_VERSIONS[-1]]
+
+
+@pytest.mark.parametrize("path", PINS, ids=lambda path: path.name)
+def test_pins_are_of_their_release(path: Path) -> None:
+    release, _ = NAME.fullmatch(path.name).groups()
+    lines = path.read_text().splitlines()
+    assert f"sglang=={release}" in lines
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^ ]+", line) for line in lines)
+
+
+def environment(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess:
+    """What the script says and leaves behind; nothing may be made."""
+    env = os.environ | {"OSCAR_VENV": str(tmp_path / "venv")} | variables
+    command = [
+        shutil.which("bash") or "bash",
+        "-c",
+        f"set -euo pipefail; source '{SCRIPTS / 'environment.sh'}'; echo made",
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert not (tmp_path / "venv").exists()
+    return done
+
+
+@pytest.mark.parametrize("release", ["0.5.19", "0.5", ".*", "newest"])
+def test_a_release_without_pins_is_one_line(release: str, tmp_path: Path) -> None:
+    done = environment(tmp_path, SGLANG=release)
+    assert done.returncode != 0
+    assert done.stderr == f"error: SGLANG={release} has no pins; choose one of: {' '.join(releases())}\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("release", releases())
+def test_a_python_that_a_release_does_not_take_is_one_line(release: str, tmp_path: Path) -> None:
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho 3.9\n")
+    old.chmod(0o755)
+    done = environment(tmp_path, SGLANG=release, PYTHON=str(old))
+    assert done.returncode != 0
+    wanted = " or ".join(releases()[release])
+    assert done.stderr == f"error: SGLang {release} needs Python {wanted}, and {old} is not; set PYTHON to one\n"
+    assert done.stdout == ""
