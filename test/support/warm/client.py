@@ -15,7 +15,7 @@ from typing import Any
 
 from support.warm import channel
 from support.warm.launch import Launch, described
-from support.warm.rule import Warm, difference, must_start_anew, shadowed
+from support.warm.rule import OTHER_PROGRAM, Warm, difference, must_start_anew, shadowed
 
 LOG = "OSCAR_TEST_WARM_LOG"
 """Environment variable: a file to which every launch is written, and why it was not forked."""
@@ -106,7 +106,8 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 def _note(what: str, arguments: tuple[Any, ...]) -> None:
-    if path := os.environ.get(LOG):
+    path = os.environ.get(LOG)
+    if path and what != OTHER_PROGRAM:
         command = b" ".join(os.fsencode(part) for part in arguments[0])
         with open(path, "ab") as file:
             file.write(b"%d %s: %s\n" % (os.getpid(), what.encode(), command[:300].replace(b"\n", b" ")))

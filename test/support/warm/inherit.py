@@ -83,4 +83,4 @@ def settle(launch: Launch, received: list[int]) -> None:
 
 
 def _above(launch: Launch) -> int:
-    return max(own for _, own in launch.descriptors) + 1
+    return max(LOW, 1 + max(own for _, own in launch.descriptors))

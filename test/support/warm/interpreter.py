@@ -20,16 +20,13 @@ _mains = []
 
 
 def become(launch: Launch, warm: Warm) -> None:
-    """Make this process what a new interpreter would be that was started so."""
+    """Make this process, forked from a warm one, what a new interpreter would be that was started so."""
     assert launch.program is not None
     # What imports set and add is there already, as it is in a new interpreter after these imports.
     os.environ.clear()
     os.environ.update(launch.environment | warm.imported)
-    sys.path[:] = [*_path(front(launch), warm.path), *warm.added_path]
+    sys.path[:] = [*_path(front(launch.program, launch.cwd), warm.path), *warm.added_path]
     importlib.invalidate_caches()
-    sys.argv[:] = [launch.program.what if launch.program.kind == "script" else launch.program.kind]
-    sys.argv += launch.program.arguments
-    sys.orig_argv[:] = launch.command
     # These two were made when multiprocessing was imported.
     process.ORIGINAL_DIR = launch.cwd  # type: ignore[attr-defined]
     process.current_process().authkey = os.urandom(32)
@@ -37,7 +34,13 @@ def become(launch: Launch, warm: Warm) -> None:
         sys.modules["numpy"].random.seed()  # random does so by itself
     if os.isatty(1):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # The modules of this facility stay alive without their names, which are names of the tests.
+    call(launch.command, launch.program)
+
+
+def call(command: list[str], program: Program) -> None:
+    """Let this process's command line be ``command``, and forget the names of this facility: they are the tests'."""
+    sys.argv[:] = [program.what if program.kind == "script" else program.kind, *program.arguments]
+    sys.orig_argv[:] = command
     for name in [name for name in sys.modules if name.partition(".")[0] == "support"]:
         del sys.modules[name]
 
@@ -60,8 +63,7 @@ def run(program: Program) -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        assert error.__traceback__ is not None
-        error.__traceback__ = error.__traceback__.tb_next  # without this function
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this function
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(1) from None
 
@@ -76,8 +78,8 @@ def _run_script(path: str, main: types.ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def _path(front: list[str], rest: list[str]) -> list[str]:
+def _path(first: list[str], rest: list[str]) -> list[str]:
     """sys.path. PYTHONPATH stands before the standard library, but behind what .pth files put at the very front."""
-    first, *paths = front
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     library = rest.index(os.path.join(sys.base_prefix, sys.platlibdir, "python{}{}.zip".format(*sys.version_info)))
-    return [first, *rest[:library], *dict.fromkeys([*map(os.path.abspath, paths), *rest[library:]])]
+    return [*first, *rest[:library], *dict.fromkeys([*map(os.path.abspath, paths), *rest[library:]])]

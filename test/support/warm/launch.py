@@ -19,6 +19,20 @@ ARGUMENTS = (
 """Of ``_posixsubprocess.fork_exec``, in order; ends of pipes that stay with the parent have no name here."""
 
 
+def _limits() -> dict[int, tuple[int, int]]:
+    kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+    return {kind: resource.getrlimit(kind) for kind in kinds}
+
+
+def _ignored() -> list[int]:
+    return [int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
+
+
+def _umask() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+
+
 @dataclass(frozen=True)
 class Program:
     """The part of a command line that says what Python runs: ``-c``, ``-m`` or a script, and its arguments."""
@@ -61,9 +75,9 @@ class Launch:
     umask: int
     dies_with_parent: bool
     parent: int = field(default_factory=os.getpid)
-    limits: dict[int, tuple[int, int]] = field(default_factory=lambda: _limits())
+    limits: dict[int, tuple[int, int]] = field(default_factory=_limits)
     cores: list[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
-    ignored: list[int] = field(default_factory=lambda: _ignored())
+    ignored: list[int] = field(default_factory=_ignored)
     blocked: list[int] = field(default_factory=lambda: sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
     def encode(self) -> bytes:
@@ -90,10 +104,14 @@ def described(arguments: Sequence[Any], die_with_parent: Callable[[], None] | No
         return None
     if any(asked[name] not in {None, -1} for name in ("gid", "groups", "uid")):
         return None
-    standard = [number if asked[name] == -1 else asked[name] for number, name in enumerate(("stdin", "stdout", "stderr"))]
+    standard = [
+        number if asked[name] == -1 else asked[name] for number, name in enumerate(("stdin", "stdout", "stderr"))
+    ]
     kept = [number for number in asked["keep"] if number != asked["error_pipe"]]
     variables = os.environb.items() if asked["env"] is None else (entry.split(b"=", 1) for entry in asked["env"])
-    command = resolved([os.fsdecode(arg) for arg in asked["args"]], [os.fsdecode(path) for path in asked["executables"]])
+    command = resolved(
+        [os.fsdecode(arg) for arg in asked["args"]], [os.fsdecode(path) for path in asked["executables"]]
+    )
     cwd = os.path.abspath(os.fsdecode(asked["cwd"] or "."))
     options, program = parsed(command, cwd)
     return Launch(
@@ -134,17 +152,3 @@ def parsed(command: list[str], cwd: str) -> tuple[list[str], Program | None]:
     if rest and os.path.isfile(os.path.join(cwd, rest[0])) and not rest[0].endswith((".pyc", ".pyz", ".zip")):
         return options, Program("script", rest[0], rest[1:])
     return options, None
-
-
-def _limits() -> dict[int, tuple[int, int]]:
-    kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-    return {kind: resource.getrlimit(kind) for kind in kinds}
-
-
-def _ignored() -> list[int]:
-    return [int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
-
-
-def _umask() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))

@@ -80,10 +80,14 @@ class Pool:
                 client.close()
 
 
+def wanted() -> bool:
+    """Whether processes are to be forked here."""
+    return os.environ.get(SWITCH) != "0" and sys.platform == "linux"
+
+
 def enable() -> None:
-    """Fork what this process starts, unless the environment or the platform says otherwise."""
-    if os.environ.get(SWITCH) == "0" or sys.platform != "linux":
-        return
-    pool = Pool()
-    atexit.register(pool.close)
-    install(pool.find)
+    """Fork what this process starts, where that is wanted."""
+    if wanted():
+        pool = Pool()
+        atexit.register(pool.close)
+        install(pool.find)

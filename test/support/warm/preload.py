@@ -9,15 +9,17 @@ import os
 import sys
 import threading
 
-MODULES = """
-numpy psutil requests torch triton PIL.Image starlette.routing torchvision.io transformers
-transformers.generation.configuration_utils transformers.modeling_gguf_pytorch_utils
-transformers.models.llama.modeling_llama transformers.image_processing_utils IPython.display pydantic aiohttp msgspec
-zmq transformers.models.auto.tokenization_auto openai.types.responses xgrammar lxml.etree cuda.bindings.runtime
-torch._dynamo.repro.after_dynamo torch._inductor.compile_fx compressed_tensors.config flashinfer gguf
-torch.utils.cpp_extension opentelemetry.propagate triton_kernels.matmul_ogs flashinfer.comm fsspec huggingface_hub
-aiohttp.web uvicorn fastapi uvloop openai.types.realtime pydantic.v1 tabulate torchao scipy.signal
-""".split()
+MODULES = tuple(
+    """
+    numpy psutil requests torch triton PIL.Image starlette.routing torchvision.io transformers
+    transformers.generation.configuration_utils transformers.modeling_gguf_pytorch_utils
+    transformers.models.llama.modeling_llama transformers.image_processing_utils IPython.display pydantic aiohttp
+    msgspec zmq transformers.models.auto.tokenization_auto openai.types.responses xgrammar lxml.etree
+    cuda.bindings.runtime torch._dynamo.repro.after_dynamo torch._inductor.compile_fx compressed_tensors.config
+    flashinfer gguf torch.utils.cpp_extension opentelemetry.propagate triton_kernels.matmul_ogs flashinfer.comm fsspec
+    huggingface_hub aiohttp.web uvicorn fastapi uvloop openai.types.realtime pydantic.v1 tabulate torchao scipy.signal
+    """.split()  # noqa: SIM905
+)
 """Found with ``python -X importtime``. Not prometheus_client: when imported, it reads a variable that SGLang sets."""
 TESTED = ("sglang", "sgl_kernel", "oscar_", "reference_model")
 """Beginnings of modules that every process must import itself."""

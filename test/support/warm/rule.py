@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from support.warm.launch import Launch
+from support.warm.launch import Launch, Program
 
 FREE = (
     # Read by SGLang, by this project and by plugins of its tests, none of which a warm process has imported.
@@ -21,6 +21,7 @@ FREE = (
     *("PYTEST_", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_="),
 )
 """Beginnings of ``NAME=`` of the variables in which a launch may differ from its warm process. All others count."""
+OTHER_PROGRAM = "another program"
 CUSTOMIZE = {"sitecustomize", "usercustomize"}
 """Modules that a starting interpreter imports by itself."""
 BOOT = "import sys; sys.path[0] = {tests!r}; from support.warm.fork_server import main; del sys.path[0]; main({number})"
@@ -64,27 +65,23 @@ def difference(environment: Mapping[str, str], warm: Warm) -> list[str]:
     return [
         name
         for name in sorted(own.keys() | warm.environment.keys())
-        if own.get(name) != warm.environment.get(name)
-        and (name not in own or own[name] != warm.imported.get(name))
+        if own.get(name) != warm.environment.get(name) and (name not in own or own[name] != warm.imported.get(name))
     ]
 
 
-def front(launch: Launch) -> list[str]:
-    """What the launch puts in front of sys.path."""
-    assert launch.program is not None
-    paths = [os.path.join(launch.cwd, path) for path in launch.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if sys.flags.safe_path if sys.version_info >= (3, 11) else False:
-        return paths
-    if launch.program.kind == "script":
-        script = os.path.realpath(os.path.join(launch.cwd, launch.program.what))
-        return [os.path.dirname(script), *paths]
-    return ["" if launch.program.kind == "-c" else launch.cwd, *paths]
+def front(program: Program, cwd: str) -> list[str]:
+    """What the interpreter puts at the front of sys.path for a program, before PYTHONPATH."""
+    if getattr(sys.flags, "safe_path", False):
+        return []
+    if program.kind == "script":
+        return [os.path.dirname(os.path.realpath(os.path.join(cwd, program.what)))]
+    return ["" if program.kind == "-c" else cwd]
 
 
 def must_start_anew(launch: Launch) -> str | None:
     """Why a launch cannot be forked from any warm process of this interpreter; None where it can."""
     if launch.command[0] != sys.executable:
-        return "another program"
+        return OTHER_PROGRAM
     if launch.program is None or launch.program.what.startswith(SMALL):
         return "not a program to be warm for"
     if launch.options not in ([], subprocess._args_from_interpreter_flags()):  # type: ignore[attr-defined]
@@ -95,13 +92,16 @@ def must_start_anew(launch: Launch) -> str | None:
 
 
 def shadowed(launch: Launch, warm: Warm) -> list[str]:
-    """Modules of the warm process that folders in front of sys.path would replace; of these, too, all that customize."""
+    """Modules of the warm process that folders in front of sys.path would replace, and modules that customize."""
+    assert launch.program is not None
+    folders = [*front(launch.program, launch.cwd), *launch.environment.get("PYTHONPATH", "").split(os.pathsep)]
+    places = {os.path.join(launch.cwd, folder) for folder in folders}
     names = CUSTOMIZE.union(warm.modules)
-    return sorted({name for folder in front(launch) for name in names & _modules(folder or launch.cwd, warm.path)})
+    return sorted({name for folder in places.difference(warm.path) for name in names & _modules(folder)})
 
 
-def _modules(folder: str, known: list[str]) -> set[str]:
-    if folder in known or not os.path.isdir(folder):
+def _modules(folder: str) -> set[str]:
+    if not os.path.isdir(folder):
         return set()
     entries = [entry.split(".") for entry in os.listdir(folder)]
     files = {parts[0] for parts in entries if parts[-1] in {"py", "pyc", "so"}}
