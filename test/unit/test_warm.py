@@ -82,7 +82,7 @@ def programs(tmp_path: Path) -> dict[str, list[str]]:
         "-c": ["-c", PROPERTIES, "one", "-x"],
         "-m": ["-B", "-m", "module_by_name", "--two"] if sys.dont_write_bytecode else ["-m", "module_by_name", "--two"],
         "script": [str(tmp_path / "folder" / "script.py"), "-m", "three"],
-        "relative": ["./folder/script.py"],
+        "relative": ["folder/script.py"],
         "link": ["link.py"],
     }
 

@@ -73,8 +73,8 @@ def settle(launch: Launch, received: list[int]) -> None:
     os.chdir(launch.cwd)
     os.umask(launch.umask)
     for kind, limits in launch.limits.items():
-        if resource.getrlimit(kind) != tuple(limits):
-            resource.setrlimit(kind, tuple(limits))
+        if resource.getrlimit(kind) != limits:
+            resource.setrlimit(kind, limits)
     os.sched_setaffinity(0, launch.cores)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in launch.ignored:

@@ -16,7 +16,7 @@ from multiprocessing import process
 from support.warm.launch import Launch, Program
 from support.warm.rule import Warm, front
 
-_mains = []
+_mains: list[types.ModuleType] = []
 
 
 def become(launch: Launch, warm: Warm) -> None:
@@ -69,7 +69,7 @@ def run(program: Program) -> None:
 
 
 def _run_script(path: str, main: types.ModuleType) -> None:
-    file = path if os.path.isabs(path) else os.path.join(os.getcwd(), path.removeprefix("./"))
+    file = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     main.__dict__.update(
         __file__=file, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", file)
     )

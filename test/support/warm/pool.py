@@ -50,8 +50,9 @@ class Started(Client):
 
     def close(self) -> None:
         """End it; what was forked from it goes on."""
-        self.link.close()
+        self._process.kill()  # closing the channel is not enough where a fork of this process has it, too
         self._process.wait()
+        self.link.close()
 
 
 class Pool:

@@ -18,7 +18,7 @@ FREE = (
     # Read by CUTLASS when imported, for the log of its compiler, which does not run without a GPU.
     "CUTE_DSL_LOG_",
     # Of pytest, the shell and the scripts.
-    *("PYTEST_", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_="),
+    *("PYTEST_", "PYTHON=", "PYTHONPATH=", "PWD=", "OLDPWD=", "SHLVL=", "_="),
 )
 """Beginnings of ``NAME=`` of the variables in which a launch may differ from its warm process. All others count."""
 OTHER_PROGRAM = "another program"
