@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from support.warm.launch import Launch, Program
 
 FREE = (
-    # Read by SGLang, by this project and by plugins of its tests, none of which a warm process has imported.
-    *("SGLANG_", "SGL_", "OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS", "TLLM_", "DG_JIT_"),
+    # Read by SGLang, this project, plugins of its tests and ModelScope, none of which a warm process has imported.
+    *("SGLANG_", "SGL_", "OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS", "TLLM_", "DG_JIT_", "MODELSCOPE_"),
     # Read by libraries when they are used, not when they are imported; SGLang sets them for its workers.
     *("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "TRTLLM_", "PROMETHEUS_"),
     # Read by CUTLASS when imported, for the log of its compiler, which does not run without a GPU.
