@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang_oscar import local_server
-from support.warm import client, pool, rule
+from support.warm import client, pool, rule, stand_in
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or not pool.wanted(), reason="every process is started anew here"
-)
+pytestmark = pytest.mark.skipif(not pool.wanted(), reason="every process is started anew here")
 PROPERTIES = """
 import gc, json, multiprocessing.process, os, resource, signal, sys, threading
 main = sys.modules["__main__"]
@@ -43,9 +40,10 @@ print(json.dumps({
     "group": os.getpgrp() == os.getpid(), "session": os.getsid(0) == os.getpid(),
     "tested": [name for name in sys.modules if name.startswith(("sglang", "sgl_", "oscar", "support", "reference"))],
     "meta path": [repr(finder) for finder in sys.meta_path][:3],
-}))
+}), flush=True)
+os._exit(0)  # clearing thousands of modules takes a second
 """
-REPORT_MODULES = "import sys; print('torch' in sys.modules)"
+REPORT_MODULES = "import os, sys; print('torch' in sys.modules, flush=True); os._exit(0)"
 
 
 @pytest.fixture
@@ -109,7 +107,22 @@ def test_properties(kind: str, programs: dict[str, list[str]], tmp_path: Path, a
     assert got["tested"] == []
 
 
-def test_ends(programs: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("kind", ["-c", "-m", "script"])
+def test_interpreter_for_shells(kind: str, programs: dict[str, list[str]], tmp_path: Path, anew: Any) -> None:
+    """A program sees no difference, except that what it starts is forked."""
+    anew()
+    answers = []
+    for path in (stand_in.executable(), sys.executable):
+        env = os.environ | {"PYTHON": path}
+        command = ["bash", "-c", '"$PYTHON" "$@"', "bash", *programs[kind]]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+        answers.append(json.loads(done.stdout))
+        for name in ("parent", "environment", "meta path"):
+            del answers[-1][name]
+    assert answers[0] == answers[1]
+
+
+def test_ends() -> None:
     """Exit statuses, what is said about exceptions, and what runs at the end."""
     assert python("-c", "import sys; sys.exit(7)").returncode == 7
     said = python("-c", "raise SystemExit('reason')")

@@ -82,13 +82,14 @@ class Pool:
 
 
 def wanted() -> bool:
-    """Whether processes are to be forked here."""
-    return os.environ.get(SWITCH) != "0" and sys.platform == "linux"
+    """Whether processes of tests are to be forked. With a GPU they are not: its driver must not see forks."""
+    import torch
+
+    return os.environ.get(SWITCH) != "0" and sys.platform == "linux" and not torch.cuda.is_available()
 
 
 def enable() -> None:
-    """Fork what this process starts, where that is wanted."""
-    if wanted():
-        pool = Pool()
-        atexit.register(pool.close)
-        install(pool.find)
+    """From now on fork what this process starts, as far as ``rule`` lets it."""
+    pool = Pool()
+    atexit.register(pool.close)
+    install(pool.find)
