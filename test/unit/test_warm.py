@@ -147,7 +147,10 @@ def test_streams() -> None:
 
 
 def test_interrupt() -> None:
-    """SIGINT raises KeyboardInterrupt, as anywhere."""
+    """SIGINT raises KeyboardInterrupt, unless the parent ignores it, as the tests do in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert python("-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT); print(1)").stdout == "1\n"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-c", "print(1, flush=True)\nimport time\ntime.sleep(100)"],
         stdout=subprocess.PIPE,
@@ -155,6 +158,7 @@ def test_interrupt() -> None:
     )
     assert process.stdout is not None
     process.stdout.read(1)
+    signal.signal(signal.SIGINT, before)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT

@@ -14,7 +14,9 @@ MOST = 250
 def send(channel: socket.socket, message: bytes, descriptors: Sequence[int] = ()) -> None:
     """Send a message and descriptors."""
     socket.send_fds(channel, [HEADER.pack(len(message))], descriptors)
-    channel.sendall(message)
+    # Sending nothing fails, too, when the other end has closed, as it may have done on seeing the header.
+    if message:
+        channel.sendall(message)
 
 
 def receive(channel: socket.socket) -> tuple[bytes, list[int]] | None:
