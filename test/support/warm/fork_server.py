@@ -30,7 +30,7 @@ def main(number: int) -> None:
     path = list(sys.path)
     with inherit.low_numbers_taken():
         before = inherit.open_descriptors()
-        imported = preload.load()
+        imported = counted(preload.load())
         opened = sorted(inherit.open_descriptors() - before)
     sys.stdout.flush()
     sys.stderr.flush()

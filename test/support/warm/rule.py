@@ -15,8 +15,9 @@ FREE = (
     *("SGLANG_", "SGL_", "OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS", "TLLM_", "DG_JIT_", "MODELSCOPE_"),
     # Read by libraries when they are used, not when they are imported; SGLang sets them for its workers.
     *("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "TRTLLM_", "PROMETHEUS_"),
-    # Read by CUTLASS when imported, for the log of its compiler, which does not run without a GPU.
-    "CUTE_DSL_LOG_",
+    *("TORCHINDUCTOR_CACHE_DIR=", "TRITON_CACHE_DIR=", "CUDA_CACHE_PATH=", "TILELANG_CACHE_DIR="),
+    # Read by CUTLASS and FlashInfer when imported, for what their compilers write: these do not run without a GPU.
+    *("CUTE_DSL_LOG_", "FLASHINFER_WORKSPACE_BASE="),
     # Of pytest, the shell and the scripts.
     *("PYTEST_", "PYTHON=", "PYTHONPATH=", "PWD=", "OLDPWD=", "SHLVL=", "_="),
 )
@@ -36,7 +37,7 @@ class Warm:
 
     Attributes:
         environment: the variables that count, as it was started with.
-        imported: variables that imports have set in it.
+        imported: variables that count and that imports have set in it.
         modules: top-level modules that it has imported.
         path: its sys.path, without what a launch puts in front.
         added_path: what imports have added to it.
