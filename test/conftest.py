@@ -14,9 +14,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support.warm import pool
+
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+if pool.wanted():
+    pool.enable()
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))

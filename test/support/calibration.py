@@ -17,6 +17,7 @@ from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
 from sglang_oscar.calibration.rotation_driver import run_fit
 from support.benchmark_data import write_rows
 from support.reference import MODEL, ROOT, document
+from support.warm import stand_in
 
 SMALL = ("--mem-fraction-static", "0.2", "--max-total-tokens", "16384")
 TOKENS = 1500
@@ -86,4 +87,4 @@ def interrupt(command: list[str], env: dict[str, str], log: Path, when: Callable
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHON": sys.executable}
+    return os.environ | {"PYTHON": stand_in.executable()}

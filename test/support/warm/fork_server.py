@@ -1,0 +1,96 @@
+"""The warm process: imports, then forks what it is asked for.
+
+A new process has to be a child of the one that asks for it, so that waiting, exit statuses, process trees and
+PR_SET_PDEATHSIG are as ever. The warm process is a child of the asking one; it forks a process in between, which forks
+the new one and ends, and the asking process, a "child subreaper" for that moment, inherits the orphan.
+
+Before it does anything else, the new process forks a warm process of its own: the workers of a server come from that.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+import socket
+import sys
+import traceback
+
+from support.warm import channel, inherit, interpreter, preload
+from support.warm.client import Client, install
+from support.warm.launch import Launch
+from support.warm.rule import Warm, counted
+
+
+def main(number: int) -> None:
+    """Body of a warm process whose channel is file descriptor ``number``. In a forked process it runs the program."""
+    control = socket.socket(fileno=number)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    environment = counted(os.environ)
+    path = list(sys.path)
+    with inherit.low_numbers_taken():
+        before = inherit.open_descriptors()
+        imported = counted(preload.load())
+        opened = sorted(inherit.open_descriptors() - before)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    modules = sorted({name.partition(".")[0] for name in sys.modules})
+    warm = Warm(environment, imported, modules, path, [entry for entry in sys.path if entry not in path], opened)
+    channel.send(control, marshal.dumps(vars(warm)))
+    launch, client = serve(control, warm)
+    install(lambda _: client)
+    interpreter.become(launch, warm)
+    assert launch.program is not None
+    interpreter.run(launch.program)
+
+
+def serve(control: socket.socket, warm: Warm) -> tuple[Launch, Client]:
+    """Fork what is asked for until nobody can ask any more. Returns in forked processes only."""
+    while (request := channel.receive(control)) is not None:
+        launch, received = Launch.decode(request[0]), request[1]
+        here, there = socket.socketpair()
+        between = os.fork()
+        if between:
+            there.close()
+            _close(received)
+            channel.send(control, _answer(between, here))
+            here.close()
+            continue
+        if os.fork():
+            os._exit(0)
+        here.close()
+        control.close()
+        try:
+            inherit.adopted(there, launch)
+            mine, control = socket.socketpair()
+            if not os.fork():
+                mine.close()
+                there.close()
+                _close(received)
+                continue
+            control.close()
+            there, mine = inherit.make_way(launch, there, mine)
+            inherit.settle(launch, received)
+            channel.send(there, marshal.dumps(os.getpid()))
+            there.close()
+        except BaseException:
+            channel.send(there, marshal.dumps(traceback.format_exc()))
+            os._exit(1)
+        return launch, Client(mine, warm)
+    os._exit(0)
+
+
+def _answer(between: int, here: socket.socket) -> bytes:
+    """What the new process has to say, its process id or its fault, after the process in between has ended."""
+    os.waitpid(between, 0)
+    try:
+        channel.send(here, b"")
+        answer = channel.receive(here)
+    except OSError:
+        answer = None
+    return answer[0] if answer else marshal.dumps("the new process died before it began")
+
+
+def _close(descriptors: list[int]) -> None:
+    for number in descriptors:
+        os.close(number)

@@ -1,0 +1,95 @@
+"""Warm processes of a test run's worker: one for every environment that counts, started when first needed."""
+
+from __future__ import annotations
+
+import atexit
+import marshal
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from support.warm import channel
+from support.warm.client import Client, install
+from support.warm.launch import Launch
+from support.warm.rule import BOOT, Warm, counted, difference
+
+SWITCH = "OSCAR_TEST_WARM"
+"""Environment variable: 0 starts every process anew."""
+TESTS = Path(__file__).parents[2]
+
+
+class Started(Client):
+    """A warm process that was started by this one, with its log."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        link, other = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT.format(tests=str(TESTS), number=other.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                pass_fds=[other.fileno()],
+            )
+        self.link = link
+        hello = channel.receive(link)
+        if hello is None:
+            raise RuntimeError(self.fault())
+        super().__init__(link, Warm(**marshal.loads(hello[0])))
+
+    def fault(self) -> str:
+        status = self._process.wait()
+        self._log.seek(0)
+        return f"{super().fault()}; status {status}: {self._log.read()[-4000:].decode(errors='replace')}"
+
+    def close(self) -> None:
+        """End it; what was forked from it goes on."""
+        self._process.kill()  # closing the channel is not enough where a fork of this process has it, too
+        self._process.wait()
+        self.link.close()
+
+
+class Pool:
+    """All warm processes of this process."""
+
+    def __init__(self) -> None:
+        self._started: list[Started] = []
+        self._starting = threading.Lock()
+        self._owner = os.getpid()
+
+    def find(self, launch: Launch) -> Client | None:
+        """The warm process whose environment fits, started if there is none yet."""
+        if os.getpid() != self._owner:
+            return None
+        with self._starting:
+            for client in self._started:
+                if not difference(launch.environment, client.warm):
+                    return client
+            self._started.append(Started(counted(launch.environment)))
+            return self._started[-1]
+
+    def close(self) -> None:
+        """End all of them."""
+        if os.getpid() == self._owner:
+            for client in self._started:
+                client.close()
+
+
+def wanted() -> bool:
+    """Whether processes of tests are to be forked. With a GPU they are not: its driver must not see forks."""
+    import torch
+
+    return os.environ.get(SWITCH) != "0" and sys.platform == "linux" and not torch.cuda.is_available()
+
+
+def enable() -> None:
+    """From now on fork what this process starts, as far as ``rule`` lets it."""
+    pool = Pool()
+    atexit.register(pool.close)
+    install(pool.find)
