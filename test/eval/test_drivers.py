@@ -8,10 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError, RotationFileError
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import known_models, model_settings
 from sglang_oscar.calibration.data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
@@ -196,6 +199,21 @@ def test_methods_start_the_servers_they_name(tmp_path: Path) -> None:
         "quarot": 2.25,
         "naive": 2.25,
     }
+
+
+def test_bits_are_those_of_the_files(tmp_path: Path) -> None:
+    """Four layers, keys of 2, 3, 4 and 2 bits, values of 3."""
+
+    class Config:
+        num_key_value_heads, head_dim, num_hidden_layers = 8, 128, 4
+
+    eye = torch.eye(128).expand(4, 128, 128).contiguous()
+    for side, bits in (("k", (2, 3, 4, 2)), ("v", (3, 3, 3, 3))):
+        found = RotationSet(eye, bits=bits, metadata=RotationMetadata(side=side, recipe="plus"))
+        save_rotation_file(tmp_path / f"{side}_rotation_balanced_u_h_br.safetensors", found)
+    method = make_method("plus", model_settings("qwen3-8B"), tmp_path)
+    windows = 16 * (64 + 256) / (128 * 1024)
+    assert method.bits(Config) == pytest.approx((2.75 + 3) / 2 + 0.25 + windows)
 
 
 def test_every_recipe_has_a_place_in_a_calibration(tmp_path: Path) -> None:

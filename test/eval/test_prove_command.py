@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.cli import app
 from sglang_oscar.evaluation.prove import run, sizes
+from sglang_oscar.evaluation.prove.options import CacheOptions
 from sglang_oscar.evaluation.prove.sizes import Size
 from sglang_oscar.evaluation.prove.store import Store
 from sglang_oscar.local_server import ServerFailedError
@@ -152,6 +153,9 @@ def test_a_prefix_that_is_not_cached_is_no_measurement(tmp_path: Path, servers: 
         (["--cache", "int3"], "'int3' is not one of bf16, fp8, int2, naive"),
         (["--recipe", "x"], "'x' is not one of plus, focus, paper"),
         (["--recipe", "plus", *ROTATIONS], "is for rotations that are fitted; some are given"),
+        (["--bits", "3.0", *ROTATIONS], "is for rotations that are fitted; some are given"),
+        (["--bits", "k2v2", "--bits", "many"], "must be a mean such as 2.5, or widths of 2 or 3 or 4 such as k3v2"),
+        (["--bits", "3.0", "--recipe", "paper"], "has no meaning for --recipe paper"),
         (["--size", "huge"], "'huge' is not one of full, reduced"),
         (["--lengths", "many"], "'many' is not numbers with commas"),
         (["--lengths", "512"], "512 is below 1024"),
@@ -165,6 +169,14 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], fault: str) -> None:
     assert done.exit_code == 2, done.output
     assert fault in " ".join(done.stderr.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
+
+
+def test_every_recipe_for_all_bits() -> None:
+    both = CacheOptions(recipe=["focus", "plus"], bits=["k2v2", "3.0", "3.0"]).fits()
+    assert [fit.title for fit in both] == [
+        f"recipe {recipe}, --bits {bits}" for recipe in ("plus", "focus") for bits in ("k2v2", "3.0")
+    ]
+    assert [fit.title for fit in CacheOptions().fits()] == ["recipe plus"]
 
 
 def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:

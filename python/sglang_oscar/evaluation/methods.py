@@ -14,6 +14,7 @@ from sglang_oscar.calibration.dump_driver import plain_backend
 from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.memory.plan import Geometry
 from sglang_oscar.settings import Settings, variable
+from sglang_oscar.weights.rotations import load_formats
 
 K_PATH, V_PATH, RECIPE = variable("k_rotation"), variable("v_rotation"), variable("recipe")
 K_CLIP, V_CLIP = variable("k_clip_ratio"), variable("v_clip_ratio")
@@ -75,17 +76,21 @@ class Method:
 
 
 def bits_per_element(config: Any, group_size: int, env: Mapping[str, str]) -> float:
-    """Effective bits per KV element of a 2-bit cache at 128K tokens, windows included.
+    """Effective bits per KV element of an int2 cache at 128K tokens, windows included: what rotation files say.
 
     Args:
         config: the model's configuration: num_key_value_heads, head_dim, num_hidden_layers.
         group_size: channels that share a scale.
         env: variables of the server.
+
+    Raises:
+        Int2Error: a rotation file that the server would refuse.
     """
     settings = Settings.from_env(env)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layout = RowLayout(config.num_key_value_heads, head_dim, group_size, settings.scale_torch_dtype)
-    geometry = Geometry.uniform(layout, settings.windows, settings.window_torch_dtype, config.num_hidden_layers)
+    formats = load_formats(settings, layout, config.num_hidden_layers)
+    geometry = Geometry(formats, settings.windows, settings.window_torch_dtype)
     return geometry.bits_per_element(CONTEXT_OF_BITS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from oscar_rotation.recipes import DEFAULT
 from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.cpu.server import has_gpu
 from sglang_oscar.evaluation.methods import K_PATH, RECIPE_OF, V_PATH, Method, make_method
+from sglang_oscar.evaluation.prove.calibration import Fit
 
 BF16, FP8, INT2, NAIVE = "bf16", "fp8", "int2", "naive"
 CACHES = (BF16, FP8, INT2, NAIVE)
@@ -105,15 +106,18 @@ class CacheMaker:
         """INT2 without all that makes it work."""
         return self._cache(make_method(NAIVE, self.settings), NAIVE, self.flags.int2)
 
-    def fitted(self, recipe: str, rotations: Path) -> Cache:
-        """INT2 with rotations that were fitted by a recipe.
+    def fitted(self, fit: Fit, rotations: Path) -> Cache:
+        """INT2 with rotations that were fitted on the spot.
 
         Raises:
             RotationFileError: the folder does not hold one file per side.
         """
-        name = next(method for method, of in RECIPE_OF.items() if of == recipe)
-        label = INT2 if recipe == DEFAULT else f"{INT2}-{recipe}"
-        return self._cache(make_method(name, self.settings, rotations), label, self.flags.int2)
+        name = next(method for method, of in RECIPE_OF.items() if of == fit.recipe)
+        method = make_method(name, self.settings, rotations)
+        label = INT2 if fit.recipe == DEFAULT else f"{INT2}-{fit.recipe}"
+        if fit.bits is not None:
+            method, label = replace(method, title=f"{method.title}, --bits {fit.bits}"), f"{label}-{fit.bits}"
+        return self._cache(method, label, self.flags.int2)
 
     def given(self, keys: Path, values: Path) -> Cache:
         """INT2 with the user's rotation files, which say their recipe."""

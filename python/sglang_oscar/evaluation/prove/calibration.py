@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import ModelSettings
+from oscar_rotation.recipe_options import bit_goal
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.calibration.rotation_driver import rotation_files, run_fit
@@ -20,6 +22,24 @@ LENGTH = 1024
 """Tokens of a calibration text."""
 FEWEST = 8
 """Calibration texts; a user's file that makes fewer is refused."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rotations to be fitted.
+
+    Attributes:
+        recipe: one of :data:`oscar_rotation.recipes.FITTED`.
+        bits: what ``--bits`` asks for; None for the recipe's own two.
+    """
+
+    recipe: str
+    bits: str | None = None
+
+    @property
+    def title(self) -> str:
+        """In tables."""
+        return f"recipe {self.recipe}" + ("" if self.bits is None else f", --bits {self.bits}")
 
 
 class Calibration:
@@ -63,16 +83,16 @@ class Calibration:
             write_atomically(path, lambda temporary: _write(temporary, rows))
         return path
 
-    def rotations(self, recipe: str) -> Path:
-        """Folder with the rotation files of a recipe.
+    def rotations(self, fit: Fit) -> Path:
+        """Folder with the rotation files of a fit.
 
         Raises:
             DataError: too little calibration text, or the server recorded too little.
             DumpError, RotationFileError: the fit failed.
             ServerFailedError: the dumping server did not start or ended.
         """
-        done = sorted(self.root.rglob(CalibrationFolder(Path()).rotations(recipe).name))
-        for folder in done:
+        name = CalibrationFolder(Path()).rotations(fit.recipe).name + ("" if fit.bits is None else f"_{fit.bits}")
+        for folder in sorted(self.root.rglob(name)):
             try:
                 rotation_files(folder)
             except RotationFileError:
@@ -80,7 +100,9 @@ class Calibration:
             return folder
         prompts = str(self.prepare())
         dump = DumpRequest(self.settings, self.root, prompts, self.tokens, server_args=self.server_args)
-        return run_fit(run_dump(dump), recipe, FitOptions())
+        dumped = run_dump(dump)
+        options = FitOptions(group_size=self.settings.group_size, bits=bit_goal(fit.bits))
+        return run_fit(dumped, fit.recipe, options, out=dumped.path / name)
 
 
 def _write(path: Path, rows: list[str]) -> None:

@@ -16,8 +16,9 @@ from sglang_oscar.calibration.commands import driver_errors
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.model_files import load_config, load_tokenizer
 from sglang_oscar.calibration.option_groups import NAME, ServerOptions, with_groups
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.evaluation.prove.caches import BF16, FP8, INT2, NAIVE, Cache, CacheMaker
-from sglang_oscar.evaluation.prove.calibration import Calibration
+from sglang_oscar.evaluation.prove.calibration import Calibration, Fit
 from sglang_oscar.evaluation.prove.machine import machine, model_files
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.options import CacheOptions, MeasureOptions
@@ -81,7 +82,7 @@ def _ask_all(plan: Plan, makers: Makers) -> tuple[list[Cache], Outcome]:
         for name, make in makers.items():
             try:
                 cache = make()
-            except (DataError, DumpError, RotationFileError, ServerFailedError) as error:
+            except (DataError, DumpError, Int2Error, RotationFileError, ServerFailedError) as error:
                 # The first line is the fault; of a dumping server that ended, its log follows.
                 outcome.remark(f"{name}: left out, {str(error).splitlines()[0]}", failed=True)
                 typer.echo(outcome.remarks[-1], err=True)
@@ -114,15 +115,15 @@ def _makers(caches: CacheOptions, maker: CacheMaker, identity: dict[str, Any], m
         tokens = material.size.calibration_tokens
         calibration = Calibration(maker.settings, identity, material.texts, tokens, out, args)
         calibration.prepare()
-        for recipe in caches.recipes():
-            found[f"{INT2}, recipe {recipe}"] = _fitted(maker, calibration, recipe)
+        for fit in caches.fits():
+            found[f"{INT2}, {fit.title}"] = _fitted(maker, calibration, fit)
     if NAIVE in caches.names():
         found[NAIVE] = maker.naive
     return found
 
 
-def _fitted(maker: CacheMaker, calibration: Calibration, recipe: str) -> Callable[[], Cache]:
-    return lambda: maker.fitted(recipe, calibration.rotations(recipe))
+def _fitted(maker: CacheMaker, calibration: Calibration, fit: Fit) -> Callable[[], Cache]:
+    return lambda: maker.fitted(fit, calibration.rotations(fit))
 
 
 def _head_dim(config: Any) -> int:

@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
+from oscar_rotation.recipe_options import bit_goal
 from oscar_rotation.recipes import DEFAULT, FITTED
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.cpu.server import has_gpu
 from sglang_oscar.evaluation.prove.caches import BF16, CACHES, FP8, INT2, Flags, given_rotations
+from sglang_oscar.evaluation.prove.calibration import Fit
 from sglang_oscar.evaluation.prove.measures import MEASURES, Material, Measure
 from sglang_oscar.evaluation.prove.sizes import ROOM, SHORTEST, SIZES
 from sglang_oscar.evaluation.prove.texts import Texts
@@ -48,6 +50,10 @@ class CacheOptions:
     recipe: Annotated[
         list[str] | None, typer.Option(help=f"To fit, of {', '.join(FITTED)}; repeatable; default: {DEFAULT}.")
     ] = None
+    bits: Annotated[
+        list[str] | None,
+        typer.Option(help="To fit each recipe for: a mean or widths, as in `oscar fit`; repeatable; default: k2v2."),
+    ] = None
     rotations: Annotated[Path | None, typer.Option(help="Folder of rotation files, instead of fitting some.")] = None
     k_rotation: Annotated[Path | None, typer.Option(help="Rotation file of the keys, instead of a folder.")] = None
     v_rotation: Annotated[Path | None, typer.Option(help="Rotation file of the values.")] = None
@@ -60,7 +66,7 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         self.names()
-        self.recipes()
+        self.fits()
         self.flags(())
 
     def names(self) -> tuple[str, ...]:
@@ -68,11 +74,18 @@ class CacheOptions:
         chosen = _known(self.cache or [BF16, FP8, INT2], CACHES, "--cache")
         return chosen if BF16 in chosen else (BF16, *chosen)
 
-    def recipes(self) -> tuple[str, ...]:
-        """Recipes to fit."""
-        if self.recipe and (self.rotations or self.k_rotation or self.v_rotation):
-            raise typer.BadParameter("is for rotations that are fitted; some are given", param_hint="--recipe")
-        return _known(self.recipe or [DEFAULT], tuple(FITTED), "--recipe")
+    def fits(self) -> tuple[Fit, ...]:
+        """What is fitted: every recipe, for all that ``--bits`` asks for."""
+        for option, values in (("--recipe", self.recipe), ("--bits", self.bits)):
+            if values and (self.rotations or self.k_rotation or self.v_rotation):
+                raise typer.BadParameter("is for rotations that are fitted; some are given", param_hint=option)
+        for text in self.bits or ():
+            bit_goal(text)
+        recipes = _known(self.recipe or [DEFAULT], tuple(FITTED), "--recipe")
+        if self.bits and (ignoring := [name for name in recipes if "bits" not in FITTED[name].options]):
+            raise typer.BadParameter(f"has no meaning for --recipe {ignoring[0]}", param_hint="--bits")
+        goals: tuple[str | None, ...] = tuple(dict.fromkeys(self.bits or ())) or (None,)
+        return tuple(Fit(recipe, bits) for recipe in recipes for bits in goals)
 
     def given(self) -> tuple[Path, Path] | None:
         """The user's rotation files."""
