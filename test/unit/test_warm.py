@@ -69,6 +69,12 @@ def warm(**options: Any) -> bool:
     return python("-c", REPORT_MODULES, **options).stdout == "True\n"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warmed() -> None:
+    """A warm process is started for what looks like a command with servers."""
+    assert python("-c", REPORT_MODULES, "sglang_oscar").stdout == "True\n"
+
+
 @pytest.fixture
 def programs(tmp_path: Path) -> dict[str, list[str]]:
     """Command lines that print their properties."""
@@ -295,7 +301,7 @@ from support.warm import pool
 pool.BOOT = pool.BOOT.replace("main({{", "from support.warm import preload; preload.MODULES = (); main({{")
 own = pool.Pool()
 pool.install(own.find)
-subprocess.run([sys.executable, "-c", "print(1)"], check=True)
+subprocess.run([sys.executable, "-c", "print(1)", "sglang_oscar"], check=True)
 own._started[0]._process.kill()
 subprocess.run([sys.executable, "-c", "print(2)"], check=True)
 """
