@@ -68,7 +68,7 @@ def install(find: Callable[[Launch], Client | None]) -> None:
     """Let ``subprocess`` and ``multiprocessing`` fork what may be forked.
 
     Args:
-        find: gives the warm process for a launch; None where there is none whose environment fits.
+        find: gives the warm process for a launch; None where there is none.
     """
 
     def fork_exec(*arguments: Any) -> int:
@@ -76,7 +76,7 @@ def install(find: Callable[[Launch], Client | None]) -> None:
         reason = "not described" if launch is None else must_start_anew(launch)
         if reason is None and launch is not None:
             client = find(launch)
-            reason = "no warm process" if client is None else _misfit(launch, client)
+            reason = "no warm process with this environment" if client is None else _misfit(launch, client)
             if reason is None and client is not None:
                 _note("forked", arguments)
                 return client.start(launch)

@@ -34,7 +34,7 @@ def main(number: int) -> None:
         opened = sorted(inherit.open_descriptors() - before)
     sys.stdout.flush()
     sys.stderr.flush()
-    modules = sorted({name.partition(".")[0] for name in sys.modules})
+    modules = sorted({name.partition(".")[0] for name in sys.modules} - {"support"})
     warm = Warm(environment, imported, modules, path, [entry for entry in sys.path if entry not in path], opened)
     channel.send(control, marshal.dumps(vars(warm)))
     launch, client = serve(control, warm)

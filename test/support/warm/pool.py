@@ -1,4 +1,4 @@
-"""Warm processes of a test run's worker: one for every environment that counts, started when first needed."""
+"""Warm processes of a test run's worker: one for every environment that has servers."""
 
 from __future__ import annotations
 
@@ -64,13 +64,15 @@ class Pool:
         self._owner = os.getpid()
 
     def find(self, launch: Launch) -> Client | None:
-        """The warm process whose environment fits, started if there is none yet."""
+        """The warm process whose environment fits; None where there is none and it would not be worth its start."""
         if os.getpid() != self._owner:
             return None
         with self._starting:
             for client in self._started:
                 if not difference(launch.environment, client.warm):
                     return client
+            if not starts_workers(launch):
+                return None
             self._started.append(Started(counted(launch.environment)))
             return self._started[-1]
 
@@ -79,6 +81,14 @@ class Pool:
         if os.getpid() == self._owner:
             for client in self._started:
                 client.close()
+
+
+def starts_workers(launch: Launch) -> bool:
+    """Whether a launch is worth a warm process: of a server or a command with servers, whose workers are forked, too.
+
+    Others are forked from a warm process that is there.
+    """
+    return "SGLANG_USE_CPU_ENGINE" in launch.environment or "sglang_oscar" in launch.command
 
 
 def wanted() -> bool:
