@@ -19,6 +19,8 @@ from oscar_kernels.triton.store import rotate_queries, store
 SHAPES = [
     Shape(kv_heads=2, gqa=4, head_dim=128, group=64, page_size=64, windows=Windows(16, 24, 32)),
     Shape(kv_heads=1, gqa=2, head_dim=64, group=32, page_size=16, windows=Windows(16, 24, 24)),
+    Shape(kv_heads=2, gqa=4, head_dim=64, group=64, k_bits=3),
+    Shape(kv_heads=1, gqa=2, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
 ]
 LENGTHS = [1, 30, 150, 300]
 
