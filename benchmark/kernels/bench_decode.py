@@ -96,7 +96,7 @@ def flashinfer_calls(batch: int, length: int, dtype: torch.dtype) -> list[Callab
 
 
 def random_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Pages of a stock cache; converted page by page, because a copy in BF16 might not fit beside it."""
+    """Pages of a stock cache; converted some at a time, because a copy in BF16 might not fit beside it."""
     pages = torch.empty(shape, device="cuda", dtype=dtype)
     for some in pages.split(4096):
         some.copy_(torch.randn(some.shape, device="cuda", dtype=torch.bfloat16))

@@ -62,7 +62,21 @@ def refuse_foreign_options(context: typer.Context, recipe: FittedRecipe, *beside
             takers = [other.name for other in FITTED.values() if other.needs_weights]
         else:
             continue
-        raise typer.BadParameter(
-            f"has no meaning for --recipe {recipe.name}; --recipe {' or '.join(takers)} takes it",
-            param_hint=f"--{FLAGS.get(name, name).replace('_', '-')}",
-        )
+        raise _foreign(FLAGS.get(name, name), recipe, takers)
+
+
+def refuse_bits(recipe: FittedRecipe) -> None:
+    """Refuse ``--bits`` for a recipe that does not read it, where a command takes several recipes.
+
+    Raises:
+        typer.BadParameter: naming the recipes that take it.
+    """
+    if "bits" not in recipe.options:
+        raise _foreign("bits", recipe, [other.name for other in FITTED.values() if "bits" in other.options])
+
+
+def _foreign(flag: str, recipe: FittedRecipe, takers: list[str]) -> typer.BadParameter:
+    return typer.BadParameter(
+        f"has no meaning for --recipe {recipe.name}; --recipe {' or '.join(takers)} takes it",
+        param_hint=f"--{flag.replace('_', '-')}",
+    )

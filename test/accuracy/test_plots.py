@@ -43,7 +43,8 @@ def test_points_are_those_of_the_results(results: Path) -> None:
     assert (model, regime, shown) == (*plots.SHIPPED_MODEL, rows["keys x32"]["rows"])
     family = next(family for family in plots.FAMILIES if "plus" in family.label)
     points = plots.accuracy_points(shown, family)
-    assert [point.name for point in points][:2] == ["plus g64", "plus g64, --bits 2.75"]
+    goals = ("2.75", "3.0", "3.25", "3.5", "4.0")
+    assert [point.name for point in points] == ["plus g64", *(f"plus g64, --bits {goal}" for goal in goals)]
     kl = shown["plus g64"]["language"]["kl"]
     assert points[0].kl == (kl["mean"], kl["low"], kl["high"])
     drawn = {name for family in plots.FAMILIES for name in family.names}

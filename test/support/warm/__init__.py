@@ -1,7 +1,7 @@
 """Python processes that start warm: forked from a process that has imported the third-party libraries already.
 
 Half of a test run used to be imports: a server is three processes or more, and each of them imports PyTorch,
-Transformers and some forty others. ``shim`` stands in for the function of the standard library that starts processes
+Transformers and some forty others. ``client`` stands in for the function of the standard library that starts processes
 (``subprocess`` and ``multiprocessing`` share it). A launch of this interpreter becomes a request to a ``fork_server``,
 which has imported what ``preload`` lists and nothing else, never SGLang or a package of this project: those are
 imported by every process itself, in the order that users have. ``rule`` says which launches have to start anew.

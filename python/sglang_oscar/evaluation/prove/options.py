@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from oscar_rotation.recipe_options import bit_goal
+from oscar_rotation.recipe_options import bit_goal, refuse_bits
 from oscar_rotation.recipes import DEFAULT, FITTED
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.cpu.server import has_gpu
@@ -79,11 +79,11 @@ class CacheOptions:
         for option, values in (("--recipe", self.recipe), ("--bits", self.bits)):
             if values and (self.rotations or self.k_rotation or self.v_rotation):
                 raise typer.BadParameter("is for rotations that are fitted; some are given", param_hint=option)
+        recipes = _known(self.recipe or [DEFAULT], tuple(FITTED), "--recipe")
         for text in self.bits or ():
             bit_goal(text)
-        recipes = _known(self.recipe or [DEFAULT], tuple(FITTED), "--recipe")
-        if self.bits and (ignoring := [name for name in recipes if "bits" not in FITTED[name].options]):
-            raise typer.BadParameter(f"has no meaning for --recipe {ignoring[0]}", param_hint="--bits")
+            for recipe in recipes:
+                refuse_bits(FITTED[recipe])
         goals: tuple[str | None, ...] = tuple(dict.fromkeys(self.bits or ())) or (None,)
         return tuple(Fit(recipe, bits) for recipe in recipes for bits in goals)
 
