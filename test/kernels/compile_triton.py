@@ -1,16 +1,20 @@
 """Compile the Triton kernels for a GPU that is not there: ``compile_triton.py COMPUTE_CAPABILITY K_BITS V_BITS``.
 
-Launches are turned into compilations, down to machine code, for a driver that only says what it would drive. Prints the
-kernels. To be run without TRITON_INTERPRET.
+Launches are turned into compilations, down to machine code, for a driver that only says what it would drive. What
+Hopper's tensor cores read must follow from what is known (:mod:`machine_code`). Prints the kernels. To be run without
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from kernel_cases import Shape, empty_cache, random_rotation
+from machine_code import disassemble, stray_descriptors
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -50,6 +54,14 @@ class Absent:
         return CPU
 
 
+def check_descriptors(name: str, machine_code: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        stray = stray_descriptors(disassemble(Path(file.name)))
+    assert not stray, f"{name} multiplies what nothing says: {stray}"
+
+
 def main(capability: int, k_bits: int, v_bits: int) -> None:
     driver.set_active(Absent(capability))
     run, compiled = JITFunction.run, {}
@@ -58,6 +70,8 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"][:4] == b"\x7fELF"
         assert kernel.metadata.shared <= LARGEST_SHARED, (self.fn.__name__, kernel.metadata.shared)
+        if capability == 90:
+            check_descriptors(self.fn.__name__, kernel.asm["cubin"])
         compiled[self.fn.__name__] = kernel.metadata.shared
         return kernel
 

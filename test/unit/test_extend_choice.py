@@ -11,7 +11,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import extend_choice
-from sglang_oscar.attention.extend_choice import Workspace, check_keys, choose
+from sglang_oscar.attention.extend_choice import Workspace, choose
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.plan import GIB, Geometry, make_plan
 
@@ -35,20 +35,6 @@ def test_a_cpu_has_no_choice() -> None:
     for setting in ("triton", "flashinfer"):
         with pytest.raises(Int2Error, match=f"{extend_choice.VARIABLE}={setting} needs --device cuda"):
             choose(setting, "cpu")
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_keys_that_triton_cannot_read(bits: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    layer = Geometry.uniform(RowLayout(8, 128, 128, bits=bits), Windows(0, 0, 0), torch.bfloat16, 1).any_layer
-    check_keys("flashinfer", [layer])
-    check_keys(None, [layer])
-    if (bits, capability) == (4, (9, 0)):
-        with pytest.raises(Int2Error, match=f"4-bit keys need FlashInfer .* unset {extend_choice.VARIABLE}"):
-            check_keys("triton", [layer])
-    else:
-        check_keys("triton", [layer])
 
 
 def test_workspace_is_in_the_account() -> None:

@@ -31,8 +31,12 @@ def code_bytes(head_dim, bits):
 
 @triton.constexpr_function
 def unit_size(head_dim, bits, group):
-    """Channels of a *unit*: channels side by side that share a plane and a group."""
-    return min(head_dim // plane_count(bits), group)
+    """Channels of a *unit*: channels side by side that share a plane and a group.
+
+    A quarter of a head at most, though the planes of four-bit codes hold half of one: from keys in units of half a head
+    ptxas 12.8, which Triton 3.6 brings, makes wgmma descriptors with upper halves that nothing has set.
+    """
+    return min(head_dim // 4, group)
 
 
 @triton.constexpr_function

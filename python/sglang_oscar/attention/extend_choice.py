@@ -8,7 +8,7 @@ the log.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -54,20 +54,6 @@ def choose(setting: str, device: str) -> Choice | None:
     if setting == "flashinfer" and not installed:
         raise Int2Error(f"{VARIABLE}=flashinfer, but FlashInfer is not installed; pip install flashinfer-python")
     return "flashinfer" if installed and setting != "triton" else "triton"
-
-
-def check_keys(choice: Choice | None, formats: Iterable[LayerFormat]) -> None:
-    """Refuse what our Triton kernel cannot read on the current GPU.
-
-    Raises:
-        Int2Error: keys of four bits on a Hopper GPU, where one of their tests ends in an illegal memory access.
-    """
-    wide = any(layer.key.bits == 4 for layer in formats)
-    if choice == "triton" and wide and torch.cuda.get_device_capability() == (9, 0):
-        raise Int2Error(
-            f"4-bit keys need FlashInfer on this GPU; pip install flashinfer-python and unset {VARIABLE}, or take keys "
-            "of 2 or 3 bits"
-        )
 
 
 def workspace(layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int) -> Workspace:

@@ -49,7 +49,6 @@ def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -
     from sglang.srt.runtime_context import get_parallel
 
     backend = extend_choice.choose(of_this_process().extend_backend, configurator.device)
-    extend_choice.check_keys(backend, geometry.formats.values())
     if backend != "flashinfer":
         return None
     model = configurator.model_config
