@@ -37,6 +37,7 @@ from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 CALIBRATION_SEED = 1000
 EXTRA_ARGS: list[str] = []
+BF16_ARGS: list[str] = []
 console = Console()
 
 
@@ -48,6 +49,7 @@ def clean_environment(extra: dict[str, str]) -> dict[str, str]:
 def start(job: ShippedJob, method: Method, log: Path, extra: dict[str, str] | None = None) -> Any:
     """A server for a row, with the same memory for every row."""
     args = ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", "--random-seed", "0", *method.args, *EXTRA_ARGS]
+    args += BF16_ARGS if method.group is None else []
     return serve(job.model, log, args, clean_environment(method.env | (extra or {})))
 
 
@@ -140,9 +142,11 @@ def main(
         int | None, typer.Option(min=1, help="documents per length, five questions each, or four with --real")
     ] = None,
     server_args: Annotated[str, typer.Option(help="further flags for every server")] = "",
+    bf16_args: Annotated[str, typer.Option(help="further flags of the BF16 servers")] = "",
 ) -> None:
     """Serve a model in BF16, with the default INT2 cache and with others, and print one table."""
     EXTRA_ARGS.extend(shlex.split(server_args))
+    BF16_ARGS.extend(shlex.split(bf16_args))
     job = RealJob() if real else ShippedJob()
     if real and real_model.main(["--out", str(job.model)]):
         raise typer.Exit(1)
