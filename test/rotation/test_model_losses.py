@@ -19,6 +19,7 @@ from oscar_rotation.cli import app
 from oscar_rotation.errors import DumpError
 from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.fit import bits, texts
 from oscar_rotation.fit import model_losses as measuring
 from oscar_rotation.fit.bits import by_model
 from oscar_rotation.fit.model_losses import model_losses, stored_attention
@@ -199,9 +200,31 @@ def test_the_command(make_dump: Callable[..., Path], text: Path, tmp_path: Path)
     assert plans[0] != plans[1]
 
 
-@pytest.mark.parametrize("bits", [[], ["--bits", "k3v2"]], ids=["none", "widths"])
-def test_text_without_a_mean(bits: list[str], text: Path, tmp_path: Path) -> None:
-    found = runner.invoke(app, ["fit", str(tmp_path), "--out", str(tmp_path), "--text", str(text), *bits])
+@pytest.mark.parametrize("room", [True, False])
+def test_too_little_room(
+    make_dump: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """For float32 alone it is said, for the model at all it is refused."""
+
+    def load(folder: Path, device: torch.device) -> Any:
+        if not room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+
+    monkeypatch.setattr(bits, "load_model", load)
+    monkeypatch.setattr(texts, "SEQUENCES", 1)
+    size = {"layers": LAYERS, "q_heads": 4, "kv_heads": KV_HEADS, "head_dim": D}
+    dump = make_dump(tmp_path / "dump", requests=[[90, 120], [130, 200]], **size)
+    command = ["fit", str(dump), "--out", str(tmp_path / "out"), "--model", str(MODEL), "--bits", "2.75"]
+    found = runner.invoke(app, [*command, "--text", str(text), "--context", "0", "--device", "cpu"])
+    assert found.exit_code == (0 if room else 1)
+    said = "measured in torch.bfloat16" if room else "--text needs room for the model on cpu"
+    assert said in found.output + found.stderr
+
+
+@pytest.mark.parametrize("goal", [[], ["--bits", "k3v2"]], ids=["none", "widths"])
+def test_text_without_a_mean(goal: list[str], text: Path, tmp_path: Path) -> None:
+    found = runner.invoke(app, ["fit", str(tmp_path), "--out", str(tmp_path), "--text", str(text), *goal])
     assert found.exit_code == 2
     assert "has no meaning without a mean of --bits" in found.output
 

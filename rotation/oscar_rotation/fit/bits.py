@@ -245,8 +245,14 @@ def apply_goal(
                 )
                 losses[layer] = layer_losses(held_out, key, value, scale, reader)
         if ids is not None:
-            model = load_model(weights.folder, device)
-            losses = by_model(losses, result, rows, model, ids, positions, group_size, progress)
+            try:
+                model = load_model(weights.folder, device)
+                losses = by_model(losses, result, rows, model, ids, positions, group_size, progress)
+            except torch.OutOfMemoryError:
+                raise DumpError(f"{weights.folder}: --text needs room for the model on {device}; free some") from None
+            if model.dtype != torch.float32:
+                said = f"there is no room for the model in float32: its losses were measured in {model.dtype}"
+                result = replace(result, remarks=(*result.remarks, said))
         plan = spend(losses.flatten(0, 1), BITS, budget)
         bits = plan[::2], plan[1::2]
         mean = sum(plan) / len(plan) + PARAMETER_BITS / min(group_size, head_dim)

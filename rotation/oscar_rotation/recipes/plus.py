@@ -245,7 +245,7 @@ def spend_bits(
     """A fit of two bits with the widths that a request asks for; see :func:`oscar_rotation.fit.bits.apply_goal`.
 
     Raises:
-        DumpError: the dump is broken.
+        DumpError: the dump is broken, or the model cannot be asked.
         OptionError: the mean that is asked for is out of reach.
     """
     options = request.options
@@ -257,6 +257,8 @@ def spend_bits(
             context=options.context, group_size=options.group_size, device=choose_device(request.device),
             ids=ids, progress=request.progress,
         )  # fmt: skip
+    except DumpError:
+        raise
     except ValueError as error:
         raise OptionError("bits", str(error)) from None
 
