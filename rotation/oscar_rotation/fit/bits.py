@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -168,18 +167,17 @@ def by_model(
     layers = len(losses)
     if (found := int(model.config.get_text_config().num_hidden_layers)) != layers:
         raise DumpError(f"the dump has {layers} layers, the model that --text measures with has {found}")
-    reads = [
-        tuple(
-            partial(reading(side, layer, of, group), bits=BITS[0])
-            for side, of in zip((result.key, result.value), rows, strict=True)
-        )
-        for layer in range(layers)
-    ]
+    sides = ((result.key, rows[0]), (result.value, rows[1]))
+    keys, values = ([_two_bits(reading(side, n, of, group)) for n in range(layers)] for side, of in sides)
     try:
-        two = model_losses(model, ids, reads, TAIL, positions, progress)  # type: ignore[arg-type]
+        two = model_losses(model, ids, list(zip(keys, values, strict=True)), TAIL, positions, progress)
     except ValueError as error:
         raise DumpError(f"{getattr(model.config, '_name_or_path', 'the model')}: {error}") from error
     return from_two_bits(two, losses)
+
+
+def _two_bits(read: Reading) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: read(x, BITS[0])
 
 
 def from_two_bits(two: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:

@@ -54,9 +54,9 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if _stored is None or _stored[0] != module.layer_idx:
         group, (m, n) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
-        wide = (x.repeat_interleave(group, 1) for x in (key, value))
+        wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (key, value))
         mask = torch.ones(m, n, dtype=torch.bool, device=query.device).tril(n - m)
-        out = torch.nn.functional.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=scale)
+        out = torch.nn.functional.scaled_dot_product_attention(query, wide_k, wide_v, attn_mask=mask, scale=scale)
     else:
         _, side, read = _stored
         out = stored_attention(query, key, value, scale, *((read, None) if side == 0 else (None, read)))
@@ -154,13 +154,13 @@ def model_losses(
         for part, begin in batches:
             tokens = part.to(model.device)
             places = (begin[:, None] + torch.arange(n)).to(model.device)
-            cache = DynamicCache()
+            cache: Any = DynamicCache()
             at = {"use_cache": True, "past_key_values": cache, "position_ids": places[:, :prompt]}
             model(tokens[:, :prompt], logits_to_keep=1, **at)
             known = [(layer.keys, layer.values) for layer in cache.layers]
 
             def said() -> torch.Tensor:
-                again = DynamicCache()
+                again: Any = DynamicCache()
                 for number, pair in enumerate(known):  # noqa: B023 (called before the next batch)
                     again.update(*pair, number)
                 at = {"use_cache": True, "past_key_values": again, "position_ids": places[:, prompt:]}  # noqa: B023

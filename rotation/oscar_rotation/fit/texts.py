@@ -36,7 +36,7 @@ def read_documents(path: Path) -> tuple[Document, ...]:
                 if not line.strip():
                     continue
                 row = json.loads(line)
-                document = (row.get("messages") or row.get("text")) if isinstance(row, dict) else None
+                document: Any = (row.get("messages") or row.get("text")) if isinstance(row, dict) else None
                 if not _is_document(document):
                     raise DumpError(f"{path}:{number}: a line needs 'text' or 'messages'")
                 found.append(document)
