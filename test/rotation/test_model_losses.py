@@ -106,6 +106,21 @@ def test_one_side_of_one_layer_at_a_time(model: Any, ids: torch.Tensor) -> None:
     assert model.config._attn_implementation == before
 
 
+def test_every_side_is_stored_once(model: Any, ids: torch.Tensor) -> None:
+    """While one layer is stored no other reads through it."""
+    calls: list[tuple[int, int]] = []
+
+    def counted(layer: int, side: int) -> measuring.Read:
+        def read(x: torch.Tensor) -> torch.Tensor:
+            calls.append((layer, side))
+            return x
+
+        return read
+
+    model_losses(model, ids, [(counted(layer, 0), counted(layer, 1)) for layer in range(LAYERS)], 64)
+    assert calls == [(layer, side) for layer in range(LAYERS) for side in (0, 1)]
+
+
 def test_positions_do_not_matter_to_what_does_not_turn(model: Any, ids: torch.Tensor) -> None:
     """Sequences are moved along the context: values cost what they cost at its beginning."""
     config = model.config.get_text_config()
