@@ -35,6 +35,7 @@ class Calibration:
         rotary: n -> cosines and sines of the rotary embedding of positions 0 .. n-1, [n, d] each.
         context: positions that the recipes fit for by default.
         known: what was computed from these activations, so that methods that need the same fit it once.
+        model, ids: that they are of; int64 [sequences, n].
         head_dim, kv_heads: geometry.
     """
 
@@ -44,6 +45,8 @@ class Calibration:
     rotary: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     context: int = 0
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    model: Any = None
+    ids: torch.Tensor | None = None
 
     @property
     def head_dim(self) -> int:
@@ -92,7 +95,10 @@ class Calibration:
         """The same with the first ``sequences`` only."""
         tokens = sum(self.seq_lens[:sequences])
         layers = [LayerActivations(x.q[:tokens], x.k[:tokens], x.v[:tokens]) for x in self.layers]
-        return Calibration(layers, self.seq_lens[:sequences], self.readers, self.rotary, self.context)
+        ids = None if self.ids is None else self.ids[:sequences]
+        return Calibration(
+            layers, self.seq_lens[:sequences], self.readers, self.rotary, self.context, model=self.model, ids=ids
+        )
 
 
 @torch.no_grad()
@@ -126,4 +132,4 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
     ]
     context = min(model.config.max_position_embeddings, MOST_POSITIONS)
     outputs = [readers[layer] for layer in range(len(parts))]
-    return Calibration(layers, [ids.shape[1]] * len(ids), outputs, rotary, context)
+    return Calibration(layers, [ids.shape[1]] * len(ids), outputs, rotary, context, model=model, ids=ids)

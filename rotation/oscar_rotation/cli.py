@@ -20,6 +20,7 @@ from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.options import SHARES, FitOptions, OptionError
 from oscar_rotation.fit.result import FitResult
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
+from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
@@ -76,6 +77,14 @@ def fit_command(
         str | None,
         typer.Option(help=BITS_HELP),
     ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="JSON Lines with text or messages: the model itself says on it where a mean of --bits is needed.",
+        ),
+    ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
     value_target: Annotated[str | None, _choice("Instead of the method's.", VALUE_TARGETS)] = None,
@@ -103,6 +112,8 @@ def fit_command(
     goal = bit_goal(bits)
     if chosen.name != PUBLISHED and given(context, "group_size") and (goal is None or goal.mean is None):
         raise typer.BadParameter("has no meaning without a mean of --bits", param_hint="--group-size")
+    if text is not None and (goal is None or goal.mean is None):
+        raise typer.BadParameter("has no meaning without a mean of --bits", param_hint="--text")
     targets = {"key_target": key_target, "value_target": value_target}
     try:
         options = FitOptions.of_method(
@@ -129,6 +140,8 @@ def fit_command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device") from error
     with one_line_errors():
+        if text is not None:
+            options = replace(options, text=read_documents(text))
         request = FitRequest(dump, options, model, device, allow_incomplete)
         try:
             with progress_bar() as progress:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
@@ -43,7 +44,11 @@ def calibration(head_dim: int, kv_heads: int, q_heads: int) -> Calibration:
 
     layer = LayerActivations(activations(q_heads), activations(kv_heads), activations(kv_heads))
     readers = torch.randn(kv_heads, head_dim, 2 * head_dim, generator=generator)
-    return Calibration([layer], lengths, [readers @ readers.mT], rotary(head_dim))
+    torch.manual_seed(head_dim)
+    size = {"hidden_size": 4 * q_heads, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    model, ids = LlamaForCausalLM(LlamaConfig(**size, **heads)).eval(), torch.randint(64, (2, 512), generator=generator)
+    return Calibration([layer], lengths, [readers @ readers.mT], rotary(head_dim), model=model, ids=ids)
 
 
 def one_of_each_kind() -> dict[str, Method]:

@@ -16,9 +16,11 @@ from accuracy.quantizers import uniform_bits
 from oscar_kernels.layout import BITS
 from oscar_rotation.dump import DumpChunk
 from oscar_rotation.fit.bit_goal import BitGoal
-from oscar_rotation.fit.bits import layer_losses
+from oscar_rotation.fit.bits import from_two_bits, layer_losses
 from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, Request, moved, requests
+from oscar_rotation.fit.model_losses import model_losses
 from oscar_rotation.fit.samples import plan_samples
+from oscar_rotation.fit.texts import TAIL
 from oscar_rotation.math.bit_plan import spend
 from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
 from oscar_rotation.threads import one_thread
@@ -31,12 +33,14 @@ class Dial(Method):
     Attributes:
         make: the recipe at two bits.
         goal: as the command takes it.
+        by_model: whether the model says what bits cost, on the calibration text (``--text``).
         sink, recent, table: as of :class:`Method`.
         bits: of keys and of values, by layer; set by fit.
     """
 
     make: Callable[[], RowMethod]
     goal: str
+    by_model: bool = False
     sink: int = 64
     recent: int = 256
     table: str = "bits"
@@ -48,7 +52,7 @@ class Dial(Method):
     def __post_init__(self) -> None:
         self.base = self.make()
         self.domain = getattr(self.base, "domain", "retrieval")
-        self.name = f"{self.base.name}, --bits {self.goal}"
+        self.name = f"{self.base.name}, --bits {self.goal}" + (", by the model" if self.by_model else "")
 
     def fit(self, calibration: Calibration) -> None:
         """The recipe, then the bits."""
@@ -60,6 +64,9 @@ class Dial(Method):
             self.bits = (goal.key,) * layers, (goal.value,) * layers
             return
         losses = calibration.once(("bit losses", self.base.name), lambda: self._losses(calibration))
+        if self.by_model:
+            two = calibration.once(("model losses", self.base.name), lambda: self._of_model(calibration))
+            losses = from_two_bits(two, losses)
         plan = spend(losses.flatten(0, 1), BITS, goal.budget(2 * layers, calibration.head_dim, self.base.group))
         self.bits = plan[::2], plan[1::2]
 
@@ -74,6 +81,13 @@ class Dial(Method):
             with one_thread():
                 found.append(layer_losses(held_out, *sides, calibration.head_dim**-0.5, calibration.readers[layer]))
         return torch.stack(found)
+
+    def _of_model(self, calibration: Calibration) -> torch.Tensor:
+        assert calibration.ids is not None
+        layers = range(len(calibration.layers))
+        reads = [(partial(self._key, n, bits=BITS[0]), partial(self._value, n, bits=BITS[0])) for n in layers]
+        positions = calibration.positions(getattr(self.base, "context", None))
+        return model_losses(calibration.model, calibration.ids, reads, TAIL, positions)
 
     def _key(self, layer: int, k: torch.Tensor, bits: int) -> torch.Tensor:
         return self.base.read_keys(layer, k, KEY_ROWS[bits], 1 << bits)
@@ -110,3 +124,4 @@ FEW = ("k3v2", "2.75", "3.0", "3.5", "4.0")
 METHODS = [partial(Dial, make, goal) for make in RECIPES for goal in GOALS]
 METHODS += [partial(Dial, partial(Plus, group=128), goal) for goal in WIDE]
 METHODS += [partial(Dial, make, goal, table="broad bits") for make in BROAD for goal in FEW]
+METHODS += [partial(Dial, make, goal, by_model=True, table="broad bits") for make in BROAD for goal in FEW[1:]]

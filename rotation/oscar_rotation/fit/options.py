@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
+from oscar_rotation.fit.texts import Document
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS, EigenOrder
 from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
@@ -44,8 +45,10 @@ class FitOptions:
         group_size: channels that share a scale, for ``fit_clip`` and ``report``.
         holdout_tokens: tokens that clip ratios and errors are measured on.
         context: positions that keys may have; None for the model's, 0 for those of the dump alone.
-        bits: of codes; None for 2 everywhere. This one and ``context`` are options of the recipes that read the model,
-            the others of the recipe ``paper``; ``group_size`` is of both.
+        bits: of codes; None for 2 everywhere.
+        text: documents on which the model says what bits cost, for a mean of ``bits``; None to ask attention alone.
+            This one, ``bits`` and ``context`` are options of the recipes that read the model, the others of the
+            recipe ``paper``; ``group_size`` is of both.
 
     Raises:
         OptionError: for an unknown name or a number out of range.
@@ -63,6 +66,7 @@ class FitOptions:
     holdout_tokens: int = 1024
     context: int | None = None
     bits: BitGoal | None = None
+    text: tuple[Document, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, known in (

@@ -262,9 +262,9 @@ def pack_focus(
 def _fit_request(request: FitRequest) -> FitResult:
     dump = activations(request, RECIPE.name)
     weights = output_weights(request, dump, RECIPE.name)
-    context, device = request.options.context, request.device
+    context, device, ids = request.options.context, request.device, plus.text_for_bits(request, weights)
     result = fit_focus(dump, weights, context=context, device=device, progress=request.progress)
-    return plus.spend_bits(request, result, dump, weights, plus.held_for_bits(request, dump))
+    return plus.spend_bits(request, result, dump, weights, plus.held_for_bits(request, dump), ids)
 
 
 RECIPE = FittedRecipe(

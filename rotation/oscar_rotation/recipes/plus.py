@@ -18,6 +18,7 @@ from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.options import OptionError
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult, package_version, remarks
+from oscar_rotation.fit.texts import sequences
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
 from oscar_rotation.math.hadamard import is_power_of_two
@@ -207,10 +208,20 @@ def pack_side(
 def _fit_request(request: FitRequest) -> FitResult:
     dump = activations(request, RECIPE.name)
     weights = output_weights(request, dump, RECIPE.name)
-    held = held_for_bits(request, dump)
+    held, ids = held_for_bits(request, dump), text_for_bits(request, weights)
     context = request.options.context
     result = fit_plus(dump, weights, context=context, device=request.device, progress=request.progress, held=held)
-    return spend_bits(request, result, dump, weights, held)
+    return spend_bits(request, result, dump, weights, held, ids)
+
+
+def text_for_bits(request: FitRequest, weights: OutputWeights) -> torch.Tensor | None:
+    """Tokens that the model says losses on; None where no text is given.
+
+    Raises:
+        DumpError: too little text, or no tokenizer.
+    """
+    documents = request.options.text
+    return None if documents is None else sequences(documents, weights.folder)
 
 
 def held_for_bits(request: FitRequest, dump: DumpReader) -> dict[int, int]:
@@ -224,12 +235,17 @@ def held_for_bits(request: FitRequest, dump: DumpReader) -> dict[int, int]:
 
 
 def spend_bits(
-    request: FitRequest, result: FitResult, dump: DumpReader, weights: OutputWeights, held: Mapping[int, int]
+    request: FitRequest,
+    result: FitResult,
+    dump: DumpReader,
+    weights: OutputWeights,
+    held: Mapping[int, int],
+    ids: torch.Tensor | None,
 ) -> FitResult:
     """A fit of two bits with the widths that a request asks for; see :func:`oscar_rotation.fit.bits.apply_goal`.
 
     Raises:
-        DumpError: the dump is broken.
+        DumpError: the dump is broken, or the model cannot be asked.
         OptionError: the mean that is asked for is out of reach.
     """
     options = request.options
@@ -239,12 +255,15 @@ def spend_bits(
         return apply_goal(
             options.bits, result, (KEY_ROWS, VALUE_ROWS), dump, weights, held,
             context=options.context, group_size=options.group_size, device=choose_device(request.device),
+            ids=ids, progress=request.progress,
         )  # fmt: skip
+    except DumpError:
+        raise
     except ValueError as error:
         raise OptionError("bits", str(error)) from None
 
 
-OPTIONS = frozenset({"context", "bits", "group_size"})
+OPTIONS = frozenset({"context", "bits", "group_size", "text"})
 """What this recipe and those built on it read."""
 
 RECIPE = FittedRecipe(
