@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All checks on a fresh machine: formatting and types, then the tests. Arguments go to pytest.
 #
-# Sources of the supported releases of SGLang are fetched first (OSCAR_RELEASES says where to). Servers of the oldest
-# and the newest are started; OSCAR_TEST_RELEASES=all starts all.
+# Sources of the supported releases of SGLang are fetched first (OSCAR_RELEASES says where to). One int2 server of each is
+# started, and the oldest and the newest are tested further; OSCAR_TEST_RELEASES says which releases instead ("all", or
+# versions with commas between).
 #
 # Test files run two at a time, which takes 8 GB or so: servers spend much of their start waiting. OSCAR_TEST_WORKERS
 # says how many.

@@ -22,6 +22,7 @@ from oscar_rotation.recipes.focus import fit_focus
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
+from support.releases import PYTHON_CORE, has_compiled_tree
 from support.servers import HADAMARD, STRICT, Server, serve
 
 pytestmark = [
@@ -107,6 +108,9 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
     "no_recompute_large_pages": (["--page-size", "128"], {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0"}, 4),
     "no_windows": ([], {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0"}, 4),
 }
+if has_compiled_tree():
+    _evicting = CONFIGURATIONS["few_rows_evictions_small_windows"]
+    CONFIGURATIONS["few_rows_evictions_prefix_tree_in_python"] = (_evicting[0], _evicting[1] | PYTHON_CORE, 12)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -119,6 +123,8 @@ def test_configurations_equal_stock(name: str, qwen3: Path, expected: list[dict]
         server.flush()
         assert_same(expected[:3], ask(server, prompts(PROMPTS)[:3]), NEAR_TIE, DRIFT)
         assert server.alive()
+        if env.keys() & PYTHON_CORE.keys():
+            assert "RustUnifiedTreeCore" not in server.text()
         if "SGLANG_TEST_RETRACT" in env:
             assert retracted(server) > 0
 

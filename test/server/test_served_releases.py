@@ -1,7 +1,8 @@
 """Supported releases of SGLang: the installed one, and others served from their sources with its dependencies.
 
-By default the oldest and the newest; OSCAR_TEST_RELEASES says which (``all``, or versions with commas between). Int2
-mode answers the same in all of them, and a server that does not ask for it does not notice the plugin.
+Int2 mode answers the same in all of them. By default the oldest and the newest are asked more: what becomes of command
+lines, and that a server without int2 mode does not notice the plugin. OSCAR_TEST_RELEASES says which releases (``all``,
+or versions with commas between).
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from support.api import retracted
 from support.compare import LOGPROBS, first_difference
 from support.launch_cases import run_cases
 from support.reference import MODEL, question, token_ids
-from support.releases import PYTHON_CORE, environment, has_compiled_tree, installed, needs_newer_python, paths, served
+from support.releases import (
+    PYTHON_CORE,
+    environment,
+    has_compiled_tree,
+    installed,
+    needs_newer_python,
+    paths,
+    served,
+    smoked,
+)
 from support.servers import HADAMARD, Server, serve, server_environment
 
 pytestmark = [
@@ -34,10 +44,15 @@ COMPILED_TREE = has_compiled_tree()
 answers: dict[str, list[dict[str, Any]]] = {}
 
 
+def needs(version: str) -> None:
+    """Skip a release that this Python does not suit."""
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+
+
 @pytest.fixture(params=served(), scope="module")
 def version(request: pytest.FixtureRequest) -> str:
-    if needs_newer_python(request.param):
-        pytest.skip(f"SGLang {request.param} wants a newer Python")
+    needs(request.param)
     return request.param
 
 
@@ -51,7 +66,9 @@ def together(server: Server) -> list[dict[str, Any]]:
         return list(pool.map(lambda ids: server.generate(ids, 24), asked))
 
 
+@pytest.mark.parametrize("version", smoked())
 def test_int2_answers(version: str, tmp_path: Path) -> None:
+    needs(version)
     env = release_answers.ENV | environment(version)
     with serve(MODEL, tmp_path / "log", *release_answers.ARGS, env=env) as server:
         answers[version] = release_answers.ask(server)

@@ -25,6 +25,7 @@ __all__ = [
     "paths",
     "pins",
     "served",
+    "smoked",
     "tree",
 ]
 
@@ -33,16 +34,27 @@ PYTHON_CORE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
 implementation, which older releases take without being told."""
 
 
-def served() -> list[str]:
-    """Releases that servers are started of: the oldest and the newest, or what OSCAR_TEST_RELEASES says.
+def chosen(default: str) -> list[str]:
+    """Releases that OSCAR_TEST_RELEASES names, or ``default``: ``all``, or versions with commas between.
 
-    ``all``, or versions with commas between.
+    Raises:
+        pytest.UsageError: one is not supported.
     """
-    chosen = os.environ.get("OSCAR_TEST_RELEASES", f"{SGLANG_VERSIONS[0]},{SGLANG_VERSIONS[-1]}")
-    versions = list(SGLANG_VERSIONS) if chosen == "all" else chosen.split(",")
+    names = os.environ.get("OSCAR_TEST_RELEASES", default)
+    versions = list(SGLANG_VERSIONS) if names == "all" else names.split(",")
     if unknown := sorted(set(versions) - set(SGLANG_VERSIONS)):
-        raise pytest.UsageError(f"OSCAR_TEST_RELEASES={chosen}: {', '.join(unknown)} is not a supported release")
+        raise pytest.UsageError(f"OSCAR_TEST_RELEASES={names}: {', '.join(unknown)} is not a supported release")
     return versions
+
+
+def smoked() -> list[str]:
+    """Releases of which one int2 server is started: all, unless OSCAR_TEST_RELEASES says which."""
+    return chosen("all")
+
+
+def served() -> list[str]:
+    """Releases that are tested further: the oldest and the newest, unless OSCAR_TEST_RELEASES says which."""
+    return chosen(f"{SGLANG_VERSIONS[0]},{SGLANG_VERSIONS[-1]}")
 
 
 def requirement(version: str, begins: str) -> str:
