@@ -16,7 +16,7 @@ from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.visible import causal_words, words_of
 from sglang_oscar.memory.plan import Geometry
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.speculation import arguments, commit
+from sglang_oscar.speculation import arguments, commit, verification
 from sglang_oscar.speculation.verification import visible_words
 
 HEADS, D = 2, 64
@@ -108,7 +108,9 @@ def test_masks_of_either_form_give_the_same_words() -> None:
     ]
     whole = SimpleNamespace(custom_mask=torch.cat([one.flatten() for one in full]))
     assert torch.equal(visible_words(SimpleNamespace(custom_mask=seen.flatten()), lens, tokens), words_of(seen))
-    assert torch.equal(visible_words(whole, lens, tokens), words_of(seen))
+    assert torch.equal(verification._of_whole_rows(whole.custom_mask, lens, tokens), words_of(seen))
+    padded = torch.cat([lens, torch.ones(5, dtype=lens.dtype)])
+    assert torch.equal(verification._of_whole_rows(whole.custom_mask, padded, tokens)[:3], words_of(seen))
     chain = visible_words(SimpleNamespace(custom_mask=None), lens, tokens)
     assert torch.equal(chain, causal_words(tokens, "cpu").expand(3, tokens))
 

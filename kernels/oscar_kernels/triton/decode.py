@@ -287,8 +287,10 @@ def _decode_kernel(
     partial = work.to(tl.int64) * (KV_HEADS * COLUMNS) + head[:, None] * COLUMNS + in_group[None, :]
     o_rows = o_ptr + partial * D
     lse_ptrs = lse_ptr + partial
-    q_rows = q_ptr + (head[:, None] * GQA + in_group[None, :] % GQA) * q_stride_head
-    if DRAFTS > 0:
+    if DRAFTS == 0:
+        q_rows = q_ptr + (head[:, None] * GQA + in_group[None, :]) * q_stride_head
+    else:
+        q_rows = q_ptr + (head[:, None] * GQA + in_group[None, :] % GQA) * q_stride_head
         q_rows += (in_group // GQA).to(tl.int64)[None, :] * q_stride_token
 
     history_work = pieces + batch

@@ -13,8 +13,9 @@ def visible_words(spec_info: Any, seq_lens: torch.Tensor, tokens: int) -> torch.
     """Which new tokens each new token of a step sees.
 
     Args:
-        spec_info: SGLang's verify input. Its mask has an entry for every new token and either every new token of the
-            request, or every token of the request and then its new ones; without a mask, drafts are a chain.
+        spec_info: SGLang's verify input; without a mask, drafts are a chain. Its mask is flat and has, request after
+            request, a row for every new token. On a CPU an entry of it is for a new token of the request; on a GPU
+            entries for all earlier tokens come before. Sizes do not tell the two apart where a CUDA graph is padded.
         seq_lens: [batch], tokens of each request before the new ones.
         tokens: new tokens of a request.
 
@@ -24,9 +25,13 @@ def visible_words(spec_info: Any, seq_lens: torch.Tensor, tokens: int) -> torch.
     batch, mask = len(seq_lens), getattr(spec_info, "custom_mask", None)
     if mask is None:
         return causal_words(tokens, seq_lens.device).expand(batch, tokens)
-    if mask.numel() == batch * tokens * tokens:
+    if mask.device.type == "cpu":
         return words_of(mask.view(batch, tokens, tokens).bool())
-    lens, index = seq_lens.long(), torch.arange(tokens, device=seq_lens.device)
+    return _of_whole_rows(mask, seq_lens.long(), tokens)
+
+
+def _of_whole_rows(mask: torch.Tensor, lens: torch.Tensor, tokens: int) -> torch.Tensor:
+    index = torch.arange(tokens, device=lens.device)
     width = lens + tokens
     begin = width.cumsum(0) * tokens - width * tokens
     at = begin[:, None, None] + index[None, :, None] * width[:, None, None] + lens[:, None, None] + index
