@@ -63,7 +63,7 @@ def check(
     assert_as_good_as(out, exact, verify_exact(batch, seen, q[:real], sm_scale, shape.dtype))
 
 
-@pytest.mark.parametrize(("windows", "tokens"), zip(WINDOWS, (8, 5, 2, 3), strict=True), ids=str)
+@pytest.mark.parametrize(("windows", "tokens"), list(zip(WINDOWS, (8, 5, 2, 3), strict=True)), ids=str)
 def test_triton(windows: Windows, tokens: int, device: torch.device) -> None:
     check(replace(SHAPE, windows=windows), tokens, LENGTHS[1:6], device)
 
