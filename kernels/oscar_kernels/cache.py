@@ -18,7 +18,9 @@ from oscar_kernels.layout import RowLayout
 class Windows:
     """Sizes, in tokens, of the 16-bit windows; 0 turns a window off.
 
-    ``ring`` is the number of ring rows a request owns: ``recent`` plus slack for tokens that may be rolled back.
+    ``ring`` is the number of ring rows a request owns: ``recent``, and as many more as a request has new tokens at once
+    where some of them may be rejected. A rejected token is one that the next step overwrites; with fewer rows it would
+    have taken the place of one that is still read.
     ``max_splits`` bounds the programs that read the windows of one request during decode; each window in use takes
     one at least.
     """
@@ -119,13 +121,24 @@ def check_lse(lse: torch.Tensor | None, batch: int, q_heads: int) -> None:
         raise ValueError(f"lse must be contiguous float32 [{batch}, {q_heads}]")
 
 
+def check_new_tokens(windows: Windows, tokens: int) -> None:
+    """What every kernel asks that attends to several new tokens of a request at once.
+
+    Raises:
+        ValueError: the ring has no room for them beside the recent window.
+    """
+    if windows.ring < windows.recent + tokens:
+        raise ValueError(f"{tokens} new tokens at once need a ring of {windows.recent + tokens} tokens, got {windows}")
+
+
 @dataclass(frozen=True)
 class BatchTables:
     """Where the tokens of each request of a batch are.
 
     Shapes: page_table int32 [batch, max_pages], page numbers in order of position; kv_lens int32 [batch], tokens
-    cached for the request; ring_row, ring_start, sink_block int32 [batch]. ``ring_start`` is the first position
-    that the request's ring row holds: what lies before it belongs to an earlier owner of the row.
+    cached for the request, in verification before its new ones; ring_row, ring_start, sink_block int32 [batch].
+    ``ring_start`` is the first position that the request's ring row holds: what lies before it belongs to an earlier
+    owner of the row.
     """
 
     page_size: int

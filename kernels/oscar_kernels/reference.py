@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, check_layouts, split_positions
+from oscar_kernels.cache import (
+    BatchTables,
+    LayerCache,
+    StoreSlots,
+    check_layouts,
+    check_new_tokens,
+    split_positions,
+)
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat
+from oscar_kernels.visible import mask_of
 
 QUERY_BLOCK = 512
 """Queries per block of the extend reference: bounds the score matrix to block x keys per head."""
@@ -113,6 +121,49 @@ def decode(
         scores = torch.einsum("hgd,thd->hgt", queries[request], k)
         out[request] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), v)
     return out.view(q.shape[0], -1, head_dim)
+
+
+def verify(
+    cache: LayerCache,
+    tables: BatchTables,
+    visible: torch.Tensor,
+    q: torch.Tensor,
+    reading: torch.Tensor | None,
+    sm_scale: float,
+) -> torch.Tensor:
+    """Attention of several new tokens per request over what is cached before them and to one another.
+
+    New tokens are read from the ring, whatever their positions: token ``i`` of a request lies where position
+    ``kv_len + i`` does. All of them see the same history and windows, those of the request before its new tokens.
+
+    Args:
+        cache: the layer's cache; the new tokens are stored in it already. The ring holds ``recent`` tokens and the new
+            ones at least.
+        tables: the batch; ``kv_lens`` counts the cached tokens before the new ones.
+        visible: int64 [batch, tokens], which new tokens each of them sees (:mod:`oscar_kernels.visible`).
+        q: [batch * tokens, q_heads, head_dim], request after request, not rotated.
+        reading: what queries of stored keys are multiplied by
+            (:attr:`oscar_kernels.transform.SideTransform.reading`), as :func:`rotate` takes it.
+        sm_scale: factor on the logits.
+
+    Returns:
+        float32 [batch * tokens, q_heads, head_dim] in the basis of the cached values.
+    """
+    (batch, tokens), windows = visible.shape, cache.windows
+    check_new_tokens(windows, tokens)
+    kv_heads, head_dim = cache.k_layout.kv_heads, cache.k_layout.head_dim
+    queries = rotate(q, reading).view(batch, tokens, kv_heads, -1, head_dim) * sm_scale
+    seen = mask_of(visible)
+    out = torch.empty_like(queries)
+    for request, kv_len in enumerate(tables.kv_lens.tolist()):
+        k, v = gather(cache, tables, request, kv_len)
+        new = torch.arange(kv_len, kv_len + tokens, device=q.device) % windows.ring
+        row = int(tables.ring_row[request])
+        k, v = torch.cat([k, cache.k_ring[row, new].float()]), torch.cat([v, cache.v_ring[row, new].float()])
+        scores = torch.einsum("qhgd,thd->hgqt", queries[request], k)
+        scores[..., kv_len:].masked_fill_(~seen[request], float("-inf"))
+        out[request] = torch.einsum("hgqt,thd->qhgd", scores.softmax(-1), v)
+    return out.view(batch * tokens, -1, head_dim)
 
 
 def extend(

@@ -11,11 +11,12 @@ from oscar_kernels.cache import BatchTables, StoreSlots, Windows
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a decode step in the server's tables.
+    """The requests of a step in the server's tables.
 
-    Shapes: rows int64 [batch], rows of the request pool; kv_lens int32 or int64 [batch], tokens of each request, the
-    new one included; req_to_token int32 [pool rows, max_len], the history slot of every position; ring_start and
-    sink_block int32 [pool rows], see :class:`oscar_kernels.cache.BatchTables`.
+    Shapes: rows int64 [batch], rows of the request pool; kv_lens int32 or int64 [batch], tokens of each request, in
+    decode with the new one, in verification without the new ones; req_to_token int32 [pool rows, max_len], the history
+    slot of every position; ring_start and sink_block int32 [pool rows], see
+    :class:`oscar_kernels.cache.BatchTables`.
     """
 
     rows: torch.Tensor
@@ -44,9 +45,9 @@ def window_slots(
 
 
 def fill_decode_tables(
-    requests: Requests, windows: Windows, longest: int, tables: BatchTables, slots: StoreSlots
+    requests: Requests, windows: Windows, longest: int, tables: BatchTables, slots: StoreSlots, drafts: int = 0
 ) -> None:
-    """Write the tables of a decode step, and the window slots of its new tokens, in place.
+    """Write the tables of a step of decode or verification, and the window slots of its new tokens, in place.
 
     ``slots.row`` is left alone, and so are entries of the page table past a request's last page.
 
@@ -55,7 +56,9 @@ def fill_decode_tables(
         windows: sizes of the windows.
         longest: upper bound of the lengths.
         tables: written; the page table has room for ``longest`` tokens.
-        slots: ring and sink are written.
+        slots: ring and sink are written, request after request.
+        drafts: new tokens of each request, which its length does not count; 0 in decode, where the one new token is the
+            last of that length.
     """
     rows, kv_lens = requests.rows, requests.kv_lens
     pages = page_numbers(requests.req_to_token, rows, longest, tables.page_size)
@@ -67,6 +70,9 @@ def fill_decode_tables(
     tables.ring_start.copy_(requests.ring_start[rows])
     blocks = requests.sink_block[rows]
     tables.sink_block.copy_(blocks)
-    ring, sink = window_slots(kv_lens.long() - 1, rows, blocks.long(), windows)
+    first = kv_lens.long() if drafts else kv_lens.long() - 1
+    positions = (first[:, None] + torch.arange(max(drafts, 1), device=rows.device)).flatten()
+    request = torch.arange(len(rows), device=rows.device).repeat_interleave(max(drafts, 1))
+    ring, sink = window_slots(positions, rows[request], blocks.long()[request], windows)
     slots.ring.copy_(ring)
     slots.sink.copy_(sink)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from oscar_kernels.cache import BatchTables, StoreSlots, Windows
 from oscar_kernels.prepared import prepare
 from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
-from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.decode import decode, verify
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
@@ -84,6 +85,8 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     q, k = (torch.zeros(2, heads, shape.head_dim, dtype=shape.dtype) for heads in (shape.q_heads, shape.kv_heads))
     lse = torch.zeros(2, shape.q_heads)
     decode(cache, tables, q, 1.0, lse=lse)
+    wide = empty_cache(replace(shape, windows=Windows(64, 256, 260)), 4, 2, CPU)
+    verify(wide, tables, torch.ones(2, 4, dtype=torch.int64), q.repeat(4, 1, 1), 1.0)
     key = SideTransform(random_rotation(shape.head_dim, 1, CPU), clip=0.96, gain=0.98)
     slots = StoreSlots(*[torch.zeros(2, dtype=torch.int64)] * 3)
     store(cache, slots, k, k, prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype), q=q)

@@ -79,6 +79,8 @@ class Shape:
         return self.kv_heads * self.gqa
 
 
+CPU = torch.device("cpu")
+
 OF_EVERY_WIDTH = [
     Shape(k_bits=3),
     Shape(gqa=2, kv_heads=1, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
@@ -167,6 +169,49 @@ def filled_batch(
     )
     moved = {name: value.to(device) for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
     return Batch(shape, cache, replace(tables, **moved))
+
+
+def with_new_tokens(batch: Batch, tokens: int, seed: int = 7) -> Batch:
+    """The batch with new tokens of every request in its ring, behind those that its length counts."""
+    shape, ring = batch.shape, batch.shape.windows.ring
+    for request, kv_len in enumerate(batch.tables.kv_lens.tolist()):
+        place = torch.arange(kv_len, kv_len + tokens, device=batch.cache.k_ring.device) % ring
+        for offset, store in enumerate((batch.cache.k_ring, batch.cache.v_ring)):
+            y = random_vectors((tokens, shape.kv_heads, shape.head_dim), shape.dtype, seed + 10 * request + offset, CPU)
+            store[batch.tables.ring_row[request].long(), place] = y.to(store.device)
+    return batch
+
+
+def random_trees(batch: int, tokens: int, seed: int = 3) -> torch.Tensor:
+    """Masks of random trees, the first a chain: bool [batch, tokens, tokens]."""
+    generator = torch.Generator().manual_seed(seed)
+    seen = torch.zeros(batch, tokens, tokens, dtype=torch.bool)
+    for request in range(batch):
+        for token in range(tokens):
+            if token:
+                parent = token - 1 if request == 0 else int(torch.randint(0, token, (), generator=generator))
+                seen[request, token] = seen[request, parent]
+            seen[request, token, token] = True
+    return seen
+
+
+def verify_exact(
+    batch: Batch, seen: torch.Tensor, q_rot: torch.Tensor, sm_scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Verification of every request from the codes as stored, in ``dtype``: [batch * tokens, q_heads, head_dim]."""
+    tokens, ring = seen.shape[1], batch.shape.windows.ring
+    out = torch.zeros(q_rot.shape, dtype=dtype, device=q_rot.device)
+    for request, kv_len in enumerate(batch.tables.kv_lens.tolist()):
+        k, v = reference.gather(batch.cache, batch.tables, request, kv_len)
+        row = int(batch.tables.ring_row[request])
+        place = torch.arange(kv_len, kv_len + tokens, device=q_rot.device) % ring
+        k = torch.cat([k, batch.cache.k_ring[row, place].float()])
+        v = torch.cat([v, batch.cache.v_ring[row, place].float()])
+        hidden = torch.zeros(tokens, len(k), dtype=torch.bool, device=q_rot.device)
+        hidden[:, kv_len:] = ~seen[request].to(q_rot.device)
+        own = slice(request * tokens, (request + 1) * tokens)
+        out[own] = attend(q_rot[own], k, v, sm_scale, dtype, hidden)
+    return out
 
 
 def poison(batch: Batch, side: str, request: int, position: int) -> None:

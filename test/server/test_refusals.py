@@ -60,8 +60,13 @@ def outcomes(model: Path, files: dict[str, tuple[str, str]], tmp_path_factory: p
         "--attention-backend fa3 --kv-cache-quant-group-size 32",
         "--page-size 128",
         "--elastic-ep-backend none",
+        "--speculative-algorithm NGRAM",
+        "--speculative-algorithm NGRAM --speculative-num-draft-tokens 64 --speculative-ngram-max-bfs-breadth 1",
     ]
     cases |= {("accepted", flags): {"argv": [*base, *flags.split()]} for flags in ["", *accepted]}
+    stream = {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
+    cases["plan stream"] = {"argv": [*base, "--speculative-algorithm", "NGRAM"], "env": stream}
+    cases["accepted", "plan stream"] = {"argv": base, "env": stream}
     cases["unset K"] = {"argv": base, "unset": [K]}
     cases["unset V"] = {"argv": base, "unset": [V]}
     plain = ["--model-path", str(model), "--device", "cpu", "--skip-tokenizer-init"]
@@ -85,6 +90,11 @@ def test_flags(flags: str, outcomes: dict) -> None:
     """The line names a flag that was given."""
     line = refusal(outcomes[flags])
     assert any(word in line for word in flags.split() if word.startswith("--")), line
+
+
+def test_a_stream_of_plans(outcomes: dict) -> None:
+    """Refused with speculation; without it SGLang has no use for it."""
+    assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in refusal(outcomes["plan stream"])
 
 
 def test_every_refused_argument_is_among_the_flags(outcomes: dict) -> None:

@@ -26,7 +26,13 @@ LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
 
 FLAGS = [
     "--speculative-algorithm EAGLE",
-    "--speculative-algorithm NGRAM",
+    "--speculative-algorithm NEXTN",
+    "--speculative-algorithm STANDALONE --speculative-draft-model-path draft",
+    "--speculative-algorithm FROZEN_KV_MTP",
+    "--speculative-algorithm DFLASH",
+    "--speculative-algorithm NGRAM --device cuda",
+    "--speculative-algorithm NGRAM --speculative-num-draft-tokens 65",
+    "--speculative-algorithm NGRAM --speculative-adaptive",
     "--pp-size 2",
     "--enable-dp-attention --dp-size 2 --tp-size 2",
     "--dcp-size 2",

@@ -73,3 +73,29 @@ def test_a_cpu_has_no_choice() -> None:
     for setting in ("cuda", "triton"):
         with pytest.raises(Int2Error, match=f"DECODE_BACKEND={setting} needs --device cuda"):
             decode_choice.check(setting, "cpu")  # type: ignore[arg-type]
+
+
+def choose_verify(decode: object) -> object:
+    return decode_choice.choose_verify(decode, [CACHE], 64, 32, torch.bfloat16, 65, 4)  # type: ignore[arg-type]
+
+
+def test_what_decodes_verifies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The CUDA kernel with a workspace of its own, for every request times its passes, or the Triton kernel."""
+    made: list[object] = []
+    monkeypatch.setattr(cuda, "unsupported", lambda *args: None)
+    monkeypatch.setattr(cuda, "variant_of", lambda *args, drafts=0: SimpleNamespace(passes=2, drafts=drafts))
+    monkeypatch.setattr(cuda, "prepare", lambda variant: made.append(variant.drafts))
+    monkeypatch.setattr(cuda, "make_workspace", lambda *args: made.append(args[2:]) or torch.empty(1))
+    with caplog.at_level(logging.INFO):
+        assert isinstance(choose_verify(decode_choice.CudaDecode([CACHE], 32, 65)), decode_choice.CudaVerify)  # type: ignore[list-item]
+        assert choose_verify(triton.decode) is triton.verify
+    assert made == [(65,), 4, (65, 4)]
+    assert "CUDA kernel, 4 tokens of a request in 2 passes" in caplog.text
+    assert "int2 verification: Triton kernel" in caplog.text
+
+
+def test_a_cuda_kernel_that_cannot_verify_is_one_line(monkeypatch: pytest.MonkeyPatch, hopper: list[object]) -> None:
+    decode = choose("cuda")
+    monkeypatch.setattr(cuda, "unsupported", lambda *args: "too many requests")
+    with pytest.raises(Int2Error, match=r"^too many requests; set .*DECODE_BACKEND=triton, or drop --speculative-"):
+        choose_verify(decode)

@@ -32,7 +32,7 @@ def make_cache(blocks: int = ROWS + 1) -> Int2Cache:
     plan: Any = SimpleNamespace(geometry=SimpleNamespace(windows=Windows(SINK, 8, 8)))
     made = Int2Cache(
         settings=SimpleNamespace(), plan=plan, page_size=SINK, req_to_token_pool=RequestPool(),
-        rows=RowTables(ROWS + 1, "cpu"), sinks=SinkStore(blocks), layers={}, fingerprint="",
+        rows=RowTables(ROWS + 1, "cpu"), sinks=SinkStore(blocks), layers={}, fingerprint="", side=SimpleNamespace(),
     )  # fmt: skip
     made.attach(SimpleNamespace())
     return made

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_queries
+from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_new_tokens, check_queries
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
-from oscar_kernels.cuda.variant import MAX_BATCH, TILE, Variant
+from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
 
 _Query = struct("Query", [("q", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
-                           ("sm_scale", ctypes.c_float)])  # fmt: skip
+                           ("sm_scale", ctypes.c_float), ("visible", POINTER)])  # fmt: skip
 _BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
 _Buffers = struct("Buffers", [(name, POINTER) for name in _BUFFERS])
 _Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", POINTER),
@@ -27,10 +28,30 @@ _Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), 
                              ("lse", POINTER)])  # fmt: skip
 
 
-def variant_of(cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, lse: bool = False) -> Variant:
-    """What a cache and its queries need the kernel compiled for."""
+def variant_of(
+    cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, lse: bool = False, drafts: int = 0
+) -> Variant:
+    """What a cache and its queries need the kernel compiled for.
+
+    Args:
+        cache: any layer's.
+        page_size: tokens of a page.
+        q_heads: query heads on this rank.
+        q_dtype: of queries.
+        lse: log-sum-exps are written, too.
+        drafts: new tokens of a request in verification; 0 for decode. As many of them are worked on at once as there
+            are columns for, in passes of one size.
+    """
     gqa = q_heads // cache.kv_heads
-    return Variant(cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, q_dtype, cache.k_ring.dtype, lse)
+    plain = Variant(cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, q_dtype, cache.k_ring.dtype, lse)
+    if drafts == 0:
+        return plain
+    passes = -(-drafts // max(min(MOST_COLUMNS // gqa, drafts), 1))
+    for queries in range(-(-drafts // passes), 0, -1):
+        variant = replace(plain, drafts=drafts, queries=queries)
+        if variant.unsupported() is None:
+            break
+    return variant
 
 
 DEFAULT_MPS_PIPES = Path("/tmp/nvidia-mps")
@@ -50,18 +71,21 @@ def _multi_process_service() -> str | None:
 
 
 def unsupported(
-    cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, max_batch: int = 1
+    cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, max_batch: int = 1, drafts: int = 0
 ) -> str | None:
-    """Why :func:`decode` cannot run on this cache on this device, in a few words; None where it can."""
+    """Why :func:`decode`, or :func:`verify` with ``drafts``, cannot run on this cache on this device, in a few words;
+    None where it can.
+    """
     device = cache.k_rows.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the GPU is not of compute capability 9.0"
     shared = _multi_process_service()
     if shared is not None:
         return f"the CUDA kernel cannot share a GPU through the Multi-Process Service ({shared})"
-    if max_batch > MAX_BATCH:
-        return f"the CUDA kernel takes {MAX_BATCH} requests at a time, not {max_batch}"
-    reason = variant_of(cache, page_size, q_heads, q_dtype).unsupported()
+    variant = variant_of(cache, page_size, q_heads, q_dtype, drafts=drafts)
+    if max_batch * variant.passes > MAX_BATCH:
+        return f"the CUDA kernel takes {MAX_BATCH // variant.passes} requests at a time, not {max_batch}"
+    reason = variant.unsupported()
     return reason and f"the CUDA kernel does not support {reason}"
 
 
@@ -82,8 +106,9 @@ def _slots(device: torch.device, batch: int) -> int:
     return processors(device.index or 0) + batch
 
 
-def make_workspace(cache: LayerCache, q_heads: int, batch: int) -> torch.Tensor:
-    """A workspace for :func:`decode` of up to ``batch`` requests, on the cache's device.
+def make_workspace(cache: LayerCache, q_heads: int, batch: int, drafts: int = 0) -> torch.Tensor:
+    """A workspace for :func:`decode`, or :func:`verify` with ``drafts``, of up to ``batch`` requests, on the cache's
+    device.
 
     Returns:
         float32: counters, one for every request that a batch may have, then partial results, then what sums of long
@@ -91,12 +116,13 @@ def make_workspace(cache: LayerCache, q_heads: int, batch: int) -> torch.Tensor:
     """
     device = cache.k_rows.device
     # Neither the page size nor dtypes matter to the size.
-    variant = variant_of(cache, TILE, q_heads, torch.bfloat16)
+    variant = variant_of(cache, TILE, q_heads, torch.bfloat16, drafts=drafts)
     return torch.zeros(_workspace_numel(variant, device, batch), dtype=torch.float32, device=device)
 
 
 def _workspace_numel(variant: Variant, device: torch.device, batch: int) -> int:
-    heads, head_dim = variant.kv_heads * variant.gqa, variant.head_dim
+    heads, head_dim = variant.kv_heads * variant.columns, variant.head_dim
+    batch *= variant.passes
     spilled = processors(device.index or 0) * variant.spill_floats
     return MAX_BATCH + _slots(device, batch) * heads * (head_dim + 1) + spilled
 
@@ -135,37 +161,90 @@ def decode(
         ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
         KernelError: the kernel cannot be built, loaded or launched.
     """
-    batch, q_heads, head_dim = q_rot.shape
+    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, lse)
+
+
+def verify(
+    cache: LayerCache,
+    tables: BatchTables,
+    visible: torch.Tensor,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
+
+    A pass over a request reads its history once for as many tokens as there are columns for: 16 over query heads per kv
+    head. All that is said of :func:`decode` holds here, too.
+
+    Args:
+        cache: the layer's cache; the new tokens are stored in it already. Every tensor is contiguous.
+        tables: the batch; ``kv_lens`` counts the tokens before the new ones.
+        visible: int64 [batch, tokens], contiguous: which new tokens each of them sees
+            (:mod:`oscar_kernels.visible`).
+        q_rot: [batch * tokens, q_heads, head_dim], otherwise as for :func:`decode`.
+        sm_scale: factor on the logits.
+        out: like ``q_rot``, with contiguous channels; allocated where None.
+        workspace: from :func:`make_workspace` for at least this batch and these drafts; allocated where None.
+
+    Returns:
+        ``out``, in the basis of the cached values.
+
+    Raises:
+        ValueError, KernelError: as :func:`decode`.
+    """
+    check_new_tokens(cache.windows, visible.shape[1])
+    if visible.dtype != torch.int64 or not visible.is_contiguous() or len(q_rot) != visible.numel():
+        raise ValueError(f"visible must be contiguous int64 with an entry for each of {len(q_rot)} tokens")
+    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, None)
+
+
+def _attend(
+    cache: LayerCache,
+    tables: BatchTables,
+    visible: torch.Tensor | None,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    tokens, q_heads, head_dim = q_rot.shape
+    batch, drafts = (tokens, 0) if visible is None else visible.shape
     check_queries(cache, q_rot)
     if q_rot.data_ptr() % 16 or q_rot.stride(0) % 8 or q_rot.stride(1) % 8:
         raise ValueError("queries must begin at multiples of 16 bytes")
-    if batch > MAX_BATCH:
-        raise ValueError(f"a batch has at most {MAX_BATCH} requests, got {batch}")
+    variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype, lse is not None, drafts)
+    if batch * variant.passes > MAX_BATCH:
+        raise ValueError(f"a batch has at most {MAX_BATCH // variant.passes} requests, got {batch}")
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     if out.dtype != q_rot.dtype or out.shape != q_rot.shape or out.stride(2) != 1:
         raise ValueError(f"out must be {tuple(q_rot.shape)} of {q_rot.dtype} with contiguous channels")
     check_lse(lse, batch, q_heads)
     if batch == 0:
         return out
-    variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype, lse is not None)
     kernel = prepare(variant)
-    slots = _slots(q_rot.device, batch)
+    slots = _slots(q_rot.device, batch * variant.passes)
     if workspace is None:
-        workspace = make_workspace(cache, q_heads, batch)
+        workspace = make_workspace(cache, q_heads, batch, drafts)
     numel = _workspace_numel(variant, q_rot.device, batch)
     if workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
     counters = workspace.data_ptr()
     partial = counters + 4 * MAX_BATCH
-    partial_lse = partial + 4 * slots * q_heads * head_dim
-    spill = partial_lse + 4 * slots * q_heads
+    rows = slots * cache.kv_heads * variant.columns
+    partial_lse = partial + 4 * rows * head_dim
+    spill = partial_lse + 4 * rows
 
-    query = _Query(q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale)
+    query = _Query(
+        q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale, 0 if visible is None else visible.data_ptr()
+    )
     buffers = _Buffers(*(getattr(cache, name).data_ptr() for name in _BUFFERS))
     pages = tables.page_table
     described = _Tables(
         pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
-        tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch,
+        tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch * variant.passes,
     )  # fmt: skip
     # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a multiprocessor.
     # A cooperative launch would have the driver vouch for that, but that it may start early is not documented; what

@@ -13,6 +13,8 @@ from oscar_kernels.layout import RowLayout
 MAX_BATCH = 1024
 """Requests of a batch at most: their plan lies in shared memory."""
 TILE = 32
+MOST_COLUMNS = 16
+"""Query heads that read a kv head together at most."""
 SHARED_LIMIT = 227 * 1024
 ENOUGH_BYTES = 112 * 1024
 """Of stages, unless there would be fewer than three; see ``src/config.cuh``."""
@@ -30,6 +32,8 @@ class Variant:
         q_dtype: dtype of queries and outputs, bfloat16 or float16.
         window_dtype: dtype of sink store and ring, bfloat16 or float16.
         lse: log-sum-exps are written, too.
+        drafts: new tokens of a request in verification; 0 for decode.
+        queries: of them that are worked on at once; 1 for decode.
     """
 
     key: RowLayout
@@ -40,6 +44,18 @@ class Variant:
     q_dtype: torch.dtype
     window_dtype: torch.dtype
     lse: bool = False
+    drafts: int = 0
+    queries: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Query heads that read a kv head together."""
+        return self.gqa * self.queries
+
+    @property
+    def passes(self) -> int:
+        """Passes over a request."""
+        return -(-self.drafts // self.queries) if self.drafts else 1
 
     @property
     def kv_heads(self) -> int:
@@ -54,14 +70,14 @@ class Variant:
     @cached_property
     def math_warps(self) -> int:
         """Warps of a block at most: fewer where outputs need many registers, or what warps exchange much memory."""
-        most = 16 if self.head_dim * -(-self.gqa // 8) <= 128 else 8
+        most = 16 if self.head_dim * -(-self.columns // 8) <= 128 else 8
         fitting = [warps for warps in (16, 8, 4, 2, 1) if warps <= most and self._stages(warps) >= 2]
         return fitting[0] if fitting else most
 
     def unsupported(self) -> str | None:
         """Why this variant cannot be compiled, or None."""
-        if self.gqa > 16:
-            return f"{self.gqa} query heads per kv head (16 at most)"
+        if self.columns > MOST_COLUMNS:
+            return f"{self.columns} query heads per kv head ({MOST_COLUMNS} at most)"
         if self.kv_heads > self.math_warps:
             return f"{self.kv_heads} kv heads on one GPU ({self.math_warps} at most for these heads)"
         if self.page_size % TILE:
@@ -69,7 +85,7 @@ class Variant:
         if {self.q_dtype, self.window_dtype} - {torch.bfloat16, torch.float16}:
             return f"queries of {self.q_dtype} with windows of {self.window_dtype}"
         if self._stages(self.math_warps) < 2:
-            return f"{self.kv_heads} kv heads of {self.head_dim} with {self.gqa} query heads each"
+            return f"{self.kv_heads} kv heads of {self.head_dim} with {self.columns} query heads each"
         return None
 
     def _warps_per_head(self, math_warps: int) -> int:
@@ -85,15 +101,15 @@ class Variant:
     @property
     def spill_floats(self) -> int:
         """float32 words of a block in the workspace, for sums of long segments (``values_float.cuh``)."""
-        if self.gqa <= 4:
+        if self.columns <= 4:
             return 0
-        words = -(-self.gqa // 8) * (self.head_dim // 16) * 4 + -(-self.gqa // 4) + 1
+        words = -(-self.columns // 8) * (self.head_dim // 16) * 4 + -(-self.columns // 4) + 1
         return words * 32 * self.kv_heads * self._warps_per_head(self.math_warps)
 
     def _fixed_bytes(self, math_warps: int) -> int:
-        partial = 4 * -(-self.gqa // 4) * (self.head_dim + 4) * 4
+        partial = 4 * -(-self.columns // 4) * (self.head_dim + 4) * 4
         exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * partial
-        queries = 2 * self.kv_heads * self.gqa * self.head_dim * 2
+        queries = 2 * (self.kv_heads * self.columns * self.head_dim * 2 + (16 * 8 if self.drafts else 0))
         return _round_up(_round_up(exchange, 128) + queries + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
 
     def _stage_bytes(self, math_warps: int) -> int:
@@ -130,6 +146,8 @@ class Variant:
             "RECENT": windows.recent,
             "RING": windows.ring,
             "LSE": self.lse,
+            "DRAFTS": self.drafts,
+            "QUERIES": self.queries,
             "MATH_WARPS": self.math_warps,
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes,

@@ -1,4 +1,4 @@
-"""Decode: attention of one new token per request over its cache, split over the sequence.
+"""Decode: attention of one new token per request, or several in verification, over its cache, split over the sequence.
 
 The history of the batch is cut into *pieces*, runs of tiles of one request, and the sinks and recent tokens into
 window parts of WINDOW_PART tokens. One grid covers them all; each program attends to one of them with BLOCK_H kv
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries
+from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_new_tokens, check_queries
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
     LOG2_E,
@@ -51,10 +51,14 @@ HEADS_PER_PROGRAM = 2
 """kv heads, and so warps, of a program at most."""
 BLOCK_W = 16
 """Tokens of a tile of a window."""
+MOST_COLUMNS = 16
+"""Query heads, of one token after the other, that read a kv head together in verification; one token may have more."""
 STAGES = 6
 """Tiles in flight, the one worked on included."""
 Q_PEAK = tl.constexpr(2.0**13)
 """Queries enter the tensor cores as float16 with largest magnitude in [Q_PEAK, 2 Q_PEAK)."""
+LOWEST = tl.constexpr(-1e30)
+"""Running maximum of columns that have seen nothing yet, where that may be."""
 Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
 """log2(e) * CODES_PER_UNIT / Q_PEAK: what makes a product of such queries with codes a logit in log2."""
 
@@ -199,10 +203,14 @@ def _history(
 
 @triton.jit
 def _window(
-    q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, begin, end, sm_scale, o_rows, lse_ptrs,
+    q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, begin, end, new, visible, sm_scale, o_rows, lse_ptrs,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Positions [begin, end) of a 16-bit window, position p in row first_row + p % rows."""
+    """Positions [begin, end) of a 16-bit window, position p in row first_row + p % rows.
+
+    In verification bit j of a column's word in visible [BLOCK_G] says whether it sees position new + j.
+    """
     offset = tl.arange(0, BLOCK_N)
     channel = tl.arange(0, D)
     q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=q_mask[:, None, :], other=0.0)
@@ -220,7 +228,14 @@ def _window(
         k = tl.load(k_ptr + at, mask=live[None, :, None], other=0.0)
         logits = dot(k, q, tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)) * (sm_scale * LOG2_E)
         logits = tl.where(live[None, :, None], logits, float("-inf"))
+        if DRAFTS > 0:
+            index = tl.maximum(position - new, 0).to(tl.int64)
+            seen = (position < new)[:, None] | (((visible[None, :] >> index[:, None]) & 1) != 0)
+            logits = tl.where(seen[None, :, :], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
+        if DRAFTS > 0:
+            # A column may see nothing of a tile.
+            new_top = tl.maximum(new_top, LOWEST)
         fade = exp2(top - new_top)
         top = new_top
         p = exp2(logits - top[:, None, :])
@@ -233,9 +248,19 @@ def _window(
     tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)
 
 
+@triton.jit
+def first_token(request, DRAFTS: tl.constexpr, QUERIES: tl.constexpr, PASSES: tl.constexpr):
+    """Index of a pass's first token among all of the batch, int64. The last pass works on as many as the others."""
+    if DRAFTS == 0:
+        return request.to(tl.int64)
+    else:
+        own = tl.minimum(request % PASSES * QUERIES, DRAFTS - QUERIES)
+        return (request // PASSES * DRAFTS + own).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["batch", "pieces", "page_table_stride"])
 def _decode_kernel(
-    q_ptr, q_stride_token, q_stride_head, k_rows_ptr, v_rows_ptr,
+    q_ptr, q_stride_token, q_stride_head, visible_ptr, k_rows_ptr, v_rows_ptr,
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr,
     ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
@@ -243,12 +268,13 @@ def _decode_kernel(
     SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, SINK_PARTS: tl.constexpr, WINDOW_PARTS: tl.constexpr, PART: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_W: tl.constexpr, DRAFTS: tl.constexpr, QUERIES: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads / BLOCK_H, pieces + batch + batch * WINDOW_PARTS): heads of one token are read together.
 
     o [grid y, q_heads, D] float32 and lse [grid y, q_heads] float32 in log2 take the partial results; lse = -inf
-    where there was nothing to attend to.
+    where there was nothing to attend to. In verification ``batch`` counts passes over requests, each for QUERIES
+    tokens, and q_heads is that of all of these.
     """
     work = tl.program_id(1)
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -256,17 +282,21 @@ def _decode_kernel(
     # A padded head reads what the last one reads, and is never written.
     read_head = tl.minimum(head, KV_HEADS - 1)
     in_group = tl.arange(0, BLOCK_G)
-    q_head = head[:, None] * GQA + in_group[None, :]
-    q_mask = head_mask[:, None] & (in_group < GQA)[None, :]
-    partial = work.to(tl.int64) * (KV_HEADS * GQA) + q_head
+    COLUMNS: tl.constexpr = GQA * QUERIES
+    q_mask = head_mask[:, None] & (in_group < COLUMNS)[None, :]
+    partial = work.to(tl.int64) * (KV_HEADS * COLUMNS) + head[:, None] * COLUMNS + in_group[None, :]
     o_rows = o_ptr + partial * D
     lse_ptrs = lse_ptr + partial
-    q_rows = q_ptr + q_head * q_stride_head
+    if DRAFTS == 0:
+        q_rows = q_ptr + (head[:, None] * GQA + in_group[None, :]) * q_stride_head
+    else:
+        q_rows = q_ptr + (head[:, None] * GQA + in_group[None, :] % GQA) * q_stride_head
+        q_rows += (in_group // GQA).to(tl.int64)[None, :] * q_stride_token
 
     history_work = pieces + batch
     if work < history_work:
         request_ids, counts = plan_pieces(
-            kv_lens_ptr, ring_start_ptr, batch, pieces, SINK, RECENT, BLOCK_N, MIN_TILES, BATCH
+            kv_lens_ptr, ring_start_ptr, batch, pieces, SINK, RECENT, BLOCK_N, MIN_TILES, BATCH, PASSES
         )
         ends = tl.cumsum(counts, 0)
         request = tl.sum((ends <= work).to(tl.int32), 0)
@@ -274,13 +304,14 @@ def _decode_kernel(
             mine = request_ids == request
             count = tl.sum(tl.where(mine, counts, 0), 0)
             piece = work - (tl.sum(tl.where(mine, ends, 0), 0) - count)
-            kv_len = tl.load(kv_lens_ptr + request)
-            begin, end = split_lengths(kv_len, tl.load(ring_start_ptr + request), SINK, RECENT)
+            row = request // PASSES
+            kv_len = tl.load(kv_lens_ptr + row)
+            begin, end = split_lengths(kv_len, tl.load(ring_start_ptr + row), SINK, RECENT)
             first_tile = begin // BLOCK_N
             tiles = (end + BLOCK_N - 1) // BLOCK_N - first_tile
             _history(
-                q_rows + request.to(tl.int64) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr,
-                page_table_ptr + request.to(tl.int64) * page_table_stride, read_head,
+                q_rows + first_token(request, DRAFTS, QUERIES, PASSES) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr,
+                page_table_ptr + row.to(tl.int64) * page_table_stride, read_head,
                 first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
                 o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_GROUP, V_GROUP, SCALE_DTYPE, PAGE,
                 BLOCK_H, BLOCK_G, BLOCK_N,
@@ -288,35 +319,49 @@ def _decode_kernel(
     elif WINDOW_PARTS > 0:
         request = (work - history_work) // WINDOW_PARTS
         part = (work - history_work) % WINDOW_PARTS
-        kv_len = tl.load(kv_lens_ptr + request)
-        sink_end, ring_begin = split_lengths(kv_len, tl.load(ring_start_ptr + request), SINK, RECENT)
-        q_rows += request.to(tl.int64) * q_stride_token
+        row = request // PASSES
+        kv_len = tl.load(kv_lens_ptr + row)
+        sink_end, ring_begin = split_lengths(kv_len, tl.load(ring_start_ptr + row), SINK, RECENT)
+        first = first_token(request, DRAFTS, QUERIES, PASSES)
+        q_rows += first * q_stride_token
+        visible = tl.zeros([BLOCK_G], tl.int64)
+        if DRAFTS > 0:
+            visible = tl.load(visible_ptr + first + in_group // GQA, mask=in_group < COLUMNS, other=0)
         if part < SINK_PARTS:
             k_ptr, v_ptr, rows = k_sink_ptr, v_sink_ptr, SINK
-            first_row = tl.load(sink_block_ptr + request).to(tl.int64) * SINK
+            first_row = tl.load(sink_block_ptr + row).to(tl.int64) * SINK
             begin = part * PART
             end = tl.minimum(begin + PART, sink_end)
         else:
             k_ptr, v_ptr, rows = k_ring_ptr, v_ring_ptr, RING
-            first_row = tl.load(ring_row_ptr + request).to(tl.int64) * RING
+            first_row = tl.load(ring_row_ptr + row).to(tl.int64) * RING
             begin = ring_begin + (part - SINK_PARTS) * PART
-            end = tl.minimum(begin + PART, kv_len)
+            end = tl.minimum(begin + PART, kv_len + DRAFTS)
         if begin >= end:
             tl.store(lse_ptrs, tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32), mask=q_mask)
         else:
             _window(
-                q_rows, q_mask, k_ptr, v_ptr, first_row, rows, read_head, begin, end, sm_scale, o_rows,
-                lse_ptrs, KV_HEADS, D, BLOCK_H, BLOCK_G, BLOCK_W,
+                q_rows, q_mask, k_ptr, v_ptr, first_row, rows, read_head, begin, end, kv_len, visible,
+                sm_scale, o_rows, lse_ptrs, KV_HEADS, D, BLOCK_H, BLOCK_G, BLOCK_W, DRAFTS,
             )  # fmt: skip
 
 
-def window_parts(windows: Windows) -> tuple[int, int, int]:
-    """Programs per request for the sink store and for the ring, and the tokens of each."""
-    part = WINDOW_PART
-    bound = max(windows.max_splits, (windows.sink > 0) + (windows.recent > 0))
-    while triton.cdiv(windows.sink, part) + triton.cdiv(windows.recent, part) > bound:
+def window_parts(windows: Windows, drafts: int = 0) -> tuple[int, int, int]:
+    """Programs per request for the sink store and for the ring, and the tokens of each.
+
+    In verification the ring has ``drafts`` new tokens besides the recent ones.
+    """
+    part, recent = WINDOW_PART, windows.recent + drafts
+    bound = max(windows.max_splits, (windows.sink > 0) + (recent > 0))
+    while triton.cdiv(windows.sink, part) + triton.cdiv(recent, part) > bound:
         part *= 2
-    return triton.cdiv(windows.sink, part), triton.cdiv(windows.recent, part), part
+    return triton.cdiv(windows.sink, part), triton.cdiv(recent, part), part
+
+
+def queries_at_once(drafts: int, gqa: int) -> int:
+    """Tokens of a request that one pass works on: passes of one size, of at most MOST_COLUMNS columns."""
+    passes = triton.cdiv(drafts, max(min(MOST_COLUMNS // gqa, drafts), 1))
+    return triton.cdiv(drafts, passes)
 
 
 def tile_shape(head_dim: int) -> tuple[int, int | None]:
@@ -334,11 +379,17 @@ def default_pieces(cache: LayerCache) -> int:
     return max(1, WAVES * processors * 16 // max(cache.kv_heads, 1))
 
 
-def workspace_numel(cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None = None) -> int:
-    """float32 elements that :func:`decode` needs for partial results of up to ``batch`` requests."""
+def workspace_numel(
+    cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None = None, drafts: int = 0
+) -> int:
+    """float32 elements that :func:`decode`, or :func:`verify` with ``drafts``, needs for partial results of up to
+    ``batch`` requests.
+    """
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
-    partials = pieces + batch * (1 + sum(window_parts(cache.windows)[:2]))
-    return partials * q_heads * (cache.head_dim + 1)
+    queries = queries_at_once(drafts, q_heads // cache.kv_heads) if drafts else 1
+    passes = triton.cdiv(drafts, queries) if drafts else 1
+    partials = pieces + batch * passes * (1 + sum(window_parts(cache.windows, drafts)[:2]))
+    return partials * q_heads * queries * (cache.head_dim + 1)
 
 
 def decode(
@@ -370,22 +421,76 @@ def decode(
     Returns:
         ``out``, in the basis of the cached values.
     """
+    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, max_kv_splits, lse)
+
+
+def verify(
+    cache: LayerCache,
+    tables: BatchTables,
+    visible: torch.Tensor,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    max_kv_splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
+
+    History is read once for every MOST_COLUMNS query heads of a kv head, of whichever tokens.
+
+    Args:
+        cache: the layer's cache; the new tokens are stored in it already.
+        tables: the batch; ``kv_lens`` counts the tokens before the new ones.
+        visible: int64 [batch, tokens], contiguous: which new tokens each of them sees
+            (:mod:`oscar_kernels.visible`).
+        q_rot: [batch * tokens, q_heads, head_dim], otherwise as for :func:`decode`.
+        sm_scale, out, workspace, max_kv_splits: as for :func:`decode`.
+
+    Returns:
+        ``out``, in the basis of the cached values.
+
+    Raises:
+        ValueError: the ring is too small, or ``visible`` does not fit the queries.
+    """
+    check_new_tokens(cache.windows, visible.shape[1])
+    if visible.dtype != torch.int64 or not visible.is_contiguous() or len(q_rot) != visible.numel():
+        raise ValueError(f"visible must be contiguous int64 with an entry for each of {len(q_rot)} tokens")
+    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, max_kv_splits, None)
+
+
+def _attend(
+    cache: LayerCache,
+    tables: BatchTables,
+    visible: torch.Tensor | None,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    max_kv_splits: int | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
     kv_heads, windows = cache.kv_heads, cache.windows
-    batch, q_heads, head_dim = q_rot.shape
+    tokens, q_heads, head_dim = q_rot.shape
+    batch, drafts = (tokens, 0) if visible is None else visible.shape
+    gqa = q_heads // kv_heads
+    queries = queries_at_once(drafts, gqa) if drafts else 1
+    passes = triton.cdiv(drafts, queries) if drafts else 1
     check_queries(cache, q_rot)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     check_lse(lse, batch, q_heads)
     if batch == 0:
         return out
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
-    sink_parts, ring_parts, part = window_parts(windows)
+    sink_parts, ring_parts, part = window_parts(windows, drafts)
+    numel = workspace_numel(cache, q_heads, batch, pieces, drafts)
+    # From here on a request is a pass over one, and heads are those of all tokens of a pass.
+    batch, rows = batch * passes, q_heads * queries
     partials = pieces + batch * (1 + sink_parts + ring_parts)
-    numel = workspace_numel(cache, q_heads, batch, pieces)
     if workspace is None:
         workspace = torch.empty(numel, dtype=torch.float32, device=q_rot.device)
     elif workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
-    partial_lse = workspace[partials * q_heads * head_dim :]
+    partial_lse = workspace[partials * rows * head_dim :]
     block_n, registers = tile_shape(head_dim)
     block_h = min(triton.next_power_of_2(kv_heads), HEADS_PER_PROGRAM)
     shared = {
@@ -397,24 +502,29 @@ def decode(
         # One of few values, so that few variants are compiled.
         "BATCH": max(triton.next_power_of_2(batch), 64),
         "BLOCK_N": block_n,
+        "GQA": gqa,
+        "DRAFTS": drafts,
+        "QUERIES": queries,
+        "PASSES": passes,
     }
     _decode_kernel[(triton.cdiv(kv_heads, block_h), partials)](
-        q_rot, q_rot.stride(0), q_rot.stride(1), cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring,
-        cache.v_ring, tables.page_table, tables.page_table.stride(0), tables.kv_lens, tables.ring_row,
+        q_rot, q_rot.stride(0), q_rot.stride(1), q_rot if visible is None else visible, cache.k_rows, cache.v_rows,
+        cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table, tables.page_table.stride(0),
+        tables.kv_lens, tables.ring_row,
         tables.ring_start, tables.sink_block, workspace, partial_lse, batch, pieces, sm_scale,
         K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=kv_heads,
-        GQA=q_heads // kv_heads, PAGE=tables.page_size, **row_constants(cache), RING=max(windows.ring, 1),
+        PAGE=tables.page_size, **row_constants(cache), RING=max(windows.ring, 1),
         SINK_PARTS=sink_parts, PART=part, BLOCK_H=block_h,
-        BLOCK_G=max(triton.next_power_of_2(q_heads // kv_heads), 8), BLOCK_W=BLOCK_W, **shared,
+        BLOCK_G=max(triton.next_power_of_2(gqa * queries), 8), BLOCK_W=BLOCK_W, **shared,
         num_warps=block_h, num_stages=STAGES, maxnreg=registers,
     )  # fmt: skip
     # Few query heads have many partials each: share a head's channels among programs, and read more at a time.
     per_request = triton.cdiv(pieces, batch) + sink_parts + ring_parts
     block = min(max(triton.next_power_of_2(per_request), 4), 64)
-    block_d = min(head_dim, 32 if batch * q_heads < 512 else head_dim)
-    merge_kernel[(batch, q_heads, head_dim // block_d)](
+    block_d = min(head_dim, 32 if batch * rows < 512 else head_dim)
+    merge_kernel[(batch, rows, head_dim // block_d)](
         workspace, partial_lse, out, out.stride(0), out.stride(1), partial_lse if lse is None else lse, tables.kv_lens,
-        tables.ring_start, batch, pieces, Q_HEADS=q_heads, BLOCK=block, BLOCK_D=block_d, HAS_LSE=lse is not None,
+        tables.ring_start, batch, pieces, Q_HEADS=rows, BLOCK=block, BLOCK_D=block_d, HAS_LSE=lse is not None,
         **shared, num_warps=min(max(block * block_d // 1024, 1), 4),
     )  # fmt: skip
     return out

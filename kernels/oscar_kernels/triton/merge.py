@@ -37,16 +37,18 @@ def merge_kernel(
     o_ptr, lse_ptr, out_ptr, out_stride_token, out_stride_head, out_lse_ptr, kv_lens_ptr, ring_start_ptr, batch, pieces,
     Q_HEADS: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, WINDOW_PARTS: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_LSE: tl.constexpr, GQA: tl.constexpr, DRAFTS: tl.constexpr, QUERIES: tl.constexpr,
+    PASSES: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch, q_heads, D / BLOCK_D): weighted mean of a query head's partials; zeros for an empty request.
 
-    out_lse [batch, q_heads] takes the log2 of the sum, -inf for an empty request.
+    In verification a request is a pass, and Q_HEADS counts every query head for each of the pass's tokens. out_lse
+    [batch, q_heads] takes the log2 of the sum, -inf for an empty request.
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
     request_ids, counts = plan_pieces(
-        kv_lens_ptr, ring_start_ptr, batch, pieces, SINK, RECENT, BLOCK_N, MIN_TILES, BATCH
+        kv_lens_ptr, ring_start_ptr, batch, pieces, SINK, RECENT, BLOCK_N, MIN_TILES, BATCH, PASSES
     )
     first = tl.sum(tl.where(request_ids < request, counts, 0), 0)
     end = first + tl.sum(tl.where(request_ids == request, counts, 0), 0)
@@ -66,5 +68,15 @@ def merge_kernel(
         # Of an empty request the sum is 0, and top -inf.
         tl.store(out_lse_ptr + request * Q_HEADS + head, top + tl.log2(total), mask=start_d == 0)
     out = tl.where(total == 0, 0.0, out / total)
-    rows = out_ptr + request.to(tl.int64) * out_stride_token + head * out_stride_head
-    tl.store(rows + start_d + tl.arange(0, BLOCK_D), narrow(out, out_ptr.dtype.element_ty))
+    channel = start_d + tl.arange(0, BLOCK_D)
+    if DRAFTS == 0:
+        rows = out_ptr + request.to(tl.int64) * out_stride_token + head * out_stride_head
+        tl.store(rows + channel, narrow(out, out_ptr.dtype.element_ty))
+    else:
+        # The last pass works on as many tokens as the others, and leaves alone what they have done.
+        begin = request % PASSES * QUERIES
+        own = tl.minimum(begin, DRAFTS - QUERIES) + head % (GQA * QUERIES) // GQA
+        token = (request // PASSES * DRAFTS + own).to(tl.int64)
+        q_head = head // (GQA * QUERIES) * GQA + head % GQA
+        rows = out_ptr + token * out_stride_token + q_head * out_stride_head
+        tl.store(rows + channel, narrow(out, out_ptr.dtype.element_ty), mask=own >= begin)

@@ -17,9 +17,10 @@ def split_lengths(kv_len, ring_start, SINK: tl.constexpr, RECENT: tl.constexpr):
 @triton.jit
 def plan_pieces(
     kv_lens_ptr, ring_start_ptr, batch, pieces, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr, BATCH: tl.constexpr,
+    MIN_TILES: tl.constexpr, BATCH: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of every request, [BATCH] int32: in all at most ``pieces`` + batch.
+    """Pieces of every request, or of every one of PASSES passes over each, [BATCH] int32: in all at most ``pieces`` +
+    batch.
 
     They are at most ``pieces`` where that is twice the batch or more.
     Tiles are aligned to BLOCK_N, so that none crosses a page at least as large. The piece length in tiles follows
@@ -27,8 +28,8 @@ def plan_pieces(
     """
     request = tl.arange(0, BATCH)
     live = request < batch
-    kv_len = tl.load(kv_lens_ptr + request, mask=live, other=0)
-    ring_start = tl.load(ring_start_ptr + request, mask=live, other=0)
+    kv_len = tl.load(kv_lens_ptr + request // PASSES, mask=live, other=0)
+    ring_start = tl.load(ring_start_ptr + request // PASSES, mask=live, other=0)
     begin, end = split_lengths(kv_len, ring_start, SINK, RECENT)
     tiles = tl.where(end > begin, (end + BLOCK_N - 1) // BLOCK_N - begin // BLOCK_N, 0)
     # Every request's last piece may be short. Leave room for that, so that the pieces fill the GPU evenly.

@@ -17,7 +17,8 @@ def _fill_decode_tables(
     rows_ptr, lens_ptr, req_to_token_ptr, req_to_token_stride, ring_start_of_ptr, sink_block_of_ptr,
     page_table_ptr, page_table_stride, kv_lens_ptr, ring_row_ptr, ring_start_ptr, sink_block_ptr,
     ring_slot_ptr, sink_slot_ptr,
-    PAGE: tl.constexpr, RING: tl.constexpr, SINK: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, SINK: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
+    NEW: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -32,16 +33,20 @@ def _fill_decode_tables(
         tl.store(ring_row_ptr + request, row.to(tl.int32))
         tl.store(ring_start_ptr + request, tl.load(ring_start_of_ptr + row))
         tl.store(sink_block_ptr + request, block)
-        position = kv_len - 1
-        ring_slot = tl.full([], -1, tl.int64)
+        token = tl.arange(0, NEW)
+        live = token < (DRAFTS if DRAFTS > 0 else 1)
+        position = kv_len + token - (0 if DRAFTS > 0 else 1)
+        ring_slot = tl.full([NEW], -1, tl.int64)
         if RING > 0:
             ring_slot = row * RING + position % RING
-        tl.store(ring_slot_ptr + request, ring_slot)
-        tl.store(sink_slot_ptr + request, tl.where(position < SINK, block.to(tl.int64) * SINK + position, -1))
+        sink_slot = tl.where(position < SINK, block.to(tl.int64) * SINK + position, -1)
+        at = request * (DRAFTS if DRAFTS > 0 else 1) + token
+        tl.store(ring_slot_ptr + at, ring_slot, mask=live)
+        tl.store(sink_slot_ptr + at, sink_slot, mask=live)
 
 
 def fill_decode_tables(
-    requests: Requests, windows: Windows, longest: int, tables: BatchTables, slots: StoreSlots
+    requests: Requests, windows: Windows, longest: int, tables: BatchTables, slots: StoreSlots, drafts: int = 0
 ) -> None:
     """See :func:`oscar_kernels.tables.fill_decode_tables`.
 
@@ -59,5 +64,6 @@ def fill_decode_tables(
         requests.ring_start, requests.sink_block,
         tables.page_table, tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start,
         tables.sink_block, slots.ring, slots.sink,
-        PAGE=page_size, RING=windows.ring, SINK=windows.sink, BLOCK=BLOCK,
+        PAGE=page_size, RING=windows.ring, SINK=windows.sink, BLOCK=BLOCK, DRAFTS=drafts,
+        NEW=triton.next_power_of_2(max(drafts, 1)),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.speculation import arguments as speculation
 
 Check = Callable[[Any], bool]
 
@@ -36,7 +37,7 @@ def _context_parallel(args: Any) -> bool:
 
 
 ARGUMENTS: list[tuple[Check, str]] = [
-    (lambda a: a.speculative_algorithm is not None, "speculative decoding; drop --speculative-algorithm"),
+    *speculation.REFUSED,
     (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
     (lambda a: a.enable_dp_attention, "data-parallel attention; drop --enable-dp-attention"),
     # Where --enable-dp-attention is an old name of this, resolution turns it into this.

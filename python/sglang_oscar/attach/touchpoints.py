@@ -13,6 +13,8 @@ from sglang_oscar.calibration import dump_hook
 from sglang_oscar.cpu import engine
 from sglang_oscar.memory import sizing
 from sglang_oscar.requests import lifecycle
+from sglang_oscar.speculation import arguments as speculation
+from sglang_oscar.speculation import commit
 from sglang_oscar.weights import absorption, updates
 
 SRT = "sglang.srt."
@@ -117,8 +119,16 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(at(WORKER + "send_weights_to_remote_instance"), AROUND, updates.around_send_weights),
     Touchpoint(at(UPDATER + "save_remote_model"), AROUND, updates.around_save_weights),
     Touchpoint(at(UPDATER + "save_sharded_model"), AROUND, updates.around_save_weights),
+    # Speculative decoding.
+    Touchpoint(at(SRT + "arg_groups.speculative_hook._handle_ngram"), AROUND, speculation.around_handle_ngram),
+    Touchpoint(
+        at(SRT + "speculative.spec_utils.move_accept_tokens_to_target_kvcache"),
+        AROUND,
+        commit.around_move_accept_tokens,
+    ),
     # Machines without a GPU.
     Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),
+    Touchpoint(at(MEM + "allocation.get_last_loc"), AROUND, engine.around_get_last_loc),
     Touchpoint(at(ALLOCATOR + "alloc_extend"), AROUND, engine.around_alloc_extend),
     Touchpoint(at(ALLOCATOR + "alloc_decode"), AROUND, engine.around_alloc_decode),
 ]

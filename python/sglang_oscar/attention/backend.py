@@ -21,6 +21,7 @@ from sglang_oscar.attention.compiled import Call
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.names import BACKEND
+from sglang_oscar.speculation.arguments import new_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,13 @@ class OscarAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.cache = cache
+        server_args = releases.resolved(model_runner.server_args)
+        self.new_tokens = new_tokens(server_args)
         try:
             q_heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-            self.kernels = layer_attention.for_device(cache, model_runner.dtype, q_heads)
+            self.kernels = layer_attention.for_device(cache, model_runner.dtype, q_heads, self.new_tokens)
         except Int2Error as error:
             fatal(error)
-        server_args = releases.resolved(model_runner.server_args)
         if server_args.enable_torch_compile:
             compiled.prepare()
             largest = server_args.torch_compile_max_bs
@@ -83,20 +85,25 @@ class OscarAttentionBackend(AttentionBackend):
             longest = self._longest(forward_batch)
             tables = DecodeTables(self.cache, forward_batch.batch_size, longest)
             self.batch = tables.fill(forward_batch, longest)
+        elif forward_batch.forward_mode.is_target_verify():
+            longest = self._longest(forward_batch)
+            tables = DecodeTables(self.cache, forward_batch.batch_size, longest, self.new_tokens)
+            self.batch = tables.fill(forward_batch, longest)
         else:
             batch = extend_batch(self.cache, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Refresh the fixed tables that a decode graph reads."""
-        if not forward_batch.forward_mode.is_decode():
+        """Refresh the fixed tables that a graph of decode or verification reads."""
+        mode = forward_batch.forward_mode
+        if not (mode.is_target_verify() if self.new_tokens else mode.is_decode()):
             return self.init_forward_metadata(forward_batch)
         assert self.graph_tables is not None
         self.batch = self.graph_tables.fill(forward_batch, self._longest(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the fixed tables."""
-        self.graph_tables = DecodeTables(self.cache, max_bs)
+        self.graph_tables = DecodeTables(self.cache, max_bs, drafts=self.new_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded rows: one token, in the dummy row, page and block 0."""
@@ -126,13 +133,16 @@ class OscarAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """A chunk per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``.
+        """A chunk per request, or the new tokens that are verified; returns [tokens, q_heads * head_dim] in the dtype
+        of ``q``.
 
         Where ranks exchange activations SGLang pads a batch to a multiple of their number. Rows behind the real tokens
         are neither attended to nor stored, and come back as zeros.
         """
         call = _checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         assert self.batch is not None
+        if self.batch.visible is not None:
+            return self._attend(self.kernels.verify, call)
         tokens = self.batch.tokens
         if len(call.q) == tokens:
             return self._attend(self.kernels.extend, call)

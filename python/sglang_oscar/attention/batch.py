@@ -12,6 +12,7 @@ from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.tables import Requests, fill_decode_tables, page_numbers, window_slots
 from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.speculation.verification import visible_words
 
 
 @dataclass
@@ -21,6 +22,8 @@ class Batch:
     ``tables.kv_lens`` counts the new token in decode and the cached tokens before the chunk in extend.
     ``extend_lens`` and ``prefix_lens`` (host) and ``chunk_starts`` int32 [batch + 1] (device) describe the chunks
     and what is cached before them; None in decode. ``extend_plan`` is what the kernels planned for the batch.
+    ``visible`` int64 [batch, tokens] says in verification which new tokens of a request see which
+    (:mod:`oscar_kernels.visible`); there ``kv_lens`` counts the tokens before the new ones.
     """
 
     tables: BatchTables
@@ -29,6 +32,7 @@ class Batch:
     chunk_starts: torch.Tensor | None = None
     prefix_lens: list[int] | None = None
     extend_plan: ExtendPlan | None = None
+    visible: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -37,21 +41,24 @@ class Batch:
 
 
 class DecodeTables:
-    """Fixed-address tables of decode steps, as a captured CUDA graph reads them.
+    """Fixed-address tables of steps of decode or verification, as a captured CUDA graph reads them.
 
     Args:
         cache: of the pool that is attended to.
         max_batch: requests of a step at most.
         max_tokens: length of a request at most; by default what SGLang's request pool holds.
+        drafts: new tokens of a request in verification; 0 for decode.
     """
 
-    def __init__(self, cache: Int2Cache, max_batch: int, max_tokens: int | None = None) -> None:
+    def __init__(self, cache: Int2Cache, max_batch: int, max_tokens: int | None = None, drafts: int = 0) -> None:
         device = cache.rows.device
         max_tokens = cache.req_to_token_pool.req_to_token.shape[1] if max_tokens is None else max(max_tokens, 1)
         self.cache = cache
         self.page_table = torch.zeros(max_batch, -(-max_tokens // cache.page_size), dtype=torch.int32, device=device)
         self.ints = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
-        self.longs = torch.full((2, max_batch), -1, dtype=torch.int64, device=device)
+        self.drafts = drafts
+        self.longs = torch.full((2, max_batch * max(drafts, 1)), -1, dtype=torch.int64, device=device)
+        self.visible = torch.ones(max_batch, drafts, dtype=torch.int64, device=device)
         self.ints[0] = 1
         self._fill = fill_decode_tables
         if device.type == "cuda":
@@ -65,8 +72,9 @@ class DecodeTables:
         tables = BatchTables(
             self.cache.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block
         )
-        ring, sink = self.longs[:, :batch_size]
-        return Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink))
+        ring, sink = self.longs[:, : batch_size * max(self.drafts, 1)]
+        visible = self.visible[:batch_size] if self.drafts else None
+        return Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink), visible=visible)
 
     def fill(self, forward_batch: Any, max_tokens: int) -> Batch:
         """Write the tables of a step.
@@ -85,7 +93,9 @@ class DecodeTables:
             cache.rows.ring_start, cache.rows.sink_block,
         )  # fmt: skip
         batch = self.view(len(requests.rows))
-        self._fill(requests, cache.plan.geometry.windows, max_tokens, batch.tables, batch.slots)
+        self._fill(requests, cache.plan.geometry.windows, max_tokens, batch.tables, batch.slots, self.drafts)
+        if batch.visible is not None:
+            batch.visible.copy_(visible_words(forward_batch.spec_info, forward_batch.seq_lens, self.drafts))
         return batch
 
 

@@ -6,7 +6,7 @@ The choice follows from the GPU and the shape of the model, is made once, at sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Literal
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_OSCAR_DECODE_BACKEND"
 Setting = Literal["auto", "cuda", "triton"]
+Verify = Callable[[LayerCache, BatchTables, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""Attention of several new tokens per request; see :func:`oscar_kernels.reference.verify`."""
 
 
 class CudaDecode:
@@ -48,6 +50,27 @@ class CudaDecode:
     ) -> torch.Tensor:
         """See :func:`oscar_kernels.cuda.decode.decode`."""
         return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse)
+
+
+class CudaVerify:
+    """The CUDA kernel for ``drafts`` new tokens of each of up to ``max_batch`` requests, with a workspace of its own.
+
+    Args:
+        caches: one layer of every kind of rows.
+        q_heads: query heads on this rank.
+        max_batch: requests of a batch at most.
+        drafts: new tokens of a request.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache], q_heads: int, max_batch: int, drafts: int) -> None:
+        workspaces = (cuda.make_workspace(cache, q_heads, max_batch, drafts) for cache in caches)
+        self._workspace = max(workspaces, key=torch.Tensor.numel)
+
+    def __call__(
+        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """See :func:`oscar_kernels.cuda.decode.verify`."""
+        return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace)
 
 
 def break_even_tokens(decode: Decode) -> int:
@@ -110,3 +133,43 @@ def choose(
         reason = unsupported
     logger.info("int2 decode: Triton kernel, because %s", reason)
     return triton.decode
+
+
+def choose_verify(
+    decode: Decode, caches: Sequence[LayerCache], page_size: int, q_heads: int, dtype: torch.dtype, max_batch: int,
+    drafts: int,
+) -> Verify:  # fmt: skip
+    """The kernel that attends to several new tokens of a request, compiled and loaded: of the kind that decodes.
+
+    Args:
+        decode: what was chosen for decode.
+        caches: one layer of every kind of rows.
+        page_size: tokens of a page.
+        q_heads: query heads on this rank.
+        dtype: of queries, keys and values.
+        max_batch: requests of a batch at most.
+        drafts: new tokens of a request.
+
+    Raises:
+        Int2Error: the CUDA kernel decodes and cannot do this, or cannot be built on this machine.
+    """
+    from oscar_kernels.triton import decode as triton
+
+    if not isinstance(decode, CudaDecode):
+        logger.info("int2 verification: Triton kernel, %d tokens of a request", drafts)
+        return triton.verify
+    reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch, drafts) for cache in caches)
+    if (reason := next(filter(None, reasons), None)) is not None:
+        raise Int2Error(f"{reason}; set {VARIABLE}=triton, or drop --speculative-algorithm")
+    try:
+        variants = [cuda.variant_of(cache, page_size, q_heads, dtype, drafts=drafts) for cache in caches]
+        for variant in variants:
+            cuda.prepare(variant)
+    except KernelError as error:
+        raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
+    logger.info(
+        "int2 verification: CUDA kernel, %d tokens of a request in %d passes",
+        drafts,
+        max(one.passes for one in variants),
+    )
+    return CudaVerify(caches, q_heads, max_batch, drafts)

@@ -33,18 +33,32 @@ class GpuKernels:
     dtype: dtype of queries, keys and values, bfloat16 or float16.
     device: the GPU.
     q_heads: query heads on this rank.
+    drafts: new tokens of a request that are verified at once; 0 without speculation.
 
     Raises:
         Int2Error: kernels that are asked for cannot be built, or cannot do this.
     """
 
-    def __init__(self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int) -> None:
+    def __init__(
+        self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int, drafts: int = 0
+    ) -> None:
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
         self._page_size = cache.page_size
         self._decode = decode_choice.choose(
             cache.settings.decode_backend, _distinct(cache), cache.page_size, q_heads, dtype,
             cache.rows.ring_start.shape[0] - 1, cache.plan.extend is not None,  # row 0 is padding, no request
         )  # fmt: skip
+        self._verify: decode_choice.Verify | None = None
+        if drafts:
+            self._verify = decode_choice.choose_verify(
+                self._decode,
+                _distinct(cache),
+                cache.page_size,
+                q_heads,
+                dtype,
+                cache.rows.ring_start.shape[0] - 1,
+                drafts,
+            )
         self._arranged: dict[int, PreparedLayer] | None = None
         if isinstance(self._decode, decode_choice.CudaDecode):
             self._arranged = {key: cuda_store.arrange(prepared) for key, prepared in self._prepared.items()}
@@ -69,15 +83,33 @@ class GpuKernels:
         self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
-        prepared = self._prepared[id(layer)]
+        rotated = self._store(layer, batch, q, k, v)
+        return _rotate(
+            self._decode(layer.cache, batch.tables, rotated, sm_scale), self._prepared[id(layer)].value.reading
+        )
+
+    def _store(
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Store new tokens of a step; returns the rotated queries."""
         rotated: torch.Tensor | None
         if self._arranged is None or len(q) > MOST_CUDA_TOKENS:
-            rotated = store(layer.cache, batch.slots, k, v, prepared, q=q)
+            rotated = store(layer.cache, batch.slots, k, v, self._prepared[id(layer)], q=q)
         else:
             arranged = self._arranged[id(layer)]
             rotated = cuda_store.store(layer.cache, batch.slots, k, v, arranged, q, self._page_size, decoding=True)
         assert rotated is not None
-        return _rotate(self._decode(layer.cache, batch.tables, rotated, sm_scale), prepared.value.reading)
+        return rotated
+
+    def verify(
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
+        assert batch.visible is not None
+        assert self._verify is not None
+        rotated = self._store(layer, batch, q, k, v)
+        out = self._verify(layer.cache, batch.tables, batch.visible, rotated, sm_scale)
+        return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""

@@ -24,6 +24,11 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Store one token per request, then attend; q [batch, q_heads, head_dim], k and v [batch, kv_heads, ...]."""
 
+    def verify(
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """Store several tokens per request, then attend from all of them; q [batch * tokens, q_heads, head_dim]."""
+
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """Decide once per forward pass what ``extend`` does in every layer; kept in the batch."""
 
@@ -45,6 +50,16 @@ class TorchKernels:
         out = reference.decode(layer.cache, batch.tables, q, key.reading, sm_scale)
         return reference.rotate(out, value.back)
 
+    def verify(
+        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """See :class:`Kernels`."""
+        assert batch.visible is not None
+        key, value = layer.format.key.transform, layer.format.value.transform
+        reference.store(layer.cache, batch.slots, k, v, layer.format)
+        out = reference.verify(layer.cache, batch.tables, batch.visible, q, key.reading, sm_scale)
+        return reference.rotate(out, value.back)
+
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`Kernels`: nothing to decide."""
         return None
@@ -62,13 +77,14 @@ class TorchKernels:
         return reference.rotate(out, value.back)
 
 
-def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int) -> Kernels:
+def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int = 0) -> Kernels:
     """Kernels for the device that the cache is on.
 
     Args:
         cache: of the pool that is attended to.
         dtype: dtype of queries, keys and values.
         q_heads: query heads on this rank.
+        drafts: new tokens of a request that are verified at once; 0 without speculation.
 
     Raises:
         Int2Error: the kernels cannot be built on this machine.
@@ -77,5 +93,5 @@ def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int) -> Kernels:
     if device.type == "cuda":
         from sglang_oscar.attention.gpu import GpuKernels
 
-        return GpuKernels(cache, dtype, device, q_heads)
+        return GpuKernels(cache, dtype, device, q_heads, drafts)
     return TorchKernels()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_oscar.attach import releases
+from sglang_oscar.settings import active
 
 
 def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:
@@ -21,6 +22,20 @@ def around_support_triton(original: Callable[[str], bool], backend: str) -> bool
     from sglang.srt.utils import is_cpu
 
     return False if backend == "oscar" and is_cpu() else original(backend)
+
+
+def around_get_last_loc(
+    original: Callable[..., torch.Tensor],
+    req_to_token: torch.Tensor,
+    req_pool_indices_tensor: torch.Tensor,
+    prefix_lens_tensor: torch.Tensor,
+) -> torch.Tensor:
+    """The slot of the last token of each request, -1 where it has none: SGLang's own in torch, on a CPU."""
+    if active() is None or req_to_token.device.type != "cpu":
+        return original(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
 
 
 def around_alloc_extend(

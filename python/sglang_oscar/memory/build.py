@@ -20,6 +20,7 @@ from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_refill import SinkRefills
 from sglang_oscar.requests.sink_store import SinkStore
 from sglang_oscar.settings import of_this_process
+from sglang_oscar.speculation.arguments import new_tokens
 from sglang_oscar.weights import absorption
 from sglang_oscar.weights.rotations import model_formats
 from sglang_oscar.weights.sharing import sharing_warning
@@ -52,6 +53,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         enable_memory_saver=False,
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
+        enable_kv_cache_copy=new_tokens(releases.resolved(configurator.server_args)) > 0,
     )
     absorbed = absorption.is_absorbed(configurator.model, releases.resolved(configurator.server_args), settings)
     rows = req_to_token_pool.req_to_token.shape[0]
@@ -65,6 +67,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         sinks=SinkStore(plan.sink_blocks),
         layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device, absorbed),
         fingerprint=fingerprint(whole),
+        side=buffers,
         refills=SinkRefills(refill_counter(releases.resolved(configurator.server_args))),
     )
     cache.attach(pool)

@@ -12,6 +12,7 @@ from typing import Any
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
+from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_refill import SinkRefills
 from sglang_oscar.requests.sink_store import SinkStore
@@ -27,7 +28,8 @@ class Int2Cache:
     ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of
     the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``rows`` says
     which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
-    computed again; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    computed again; ``side`` holds the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are
+    SGLang's.
     """
 
     settings: Settings
@@ -38,6 +40,7 @@ class Int2Cache:
     sinks: SinkStore
     layers: dict[int, CachedLayer]
     fingerprint: str
+    side: SideBuffers
     refills: SinkRefills = field(default_factory=SinkRefills)
 
     def attach(self, kv_pool: Any) -> None:

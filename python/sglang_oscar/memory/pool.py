@@ -38,6 +38,16 @@ class Int2TokenToKVPool(MHATokenToKVPool):
             layer_num=len(formats),
             **kwargs,
         )
+        if torch.device(self.device).type == "cpu":
+            # SGLang's copy kernel is a GPU's.
+            self.use_native_move_kv_cache = True
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        """Stock, on a GPU; a CPU copies in torch."""
+        if torch.device(self.device).type != "cpu":
+            super()._init_kv_copy_and_warmup()
+        else:
+            self._kv_copy_config = None
 
     def _create_buffers_normal(self) -> None:
         """Stock, but for the size of rows, which is each layer's own."""

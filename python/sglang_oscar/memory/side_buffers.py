@@ -44,6 +44,24 @@ class SideBuffers:
             yield sink, ring
             begin = end
 
+    def move(self, source: torch.Tensor, target: torch.Tensor, sink: torch.Tensor) -> None:
+        """Copy rows of the ring to other rows of it and to the sink store, in all layers; all are read before any is
+        written.
+
+        Args:
+            source, target: int64 [moves], ``ring_row * ring + position % ring``; targets are unique.
+            sink: int64 [moves], ``sink_block * sink + position``; rows of block 0 are dummies.
+        """
+        layer = self.geometry.any_layer
+        sinks, rings = (
+            buffer.view(2 * len(self.geometry.formats), count * size, layer.kv_heads, layer.head_dim)
+            for buffer, (count, size) in zip((self.sink, self.ring), self._sizes, strict=True)
+        )
+        rows = rings.index_select(1, source)
+        rings.index_copy_(1, target, rows)
+        if sinks.numel():
+            sinks.index_copy_(1, sink, rows)
+
     def layer_caches(self, pool: Int2TokenToKVPool) -> dict[int, LayerCache]:
         """What the kernels read and write, by global layer id."""
         caches = {}

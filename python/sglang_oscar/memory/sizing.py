@@ -8,13 +8,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_oscar.attach import failure, gate
+from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DTYPE, is_int2
 from sglang_oscar.settings import of_this_process
+from sglang_oscar.speculation.arguments import new_tokens, with_room
 from sglang_oscar.weights.rotations import model_formats
 
 _plans: WeakKeyDictionary[Any, MemoryPlan] = WeakKeyDictionary()
@@ -37,7 +38,8 @@ def geometry_of(configurator: Any) -> Geometry:
         )
     heads = own_heads(configurator.model_config)
     own = {layer_id: formats[layer_id].of_heads(heads) for layer_id in ids}
-    return Geometry(own, settings.windows, settings.window_torch_dtype)
+    windows = with_room(settings.windows, new_tokens(releases.resolved(configurator.server_args)))
+    return Geometry(own, windows, settings.window_torch_dtype)
 
 
 def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -> Workspace | None:

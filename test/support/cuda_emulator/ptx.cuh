@@ -299,6 +299,11 @@ inline u32 load_shared_u16(u32 address) { return emulated_load<u16>(address); }
 inline u32 load_shared(u32 address) { return emulated_load<u32>(address); }
 inline uint2 load_shared2(u32 address) { return emulated_load<uint2>(address); }
 inline uint4 load_shared4(u32 address) { return emulated_load<uint4>(address); }
+inline void store_shared2(u32 address, u32 x, u32 y) {
+  if (address % 8) emulator::fail("a store to shared memory is not aligned");
+  u32 words[2] = {x, y};
+  std::memcpy(emulator::now->block->shared + address, words, sizeof words);
+}
 inline float load_from_others(const float* p) { return *p; }
 inline float4 load_from_others4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline u32 load_acquire(const u32* p) {

@@ -15,11 +15,18 @@ constexpr int PAGE = OSCAR_PAGE;  // tokens
 constexpr int SINK = OSCAR_SINK;
 constexpr int RECENT = OSCAR_RECENT;
 constexpr int RING = OSCAR_RING;
+constexpr int DRAFTS = OSCAR_DRAFTS;    // new tokens of a request in verification, which its length does not count; 0 in decode
+constexpr int QUERIES = OSCAR_QUERIES;  // of them that are worked on at once; 1 in decode
 constexpr int MAX_WARPS = OSCAR_MATH_WARPS;
 constexpr int MAX_BATCH = 1024;
 constexpr int SHARED_LIMIT = 227 * 1024;  // of a block on compute capability 9.0
 
 constexpr int Q_HEADS = KV_HEADS * GQA;
+// What reads a request's keys and values together: query heads of a kv head, of one token after the other. More tokens than
+// that take several passes, which are planned like requests of their own.
+constexpr int COLUMNS = GQA * QUERIES;  // of a kv head
+constexpr int ROWS = KV_HEADS * COLUMNS;
+constexpr int PASSES = DRAFTS == 0 ? 1 : (DRAFTS + QUERIES - 1) / QUERIES;
 
 // Rows of keys or of values, see layout.py.
 template <int BITS_, int GROUP_>
@@ -79,10 +86,10 @@ constexpr int WINDOW_TOKENS = WINDOW_FIT >= WINDOW_TILE ? WINDOW_FIT / WINDOW_TI
 constexpr int WINDOW_TILES = (WINDOW_TOKENS + WINDOW_TILE - 1) / WINDOW_TILE;
 
 // Columns of the tensor-core products with queries: high and low part of each query head, four heads to a block.
-constexpr int QK_BLOCKS = (GQA + 3) / 4;
+constexpr int QK_BLOCKS = (COLUMNS + 3) / 4;
 // Up to four heads use the eight columns of the product with values as (head, half of the tokens).
-constexpr bool PAIRED = GQA <= 4;
-constexpr int PV_BLOCKS = PAIRED ? 1 : (GQA + 7) / 8;
+constexpr bool PAIRED = COLUMNS <= 4;
+constexpr int PV_BLOCKS = PAIRED ? 1 : (COLUMNS + 7) / 8;
 constexpr int SPILL_WORDS = PAIRED ? 0 : PV_BLOCKS * (HEAD_DIM / 16) * 4 + QK_BLOCKS + 1;  // of a lane
 constexpr int HEAD_SLOTS = 4 * QK_BLOCKS;  // query heads, padded
 constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
@@ -92,9 +99,10 @@ constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
 constexpr int PARTIAL_FLOATS = HEAD_SLOTS * PARTIAL_ROW;
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
-constexpr int QUERY_BYTES = Q_HEADS * HEAD_DIM * 2;
+constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2;
+constexpr int VISIBLE_BYTES = DRAFTS > 0 ? 16 * 8 : 0;  // behind queries: which new tokens each of theirs sees
 constexpr int QUERIES_OFFSET = (EXCHANGE_BYTES + 127) / 128 * 128;  // of this and the next segment
-constexpr int PLAN_OFFSET = QUERIES_OFFSET + 2 * QUERY_BYTES;
+constexpr int PLAN_OFFSET = QUERIES_OFFSET + 2 * (QUERY_BYTES + VISIBLE_BYTES);
 constexpr int BARRIERS_OFFSET = PLAN_OFFSET + (3 * MAX_BATCH + 32) * 4;
 constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + (16 + 2) * 16 + 127) / 128 * 128;
 // Three stages, or as many small ones as hide the latency of memory. More is slower: all copies of the card would wait in
@@ -105,6 +113,8 @@ constexpr int STAGES = minimum(minimum(FITTING_STAGES, maximum(ENOUGH_BYTES / ST
 constexpr int SHARED_BYTES = STAGES_OFFSET + STAGES * STAGE_BYTES;
 
 static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");
+static_assert(COLUMNS <= 16, "query heads that a warp has columns for");
+static_assert(DRAFTS == 0 ? QUERIES == 1 : RING >= RECENT + DRAFTS, "new tokens lie in the ring beside the recent window");
 static_assert(PAGE % TILE == 0, "a tile must not cross a page");
 static_assert(WINDOW_TOKENS > 0, "a window token must fit a stage");
 static_assert(STAGES >= 2, "copies must run ahead of arithmetic");

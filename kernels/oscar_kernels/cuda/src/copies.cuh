@@ -32,21 +32,40 @@ DEVICE u32 stage_address(u32 shared, int stage) { return shared + STAGES_OFFSET 
 DEVICE u32 full_barrier(u32 shared, int stage) { return shared + BARRIERS_OFFSET + stage * 16; }
 DEVICE u32 empty_barrier(u32 shared, int stage) { return full_barrier(shared, stage) + 8; }
 // Queries of segments take turns in two places, each with barriers like a stage.
-DEVICE u32 query_address(u32 shared, int segment) { return shared + QUERIES_OFFSET + segment % 2 * QUERY_BYTES; }
+DEVICE u32 query_address(u32 shared, int segment) { return shared + QUERIES_OFFSET + segment % 2 * (QUERY_BYTES + VISIBLE_BYTES); }
 DEVICE u32 query_full(u32 shared, int segment) { return full_barrier(shared, 16 + segment % 2); }
 DEVICE u32 query_empty(u32 shared, int segment) { return empty_barrier(shared, 16 + segment % 2); }
 DEVICE u32 query_parity(int segment) { return segment / 2 % 2; }
 
 struct Query {
-  const u16* q;  // rotated, [batch, Q_HEADS, HEAD_DIM]
+  const u16* q;  // rotated, [batch, Q_HEADS, HEAD_DIM], in verification [batch * DRAFTS, Q_HEADS, HEAD_DIM]
   i64 token_stride, head_stride;
   float sm_scale;
+  const u64* visible;  // [batch, DRAFTS], bit j: the token sees new token j
 };
 
+// Several tokens' queries, kv head after kv head, and what the tokens see.
+DEVICE void copy_queries(const Query& query, int pass, u64 visible, u32 full, u32 destination) {
+  int lane = threadIdx.x % 32, first = pass_request(pass) * DRAFTS + pass_token(pass);
+  if (lane < QUERIES) store_shared2(destination + QUERY_BYTES + 8 * lane, (u32)visible, (u32)(visible >> 32));
+  __syncwarp();
+  if (lane == 0) barrier_arrive_expect(full, QUERY_BYTES);
+  __syncwarp();
+  bool whole = query.head_stride == HEAD_DIM;
+  int size = whole ? GQA : 1;  // heads of a copy
+  for (int at = lane * size; at < ROWS; at += 32 * size) {
+    int token = at / GQA % QUERIES, head = at / COLUMNS * GQA + at % GQA;
+    bulk_copy(destination + at * HEAD_DIM * 2,
+              query.q + (first + token) * query.token_stride + head * query.head_stride, size * HEAD_DIM * 2, full);
+  }
+}
+
 // ``number``: of the segment in this block.
-DEVICE void copy_query(const Query& query, int request, int number, u32 shared) {
+DEVICE void copy_query(const Query& query, int request, u64 visible, int number, u32 shared) {
   barrier_wait(query_empty(shared, number), query_parity(number) ^ 1);
-  if (threadIdx.x % 32 == 0) {
+  if (DRAFTS > 0) {
+    copy_queries(query, request, visible, query_full(shared, number), query_address(shared, number));
+  } else if (threadIdx.x % 32 == 0) {
     u32 full = query_full(shared, number), destination = query_address(shared, number);
     barrier_arrive_expect(full, QUERY_BYTES);
     const u16* source = query.q + request * query.token_stride;
@@ -62,8 +81,9 @@ DEVICE void copy_query(const Query& query, int request, int number, u32 shared) 
 struct Ahead {
   int page;  // of copy 32 k + lane, of the segment's first copies
   int sink_block, ring_row;
+  u64 visible;  // of the segment's token ``lane``
 
-  DEVICE void load(const Segment& segment, const Tables& tables);
+  DEVICE void load(const Segment& segment, const Tables& tables, const Query& query);
 };
 
 // The first slot of a copy in units of COPY_TOKENS, or -1 where the segment does not need it.
@@ -72,7 +92,7 @@ DEVICE int slot_of(const Segment& segment, const Tables& tables, int copy) {
   int end = min((segment.borders.ring_begin + COPY_TOKENS - 1) / COPY_TOKENS,  // copies that have a page
                 (segment.borders.first_stage() + segment.history_end) * COPIES);
   if (copy < begin || copy >= end) return -1;
-  const int* pages = tables.page_table + (i64)segment.request * tables.page_stride;
+  const int* pages = tables.page_table + (i64)pass_request(segment.request) * tables.page_stride;
   return pages[copy * COPY_TOKENS / PAGE] * (PAGE / COPY_TOKENS) + copy % (PAGE / COPY_TOKENS);
 }
 
@@ -80,10 +100,12 @@ DEVICE int first_copy(const Segment& segment) {
   return (segment.borders.first_stage() + segment.history_begin) * COPIES;
 }
 
-DEVICE void Ahead::load(const Segment& segment, const Tables& tables) {
-  page = slot_of(segment, tables, first_copy(segment) + threadIdx.x % 32);
-  sink_block = SINK > 0 ? tables.sink_block[segment.request] : 0;
-  ring_row = RING > 0 ? tables.ring_row[segment.request] : 0;
+DEVICE void Ahead::load(const Segment& segment, const Tables& tables, const Query& query) {
+  int request = pass_request(segment.request), lane = threadIdx.x % 32;
+  page = slot_of(segment, tables, first_copy(segment) + lane);
+  sink_block = SINK > 0 ? tables.sink_block[request] : 0;
+  ring_row = RING > 0 ? tables.ring_row[request] : 0;
+  visible = lane < QUERIES && DRAFTS > 0 ? query.visible[request * DRAFTS + pass_token(segment.request) + lane] : 0;
 }
 
 // Read-after-write hazard: whether the launch before this one, which stores the newest token of every request, may still

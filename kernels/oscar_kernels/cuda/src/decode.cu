@@ -1,4 +1,4 @@
-// Decode attention over an INT2 cache for compute capability 9.0: one new token per request.
+// Decode attention over an INT2 cache for compute capability 9.0: one new token per request, or several in verification.
 //
 // One block per multiprocessor takes an equal share of the batch's work (plan.cuh). A warp of it streams pages and
 // window rows into shared memory by bulk copies (copies.cuh); the others, one or more per kv head, attend to them
@@ -21,7 +21,7 @@ DEVICE void attend(
   for (Segments segments(plan, batch); !segments.done(); number++) {
     Segment segment = segments.next();
     Shared with = Shared::of(segment, segments.cut);
-    u32 q = query_address(base, number) + head * GQA * HEAD_DIM * 2;
+    u32 q = query_address(base, number) + head * COLUMNS * HEAD_DIM * 2;
     barrier_wait(query_full(base, number), query_parity(number));
     Softmax softmax;
     Output output;
@@ -64,7 +64,8 @@ DEVICE void attend(
           int first = tile * WINDOW_TILE;
           int count = min(min(WINDOW_TOKENS, left) - first, WINDOW_TILE);
           u32 offset = first * WINDOW_ROW;
-          if (count > 0) attend_window(softmax, output, columns, keys + offset, keys + WINDOW_BYTES + offset, count);
+          Fresh fresh{left - DRAFTS - first, query_address(base, number) + QUERY_BYTES};
+          if (count > 0) attend_window(softmax, output, columns, keys + offset, keys + WINDOW_BYTES + offset, count, fresh);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
@@ -87,7 +88,7 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
   if (segments.done()) return;
   Segment segment = segments.next();
   Ahead ahead;
-  ahead.load(segment, tables);
+  ahead.load(segment, tables, query);
   // Pages and lengths were written long before the launch before this one and history can be copied while that runs;
   // queries and windows are its work.
   for (int number = 0;; number++) {
@@ -97,11 +98,11 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
       wait_for_predecessor();
       let_successor_start();
     }
-    copy_query(query, segment.request, number, shared);
+    copy_query(query, segment.request, ahead.visible, number, shared);
     bool last = segments.done();
     Segment next = last ? segment : segments.next();
     Ahead next_ahead;
-    next_ahead.load(next, tables);
+    next_ahead.load(next, tables, query);
     history.copy_stages(ALL_STAGES, buffers, shared, turn);
     copy_window(segment, buffers, ahead, shared, turn);
     if (last) return;

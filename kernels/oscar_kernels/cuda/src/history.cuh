@@ -18,7 +18,7 @@ struct QueryCodes {
   float unit[QK_BLOCKS];          // what one sixteenth of a fixed-point unit adds to a log2 weight, for this lane's heads
   float sums[QK_BLOCKS][K_GROUPS];  // sum of a group's channels in sixteenths of units, for this lane's heads
 
-  DEVICE void load(u32 q, float sm_scale);  // from shared memory: GQA heads side by side
+  DEVICE void load(u32 q, float sm_scale);  // from shared memory: heads side by side
 };
 
 // Channel i of the eight that lane l % 4 = c supplies to product u.
@@ -43,13 +43,13 @@ DEVICE void QueryCodes::load(u32 q, float sm_scale) {
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     int head = 4 * b + column / 2;
-    u32 row = q + (head < GQA ? head : 0) * HEAD_DIM * 2;
+    u32 row = q + (head < COLUMNS ? head : 0) * HEAD_DIM * 2;
     float x[UNITS][8];
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {  // four channels side by side
-        uint2 four = head < GQA ? load_shared2(row + 2 * query_channel(u, c, 4 * half)) : make_uint2(0, 0);
+        uint2 four = head < COLUMNS ? load_shared2(row + 2 * query_channel(u, c, 4 * half)) : make_uint2(0, 0);
         x[u][4 * half] = low_half<Q_BF16>(four.x);
         x[u][4 * half + 1] = high_half<Q_BF16>(four.x);
         x[u][4 * half + 2] = low_half<Q_BF16>(four.y);

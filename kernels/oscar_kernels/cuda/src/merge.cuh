@@ -10,7 +10,7 @@
 constexpr int MATH_THREADS = MATH_WARPS * 32;
 constexpr int EVERYONE = 15;  // the named barrier of all threads that calculate
 constexpr int CHUNK = 4;      // channels that a thread merges
-constexpr int CHUNKS = Q_HEADS * HEAD_DIM / CHUNK;
+constexpr int CHUNKS = ROWS * HEAD_DIM / CHUNK;
 constexpr u32 LEFT = 1 << 16;  // counters: arrivals in the low half, departures in the high half
 
 struct Partial {
@@ -40,7 +40,7 @@ DEVICE Partial join(const Partial (&parts)[COUNT]) {
 
 // Another block has written it.
 DEVICE Partial load_partial(const Partials& partials, int slot, int chunk) {
-  float lse = load_from_others(partials.lse + slot * Q_HEADS + chunk * CHUNK / HEAD_DIM);
+  float lse = load_from_others(partials.lse + slot * ROWS + chunk * CHUNK / HEAD_DIM);
   return {lse, lse == minus_infinity() ? 0.0f : 1.0f, load_from_others4(partials.out + ((i64)slot * CHUNKS + chunk) * CHUNK)};
 }
 

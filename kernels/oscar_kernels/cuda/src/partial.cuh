@@ -6,8 +6,8 @@
 #include "softmax.cuh"
 
 struct Partials {
-  float* out;     // [slots, Q_HEADS, HEAD_DIM], normalized
-  float* lse;     // [slots, Q_HEADS], log2; -infinity where there was nothing to attend to
+  float* out;     // [slots, ROWS, HEAD_DIM], normalized
+  float* lse;     // [slots, ROWS], log2; -infinity where there was nothing to attend to
   u32* counters;  // [MAX_BATCH], 0 between launches
   float* spill;   // [blocks, MATH_WARPS, SPILL_WORDS, 32 lanes]; what sums of a warp's long segment were, see FloatValues
 
@@ -20,14 +20,21 @@ struct Partials {
 DEVICE float log_sum(float top, float total) { return total == 0 ? minus_infinity() : top + log2_fast(total); }
 
 struct Result {
-  u16* out;  // [batch, Q_HEADS, HEAD_DIM]
+  u16* out;  // [batch, Q_HEADS, HEAD_DIM], in verification [batch * DRAFTS, Q_HEADS, HEAD_DIM]
   i64 token_stride, head_stride;
   float* lse;  // [batch, Q_HEADS], log2; only where WRITES_LSE
 
-  // COUNT neighbouring channels, 2 or 4.
+  // COUNT neighbouring channels, 2 or 4, of a row of a pass.
   template <int COUNT>
-  DEVICE void write(int request, int head, int channel, const float (&x)[COUNT], float factor) const {
-    u16* at = out + request * token_stride + head * head_stride + channel;
+  DEVICE void write(int pass, int row, int channel, const float (&x)[COUNT], float factor) const {
+    int token = pass, head = row;
+    if (DRAFTS > 0) {
+      int own = pass_token(pass) + row % COLUMNS / GQA;
+      if (own < pass_begin(pass)) return;
+      token = pass_request(pass) * DRAFTS + own;
+      head = row / COLUMNS * GQA + row % GQA;
+    }
+    u16* at = out + token * token_stride + head * head_stride + channel;
     u32 low = pack_halves<Q_BF16>(x[0] * factor, x[1] * factor);
     if constexpr (COUNT == 4) *(uint2*)at = make_uint2(low, pack_halves<Q_BF16>(x[2] * factor, x[3] * factor));
     else *(u32*)at = low;
@@ -143,8 +150,8 @@ DEVICE void write_result(const Softmax& softmax, const Plain& plain, const Parti
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     if (!head_exists(b)) continue;
-    int head = kv_head * GQA + 4 * b + lane % 4;
-    i64 row = (i64)segment.slot * Q_HEADS + head;
+    int head = kv_head * COLUMNS + 4 * b + lane % 4;
+    i64 row = (i64)segment.slot * ROWS + head;
     float inverse = softmax.total[b] == 0 ? 0.0f : 1.0f / softmax.total[b];
     if (lane < 4 && alone) result.write_lse(segment.request, head, softmax.top[b], softmax.total[b]);
     if (lane < 4 && !alone) partials.lse[row] = log_sum(softmax.top[b], softmax.total[b]);
@@ -161,7 +168,7 @@ DEVICE void write_zeros(const Result& result, const Plan& plan, int batch) {
   for (int request = blockIdx.x; request < batch; request += gridDim.x) {
     if (plan.before(request) < plan.after(request)) continue;
     wait_for_predecessor();  // write-after-read hazard: it may still read what lies there
-    for (int i = threadIdx.x; i < Q_HEADS * HEAD_DIM / 4; i += MATH_WARPS * 32) {
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM / 4; i += MATH_WARPS * 32) {
       float zeros[4] = {};
       result.write(request, i * 4 / HEAD_DIM, i * 4 % HEAD_DIM, zeros, 1);
       if (i * 4 % HEAD_DIM == 0) result.write_lse(request, i * 4 / HEAD_DIM, 0, 0);

@@ -12,15 +12,22 @@ struct Tables {
   const int* ring_row;
   const int* ring_start;
   const int* sink_block;
-  int batch;
+  int batch;  // passes over all requests
 };
+
+// What is planned as a request: one of the batch, or a pass over one.
+DEVICE int pass_request(int pass) { return pass / PASSES; }
+// The first of a pass's new tokens. The last pass works on as many as the others, and leaves alone what they have done.
+DEVICE int pass_token(int pass) { return DRAFTS == 0 ? 0 : min(pass % PASSES * QUERIES, DRAFTS - QUERIES); }
+DEVICE int pass_begin(int pass) { return pass % PASSES * QUERIES; }
 
 // What stages cost, relative to each other. A stage belongs to the block whose share its beginning lies in.
 constexpr int HISTORY_COST = 8, WINDOW_COST = 8;
 
 DEVICE int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// Borders of a request: sinks [0, sink_end), history [sink_end, ring_begin), ring [ring_begin, kv_len).
+// Borders of a request: sinks [0, sink_end), history [sink_end, ring_begin), ring [ring_begin, kv_len), where kv_len counts
+// new tokens, too: what lies before them is divided as if there were none.
 struct Borders {
   int sink_end, ring_begin, kv_len;
 
@@ -42,7 +49,7 @@ struct Borders {
 DEVICE Borders borders_from(int kv_len, int ring_start) {
   int sink_end = min(kv_len, SINK);
   int ring_begin = RECENT == 0 ? kv_len : max(kv_len - RECENT, ring_start);
-  return {sink_end, min(max(ring_begin, sink_end), kv_len), kv_len};
+  return {sink_end, min(max(ring_begin, sink_end), kv_len), kv_len + DRAFTS};
 }
 
 // Lengths of the batch in shared memory. While copies are under way a load from global memory waits for them, several
@@ -66,7 +73,7 @@ DEVICE void make_plan(const Tables& tables, Plan& plan) {
     int request = base + threadIdx.x;
     int cost = 0;
     if (request < tables.batch) {
-      int kv_len = tables.kv_lens[request], ring_start = tables.ring_start[request];
+      int kv_len = tables.kv_lens[pass_request(request)], ring_start = tables.ring_start[pass_request(request)];
       plan.kv_len[request] = kv_len;
       plan.ring_start[request] = ring_start;
       cost = borders_from(kv_len, ring_start).cost();

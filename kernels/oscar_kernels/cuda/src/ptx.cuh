@@ -33,6 +33,9 @@ DEVICE u32 load_shared(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
   return x;
 }
+DEVICE void store_shared2(u32 address, u32 x, u32 y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
 DEVICE uint2 load_shared2(u32 address) {
   uint2 x;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));

@@ -79,4 +79,4 @@ struct Output {
 };
 
 // Query heads 4 b + l % 4 that exist.
-DEVICE bool head_exists(int block) { return 4 * block + (int)threadIdx.x % 4 < GQA; }
+DEVICE bool head_exists(int block) { return 4 * block + (int)threadIdx.x % 4 < COLUMNS; }

@@ -10,7 +10,7 @@ struct QueryFloats {
   u32 columns[QK_BLOCKS][HEAD_DIM / 16][2];
   float unit;
 
-  DEVICE void load(u32 q, float sm_scale);  // from shared memory: GQA heads side by side
+  DEVICE void load(u32 q, float sm_scale);  // from shared memory: heads side by side
 };
 
 // Rounding to the window's format, and what that loses.
@@ -25,13 +25,13 @@ DEVICE void QueryFloats::load(u32 q, float sm_scale) {
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     int head = 4 * b + column / 2;
-    u32 row = q + (head < GQA ? head : 0) * HEAD_DIM * 2;
+    u32 row = q + (head < COLUMNS ? head : 0) * HEAD_DIM * 2;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int channel = i / 2 * 32 + 8 * c + i % 2 * 4 + 2 * half;
-        u32 pair = head < GQA ? load_shared(row + 2 * channel) : 0;
+        u32 pair = head < COLUMNS ? load_shared(row + 2 * channel) : 0;
         float high[2], low[2];
         split(low_half<Q_BF16>(pair), high[0], low[0]);
         split(high_half<Q_BF16>(pair), high[1], low[1]);
@@ -45,8 +45,23 @@ DEVICE void QueryFloats::load(u32 q, float sm_scale) {
 // A stage may hold fewer tokens than a tile has rows.
 DEVICE int row_of_token(int token) { return WINDOW_TOKENS < WINDOW_TILE ? min(token, WINDOW_TOKENS - 1) : token; }
 
+// New tokens among those of a tile, in verification: row ``begin`` of the tile is the first of them, and ``visible`` is where
+// shared memory says which of them each query token sees.
+struct Fresh {
+  int begin;
+  u32 visible;
+
+  // Whether this lane's head of a block may not see the token in a row.
+  DEVICE bool hides(int row, int block) const {
+    int token = (4 * block + (int)threadIdx.x % 4) / GQA, index = row - begin;
+    uint2 word = load_shared2(visible + 8 * token);
+    return index >= 0 && !((index < 32 ? word.x >> index : word.y >> (index - 32)) & 1);
+  }
+};
+
 // ``keys`` and ``values``: this warp's kv head of the tile's first token. Tokens from ``count`` on may hold anything.
-DEVICE void attend_window(Softmax& softmax, Output& output, const QueryFloats& q, u32 keys, u32 values, int count) {
+DEVICE void attend_window(
+    Softmax& softmax, Output& output, const QueryFloats& q, u32 keys, u32 values, int count, const Fresh& fresh) {
   int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
   float product[QK_BLOCKS][4];
   for (auto& block : product)
@@ -65,6 +80,7 @@ DEVICE void attend_window(Softmax& softmax, Output& output, const QueryFloats& q
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     logits[b] = row < count ? (product[b][0] + product[b][1]) * q.unit : minus_infinity();
+    if (DRAFTS > 0 && fresh.begin < WINDOW_TILE && row < count && fresh.hides(row, b)) logits[b] = minus_infinity();
     raised |= logits[b] > softmax.top[b] + SLACK;
   }
   if (__any_sync(FULL_WARP, raised)) output.scale(softmax.raise(logits), 1);

@@ -1,13 +1,27 @@
 """Stand-in for SGLang's kernel package on machines without libcuda, where the real one cannot be imported.
 
 Put on PYTHONPATH for a CPU server and never elsewhere (:func:`sglang_oscar.cpu.server.environment`): importing
-SGLang needs these names, serving on a CPU calls none of them.
+SGLang needs these names. What speculative decoding calls is there, in torch; serving without it calls none of them.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, NoReturn
+
+from sgl_kernel.verification import (
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    fill_accept_out_cache_loc_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "verify_tree_greedy_cpu",
+]
 
 __version__ = "0.4.5"
 
@@ -17,12 +31,8 @@ def _unavailable(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 assign_draft_cache_locs_contiguous_cpu = _unavailable
-assign_extend_cache_locs_cpu = _unavailable
-assign_req_to_token_pool_cpu = _unavailable
 build_tree_kernel_efficient_cpu = _unavailable
 copy_all_layer_kv_cache_cpu = _unavailable
-fill_accept_out_cache_loc_cpu = _unavailable
 fill_bonus_tokens_cpu = _unavailable
-verify_tree_greedy_cpu = _unavailable
 
 scalar_type = SimpleNamespace(ScalarType=object, scalar_types=SimpleNamespace())

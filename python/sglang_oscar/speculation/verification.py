@@ -1,0 +1,39 @@
+"""Masks of verification: from what SGLang's drafts say to words that the kernels read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from oscar_kernels.visible import causal_words, words_of
+
+
+def visible_words(spec_info: Any, seq_lens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which new tokens each new token of a step sees.
+
+    Args:
+        spec_info: SGLang's verify input; without a mask, drafts are a chain. Its mask is flat and has, request after
+            request, a row for every new token. On a CPU an entry of it is for a new token of the request; on a GPU
+            entries for all earlier tokens come before. Sizes do not tell the two apart where a CUDA graph is padded.
+        seq_lens: [batch], tokens of each request before the new ones.
+        tokens: new tokens of a request.
+
+    Returns:
+        int64 [batch, tokens], see :mod:`oscar_kernels.visible`.
+    """
+    batch, mask = len(seq_lens), getattr(spec_info, "custom_mask", None)
+    if mask is None:
+        return causal_words(tokens, seq_lens.device).expand(batch, tokens)
+    if mask.device.type == "cpu":
+        return words_of(mask.view(batch, tokens, tokens).bool())
+    return _of_whole_rows(mask, seq_lens.long(), tokens)
+
+
+def _of_whole_rows(mask: torch.Tensor, lens: torch.Tensor, tokens: int) -> torch.Tensor:
+    index = torch.arange(tokens, device=lens.device)
+    width = lens + tokens
+    begin = width.cumsum(0) * tokens - width * tokens
+    at = begin[:, None, None] + index[None, :, None] * width[:, None, None] + lens[:, None, None] + index
+    # Requests that pad a CUDA graph have no mask; what they see is nobody's.
+    return words_of(mask[at.clamp(max=mask.numel() - 1)].bool())

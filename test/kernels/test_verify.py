@@ -1,0 +1,112 @@
+"""Verification in plain torch and Triton against float64: trees, ring starts, every window; words of masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import (
+    OF_EVERY_WIDTH,
+    Shape,
+    assert_as_good_as,
+    filled_batch,
+    random_trees,
+    random_vectors,
+    verify_exact,
+    with_new_tokens,
+    with_padding,
+)
+
+from oscar_kernels import reference
+from oscar_kernels.cache import Windows
+from oscar_kernels.triton.decode import decode, queries_at_once, verify
+from oscar_kernels.visible import causal_words, mask_of, words_of
+
+CPU = torch.device("cpu")
+SHAPE = Shape(page_size=16, windows=Windows(16, 24, 32))
+WINDOWS = [Windows(16, 24, 32), Windows(0, 24, 40), Windows(16, 0, 8), Windows(0, 0, 8)]
+LENGTHS = [40, 1, 15, 16, 39, 41, 170]
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_verify(windows: Windows) -> None:
+    """NaN is in every row of history under a window and in every ring row that no token has."""
+    shape = replace(SHAPE, windows=windows)
+    batch, seen = with_new_tokens(filled_batch(shape, LENGTHS, CPU), 8), random_trees(len(LENGTHS), 8)
+    q = random_vectors((len(LENGTHS) * 8, shape.q_heads, shape.head_dim), torch.float32, 99, CPU)
+    out = reference.verify(batch.cache, batch.tables, words_of(seen), q, None, 0.1)
+    torch.testing.assert_close(out.double(), verify_exact(batch, seen, q, 0.1, torch.float64), rtol=1e-4, atol=1e-5)
+
+
+def test_ring_starts() -> None:
+    """Ring rows before a request's own are NaN here: history is read instead."""
+    batch, seen = with_new_tokens(filled_batch(SHAPE, [40, 100], CPU, ring_starts=[40, 90]), 8), random_trees(2, 8)
+    q = random_vectors((16, SHAPE.q_heads, SHAPE.head_dim), torch.float32, 99, CPU)
+    out = reference.verify(batch.cache, batch.tables, words_of(seen), q, None, 0.1)
+    torch.testing.assert_close(out.double(), verify_exact(batch, seen, q, 0.1, torch.float64), rtol=1e-4, atol=1e-5)
+
+
+def check(
+    shape: Shape, tokens: int, kv_lens: list[int], device: torch.device, ring_starts: list[int] | None = None
+) -> None:
+    """The Triton kernel, padded as in a CUDA graph, in a poisoned workspace."""
+    batch = with_new_tokens(filled_batch(shape, kv_lens, device, ring_starts), tokens)
+    seen = random_trees(len(kv_lens) + 2, tokens)
+    q = random_vectors(((len(kv_lens) + 2) * tokens, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    tables, sm_scale = with_padding(batch.tables, 2), 0.4 * shape.head_dim**-0.5
+    real = len(kv_lens) * tokens
+    out = verify(batch.cache, tables, words_of(seen).to(device), q, sm_scale)[:real]
+    exact = verify_exact(batch, seen, q[:real], sm_scale, torch.float64)
+    assert_as_good_as(out, exact, verify_exact(batch, seen, q[:real], sm_scale, shape.dtype))
+
+
+@pytest.mark.parametrize(("windows", "tokens"), list(zip(WINDOWS, (8, 5, 2, 3), strict=True)), ids=str)
+def test_triton(windows: Windows, tokens: int, device: torch.device) -> None:
+    check(replace(SHAPE, windows=windows), tokens, LENGTHS[1:6], device)
+
+
+@pytest.mark.parametrize("shape", OF_EVERY_WIDTH, ids=str)
+def test_triton_with_rows_of_every_width(shape: Shape, device: torch.device) -> None:
+    windows = shape.windows
+    check(replace(shape, windows=Windows(windows.sink, windows.recent, windows.recent + 4)), 4, [1, 50], device)
+
+
+def test_triton_ring_starts(device: torch.device) -> None:
+    check(SHAPE, 4, [70, 70], device, [70, 50])
+
+
+def test_triton_one_token_is_decode(device: torch.device) -> None:
+    """Where the recent window has room for either border."""
+    shape = replace(SHAPE, windows=Windows(0, 24, 25))
+    batch = with_new_tokens(filled_batch(shape, [20], device), 1)
+    q = random_vectors((1, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    longer = replace(batch.tables, kv_lens=batch.tables.kv_lens + 1)
+    one = verify(batch.cache, batch.tables, torch.ones(1, 1, dtype=torch.int64, device=device), q, 0.1)
+    torch.testing.assert_close(one, decode(batch.cache, longer, q, 0.1), rtol=2**-7, atol=1e-5)
+
+
+def test_passes_have_one_size() -> None:
+    assert [queries_at_once(*of) for of in ((4, 4), (6, 4), (12, 4), (4, 8), (3, 12), (2, 32))] == [4, 3, 4, 2, 1, 1]
+
+
+def test_a_ring_without_room_is_refused() -> None:
+    batch = filled_batch(SHAPE, [40], CPU)
+    q = random_vectors((9, SHAPE.q_heads, SHAPE.head_dim), torch.float32, 1, CPU)
+    with pytest.raises(ValueError, match="need a ring of 33"):
+        reference.verify(batch.cache, batch.tables, torch.ones(1, 9, dtype=torch.int64), q, None, 0.1)
+
+
+@given(st.integers(1, 64), st.integers(0, 99))
+def test_words_and_masks(tokens: int, seed: int) -> None:
+    """Both ways, also where the last bit is the sign."""
+    mask = torch.rand(2, tokens, tokens, generator=torch.Generator().manual_seed(seed)) < 0.5
+    assert torch.equal(mask_of(words_of(mask)), mask)
+    assert torch.equal(mask_of(causal_words(tokens, CPU)), torch.ones(tokens, tokens).tril().bool())
+
+
+def test_more_tokens_than_bits() -> None:
+    with pytest.raises(ValueError, match="at most 64"):
+        causal_words(65, CPU)

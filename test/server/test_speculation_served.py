@@ -1,0 +1,172 @@
+"""Speculative decoding in int2 mode gives the answers of decoding one token after the other.
+
+Drafts are right or wrong by plan (``support/oracle_plugin``): chains, wrong branches before right ones, accepted tokens
+that lie scattered, padding. Rows are lossless, and NaN where a window must be read, so whatever a rejected token leaves
+behind, or an accepted one does not take along, changes an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from support.api import retracted
+from support.compare import LOGPROBS, assert_same
+from support.models import VOCABULARY, save
+from support.releases import environment, installed, needs_newer_python, served
+from support.servers import HADAMARD, STRICT, Server, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
+]
+SUPPORT = Path(__file__).parents[1] / "support"
+PLUGINS = {"PYTHONPATH": os.pathsep.join(str(SUPPORT / name) for name in ("lossless_plugin", "oracle_plugin"))}
+# In float32 a model's arithmetic does not depend on how many tokens it computes at once.
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init", "--dtype", "float32"]
+NEW = 8
+"""Tokens of a step."""
+ORACLE = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(NEW)]
+ORACLE += ["--speculative-ngram-max-trie-depth", "100000"]
+SMALL = {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"}
+"""With eight new tokens the ring has not a row more than it needs."""
+NEAR_TIE = DRIFT = 0.06
+TOKENS = 64
+
+
+def prompts() -> list[list[int]]:
+    """From one token to some hundreds, some with a beginning in common."""
+    rng = random.Random(5)
+    shared = [rng.randrange(VOCABULARY) for _ in range(320)]
+    lengths = [1, 7, 12, 15, 33, 63, 70, 200, 430, 700]
+    made = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+    return [*made, shared + made[3], shared + made[5]]
+
+
+def ask(server: Server, texts: list[list[int]], workers: int, tokens: int = TOKENS, **extra: Any) -> list[dict]:
+    """Answers to all texts, ``workers`` at a time."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS, **extra), texts))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What int2 mode answers without speculation."""
+    with serve(model, tmp_path_factory.mktemp("plain") / "log", *INT2, env=PLUGINS | HADAMARD) as server:
+        return ask(server, prompts(), workers=4)
+
+
+@pytest.fixture(scope="module")
+def texts(expected: list[dict], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where the oracle finds them."""
+    path = tmp_path_factory.mktemp("texts") / "texts.json"
+    path.write_text(json.dumps([ids + one["output_ids"] for ids, one in zip(prompts(), expected, strict=True)]))
+    return {"ORACLE_TEXTS": str(path)}
+
+
+CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
+    "trees_chunked_retracted": (["--chunked-prefill-size", "128"], {"SGLANG_TEST_RETRACT": "1"}, 12),
+    "trees_few_rows_evictions_small_windows": (
+        ["--max-running-requests", "3", "--max-total-tokens", "4608", "--page-size", "16"],
+        SMALL,
+        12,
+    ),
+    "chains_no_windows": ([], {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0", "ORACLE_PLAN": "chains"}, 4),
+    "all_wrong_small_windows": (["--page-size", "16"], SMALL | {"ORACLE_PLAN": "wrong"}, 6),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_answers_are_those_without(
+    name: str, model: Path, expected: list[dict], texts: dict[str, str], tmp_path: Path
+) -> None:
+    """One pass cold, one with prefix hits, also on the generated text: what was rejected is in nobody's cache."""
+    args, env, workers = CONFIGURATIONS[name]
+    env = PLUGINS | HADAMARD | STRICT | texts | env
+    with serve(model, tmp_path / "log", *INT2, *ORACLE, *args, env=env) as server:
+        # Answers that end where the sink is full of tokens and one of them is not yet computed.
+        ask(server, [ids for ids in prompts() if len(ids) == 15], 1, tokens=1)
+        ask(server, [ids for ids in prompts() if len(ids) == 7], 1, tokens=9)
+        for _ in range(2):
+            answers = ask(server, prompts(), workers)
+            assert_same(expected, answers, NEAR_TIE, DRIFT)
+        tails = [ids + one["output_ids"][:40] for ids, one in zip(prompts(), expected, strict=True)]
+        rest = [dict(one, output_ids=one["output_ids"][40:], meta_info=behind(one, 40)) for one in expected]
+        assert_same(rest, ask(server, tails, workers, tokens=TOKENS - 40), NEAR_TIE, DRIFT)
+        steps = sum(one["meta_info"]["spec_verify_ct"] for one in answers)
+        produced = sum(len(one["output_ids"]) for one in answers)
+        if env.get("ORACLE_PLAN") == "wrong":
+            assert produced <= steps * 1.1
+        else:
+            assert steps * 1.5 < produced < steps * (NEW - 1)
+        if "SGLANG_TEST_RETRACT" in env:
+            assert retracted(server) > 0
+        assert server.alive()
+
+
+def behind(answer: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """What is known of an answer's tokens behind the first ``tokens``."""
+    names = ("output_token_logprobs", "output_top_logprobs")
+    return {name: answer["meta_info"][name][tokens:] for name in names}
+
+
+def test_an_answer_may_end_inside_an_accepted_run(
+    model: Path, expected: list[dict], texts: dict[str, str], tmp_path: Path
+) -> None:
+    """By length and by a token that stops it, at every place in a step; later requests take the rows."""
+    env = PLUGINS | HADAMARD | STRICT | texts | SMALL | {"ORACLE_PLAN": "right"}
+    with serve(model, tmp_path / "log", *INT2, *ORACLE, "--max-running-requests", "2", env=env) as server:
+        ids, whole = prompts()[4], expected[4]["output_ids"]
+        for tokens in range(1, 12):
+            answer = server.generate(ids, tokens)
+            assert answer["output_ids"] == whole[:tokens]
+        for stop in range(10, 20):
+            answer = server.generate(ids, TOKENS, sampling={"stop_token_ids": [whole[stop]], "ignore_eos": False})
+            assert answer["output_ids"] == whole[: whole.index(whole[stop]) + 1]
+        assert_same(expected, ask(server, prompts(), workers=2), NEAR_TIE, DRIFT)
+        assert server.alive()
+
+
+def test_ngram(model: Path, expected: list[dict], tmp_path: Path) -> None:
+    """Drafts of SGLang's own: from the second time on it knows how a text goes on. Other weights are refused."""
+    # The corpus of SGLang 0.5.17 uses a type that newer compilers want declared.
+    env = PLUGINS | HADAMARD | STRICT | {"CXX": "g++ -include cstddef"}
+    args = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-capacity", "100000"]
+    with serve(model, tmp_path / "log", *INT2, *args, env=env) as server:
+        for _ in range(3):
+            answers = ask(server, prompts(), workers=4)
+            assert_same(expected, answers, NEAR_TIE, DRIFT)
+        steps = sum(one["meta_info"]["spec_verify_ct"] for one in answers)
+        assert steps * 2 < len(answers) * TOKENS
+        body = {"serialized_named_tensors": ["AAAA"]}
+        reply = requests.post(f"{server.url}/update_weights_from_tensor", json=body, timeout=600)
+        assert reply.status_code == 400
+        assert "int2 mode" in reply.text or "begin_weight_update" in reply.text
+        assert server.alive()
+
+
+@pytest.mark.parametrize("version", [one for one in served() if one != installed()])
+def test_other_releases(version: str, model: Path, expected: list[dict], texts: dict[str, str], tmp_path: Path) -> None:
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+    env = PLUGINS | HADAMARD | STRICT | texts | SMALL | {"SGLANG_TEST_RETRACT": "1"}
+    release = environment(version)
+    env = release | env | {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], release["PYTHONPATH"]])}
+    with serve(model, tmp_path / "log", *INT2, *ORACLE, "--chunked-prefill-size", "128", env=env) as server:
+        for _ in range(2):
+            assert_same(expected, ask(server, prompts(), workers=12), NEAR_TIE, DRIFT)
+        assert retracted(server) > 0
+        assert server.alive()
