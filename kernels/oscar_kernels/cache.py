@@ -131,6 +131,17 @@ def check_new_tokens(windows: Windows, tokens: int) -> None:
         raise ValueError(f"{tokens} new tokens at once need a ring of {windows.recent + tokens} tokens, got {windows}")
 
 
+def check_visible(windows: Windows, visible: torch.Tensor, queries: int) -> None:
+    """What a kernel for a GPU asks of the words of new tokens (:mod:`oscar_kernels.visible`), of which ``queries`` ask.
+
+    Raises:
+        ValueError: the ring is too small, or the words are not contiguous int64 [batch, tokens], one per query.
+    """
+    check_new_tokens(windows, visible.shape[1])
+    if visible.dtype != torch.int64 or not visible.is_contiguous() or queries != visible.numel():
+        raise ValueError(f"visible must be contiguous int64 with an entry for each of {queries} tokens")
+
+
 @dataclass(frozen=True)
 class BatchTables:
     """Where the tokens of each request of a batch are.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_new_tokens, check_queries
+from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_queries, check_visible
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
@@ -194,9 +194,7 @@ def verify(
     Raises:
         ValueError, KernelError: as :func:`decode`.
     """
-    check_new_tokens(cache.windows, visible.shape[1])
-    if visible.dtype != torch.int64 or not visible.is_contiguous() or len(q_rot) != visible.numel():
-        raise ValueError(f"visible must be contiguous int64 with an entry for each of {len(q_rot)} tokens")
+    check_visible(cache.windows, visible, len(q_rot))
     return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, None)
 
 

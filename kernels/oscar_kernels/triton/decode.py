@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_new_tokens, check_queries
+from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries, check_visible
 from oscar_kernels.triton.arith import (
     CODES_PER_UNIT,
     LOG2_E,
@@ -364,6 +364,12 @@ def queries_at_once(drafts: int, gqa: int) -> int:
     return triton.cdiv(drafts, passes)
 
 
+def passes_of(drafts: int, gqa: int) -> tuple[int, int]:
+    """(tokens of a request that one pass works on, passes): one token in one pass without drafts."""
+    queries = queries_at_once(drafts, gqa) if drafts else 1
+    return queries, triton.cdiv(max(drafts, 1), queries)
+
+
 def tile_shape(head_dim: int) -> tuple[int, int | None]:
     """(tokens of a tile of history, register limit).
 
@@ -386,8 +392,7 @@ def workspace_numel(
     ``batch`` requests.
     """
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
-    queries = queries_at_once(drafts, q_heads // cache.kv_heads) if drafts else 1
-    passes = triton.cdiv(drafts, queries) if drafts else 1
+    queries, passes = passes_of(drafts, q_heads // cache.kv_heads)
     partials = pieces + batch * passes * (1 + sum(window_parts(cache.windows, drafts)[:2]))
     return partials * q_heads * queries * (cache.head_dim + 1)
 
@@ -452,9 +457,7 @@ def verify(
     Raises:
         ValueError: the ring is too small, or ``visible`` does not fit the queries.
     """
-    check_new_tokens(cache.windows, visible.shape[1])
-    if visible.dtype != torch.int64 or not visible.is_contiguous() or len(q_rot) != visible.numel():
-        raise ValueError(f"visible must be contiguous int64 with an entry for each of {len(q_rot)} tokens")
+    check_visible(cache.windows, visible, len(q_rot))
     return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, max_kv_splits, None)
 
 
@@ -473,8 +476,7 @@ def _attend(
     tokens, q_heads, head_dim = q_rot.shape
     batch, drafts = (tokens, 0) if visible is None else visible.shape
     gqa = q_heads // kv_heads
-    queries = queries_at_once(drafts, gqa) if drafts else 1
-    passes = triton.cdiv(drafts, queries) if drafts else 1
+    queries, passes = passes_of(drafts, gqa)
     check_queries(cache, q_rot)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     check_lse(lse, batch, q_heads)
