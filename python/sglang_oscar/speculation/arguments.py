@@ -10,6 +10,7 @@ from typing import Any
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.visible import MOST_TOKENS
+from sglang_oscar.attach import releases
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.names import BACKEND
 
@@ -86,11 +87,11 @@ def around_handle_ngram(original: Callable[[Any], None], server_args: Any) -> No
 
     if not is_int2(server_args) or server_args.attention_backend != BACKEND:
         return original(server_args)
-    server_args.attention_backend = "flashinfer"
+    releases.write(server_args, "attention_backend", "flashinfer")
     try:
         original(server_args)
     finally:
-        server_args.attention_backend = BACKEND
+        releases.write(server_args, "attention_backend", BACKEND)
 
 
 def _named(*names: str) -> Callable[[Any], bool]:
