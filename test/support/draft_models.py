@@ -17,18 +17,19 @@ from safetensors.torch import load_file, save_file
 from support.models import COMMON, build
 
 HIDDEN = COMMON["hidden_size"]
-OTHER_LAYERS = 0.2
-"""What is left of the outputs of all layers but the first."""
+OTHER_LAYERS, ATTENTION = 0.2, 4.0
+"""What is left of the outputs of all layers but the first, and how much stronger the attention of that one gets."""
 
 
-def weaken(model: Any) -> Any:
-    """Scale down what all layers but the first add, and bring embeddings to the length that a norm gives them."""
+def first_layer_leads(model: Any) -> Any:
+    """Let the first layer decide, its attention above all; bring embeddings to the length that a norm gives them."""
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         embedding.copy_(embedding.float() / embedding.float().pow(2).mean(-1, keepdim=True).sqrt())
         for name, parameter in model.model.layers[1:].named_parameters():
             if "o_proj" in name or "down_proj" in name:
                 parameter.mul_(OTHER_LAYERS)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(ATTENTION)
     return model
 
 
@@ -52,7 +53,7 @@ def write(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]
 
 def llama_with_drafts(folder: Path) -> tuple[Path, Path, Path]:
     """A Llama model, an EAGLE draft model that is right often, and an EAGLE3 draft model with random weights."""
-    model = weaken(build("llama"))
+    model = first_layer_leads(build("llama"))
     model.save_pretrained(folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text()) | {"num_hidden_layers": 1}
     weights = {f"layers.0.{name}": tensor for name, tensor in first_layer(model).items() if "input_layern" not in name}
@@ -74,7 +75,7 @@ def llama_with_drafts(folder: Path) -> tuple[Path, Path, Path]:
 
 def glm_with_draft_layer(folder: Path) -> Path:
     """A GLM MoE model that brings a draft layer along, which is right often."""
-    model = weaken(build("glm4_moe", first_k_dense_replace=0, num_nextn_predict_layers=1))
+    model = first_layer_leads(build("glm4_moe", first_k_dense_replace=0, num_nextn_predict_layers=1))
     model.save_pretrained(folder)
     weights, last = load_file(folder / "model.safetensors"), COMMON["num_hidden_layers"]
     first = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.0.")}
