@@ -164,6 +164,10 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         "this way of drafting; drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
+        lambda args: drafts_with_model(args) and args.device not in ("cpu", None),
+        "a draft model on a GPU; drop --speculative-algorithm, or set it to NGRAM",
+    ),
+    (
         lambda args: algorithm(args) is not None and args.device not in ("cpu", None),
         "speculative decoding on a GPU; drop --speculative-algorithm",
     ),
