@@ -30,7 +30,7 @@ FLAGS = [
     "--speculative-algorithm STANDALONE --speculative-draft-model-path draft",
     "--speculative-algorithm FROZEN_KV_MTP",
     "--speculative-algorithm DFLASH",
-    "--speculative-algorithm NGRAM --device cuda",
+    "--speculative-algorithm NGRAM --enable-torch-compile",
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 65",
     "--speculative-algorithm NGRAM --speculative-adaptive",
     "--pp-size 2",

@@ -116,8 +116,9 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         "this way of drafting; drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
-        lambda args: algorithm(args) is not None and args.device not in ("cpu", None),
-        "speculative decoding on a GPU; drop --speculative-algorithm",
+        # A step of verification is no call of the operator that compiled steps are made around.
+        lambda args: algorithm(args) is not None and args.enable_torch_compile,
+        "speculative decoding inside torch.compile; drop --enable-torch-compile, or --speculative-algorithm",
     ),
     (
         too_many_tokens,
