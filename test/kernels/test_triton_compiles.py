@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = """
-_decode_kernel _extend_kernel _fill_decode_tables _merge_states_kernel _prefix_kernel _store_kernel merge_kernel
+_extend_kernel _fill_decode_tables _merge_states_kernel _prefix_kernel _store_kernel decode_kernel merge_kernel
 """
 
 

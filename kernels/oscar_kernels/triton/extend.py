@@ -33,7 +33,7 @@ from oscar_kernels.triton.arith import (
     unit_start,
     unit_weight,
 )
-from oscar_kernels.triton.decode import Q_PEAK, Q_UNSCALE
+from oscar_kernels.triton.decode_history import Q_PEAK, Q_UNSCALE
 from oscar_kernels.triton.dtypes import row_constants
 from oscar_kernels.triton.plan import split_lengths
 
