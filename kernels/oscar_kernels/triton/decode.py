@@ -30,6 +30,10 @@ MOST_COLUMNS = 16
 """Query heads, of one token after the other, that read a kv head together in verification; one token may have more."""
 STAGES = 6
 """Tiles in flight, the one worked on included."""
+EXACT_TILE = 16
+"""Tokens of a tile of history of which a side is left exact: such rows have up to eight times the bytes."""
+EXACT_BYTES = 64 * 1024
+"""Of such tiles in flight; two are there in any case."""
 
 
 def window_parts(windows: Windows, drafts: int = 0) -> tuple[int, int, int]:
@@ -56,12 +60,17 @@ def passes_of(drafts: int, gqa: int) -> tuple[int, int]:
     return queries, triton.cdiv(max(drafts, 1), queries)
 
 
-def tile_shape(head_dim: int) -> tuple[int, int | None]:
-    """(tokens of a tile of history, register limit).
+def tile_shape(cache: LayerCache, block_h: int) -> tuple[int, int, int | None]:
+    """(tokens of a tile of history, tiles in flight, register limit) of programs of ``block_h`` kv heads.
 
     128 registers let 16 warps share a multiprocessor; the sums of 256 channels do not fit them.
     """
-    return 32, None if head_dim == 256 else 128
+    registers = None if cache.head_dim == 256 else 128
+    key, value = cache.k_layout, cache.v_layout
+    if not (key.exact or value.exact):
+        return 32, STAGES, registers
+    tile_bytes = EXACT_TILE * block_h * (key.head_bytes + value.head_bytes)
+    return EXACT_TILE, min(max(EXACT_BYTES // tile_bytes, 2), STAGES), registers
 
 
 def default_pieces(cache: LayerCache) -> int:
@@ -179,8 +188,8 @@ def _attend(
     elif workspace.numel() < numel or workspace.dtype != torch.float32:
         raise ValueError(f"workspace must hold {numel} float32, got {workspace.numel()} {workspace.dtype}")
     partial_lse = workspace[partials * rows * head_dim :]
-    block_n, registers = tile_shape(head_dim)
     block_h = min(triton.next_power_of_2(kv_heads), HEADS_PER_PROGRAM)
+    block_n, stages, registers = tile_shape(cache, block_h)
     shared = {
         "D": head_dim,
         "SINK": windows.sink,
@@ -204,7 +213,7 @@ def _attend(
         PAGE=tables.page_size, **row_constants(cache), RING=max(windows.ring, 1),
         SINK_PARTS=sink_parts, PART=part, BLOCK_H=block_h,
         BLOCK_G=max(triton.next_power_of_2(gqa * queries), 8), BLOCK_W=BLOCK_W, **shared,
-        num_warps=block_h, num_stages=STAGES, maxnreg=registers,
+        num_warps=block_h, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     # Few query heads have many partials each: share a head's channels among programs, and read more at a time.
     per_request = triton.cdiv(pieces, batch) + sink_parts + ring_parts

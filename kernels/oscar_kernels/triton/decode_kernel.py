@@ -81,7 +81,7 @@ def decode_kernel(
     ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, SINK_PARTS: tl.constexpr, WINDOW_PARTS: tl.constexpr, PART: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr, DRAFTS: tl.constexpr, QUERIES: tl.constexpr, PASSES: tl.constexpr,
@@ -129,8 +129,8 @@ def decode_kernel(
                 q_rows + first_token(request, DRAFTS, QUERIES, PASSES) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr,
                 page_table_ptr + row.to(tl.int64) * page_table_stride, read_head,
                 first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
-                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_GROUP, V_GROUP, SCALE_DTYPE, PAGE,
-                BLOCK_H, BLOCK_G, BLOCK_N,
+                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_GROUP, V_GROUP, SCALE_DTYPE,
+                EXACT_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
             )  # fmt: skip
     elif WINDOW_PARTS > 0:
         request = (work - history_work) // WINDOW_PARTS
