@@ -154,7 +154,10 @@ def test_a_prefix_that_is_not_cached_is_no_measurement(tmp_path: Path, servers: 
         (["--recipe", "x"], "'x' is not one of plus, focus, paper"),
         (["--recipe", "plus", *ROTATIONS], "is for rotations that are fitted; some are given"),
         (["--bits", "3.0", *ROTATIONS], "is for rotations that are fitted; some are given"),
-        (["--bits", "k2v2", "--bits", "many"], "must be a mean such as 2.5, or widths of 2 or 3 or 4 such as k3v2"),
+        (
+            ["--bits", "k2v2", "--bits", "many"],
+            "must be a mean such as 2.5, or widths of 2 or 3 or 4 or 16 such as k3v2",
+        ),
         (["--bits", "3.0", "--recipe", "paper"], "has no meaning for --recipe paper"),
         (["--size", "huge"], "'huge' is not one of full, reduced"),
         (["--lengths", "many"], "'many' is not numbers with commas"),
