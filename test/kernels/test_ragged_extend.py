@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import OF_EVERY_WIDTH, Shape, assert_as_good_as, filled_batch
+from kernel_cases import OF_16_BITS, OF_EVERY_WIDTH, Shape, assert_as_good_as, filled_batch
 from test_extend import Chunks, exact, make
 
 from oscar_kernels import extend_plan, ragged_extend, reference
@@ -138,6 +138,7 @@ SHAPES = [
     Shape(windows=Windows(0, 24, 24)),
     Shape(windows=Windows(16, 0, 8), page_size=32),
     *OF_EVERY_WIDTH,
+    *OF_16_BITS,
 ]
 
 
