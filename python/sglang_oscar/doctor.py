@@ -193,10 +193,38 @@ def rotation_facts(settings: Any, formats: Any) -> str:
     return "; ".join(facts)
 
 
-def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
-    """Checks of a model: architecture, group size, rotations, and an estimate of its memory account."""
+def model_config(path: str, **kwargs: Any) -> Any:
+    """SGLang's ModelConfig of a model.
+
+    Raises:
+        Int2Error: it cannot be read.
+    """
     from sglang.srt.configs.model_config import ModelConfig
 
+    try:
+        with quiet():
+            return ModelConfig(path, **kwargs)
+    except Exception as error:  # whatever transformers raises for what it cannot read
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise Int2Error(f"{path}: cannot be read ({text}); name a model folder or an id of the Hub") from None
+
+
+def draft_facts(path: str, loaded: dict[str, Any]) -> str:
+    """What a draft model costs beside the model of :func:`model_checks`; a token's bytes are kept for the account.
+
+    Raises:
+        Int2Error: it cannot be read, or its cache is of another kind.
+    """
+    from sglang_oscar.speculation import draft_model
+
+    config = model_config(path, is_draft_model=True)
+    draft_model.check(config, loaded["model"])
+    loaded["draft bytes"] = draft_model.cell_bytes(config, 1)
+    return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"
+
+
+def model_checks(path: str, group_size: int | None, memory: int, draft_path: str | None = None) -> list[Check]:
+    """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account."""
     from sglang_oscar.attach import refusals
     from sglang_oscar.attention import extend_choice
     from sglang_oscar.memory.plan import make_plan, row_layout
@@ -207,14 +235,8 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
     loaded: dict[str, Any] = {}
 
     def model() -> str:
-        try:
-            with quiet():
-                loaded["model"] = ModelConfig(path)
-        except Exception as error:  # whatever transformers raises for what it cannot read
-            text = (str(error) or type(error).__name__).splitlines()[0]
-            raise Int2Error(f"{path}: cannot be read ({text}); name a model folder or an id of the Hub") from None
-        refusals.check_model(loaded["model"])
-        config = loaded["model"]
+        config = loaded["model"] = model_config(path)
+        refusals.check_model(config)
         heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
         return f"{config.hf_config.architectures[0]}, {config.num_hidden_layers} layers, {heads} of {config.head_dim}"
 
@@ -246,9 +268,9 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
 
     def account() -> str:
         geometry = estimated_geometry(loaded)
-        budget = int(MEM_FRACTION * memory) - weight_bytes(path)
-        plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE)
-        return "; ".join(plan.lines((budget - plan.fixed_bytes) // geometry.cell_bytes))
+        budget = int(MEM_FRACTION * memory) - sum(map(weight_bytes, {path, draft_path or path}))
+        plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, None, loaded.get("draft bytes", 0))
+        return "; ".join(plan.lines((budget - plan.fixed_bytes) // plan.token_bytes))
 
     checks = [attempt("model", model), attempt("variables", variables)]
     if all(check.ok for check in checks):
@@ -256,6 +278,8 @@ def model_checks(path: str, group_size: int | None, memory: int) -> list[Check]:
         if "layout" in loaded:
             checks.append(attempt("rotations", rotations))
         checks.append(attempt("prompts", prompts))
+        if draft_path is not None:
+            checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
     if "layout" in loaded:
         checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))
     return checks
@@ -276,12 +300,16 @@ def doctor(
     group_size: Annotated[
         int | None, typer.Option("--kv-cache-quant-group-size", help="Group size to check the model with.")
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option("--speculative-draft-model-path", help="Draft model to check with it; MODEL itself if it drafts."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether this machine, and MODEL on it, can run int2 mode and, if not, why."""
     checks = machine_checks()
     if model is not None and all(check.ok for check in checks[:1]):
-        checks = [*checks, *model_checks(model, group_size, memory_bytes())]
+        checks = [*checks, *model_checks(model, group_size, memory_bytes(), draft)]
     ok = all(check.ok for check in checks)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))

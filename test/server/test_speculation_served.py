@@ -9,52 +9,28 @@ from __future__ import annotations
 
 import json
 import os
-import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 import torch
 
 from support.api import retracted
-from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
+from support.compare import assert_same
+from support.models import save
 from support.releases import environment, installed, needs_newer_python, served
-from support.servers import HADAMARD, STRICT, Server, serve
+from support.servers import HADAMARD, STRICT, serve
+from support.speculation import DRIFT, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, plugins, prompts
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
-SUPPORT = Path(__file__).parents[1] / "support"
-PLUGINS = {"PYTHONPATH": os.pathsep.join(str(SUPPORT / name) for name in ("lossless_plugin", "oracle_plugin"))}
-# In float32 a model's arithmetic does not depend on how many tokens it computes at once.
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init", "--dtype", "float32"]
+PLUGINS = plugins("lossless_plugin", "oracle_plugin")
 NEW = 8
 """Tokens of a step."""
 ORACLE = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(NEW)]
 ORACLE += ["--speculative-ngram-max-trie-depth", "100000"]
-SMALL = {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"}
-"""With eight new tokens the ring has not a row more than it needs."""
-NEAR_TIE = DRIFT = 0.06
-TOKENS = 64
-
-
-def prompts() -> list[list[int]]:
-    """From one token to some hundreds, some with a beginning in common."""
-    rng = random.Random(5)
-    shared = [rng.randrange(VOCABULARY) for _ in range(320)]
-    lengths = [1, 7, 12, 15, 33, 63, 70, 200, 430, 700]
-    made = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
-    return [*made, shared + made[3], shared + made[5]]
-
-
-def ask(server: Server, texts: list[list[int]], workers: int, tokens: int = TOKENS, **extra: Any) -> list[dict]:
-    """Answers to all texts, ``workers`` at a time."""
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS, **extra), texts))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +80,7 @@ def test_answers_are_those_without(
             answers = ask(server, prompts(), workers)
             assert_same(expected, answers, NEAR_TIE, DRIFT)
         tails = [ids + one["output_ids"][:40] for ids, one in zip(prompts(), expected, strict=True)]
-        rest = [dict(one, output_ids=one["output_ids"][40:], meta_info=behind(one, 40)) for one in expected]
+        rest = [behind(one, 40) for one in expected]
         assert_same(rest, ask(server, tails, workers, tokens=TOKENS - 40), NEAR_TIE, DRIFT)
         steps = sum(one["meta_info"]["spec_verify_ct"] for one in answers)
         produced = sum(len(one["output_ids"]) for one in answers)
@@ -115,12 +91,6 @@ def test_answers_are_those_without(
         if "SGLANG_TEST_RETRACT" in env:
             assert retracted(server) > 0
         assert server.alive()
-
-
-def behind(answer: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """What is known of an answer's tokens behind the first ``tokens``."""
-    names = ("output_token_logprobs", "output_top_logprobs")
-    return {name: answer["meta_info"][name][tokens:] for name in names}
 
 
 def test_an_answer_may_end_inside_an_accepted_run(

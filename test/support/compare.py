@@ -52,7 +52,7 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: floa
 
     Tokens after such a choice follow different texts and cannot be compared. Of eight answers or more a third of all
     tokens must have been compared: in a random model BF16 noise flips about one choice in 25, so that 24 tokens
-    usually leave two thirds, and a fault leaves next to none.
+    usually leave two thirds, and a fault leaves next to none. NaN, which SGLang hands out as null, is no tie.
 
     Args:
         a, b: answers of /generate to the same requests.
@@ -61,6 +61,9 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: floa
     """
     compared = total = 0
     for number, (x, y) in enumerate(zip(a, b, strict=True)):
+        for one in (x, y):
+            known = [entry[0] is not None for entry in one["meta_info"]["output_token_logprobs"]]
+            assert all(known), f"request {number}: from token {known.index(False)} on probabilities are not numbers"
         found = first_difference(x, y)
         assert largest_drift(x, y) <= drift, f"request {number}: log probabilities drift by {largest_drift(x, y):.4f}"
         if found is not None:

@@ -27,6 +27,10 @@ LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
 FLAGS = [
     "--speculative-algorithm EAGLE",
     "--speculative-algorithm NEXTN",
+    "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 2 "
+    "--speculative-num-draft-tokens 4",
+    "--speculative-algorithm EAGLE3 --enable-multi-layer-eagle",
+    "--speculative-algorithm EAGLE --speculative-draft-attention-backend fa4",
     "--speculative-algorithm STANDALONE --speculative-draft-model-path draft",
     "--speculative-algorithm FROZEN_KV_MTP",
     "--speculative-algorithm DFLASH",
@@ -83,6 +87,7 @@ FLAGS = [
 ]
 
 RECENT_FLAGS = {
+    "speculative_draft_kv_cache_dtype": "--speculative-algorithm EAGLE --speculative-draft-kv-cache-dtype fp8_e4m3",
     "startup_weight_load_mode": "--startup-weight-load-mode overlap",
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "attn_dp_size": "--attn-dp-size 2 --tp-size 2",

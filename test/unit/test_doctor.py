@@ -67,6 +67,16 @@ def test_unreadable_model(tmp_path: Path) -> None:
     assert str(tmp_path) in failed(doctor.model_checks(str(tmp_path), None, 8 * GIB), "model")
 
 
+def test_draft_model(model: Path, tmp_path: Path) -> None:
+    """Its cache is part of the account; a whole model does not draft."""
+    folder, sizes = tmp_path / "draft", {"num_key_value_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
+    Qwen3Config(**SIZES, **sizes, architectures=["LlamaForCausalLMEagle3"]).save_pretrained(folder)
+    checks = by_name(doctor.model_checks(str(model), 64, 8 * GIB, str(folder)))
+    assert checks["draft model"].detail == "LlamaForCausalLMEagle3, 2048 bytes a token in torch.bfloat16"
+    assert "tokens x 2048 bytes" in checks["memory"].detail
+    assert "whole model" in failed(doctor.model_checks(str(model), 64, 8 * GIB, str(model)), "draft model")
+
+
 def test_group_size(model: Path) -> None:
     line = failed(doctor.model_checks(str(model), 48, 8 * GIB), "group size")
     assert "48" in line

@@ -73,7 +73,7 @@ def test_a_gate_that_never_ran_is_noticed_in_the_worker(
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
 
     def configured() -> Any:
-        return sizing.around_configure_kv_cache_dtype(print, server_args_kv_cache_dtype="int2")
+        return sizing.around_configure_kv_cache_dtype(print, server_args_kv_cache_dtype="int2", is_draft_worker=False)
 
     with pytest.raises(SystemExit) as caught:
         configured()

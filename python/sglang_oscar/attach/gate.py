@@ -20,6 +20,8 @@ from sglang_oscar.calibration import dump_hook
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
 from sglang_oscar.settings import Settings
+from sglang_oscar.speculation import arguments as speculation
+from sglang_oscar.speculation import draft_model
 from sglang_oscar.weights.rotations import model_formats
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     configure(self, settings)
     original(self)
     check(releases.resolved(self), settings, releases.model_config(self))
+    if speculation.drafts_with_model(releases.resolved(self)):
+        draft_model.check(draft_model.config_of(self), releases.model_config(self))
     self.__dict__[PASSED] = True
 
 
@@ -100,7 +104,7 @@ def before_check_server_args(self: Any) -> None:
 
 
 def configure(args: Any, settings: Settings) -> None:
-    """Set the arguments that int2 mode decides: attention backend and page size.
+    """Set the arguments that int2 mode decides: attention backends, page size, how a draft model drafts.
 
     Raises:
         Int2Error: page size and sink window do not fit together.
@@ -110,6 +114,7 @@ def configure(args: Any, settings: Settings) -> None:
     if {getattr(args, name) for name in backends} - {None, BACKEND}:
         logger.warning("int2 mode brings its own attention backend and does not use %s", ", ".join(given))
     args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend = BACKEND, None, None
+    speculation.configure(args)
     sink = settings.windows.sink
     if sink & (sink - 1):
         raise Int2Error(

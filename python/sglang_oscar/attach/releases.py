@@ -82,6 +82,20 @@ def argument(server_args: Any, name: str, absent: Any) -> Any:
     return getattr(server_args, name, absent)
 
 
+def write(server_args: Any, name: str, value: Any) -> None:
+    """Write a server argument while SGLang resolves them: newer releases seal the record meanwhile.
+
+    Args:
+        server_args: SGLang's ServerArgs.
+        name: of the field.
+        value: to be read from it.
+    """
+    import msgspec
+
+    setter = msgspec.Struct.__setattr__ if isinstance(server_args, msgspec.Struct) else setattr
+    setter(server_args, name, value)
+
+
 def field_defaults(record: type) -> dict[str, Any]:
     """Defaults of the fields of ServerArgs by name; a field without one has whatever its library calls missing."""
     import dataclasses

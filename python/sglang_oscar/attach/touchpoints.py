@@ -26,6 +26,7 @@ ROW_POOL = MEM + "memory_pool.ReqToTokenPool."
 WORKER = SRT + "managers.tp_worker.BaseTpWorker."
 RUNNER = SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
 UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+DRAFTS = SRT + "speculative.draft_utils.DraftBackendFactory."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 
 
@@ -70,6 +71,11 @@ TOUCHPOINTS: list[Touchpoint] = [
         AROUND,
         sizing.around_compute_cell_size,
     ),
+    Touchpoint(
+        at(SRT + "model_executor.pool_configurator.DefaultPoolConfigurator.__init__"),
+        AFTER,
+        sizing.after_pool_configurator,
+    ),
     Touchpoint(at(CONFIGURATOR + "_profile_available_bytes"), AFTER, sizing.after_profile_available_bytes),
     Touchpoint(at(CONFIGURATOR + "resolve_max_num_reqs"), AROUND, sizing.around_resolve_max_num_reqs),
     Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
@@ -93,6 +99,7 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(at(ROW_POOL + "free"), BEFORE, lifecycle.before_free_row),
     Touchpoint(at(ROW_POOL + "clear"), BEFORE, lifecycle.before_clear_rows),
     # Weights: the value rotation.
+    Touchpoint(at(SRT + "model_executor.model_runner.ModelRunner.load_model"), AROUND, absorption.around_load_model),
     Touchpoint(
         at(SRT + "model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"),
         AROUND,
@@ -115,6 +122,7 @@ TOUCHPOINTS: list[Touchpoint] = [
         AROUND,
         updates.around_update_weights,
     ),
+    Touchpoint(at(UPDATER + "update_weights_from_tensor"), AROUND, updates.around_update_from_tensor),
     Touchpoint(at(UPDATER + "begin_weight_update"), AROUND, updates.around_begin_update, recent=True),
     Touchpoint(at(WORKER + "send_weights_to_remote_instance"), AROUND, updates.around_send_weights),
     Touchpoint(at(UPDATER + "save_remote_model"), AROUND, updates.around_save_weights),
@@ -128,6 +136,8 @@ TOUCHPOINTS: list[Touchpoint] = [
     ),
     # Machines without a GPU.
     Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),
+    Touchpoint(at(DRAFTS + "create_decode_backend"), AROUND, engine.around_create_decode_backend),
+    Touchpoint(at(DRAFTS + "create_draft_extend_backend"), AROUND, engine.around_create_extend_backend),
     Touchpoint(at(MEM + "allocation.get_last_loc"), AROUND, engine.around_get_last_loc),
     Touchpoint(at(ALLOCATOR + "alloc_extend"), AROUND, engine.around_alloc_extend),
     Touchpoint(at(ALLOCATOR + "alloc_decode"), AROUND, engine.around_alloc_decode),

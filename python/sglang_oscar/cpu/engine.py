@@ -87,3 +87,21 @@ def around_alloc_decode(
     slots[opens_page] = self.free_pages[:count] * self.page_size
     self.free_pages = self.free_pages[count:]
     return slots
+
+
+def around_create_decode_backend(original: Callable[[Any], Any], self: Any) -> Any:
+    """What a draft model's steps attend with: of SGLang's backends for them none is for any CPU."""
+    if not _drafts_on_cpu(self):
+        return original(self)
+    from sglang_oscar.cpu.draft_attention import DraftSteps
+
+    return DraftSteps(self.draft_model_runner, self.speculative_num_steps) if self.speculative_num_steps > 1 else None
+
+
+def around_create_extend_backend(original: Callable[[Any], Any], self: Any) -> Any:
+    """None, on a CPU: the draft model extends with the backend that it has."""
+    return None if _drafts_on_cpu(self) else original(self)
+
+
+def _drafts_on_cpu(factory: Any) -> bool:
+    return active() is not None and torch.device(factory.draft_model_runner.device).type == "cpu"

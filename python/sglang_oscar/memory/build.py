@@ -10,7 +10,7 @@ from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat, code_widths, fingerprint, mean_bits
 from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
@@ -83,6 +83,31 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     for line in plan.lines(sizes.max_total_num_tokens):
         logger.info("int2 memory: %s", line)
     return pool
+
+
+def check_draft_pool(pool: Any, req_to_token_pool: Any) -> None:
+    """Compare a draft model's pool with what was planned for it.
+
+    Args:
+        pool: SGLang's KV pool of the draft model.
+        req_to_token_pool: SGLang's request pool, which draft model and model share.
+
+    Raises:
+        Int2Error: it takes more.
+    """
+    cache = cache_of(req_to_token_pool)
+    assert cache is not None, "the model's pool is built before its draft model's"
+    slots = pool.k_buffer[0].shape[0]
+    cell_bytes = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer)) // slots
+    logger.info(
+        "int2 draft model: %s, %d tokens x %d bytes, %d layers in %s",
+        type(pool).__name__, slots, cell_bytes, len(pool.k_buffer), pool.k_buffer[0].dtype,
+    )  # fmt: skip
+    if cell_bytes > cache.plan.draft_bytes:
+        raise Int2Error(
+            f"the draft model's cache takes {cell_bytes} bytes a token, {cache.plan.draft_bytes} were planned; drop "
+            "--speculative-algorithm"
+        )
 
 
 def cached_layers(

@@ -88,12 +88,21 @@ class Geometry:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How many requests may run, what their side buffers take, and what extend takes (None: nothing)."""
+    """How many requests may run, what their side buffers take, and what extend takes (None: nothing).
+
+    ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none.
+    """
 
     geometry: Geometry
     max_running: int
     budget_bytes: int
     extend: Workspace | None = None
+    draft_bytes: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the history pool and in the cache of a draft model."""
+        return self.geometry.cell_bytes + self.draft_bytes
 
     @property
     def ring_rows(self) -> int:
@@ -135,12 +144,26 @@ class MemoryPlan:
             f"{self.ring_rows} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
             f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests",
             f"effective bits per element with windows: {bits}",
+            *([] if self.draft_bytes == 0 else [self._draft_line(tokens)]),
             *([] if self.extend is None else [self.extend.line()]),
         ]
 
+    def _draft_line(self, tokens: int) -> str:
+        share = self.draft_bytes / self.token_bytes
+        return (
+            f"draft model's cache: {tokens} tokens x {self.draft_bytes} bytes = "
+            f"{tokens * self.draft_bytes / GIB:.3f} GiB, not quantized; without it the same memory would hold "
+            f"{share / (1 - share):.0%} more tokens"
+        )
+
 
 def make_plan(
-    geometry: Geometry, budget_bytes: int, max_running: int | None, page_size: int, extend: Workspace | None = None
+    geometry: Geometry,
+    budget_bytes: int,
+    max_running: int | None,
+    page_size: int,
+    extend: Workspace | None = None,
+    draft_bytes: int = 0,
 ) -> MemoryPlan:
     """Split a budget.
 
@@ -150,6 +173,7 @@ def make_plan(
         max_running: --max-running-requests, or None to derive it.
         page_size: tokens per page.
         extend: what extend takes of the budget.
+        draft_bytes: of a token in the cache of a draft model.
 
     Raises:
         Int2Error: the side buffers leave no room for history.
@@ -160,9 +184,9 @@ def make_plan(
         room = SIDE_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
-    plan = MemoryPlan(geometry, max_running, budget_bytes, extend)
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes)
     # The pool needs the padding page and at least one page for a request.
-    needed = plan.fixed_bytes + 2 * page_size * geometry.cell_bytes
+    needed = plan.fixed_bytes + 2 * page_size * plan.token_bytes
     if needed > budget_bytes:
         raise Int2Error(
             f"the KV budget of {budget_bytes / GIB:.3f} GiB is too small for int2 mode: BF16 windows of {max_running} "

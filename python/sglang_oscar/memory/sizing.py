@@ -15,6 +15,7 @@ from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DTYPE, is_int2
 from sglang_oscar.settings import of_this_process
+from sglang_oscar.speculation import draft_model
 from sglang_oscar.speculation.arguments import new_tokens, with_room
 from sglang_oscar.weights.rotations import model_formats
 
@@ -59,9 +60,14 @@ def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -
 
 
 def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Resolve ``int2`` to byte rows; first int2 step in a worker, so it also checks that all hooks are attached."""
+    """Resolve ``int2`` to byte rows; first int2 step in a worker, so it also checks that all hooks are attached.
+
+    A draft model's cache is not quantized: it has the type of the draft model.
+    """
     if kwargs["server_args_kv_cache_dtype"] != DTYPE:
         return original(**kwargs)
+    if kwargs["is_draft_worker"]:
+        return "auto", kwargs["model_dtype"]
     from sglang.srt.runtime_context import get_server_args
 
     from sglang_oscar.attention import backend
@@ -84,6 +90,15 @@ def around_compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, 
         fatal(error)
 
 
+def after_pool_configurator(result: None, self: Any, kvc: Any) -> None:
+    """Bytes of one token over all pools that it has a slot in.
+
+    SGLang takes a draft layer to cost what a layer of the model does.
+    """
+    if is_int2(kvc.server_args) and not kvc.is_draft_worker:
+        self._cell_size = geometry_of(kvc).cell_bytes + draft_model.cell_bytes_of(kvc.server_args)
+
+
 def after_profile_available_bytes(available: int, self: Any, pre_model_load_memory: int) -> int | None:
     """Take the side buffers off the budget before the history pool is sized from it."""
     if not is_int2(self.server_args):
@@ -94,7 +109,8 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
     try:
         geometry = geometry_of(self)
         extend = extend_workspace(self, geometry, available)
-        plan = make_plan(geometry, available, schedule.max_running_requests, self.page_size, extend)
+        draft = draft_model.cell_bytes_of(self.server_args)
+        plan = make_plan(geometry, available, schedule.max_running_requests, self.page_size, extend, draft)
     except Int2Error as error:
         fatal(error)
     _plans[self.model] = plan
@@ -114,10 +130,18 @@ def after_post_capture_kv_sizing_planned(planned: bool, server_args: Any, /) -> 
 
 
 def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """Build the INT2 pool with its side buffers, and its cache object."""
+    """Build the INT2 pool with its side buffers, and its cache object; of a draft model, SGLang's own pool."""
     if not is_int2(self.server_args):
         return original(self, **kwargs)
-    from sglang_oscar.memory.build import build_pool
+    from sglang_oscar.memory.build import build_pool, check_draft_pool
+
+    if self.is_draft_worker:
+        pool = original(self, **kwargs)
+        try:
+            check_draft_pool(pool, kwargs["req_to_token_pool"])
+        except Int2Error as error:
+            fatal(error)
+        return pool
 
     try:
         return build_pool(self, _plans[self.model], kwargs["sizes"], kwargs["req_to_token_pool"])

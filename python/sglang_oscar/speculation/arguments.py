@@ -5,14 +5,24 @@ SGLang names an algorithm by a string. Those that a plugin registers count as wh
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from oscar_kernels.cache import Windows
 from oscar_kernels.visible import MOST_TOKENS
-from sglang_oscar.attach.releases import argument
+from sglang_oscar.attach import releases
 from sglang_oscar.names import BACKEND
 
+DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Algorithms whose drafts come from a small model with a cache of its own; NEXTN is EAGLE with a layer that the model
+brings along."""
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+"""Drafts of a step unless the operator says how many: SGLang's own defaults are trees for some models."""
+DRAFT_BACKENDS = {"cpu": ("torch_native",), "cuda": ("flashinfer", "fa3", "triton")}
+"""Attention backends of a draft model by device, the default first where it is installed."""
 RING_STEP = 8
 """Ring sizes that recent window and new tokens are rounded up to, tokens."""
 
@@ -34,6 +44,48 @@ def drafts_without_model(args: Any) -> bool:
         return bool(SpeculativeAlgorithm.from_string(name).is_ngram())
     except ValueError:  # an alias, or a name that SGLang does not know
         return False
+
+
+def drafts_with_model(args: Any) -> bool:
+    """Whether drafts come from a model that has a cache of its own."""
+    return algorithm(args) in DRAFT_MODELS
+
+
+def configure(args: Any) -> None:
+    """Set what a draft model is run with where the operator leaves it open: chains, and an attention backend.
+
+    Args:
+        args: server arguments as the operator gave them; they are written.
+    """
+    if not drafts_with_model(args):
+        return
+    if all(getattr(args, name) is None for name in CHAIN):
+        for name, value in CHAIN.items():
+            setattr(args, name, value)
+    if args.speculative_eagle_topk is None:
+        args.speculative_eagle_topk = CHAIN["speculative_eagle_topk"]
+    if args.speculative_draft_attention_backend is None:
+        args.speculative_draft_attention_backend = _draft_backend(args.device)
+
+
+def _draft_backend(device: str | None) -> str:
+    """The attention backend of a draft model; SGLang picks the device where the operator does not."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    first, *others = DRAFT_BACKENDS.get(device, DRAFT_BACKENDS["cuda"])
+    return others[-1] if others and importlib.util.find_spec(first) is None else first
+
+
+def unknown_draft_backend(args: Any) -> bool:
+    """Whether a draft model is to run with an attention backend that is not known to work beside this cache."""
+    backends = DRAFT_BACKENDS.get(args.device or "", sum(DRAFT_BACKENDS.values(), ()))
+    return drafts_with_model(args) and args.speculative_draft_attention_backend not in (None, *backends)
+
+
+def stores_drafts_otherwise(args: Any) -> bool:
+    """Whether the cache of a draft model is to have another type than the draft model."""
+    given = releases.argument(args, "speculative_draft_kv_cache_dtype", None)
+    return drafts_with_model(args) and given not in (None, "auto")
 
 
 def new_tokens(args: Any) -> int:
@@ -60,7 +112,7 @@ def plan_stream(args: Any) -> bool:
 
 def adapts(args: Any) -> bool:
     """Whether the number of tokens changes while the server runs."""
-    return algorithm(args) is not None and bool(argument(args, "speculative_adaptive", False))
+    return algorithm(args) is not None and bool(releases.argument(args, "speculative_adaptive", False))
 
 
 def with_room(windows: Windows, tokens: int) -> Windows:
@@ -86,11 +138,11 @@ def around_handle_ngram(original: Callable[[Any], None], server_args: Any) -> No
 
     if not is_int2(server_args) or server_args.attention_backend != BACKEND:
         return original(server_args)
-    server_args.attention_backend = "flashinfer"
+    releases.write(server_args, "attention_backend", "flashinfer")
     try:
         original(server_args)
     finally:
-        server_args.attention_backend = BACKEND
+        releases.write(server_args, "attention_backend", BACKEND)
 
 
 def _named(*names: str) -> Callable[[Any], bool]:
@@ -98,10 +150,6 @@ def _named(*names: str) -> Callable[[Any], bool]:
 
 
 REFUSED: list[tuple[Callable[[Any], bool], str]] = [
-    (
-        _named("EAGLE", "EAGLE3", "NEXTN"),
-        "a draft model with a cache beside its own; drop --speculative-algorithm, or set it to NGRAM",
-    ),
     (
         _named("STANDALONE"),
         "a whole model's drafts, whose 16-bit cache would take what 2 bits save; drop --speculative-algorithm, or set "
@@ -112,7 +160,7 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         "drafts that read the cache of the model; drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
-        lambda args: algorithm(args) is not None and not drafts_without_model(args),
+        lambda args: algorithm(args) is not None and not (drafts_with_model(args) or drafts_without_model(args)),
         "this way of drafting; drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
@@ -123,6 +171,23 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     (
         too_many_tokens,
         f"more than {MOST_TOKENS} tokens in a step of verification; set --speculative-num-draft-tokens {MOST_TOKENS}",
+    ),
+    (
+        lambda args: drafts_with_model(args) and (args.speculative_eagle_topk or 1) > 1,
+        "a draft model's drafts that branch; set --speculative-eagle-topk 1",
+    ),
+    (
+        lambda args: drafts_with_model(args) and args.enable_multi_layer_eagle,
+        "several draft layers with a cache each; drop --enable-multi-layer-eagle",
+    ),
+    (
+        stores_drafts_otherwise,
+        "a draft model's cache in another type than its own; drop --speculative-draft-kv-cache-dtype",
+    ),
+    (
+        unknown_draft_backend,
+        "this attention backend for a draft model; set --speculative-draft-attention-backend "
+        + " or ".join(f"{'/'.join(backends)} ({device})" for device, backends in DRAFT_BACKENDS.items()),
     ),
     (adapts, "a changing number of draft tokens; drop --speculative-adaptive"),
     (plan_stream, "steps that are prepared on a stream of their own; unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),

@@ -13,9 +13,10 @@ def visible_words(spec_info: Any, seq_lens: torch.Tensor, tokens: int) -> torch.
     """Which new tokens each new token of a step sees.
 
     Args:
-        spec_info: SGLang's verify input; without a mask, drafts are a chain. Its mask is flat and has, request after
-            request, a row for every new token. On a CPU an entry of it is for a new token of the request; on a GPU
-            entries for all earlier tokens come before. Sizes do not tell the two apart where a CUDA graph is padded.
+        spec_info: SGLang's verify input; without a mask, or with one branch (``topk``), drafts are a chain. Its mask is
+            flat and has, request after request, a row for every new token. On a CPU an entry of it is for a new token
+            of the request; on a GPU entries for all earlier tokens come before. Sizes do not tell the two apart where
+            a CUDA graph is padded.
         seq_lens: [batch], tokens of each request before the new ones.
         tokens: new tokens of a request.
 
@@ -23,7 +24,7 @@ def visible_words(spec_info: Any, seq_lens: torch.Tensor, tokens: int) -> torch.
         int64 [batch, tokens], see :mod:`oscar_kernels.visible`.
     """
     batch, mask = len(seq_lens), getattr(spec_info, "custom_mask", None)
-    if mask is None:
+    if mask is None or getattr(spec_info, "topk", None) == 1:
         return causal_words(tokens, seq_lens.device).expand(batch, tokens)
     if mask.device.type == "cpu":
         return words_of(mask.view(batch, tokens, tokens).bool())

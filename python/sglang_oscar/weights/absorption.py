@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -44,6 +46,25 @@ ARCHITECTURES = frozenset(
 """Models in which nothing but the identity lies between attention output and o_proj."""
 
 
+_as_they_are: ContextVar[bool] = ContextVar("oscar_weights_as_they_are", default=False)
+
+
+@contextmanager
+def as_they_are() -> Iterator[None]:
+    """While inside, loaded weights absorb nothing: those of a draft model, whose cache is not rotated."""
+    token = _as_they_are.set(True)
+    try:
+        yield
+    finally:
+        _as_they_are.reset(token)
+
+
+def around_load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell the weights of a draft model from those of the model."""
+    with as_they_are() if self.is_draft_worker else nullcontext():
+        return original(self, *args, **kwargs)
+
+
 def around_load_weights_and_postprocess(
     original: Callable[..., None], model: nn.Module, weights: Any, target_device: Any
 ) -> None:
@@ -51,7 +72,7 @@ def around_load_weights_and_postprocess(
     from sglang.srt.runtime_context import get_server_args
 
     server_args = get_server_args()
-    if server_args.kv_cache_dtype != names.DTYPE:
+    if server_args.kv_cache_dtype != names.DTYPE or _as_they_are.get():
         return original(model, weights, target_device)
     load_weights: Any = model.load_weights
 

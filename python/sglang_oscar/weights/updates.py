@@ -39,6 +39,15 @@ around_send_weights = _answering(NOT_EXPORTED)
 """Weights that are sent may have absorbed the rotation, which their receiver would not know."""
 
 
+def around_update_from_tensor(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """Refuse before a draft model gets what the model must not: some releases hand weights to both behind our hooks."""
+    if active() is None:
+        return original(self, recv_req)
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    return UpdateWeightsFromTensorReqOutput(success=False, message=FROM_DISK_ONLY)
+
+
 def around_begin_update(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """Refuse a session of partial updates, before any rank changes its weights or waits for another."""
     if active() is None:
@@ -53,6 +62,9 @@ def around_update_from_disk(
 ) -> Any:
     """Refuse what would be read without absorbing, or absorbed where values are rotated at every step."""
     runner = self.get_model_runner()
+    if runner.is_draft_worker:
+        with absorption.as_they_are():
+            return original(self, model_path, load_format, *args, **kwargs)
     cache = cache_of(runner.token_to_kv_pool)
     if cache is not None and (reason := reload_obstacle(cache, runner, load_format)) is not None:
         return False, reason

@@ -7,8 +7,13 @@ SGLang needs these names. What speculative decoding calls is there, in torch; se
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
+from sgl_kernel.drafting import (
+    assign_draft_cache_locs_contiguous_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_bonus_tokens_cpu,
+)
 from sgl_kernel.verification import (
     assign_extend_cache_locs_cpu,
     assign_req_to_token_pool_cpu,
@@ -17,22 +22,17 @@ from sgl_kernel.verification import (
 )
 
 __all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
     "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
     "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 ]
 
 __version__ = "0.4.5"
 
-
-def _unavailable(*args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError("this operator of sgl_kernel does not exist in the CPU stand-in")
-
-
-assign_draft_cache_locs_contiguous_cpu = _unavailable
-build_tree_kernel_efficient_cpu = _unavailable
-copy_all_layer_kv_cache_cpu = _unavailable
-fill_bonus_tokens_cpu = _unavailable
 
 scalar_type = SimpleNamespace(ScalarType=object, scalar_types=SimpleNamespace())
