@@ -104,9 +104,9 @@ OF_EVERY_WIDTH = [
 OF_16_BITS = [
     Shape(k_bits=16),
     Shape(gqa=2, kv_heads=3, head_dim=128, group=128, v_bits=16, page_size=64),
-    Shape(gqa=5, kv_heads=3, head_dim=128, group=32, k_bits=16, v_bits=4, dtype=torch.float16, page_size=8),
+    Shape(gqa=5, group=32, k_bits=16, v_bits=4, dtype=torch.float16, page_size=8),
     Shape(gqa=1, kv_heads=1, head_dim=256, k_bits=3, v_bits=16, scale_dtype=torch.float32),
-    Shape(gqa=4, kv_heads=2, head_dim=256, k_bits=16, v_bits=16, windows=Windows(0, 0, 0)),
+    Shape(gqa=2, k_bits=16, v_bits=16, windows=Windows(0, 0, 0)),
 ]
 """Keys, values or both left exact, beside codes of every width, every head_dim, pages smaller than a tile."""
 

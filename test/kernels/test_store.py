@@ -474,9 +474,13 @@ def test_rejects_what_it_cannot_store(device: torch.device) -> None:
     with pytest.raises(ValueError, match="the format has key rows of"):
         reference.store(cache, slots, k, k, other.format())
     wide = LayerFormat(2, 64, shape.format().key, replace(shape, scale_dtype=torch.float32).format().value)
-    cache = replace(cache, v_layout=wide.value_layout)
     with pytest.raises(ValueError, match="scales of one dtype"):
-        store(cache, slots, k, k, prepare(wide, torch.bfloat16))
+        store(replace(cache, v_layout=wide.value_layout), slots, k, k, prepare(wide, torch.bfloat16))
+    exact = [replace(shape, k_bits=16, v_bits=16, dtype=dtype).format() for dtype in (torch.bfloat16, torch.float16)]
+    mixed = LayerFormat(2, 64, exact[0].key, exact[1].value)
+    cache = replace(cache, k_layout=mixed.key_layout, v_layout=mixed.value_layout)
+    with pytest.raises(ValueError, match="16 bits of one dtype"):
+        store(cache, slots, k, k, prepare(mixed, torch.bfloat16))
 
 
 def test_no_tokens(device: torch.device) -> None:
