@@ -6,7 +6,7 @@
 # takes. An environment is made anew when dependencies, pins, its place, its release or a chosen interpreter change.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-default_sglang=0.5.17
+default_sglang=0.5.23
 sglang=${SGLANG:-$default_sglang}
 venv=${OSCAR_VENV:-$root/.venv}
 if [ -z "${OSCAR_VENV:-}" ] && [ "$sglang" != "$default_sglang" ]; then venv=$root/.venv-$sglang; fi
@@ -50,7 +50,7 @@ make_environment() {
   if ! current packages "$packages"; then
     python=$(find_python)
     version=$(version_of "$python")
-    echo "making $venv with Python $version, SGLang $sglang and the pinned packages (about 9 GB, some minutes)"
+    echo "making $venv with Python $version, SGLang $sglang and the pinned packages (9 to 11 GB, some minutes)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --progress-bar off "pip==25.3"

@@ -1,6 +1,8 @@
-"""Verification of drafts: several new tokens per request in one call, Qwen3-8B heads (32 query heads, 8 kv heads, 128).
+"""Verification of drafts: several new tokens per request in one call, head_dim 128.
 
-    python benchmark/kernels/bench_verify.py --kernels cuda,triton
+    python benchmark/kernels/bench_verify.py --kernels cuda,triton --heads 32x8,96x8,48x8
+
+Heads are query heads x kv heads: those of Qwen3-8B, GLM-4.7 and MiniMax-M2.
 
 Times of one layer beside those of decoding one token, and of the same tokens as requests of their own.
 """
@@ -10,8 +12,8 @@ from __future__ import annotations
 import argparse
 
 import torch
-from bench_decode import HEAD_DIM, KERNELS, KV_HEADS, PAGE, Q_HEADS, SM_SCALE, in_new_process, layers_of, read_bytes
-from harness import layouts_of, random_cache, read_bandwidth, report, shuffled_tables, time_us
+from bench_decode import HEAD_DIM, KERNELS, PAGE, SM_SCALE, in_new_process, layers_of
+from harness import Layouts, layouts_of, random_cache, read_bandwidth, report, shuffled_tables, time_us
 
 from oscar_kernels.cache import BatchTables, Windows
 from oscar_kernels.visible import causal_words
@@ -27,15 +29,20 @@ def repeated(tables: BatchTables, tokens: int) -> BatchTables:
     return BatchTables(tables.page_size, *(getattr(tables, name).repeat_interleave(tokens, 0) for name in names))
 
 
-def measure(kernel: str, batch: int, length: int) -> dict[str, float]:
+def row_bytes(layouts: Layouts) -> int:
+    """Bytes that a token takes in a layer."""
+    return sum(layout.row_bytes for layout in layouts)
+
+
+def measure(kernel: str, q_heads: int, kv_heads: int, batch: int, length: int) -> dict[str, float]:
     """Microseconds of one layer: ``one`` token, ``verify_n`` for n tokens, ``apart_n`` for n tokens as requests."""
-    module, layouts = KERNELS[kernel], layouts_of("k2v2", KV_HEADS, HEAD_DIM)
-    layers = layers_of(read_bytes(batch, length, layouts))
+    module, layouts = KERNELS[kernel], layouts_of("k2v2", kv_heads, HEAD_DIM)
+    layers = layers_of(batch * length * row_bytes(layouts))
     tables, slots = shuffled_tables([length] * batch, PAGE)
     caches = [random_cache(slots, batch, layouts, WINDOWS, seed) for seed in range(layers)]
 
     def queries(tokens: int) -> torch.Tensor:
-        return torch.randn(batch * tokens, Q_HEADS, HEAD_DIM, device="cuda").bfloat16()
+        return torch.randn(batch * tokens, q_heads, HEAD_DIM, device="cuda").bfloat16()
 
     def one_by_one(tokens: int) -> float:
         q, several = queries(tokens), repeated(tables, tokens)
@@ -49,8 +56,8 @@ def measure(kernel: str, batch: int, length: int) -> dict[str, float]:
 
     def workspace(requests: int, drafts: int) -> torch.Tensor:
         if kernel == "cuda":
-            return module.make_workspace(caches[0], Q_HEADS, requests, drafts)
-        return torch.empty(module.workspace_numel(caches[0], Q_HEADS, requests, drafts=drafts), device="cuda")
+            return module.make_workspace(caches[0], q_heads, requests, drafts)
+        return torch.empty(module.workspace_numel(caches[0], q_heads, requests, drafts=drafts), device="cuda")
 
     times = {"one": one_by_one(1)}
     times |= {f"verify_{tokens}": together(tokens) for tokens in TOKENS}
@@ -61,13 +68,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--kernels", default="cuda,triton", help="separated by commas")
+    parser.add_argument("--heads", default="32x8", help="query heads x kv heads, separated by commas")
     args = parser.parse_args()
     limit = in_new_process(read_bandwidth)
     rows: list[dict[str, object]] = []
     for kernel in args.kernels.split(","):
-        for batch, length in SHAPES:
-            times = in_new_process(measure, kernel, batch, length)
-            rows.append({"kernel": kernel, "batch": batch, "length": length, **times})
+        for heads in args.heads.split(","):
+            q_heads, kv_heads = (int(part) for part in heads.split("x"))
+            for batch, length in SHAPES:
+                times = in_new_process(measure, kernel, q_heads, kv_heads, batch, length)
+                rows.append({"kernel": kernel, "heads": heads, "batch": batch, "length": length, **times})
     report("verify", rows, limit, args.json)
 
 

@@ -70,7 +70,7 @@ Layouts = tuple[RowLayout, RowLayout]
 
 
 def layouts_of(widths: str, kv_heads: int, head_dim: int, group_size: int = 128) -> Layouts:
-    """Rows of given widths in bits, such as k3v2."""
+    """Rows of given widths in bits, such as k3v2 or k16v2."""
     goal = BitGoal.parse(widths)
     assert goal.key is not None
     assert goal.value is not None
@@ -88,12 +88,15 @@ def layer_format(layouts: Layouts, key: SideTransform, value: SideTransform) -> 
 def random_cache(
     slots: int, requests: int, layouts: Layouts, windows: Windows, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> LayerCache:
-    """Random codes, scales around 0.5 and zero points around 1.5."""
+    """Random codes, scales around 0.5 and zero points around 1.5; normal numbers in rows of 16 bits."""
     heads = (layouts[0].kv_heads, layouts[0].head_dim)
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def rows(layout: RowLayout) -> torch.Tensor:
         data = torch.empty(slots, layout.row_bytes, dtype=torch.uint8, device="cuda")
+        if layout.exact:
+            data.view(layout.exact_dtype).normal_(generator=generator)
+            return data
         data.random_(generator=generator)
         params = torch.rand(
             slots, layout.kv_heads * layout.groups, 2, device="cuda", generator=generator, dtype=torch.bfloat16

@@ -74,17 +74,27 @@ class LayerCache:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """dtype of scales and zero points, for kernels that read both sides alike.
+        """dtype of scales and zero points, for kernels that read both sides alike; bfloat16 where no side has any.
 
         Raises:
             ValueError: keys and values have different ones.
         """
-        if self.k_layout.scale_dtype != self.v_layout.scale_dtype:
-            raise ValueError(
-                f"this kernel reads scales of one dtype, got {self.k_layout.scale_dtype} of keys and "
-                f"{self.v_layout.scale_dtype} of values"
-            )
-        return self.k_layout.scale_dtype
+        coded = [layout.scale_dtype for layout in (self.k_layout, self.v_layout) if not layout.exact]
+        if len(set(coded)) > 1:
+            raise ValueError(f"this kernel reads scales of one dtype, got {coded[0]} of keys and {coded[1]} of values")
+        return coded[0] if coded else torch.bfloat16
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """dtype of rows of 16 bits, for kernels that read both sides alike; bfloat16 where no side is left exact.
+
+        Raises:
+            ValueError: keys and values have different ones.
+        """
+        exact = [layout.exact_dtype for layout in (self.k_layout, self.v_layout) if layout.exact]
+        if len(set(exact)) > 1:
+            raise ValueError(f"this kernel reads 16 bits of one dtype, got {exact[0]} of keys and {exact[1]} of values")
+        return exact[0] if exact else torch.bfloat16
 
 
 def check_layouts(cache: LayerCache, key: RowLayout, value: RowLayout) -> None:

@@ -1,4 +1,4 @@
-"""The codec of 2, 3 and 4 bits in plain torch: the specification that every kernel is tested against.
+"""The codec of rows in plain torch, of 2, 3, 4 bits or left exact: the specification that kernels are tested against.
 
 One head of one token, y of ``head_dim`` channels, already rotated (paper, section 3 and appendix A.5):
 
@@ -14,6 +14,8 @@ One head of one token, y of ``head_dim`` channels, already rotated (paper, secti
 All arithmetic is float32 whatever the input dtype. A vector with a NaN is stored as NaN scales and zero points with
 codes of 0: all of it, and nothing of other vectors, is read back as NaN, so attention loses a NaN no more than in a
 16-bit cache.
+
+With 16 bits nothing of this happens: y is rounded to the row's dtype, to nearest even, as a 16-bit cache stores it.
 """
 
 from __future__ import annotations
@@ -180,17 +182,19 @@ def _halves(like: torch.Tensor) -> torch.Tensor:
 
 
 def encode_rows(y: torch.Tensor, layout: RowLayout, clip_ratio: float, gain: float = 0.0) -> torch.Tensor:
-    """Clip, quantize and pack tokens into history rows.
+    """Clip, quantize and pack tokens into history rows; round them to 16 bits where the rows are exact.
 
     Args:
         y: [tokens, kv_heads, head_dim], rotated.
         layout: row geometry.
-        clip_ratio: see :func:`clip`.
+        clip_ratio: see :func:`clip`. This and the gain are of codes only.
         gain: of :func:`fitted_parameters`; 0 keeps the scales and zero points of the range.
 
     Returns:
         uint8 [tokens, row_bytes].
     """
+    if layout.exact:
+        return y.to(layout.exact_dtype).flatten(1).contiguous().view(torch.uint8)
     codes, scale, zero = quantize(clip(y, clip_ratio), layout.group_size, layout.scale_dtype, layout.levels)
     if gain:
         scale, zero = fitted_parameters(y, codes, scale, gain)
@@ -208,6 +212,8 @@ def decode_rows(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
         float32 [tokens, kv_heads, head_dim].
     """
     tokens = rows.shape[0]
+    if layout.exact:
+        return rows.contiguous().view(layout.exact_dtype).view(tokens, layout.kv_heads, layout.head_dim).float()
     packed = rows[:, : layout.params_offset].reshape(tokens, layout.kv_heads, layout.code_bytes)
     params = rows[:, layout.params_offset :].contiguous().view(layout.scale_dtype)
     params = params.view(tokens, layout.kv_heads, layout.groups, 2)

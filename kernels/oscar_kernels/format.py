@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from oscar_kernels.layout import FORMAT_VERSION, RowLayout
+from oscar_kernels.layout import EXACT, FORMAT_VERSION, RowLayout
 from oscar_kernels.transform import SideTransform
 
 
@@ -25,14 +25,17 @@ class SideFormat:
     Args:
         group_size: channels that share a scale and a zero point.
         scale_dtype: dtype of scale and zero point.
-        bits: bits of a code.
-        transform: what happens to vectors before they are quantized.
+        bits: bits of a code, or 16 where the side is left exact. Then group size, scale dtype, clip ratio and gain mean
+            nothing.
+        transform: what happens to vectors before they are quantized, or stored in 16 bits.
+        exact_dtype: dtype of a side that is left exact.
     """
 
     group_size: int
     scale_dtype: torch.dtype = torch.bfloat16
     bits: int = 2
     transform: SideTransform = field(default_factory=SideTransform)
+    exact_dtype: torch.dtype = torch.bfloat16
 
     def layout(self, kv_heads: int, head_dim: int) -> RowLayout:
         """Geometry of this side's rows.
@@ -40,7 +43,7 @@ class SideFormat:
         Raises:
             ValueError: such rows cannot be stored.
         """
-        return RowLayout(kv_heads, head_dim, self.group_size, self.scale_dtype, self.bits)
+        return RowLayout(kv_heads, head_dim, self.group_size, self.scale_dtype, self.bits, self.exact_dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +126,7 @@ def mean_bits(formats: Iterable[LayerFormat]) -> float:
 
 
 def code_widths(formats: Iterable[LayerFormat]) -> str:
-    """Bits of codes over all layers, in words.
+    """Bits of codes over all layers, in words; 16 is a side that is left exact.
 
     >>> side = SideFormat(64)
     >>> code_widths([LayerFormat(1, 64, SideFormat(64, bits=3), side), LayerFormat(1, 64, side, side)])
@@ -141,9 +144,10 @@ def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
 
     Equal fingerprints: rows of either cache can be read by the other. It covers the version of the row format
     (:data:`oscar_kernels.layout.FORMAT_VERSION`) and per global layer id and side the heads, bits, group size, scale
-    dtype, clip ratio, gain and the float32 bytes of matrix, dual and center. It depends neither on the device nor, if
-    given the formats of the whole model, on tensor parallelism or on whether weights have absorbed the value matrix:
-    that moves a product, not a stored byte. The identity and a matrix of ones and zeros count as different.
+    dtype, clip ratio, gain (of a side that is left exact its dtype in place of these four) and the float32 bytes of
+    matrix, dual and center. It depends neither on the device nor, if given the formats of the whole model, on tensor
+    parallelism or on whether weights have absorbed the value matrix: that moves a product, not a stored byte. The
+    identity and a matrix of ones and zeros count as different.
 
     Args:
         formats: of all layers of the model, by global layer id.
@@ -153,10 +157,13 @@ def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
         digest.update(f"layer {layer_id} heads {layer.kv_heads} x {layer.head_dim}\n".encode())
         for name, side in layer.sides:
             transform = side.transform
-            digest.update(
-                f"{name} bits {side.bits} group {side.group_size} scale {side.scale_dtype} "
-                f"clip {float(transform.clip).hex()} gain {float(transform.gain).hex()}\n".encode()
-            )
+            if side.bits == EXACT:
+                digest.update(f"{name} bits {side.bits} dtype {side.exact_dtype}\n".encode())
+            else:
+                digest.update(
+                    f"{name} bits {side.bits} group {side.group_size} scale {side.scale_dtype} "
+                    f"clip {float(transform.clip).hex()} gain {float(transform.gain).hex()}\n".encode()
+                )
             for part in ("matrix", "dual", "center"):
                 x: torch.Tensor | None = getattr(transform, part)
                 digest.update(f"{part} {None if x is None else list(x.shape)}\n".encode())

@@ -15,6 +15,8 @@ planes of channels that a kernel unpacks with a shift and a mask and never has t
   ``j * head_dim/4 + b`` is in byte ``4 (b // 8) + b % 4`` at bit ``HIGH_BITS[j] + b // 4 % 2``. So eight neighbouring
   bytes of low bits have one 32-bit word of high bits, and, moved down by ``b // 4 % 2``, the bits of plane 0, 1 and 2
   lie where they continue the low bits in their byte.
+* 16 bits: no codes. A row is the channels themselves, head after head, as bfloat16 or float16 numbers, low byte first,
+  and has neither scales nor zero points: the side is *left exact*.
 
 Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``.
 """
@@ -31,9 +33,15 @@ FORMAT_VERSION = 2
 
 BITS = (2, 3, 4)
 """Bits that a code may have."""
+EXACT = 16
+"""Bits of a side that is left exact: numbers instead of codes."""
+WIDTHS = (*BITS, EXACT)
+"""Bits that a channel of a row may have, scales and zero points aside."""
 HIGH_BITS = (2, 4, 6, 0)
 """Where the high bits of three-bit codes lie in their byte, by plane of the low ones."""
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+EXACT_DTYPES = (torch.bfloat16, torch.float16)
+"""Of the numbers of a side that is left exact."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,11 @@ class RowLayout:
     Args:
         kv_heads: kv heads stored in a row (of this tensor-parallel rank).
         head_dim: channels per head; a power of two from 64 to 256.
-        group_size: consecutive channels that share a scale and a zero point; a power of two from 32 to head_dim.
-        scale_dtype: dtype of scale and zero point: bfloat16, float16 or float32.
-        bits: bits of a code; 2, 3 or 4.
+        group_size: consecutive channels that share a scale and a zero point; a power of two from 32 to head_dim. Of no
+            meaning with 16 bits.
+        scale_dtype: dtype of scale and zero point: bfloat16, float16 or float32. Of no meaning with 16 bits.
+        bits: bits of a code, 2, 3 or 4; or 16 for numbers of ``exact_dtype``.
+        exact_dtype: bfloat16 or float16. Of no meaning with codes.
 
     Raises:
         ValueError: if a value is outside these bounds.
@@ -56,6 +66,7 @@ class RowLayout:
     group_size: int
     scale_dtype: torch.dtype = torch.bfloat16
     bits: int = 2
+    exact_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1:
@@ -69,22 +80,29 @@ class RowLayout:
             )
         if self.scale_dtype not in SCALE_DTYPES.values():
             raise ValueError(f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}, got {self.scale_dtype}")
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {self.bits}")
+        if self.bits not in WIDTHS:
+            raise ValueError(f"bits must be one of {', '.join(map(str, WIDTHS))}, got {self.bits}")
+        if self.exact_dtype not in EXACT_DTYPES:
+            raise ValueError(f"exact_dtype must be bfloat16 or float16, got {self.exact_dtype}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows hold numbers instead of codes."""
+        return self.bits == EXACT
 
     @property
     def levels(self) -> int:
-        """Values that a code can have."""
+        """Values that a code can have; of codes only."""
         return 1 << self.bits
 
     @property
     def groups(self) -> int:
-        """Groups per head."""
-        return self.head_dim // self.group_size
+        """Groups per head; none with 16 bits."""
+        return 0 if self.exact else self.head_dim // self.group_size
 
     @property
     def code_bytes(self) -> int:
-        """Code bytes per head."""
+        """Bytes of codes, or of numbers, per head."""
         return self.head_dim * self.bits // 8
 
     @property

@@ -185,7 +185,7 @@ def rotation_facts(settings: Any, formats: Any) -> str:
 
     named = {"keys": settings.k_rotation, "values": settings.v_rotation}
     facts = [", ".join(f"{side} {source}" for side, source in named.items()) + f", format {fingerprint(formats)[:12]}"]
-    facts.append(f"{mean_bits(formats.values()):.2f} bits per element, codes of {code_widths(formats.values())}")
+    facts.append(f"{mean_bits(formats.values()):.2f} bits per element, bits by layer: {code_widths(formats.values())}")
     files = {side: source for side, source in named.items() if source not in BUILT_IN}
     facts += [f"{side}: {remark}" for side, file in files.items() if (remark := describe(file)["sharing"])]
     if (warning := sharing_warning(settings, formats)) is not None:

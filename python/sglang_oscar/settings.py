@@ -19,7 +19,7 @@ from sglang_oscar.names import is_int2
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
 DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]
-Bits = Annotated[Literal[2, 3, 4], BeforeValidator(lambda text: int(text) if str(text).isdigit() else text)]
+Bits = Annotated[Literal[2, 3, 4, 16], BeforeValidator(lambda text: int(text) if str(text).isdigit() else text)]
 FloatName = Literal["bfloat16", "float16", "float32"]
 
 
@@ -27,9 +27,9 @@ class Settings(BaseModel):
     """Settings of int2 mode; field aliases are the environment variables.
 
     ``recipe`` stays None where the variable is unset: then the rotation files say it. So do ``k_bits`` and ``v_bits``,
-    bits of a code, which are for built-in recipes: those have 2 unless told otherwise. ``k_clip_ratio`` and
-    ``v_clip_ratio`` stay None too: then the ratios stored in the rotation file apply, and after them the defaults 0.96
-    and 0.92 (paper, section 5.1).
+    bits of a code or 16 for none, which are for built-in recipes: those have 2 unless told otherwise. ``k_clip_ratio``
+    and ``v_clip_ratio`` stay None too: then the ratios stored in the rotation file apply, and after them the defaults
+    0.96 and 0.92 (paper, section 5.1).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)

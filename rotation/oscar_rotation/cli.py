@@ -24,7 +24,14 @@ from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
-from oscar_rotation.recipe_options import BITS_HELP, bit_goal, given, refuse_foreign_options
+from oscar_rotation.recipe_options import (
+    BITS_HELP,
+    TEXT_HELP,
+    bit_goal,
+    given,
+    needs_mean,
+    refuse_foreign_options,
+)
 from oscar_rotation.recipes import DEFAULT, FITTED, PUBLISHED, FitRequest
 from oscar_rotation.report.inspect import describe, render
 from oscar_rotation.report.report import REPORT_NAME, read_report, render_report, write_report
@@ -82,7 +89,7 @@ def fit_command(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="JSON Lines with text or messages: the model itself says on it where a mean of --bits is needed.",
+            help=TEXT_HELP,
         ),
     ] = None,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
@@ -110,10 +117,10 @@ def fit_command(
     chosen = FITTED[recipe]
     refuse_foreign_options(context, chosen)
     goal = bit_goal(bits)
-    if chosen.name != PUBLISHED and given(context, "group_size") and (goal is None or goal.mean is None):
-        raise typer.BadParameter("has no meaning without a mean of --bits", param_hint="--group-size")
-    if text is not None and (goal is None or goal.mean is None):
-        raise typer.BadParameter("has no meaning without a mean of --bits", param_hint="--text")
+    if chosen.name != PUBLISHED and given(context, "group_size"):
+        needs_mean(goal, "--group-size")
+    if text is not None:
+        needs_mean(goal, "--text")
     targets = {"key_target": key_target, "value_target": value_target}
     try:
         options = FitOptions.of_method(

@@ -36,6 +36,19 @@ def bit_goal(text: str | None) -> BitGoal | None:
         raise typer.BadParameter(str(error), param_hint="--bits") from error
 
 
+TEXT_HELP = "JSON Lines with text or messages: the model itself says on it where a mean of --bits is needed."
+
+
+def needs_mean(goal: BitGoal | None, flag: str) -> None:
+    """Refuse an option that says how a mean of ``--bits`` is spent where none is asked for.
+
+    Raises:
+        typer.BadParameter: naming the option.
+    """
+    if goal is None or goal.mean is None:
+        raise typer.BadParameter("has no meaning without a mean of --bits", param_hint=flag)
+
+
 def given(context: typer.Context, name: str) -> bool:
     """Whether the user gave a parameter, on the command line or as a variable."""
     return getattr(context.get_parameter_source(name), "name", "") in ("COMMANDLINE", "ENVIRONMENT")

@@ -17,6 +17,7 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import known_models, model_settings
+from sglang_oscar.calibration import commands
 from sglang_oscar.calibration.data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
 from sglang_oscar.calibration.dump_driver import choose_prompts
 from sglang_oscar.calibration.errors import DataError
@@ -295,6 +296,9 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
         (["calibrate", "m", "--recipe", "x"], "not one of plus, focus, paper"),
         (["calibrate", "m", "--bits", "x"], "a mean such as 2.5, or widths"),
         (["calibrate", "qwen3-8B", "--bits", "k3v2"], "--bits: has no meaning for --recipe paper"),
+        (["calibrate", "m", "--bits", "k3v2", "--text", __file__], "--text: has no meaning without a mean of --bits"),
+        (["calibrate", "m", "--bits", "3.0", "--text", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
+        (["calibrate", "qwen3-8B", "--text", __file__], "--text: has no meaning for --recipe paper"),
         (
             ["calibrate", "m", "--method", "ktk_vtv"],
             "--method: has no meaning for --recipe plus; --recipe paper takes it",
@@ -308,6 +312,26 @@ def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert fault in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_calibrate_hands_text_to_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By option and by variable; without it there is none, and a file of something else is one line."""
+    fits: list[FitOptions] = []
+    monkeypatch.setattr(
+        commands, "run_fit", lambda folder, recipe, options, device: fits.append(options) or folder.path
+    )
+    text, broken = tmp_path / "text.jsonl", tmp_path / "broken.jsonl"
+    text.write_text('{"text": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n', encoding="utf-8")
+    broken.write_text('{"txt": "a"}\n', encoding="utf-8")
+    command = ["calibrate", "m", "--dump-dir", str(tmp_path / "qkv_dumps"), "--bits", "3.0"]
+    for more, env in (([], {}), (["--text", str(text)], {}), ([], {"BITS_TEXT": str(text)})):
+        result = CliRunner().invoke(app, [*command, *more], env=env)
+        assert result.exit_code == 0, result.output
+    assert [fit.text for fit in fits] == [None, *[("a", [{"role": "user", "content": "b"}])] * 2]
+    assert all(fit.bits is not None and fit.bits.mean == 3.0 for fit in fits)
+    result = CliRunner().invoke(app, [*command, "--text", str(broken)])
+    assert result.exit_code == 1
+    assert result.stderr == f"error: {broken}:1: a line needs 'text' or 'messages'\n"
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import model_settings
+from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.cli import app
+from sglang_oscar.evaluation.prove import calibration as calibrating
 from sglang_oscar.evaluation.prove import run, sizes
+from sglang_oscar.evaluation.prove.calibration import Calibration, Fit
 from sglang_oscar.evaluation.prove.options import CacheOptions
 from sglang_oscar.evaluation.prove.sizes import Size
 from sglang_oscar.evaluation.prove.store import Store
+from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
 from sglang_oscar.local_server import ServerFailedError
 from support.reference import MODEL, ROOT
 from support.stand_in_server import stand_in_server
@@ -154,8 +160,13 @@ def test_a_prefix_that_is_not_cached_is_no_measurement(tmp_path: Path, servers: 
         (["--recipe", "x"], "'x' is not one of plus, focus, paper"),
         (["--recipe", "plus", *ROTATIONS], "is for rotations that are fitted; some are given"),
         (["--bits", "3.0", *ROTATIONS], "is for rotations that are fitted; some are given"),
-        (["--bits", "k2v2", "--bits", "many"], "must be a mean such as 2.5, or widths of 2 or 3 or 4 such as k3v2"),
+        (
+            ["--bits", "k2v2", "--bits", "many"],
+            "must be a mean such as 2.5, or widths of 2 or 3 or 4 or 16 such as k3v2",
+        ),
         (["--bits", "3.0", "--recipe", "paper"], "has no meaning for --recipe paper"),
+        (["--bits", "k3v2", "--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
+        (["--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
         (["--size", "huge"], "'huge' is not one of full, reduced"),
         (["--lengths", "many"], "'many' is not numbers with commas"),
         (["--lengths", "512"], "512 is below 1024"),
@@ -177,6 +188,37 @@ def test_every_recipe_for_all_bits() -> None:
         f"recipe {recipe}{bits}" for recipe in ("plus", "focus") for bits in ("", ", --bits 3.0")
     ]
     assert [fit.title for fit in CacheOptions().fits()] == ["recipe plus"]
+    asked = CacheOptions(bits=["k16v2", "3.0"], bits_by_model=True).fits()
+    assert [(fit.title, fit.suffix) for fit in asked] == [
+        ("recipe plus, --bits k16v2", "-k16v2"),
+        ("recipe plus, --bits 3.0, by the model", "-3.0-by-model"),
+    ]
+
+
+def test_the_model_says_bits_on_the_calibration_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fit is given are the texts that are dumped, for fits that ask for it, each in a folder of its own."""
+    fits: dict[str, FitOptions] = {}
+
+    def fitted(folder: CalibrationFolder, recipe: str, options: FitOptions, out: Path) -> Path:
+        fits[out.name] = options
+        return out
+
+    monkeypatch.setattr(calibrating, "run_dump", lambda request: CalibrationFolder(request.root))
+    monkeypatch.setattr(calibrating, "run_fit", fitted)
+    text = tmp_path / "text.jsonl"
+    rows = [json.dumps({"text": f"document {number}: " + "some words " * 700}) for number in range(30)]
+    text.write_text("\n".join(rows), encoding="utf-8")
+    texts = Texts(AutoTokenizer.from_pretrained(MODEL), text)
+    calibration = Calibration(model_settings("m").overridden(group_size=128), {}, texts, 8192, tmp_path / "out", ())
+    for fit in (Fit("plus"), Fit("plus", "3.0"), Fit("focus", "3.0", by_model=True)):
+        calibration.rotations(fit)
+    prompts = [json.loads(line)["text"] for line in calibration.prepare().read_text(encoding="utf-8").splitlines()]
+    assert {name: options.text for name, options in fits.items()} == {
+        "rotations_plus": None, "rotations_plus_3.0": None, "rotations_focus_3.0_by_model": tuple(prompts),
+    }  # fmt: skip
+    measured = texts.documents(MEASUREMENT)[text.stem]
+    assert measured
+    assert not any(document[:20] in prompt for document in measured for prompt in prompts)
 
 
 def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ SHAPES = [
     Shape(kv_heads=1, gqa=2, head_dim=64, group=32, page_size=16, windows=Windows(16, 24, 24)),
     Shape(kv_heads=2, gqa=4, head_dim=64, group=64, k_bits=3),
     Shape(kv_heads=1, gqa=2, head_dim=128, group=128, v_group=32, k_bits=4, page_size=64),
+    Shape(kv_heads=2, gqa=2, head_dim=128, group=128, k_bits=16, page_size=64),
+    Shape(kv_heads=2, gqa=4, head_dim=64, k_bits=2, v_bits=16),
 ]
 LENGTHS = [1, 30, 150, 300]
 

@@ -239,6 +239,39 @@ def test_a_thousand_beginnings_hit(fleet: Fleet) -> None:
     healthy(server)
 
 
+def accepted(answers: list[dict[str, Any]]) -> float:
+    """Tokens that a step of verification gave, on average."""
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    return sum(len(answer["output_ids"]) for answer in answers) / steps
+
+
+@pytest.mark.uses("speculating")
+def test_speculation(fleet: Fleet, expected: dict) -> None:
+    """Drafts that are right or wrong by plan, in trees, through graphs; what pads them is NaN, and nothing waits."""
+    server = fleet["speculating"]
+    assert "gpu_checks: nan,sync" in server.text()
+    answers = golden.conversations(server, expected["conversations"])
+    compare("speculating", expected["conversations"], answers)
+    for workers in (3, 7, 64):
+        answers += golden.many(server, workers)
+        compare_many(f"speculating, {workers} at once", expected, answers[-64:])
+    print(f"speculating: {accepted(answers):.2f} tokens a step")
+    assert accepted(answers) > 1.5
+    assert re.search(r"Decode batch.*cuda graph: True", server.text())
+    healthy(server)
+
+
+@pytest.mark.uses("speculating_triton")
+def test_speculation_in_triton_with_chunks_and_retraction(fleet: Fleet, expected: dict) -> None:
+    server = fleet["speculating_triton"]
+    compare("speculating, chunked", expected["chunked"], golden.conversations(server, expected["chunked"]))
+    got = golden.many(server, workers=64)
+    print(f"speculating: {retracted(server)} retractions, {right(got)} right, {accepted(got):.2f} tokens a step")
+    assert retracted(server) > 3
+    assert uncertain(expected["many"], got) == {}
+    healthy(server)
+
+
 @pytest.mark.uses("broken_by_nan")
 def test_nan_would_show(fleet: Fleet, expected: dict) -> None:
     server = fleet["broken_by_nan"]

@@ -56,11 +56,17 @@ class Shape:
 
     @property
     def key_layout(self) -> RowLayout:
-        return RowLayout(self.kv_heads, self.head_dim, self.group, self.scale_dtype, self.k_bits)
+        return RowLayout(self.kv_heads, self.head_dim, self.group, self.scale_dtype, self.k_bits, self.exact_dtype)
 
     @property
     def value_layout(self) -> RowLayout:
-        return RowLayout(self.kv_heads, self.head_dim, self.v_group or self.group, self.scale_dtype, self.v_bits)
+        group = self.v_group or self.group
+        return RowLayout(self.kv_heads, self.head_dim, group, self.scale_dtype, self.v_bits, self.exact_dtype)
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """Of a side of 16 bits: the model's."""
+        return self.dtype
 
     def layout_of(self, name: str) -> RowLayout:
         """Of keys or values, by a name that begins with k or v."""
@@ -69,7 +75,9 @@ class Shape:
     def format(self, key: SideTransform | None = None, value: SideTransform | None = None) -> LayerFormat:
         """Both sides in these rows; no transform where none is given."""
         sides = (
-            SideFormat(layout.group_size, layout.scale_dtype, layout.bits, transform or SideTransform())
+            SideFormat(
+                layout.group_size, layout.scale_dtype, layout.bits, transform or SideTransform(), layout.exact_dtype
+            )
             for layout, transform in ((self.key_layout, key), (self.value_layout, value))
         )
         return LayerFormat(self.kv_heads, self.head_dim, *sides)
@@ -91,6 +99,16 @@ OF_EVERY_WIDTH = [
     Shape(gqa=8, kv_heads=1, head_dim=64, group=32, k_bits=4, v_bits=4),
 ]
 """Codes of 2, 3 and 4 bits on either side, groups of its own for each, every head_dim."""
+
+
+OF_16_BITS = [
+    Shape(k_bits=16),
+    Shape(gqa=2, kv_heads=3, head_dim=128, group=128, v_bits=16, page_size=64),
+    Shape(gqa=5, group=32, k_bits=16, v_bits=4, dtype=torch.float16, page_size=8),
+    Shape(gqa=1, kv_heads=1, head_dim=256, k_bits=3, v_bits=16, scale_dtype=torch.float32),
+    Shape(gqa=2, k_bits=16, v_bits=16, windows=Windows(0, 0, 0)),
+]
+"""Keys, values or both left exact, beside codes of every width, every head_dim, pages smaller than a tile."""
 
 
 def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, fill: float = 0.0) -> LayerCache:

@@ -22,7 +22,7 @@ from oscar_kernels.codec import (
     quantize,
     unpack,
 )
-from oscar_kernels.layout import BITS, FORMAT_VERSION, HIGH_BITS, SCALE_DTYPES, RowLayout
+from oscar_kernels.layout import BITS, EXACT, FORMAT_VERSION, HIGH_BITS, SCALE_DTYPES, RowLayout
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = {version: json.loads((DATA / f"row_format_v{version}.json").read_text()) for version in (1, 2)}
@@ -165,11 +165,15 @@ def test_stored_bytes_never_change(case: dict) -> None:
     """A row written by any version of this format reads the same. If this fails, FORMAT_VERSION must change."""
     assert max(GOLDEN) == GOLDEN[max(GOLDEN)]["format_version"] == FORMAT_VERSION
     bits, scale_dtype = case.get("bits", 2), SCALE_DTYPES[case["scale_dtype"]]
-    layout = RowLayout(case["kv_heads"], case["head_dim"], case["group_size"], scale_dtype, bits)
+    exact_dtype = SCALE_DTYPES[case.get("exact_dtype", "bfloat16")]
+    layout = RowLayout(case["kv_heads"], case["head_dim"], case["group_size"], scale_dtype, bits, exact_dtype)
     y = torch.tensor(case["input"]).view(1, case["kv_heads"], case["head_dim"])
     row = torch.tensor(list(bytes.fromhex(case["row"])), dtype=torch.uint8)[None]
     assert torch.equal(encode_rows(y, layout, case["clip"]), row)
     assert layout.bits_per_element == case["bits_per_element"]
+    if bits == EXACT:
+        assert torch.equal(decode_rows(row, layout), y)
+        return
     wanted = torch.tensor(case["codes"]).view(case["kv_heads"], case["head_dim"])
     assert torch.equal(unpack(row[0, : layout.params_offset].view(case["kv_heads"], -1), bits).long(), wanted)
 
@@ -183,12 +187,27 @@ def test_stored_bytes_never_change(case: dict) -> None:
         ((8, 128, 256), "group_size"),
         ((8, 128, 48), "group_size"),
         ((8, 128, 128, torch.int8), "scale_dtype"),
-        ((8, 128, 128, torch.bfloat16, 5), "bits must be one of 2, 3, 4"),
+        ((8, 128, 128, torch.bfloat16, 16, torch.float32), "exact_dtype must be bfloat16 or float16"),
+        ((8, 128, 128, torch.bfloat16, 5), "bits must be one of 2, 3, 4, 16"),
     ],
 )
 def test_layout_rejects(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RowLayout(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_left_exact_is_a_16_bit_cache(dtype: torch.dtype) -> None:
+    """Every bit pattern comes back, neither clipped nor fitted; wider numbers are rounded as any cast does it."""
+    layout = RowLayout(2, 128, 64, torch.float32, EXACT, dtype)
+    x = torch.arange(1 << 16).to(torch.uint16).view(torch.int16).view(dtype).view(-1, 2, 128)
+    rows = encode_rows(x, layout, 0.5, 0.98)
+    assert (rows.shape[1], layout.row_bytes, layout.bits_per_element, layout.groups) == (512, 512, 16, 0)
+    back = decode_rows(rows, layout).to(dtype)
+    assert torch.equal(back.isnan(), x.isnan())
+    assert torch.equal(back.view(torch.int16)[~x.isnan()], x.view(torch.int16)[~x.isnan()])
+    y = vectors(5, 2, 128) * 100
+    assert torch.equal(decode_rows(encode_rows(y, layout, 1.0), layout), y.to(dtype).float())
 
 
 def test_row_of_the_paper() -> None:

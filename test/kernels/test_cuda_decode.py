@@ -32,6 +32,7 @@ from oscar_kernels import reference
 from oscar_kernels.cache import LayerCache, StoreSlots, Windows
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.cuda import jit
+from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.decode import decode, make_workspace, unsupported
 from oscar_kernels.cuda.store import arrange, store
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
@@ -469,6 +470,16 @@ def test_as_many_requests_as_fit_the_plan(on_hopper: LayerCache) -> None:
     assert "1024 requests at a time, not 1025" in (unsupported(on_hopper, 64, 32, BF16, MAX_BATCH + 1) or "")
 
 
+def test_sides_left_exact_are_not_read(on_hopper: LayerCache) -> None:
+    """Neither kernel is compiled for such a layer."""
+    exact = replace(on_hopper, v_layout=replace(on_hopper.v_layout, bits=16))
+    assert unsupported(exact, 64, 32, BF16) == "the CUDA kernel does not support keys or values of 16 bits"
+    assert unsupported(exact, 64, 32, BF16, drafts=4) is not None
+    shape = replace(SHAPES[0], v_bits=16)
+    with pytest.raises(ValueError, match="CUDA store kernel does not support keys or values of 16 bits"):
+        cuda_store.prepare(variant(shape), prepare(shape.format(), BF16))
+
+
 def test_multiprocessors_are_not_shared(on_hopper: LayerCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Blocks wait for each other: beside another process's blocks they might do so for ever."""
     (tmp_path / "control").touch()
@@ -483,6 +494,8 @@ def test_multiprocessors_are_not_shared(on_hopper: LayerCache, monkeypatch: pyte
     ("change", "reason"),
     [
         ({"gqa": 17}, "query heads"),
+        ({"key": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
+        ({"value": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
         ({"key": RowLayout(17, 128, 128), "value": RowLayout(17, 128, 128)}, "kv heads"),
         ({"page_size": 16}, "page size 16"),
         ({"window_dtype": FP32}, "windows of"),

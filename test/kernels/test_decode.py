@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
+    OF_16_BITS,
     OF_EVERY_WIDTH,
     Shape,
     assert_as_good_as,
@@ -37,6 +38,7 @@ SHAPES = [
     Shape(windows=Windows(64, 256, 256), page_size=32),
     Shape(windows=Windows(64, 256, 256, max_splits=2), page_size=64),
     *OF_EVERY_WIDTH,
+    *OF_16_BITS,
 ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from kernel_cases import (
+    OF_16_BITS,
     OF_EVERY_WIDTH,
     Batch,
     Shape,
@@ -34,6 +35,7 @@ SHAPES = [
     Shape(windows=Windows(0, 24, 24)),
     Shape(windows=Windows(16, 0, 8), page_size=32),
     *OF_EVERY_WIDTH,
+    *OF_16_BITS,
 ]
 
 

@@ -122,7 +122,7 @@ EYE = torch.eye(D)
         (lambda: layer_of(SideTransform(EYE[:32, :32])), "key transform is for 4 kv heads of 32"),
         (lambda: layer_of(SideTransform(EYE.repeat(2, 1, 1))), "key transform is for 2 kv heads of 64"),
         (lambda: layer_of(SideTransform(), SideTransform(center=torch.zeros(HEADS, D))), "values cannot be centered"),
-        (lambda: LayerFormat(1, D, SideFormat(64, bits=5), SideFormat(64)), "bits must be one of 2, 3, 4"),
+        (lambda: LayerFormat(1, D, SideFormat(64, bits=5), SideFormat(64)), "bits must be one of 2, 3, 4, 16"),
         (lambda: LayerFormat(1, D, SideFormat(48), SideFormat(64)), "group_size must be a power of two"),
     ],
 )
@@ -195,6 +195,28 @@ def test_fingerprint_tells_all_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "FORMAT_VERSION", 99)
     seen.add(fingerprint(base))
     assert len(seen) == len(variants) + 5
+
+
+def test_fingerprint_of_a_side_left_exact() -> None:
+    """Its dtype and transform count; group, scale dtype, clip ratio and gain mean nothing to its bytes."""
+    base = small_model()
+    layer, key = base[0], replace(base[0].key, bits=16)
+    said = {**base, 0: replace(layer, key=key)}
+    for change in ({"group_size": 32}, {"scale_dtype": torch.float32}):
+        assert fingerprint({**base, 0: replace(layer, key=replace(key, **change))}) == fingerprint(said)
+    looser = replace(key, transform=replace(key.transform, clip=0.5, gain=0.0))
+    assert fingerprint({**base, 0: replace(layer, key=looser)}) == fingerprint(said)
+    plain = replace(key, transform=SideTransform())
+    half, values = replace(key, exact_dtype=torch.float16), replace(layer.value, bits=16)
+    others = [replace(layer, key=plain), replace(layer, key=half), replace(layer, value=values), layer]
+    assert len({fingerprint(said), *(fingerprint({**base, 0: other}) for other in others)}) == 5
+
+
+def test_sizes_of_a_side_left_exact() -> None:
+    layer = LayerFormat(8, 128, SideFormat(128, bits=16), SideFormat(128))
+    assert layer.cell_bytes == 8 * (256 + 36)
+    assert mean_bits([layer]) == (16 + 2.25) / 2
+    assert formats.code_widths([layer]) == "keys 16, values 2"
 
 
 def test_prepared_terms_sum_to_the_matrix() -> None:

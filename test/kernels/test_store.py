@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
+    OF_16_BITS,
     OF_EVERY_WIDTH,
     Shape,
     empty_cache,
@@ -153,6 +154,53 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     assert q_rot.dtype == q.dtype
     torch.testing.assert_close(q_rot.double(), wide, rtol=2.0 ** -MANTISSA[q.dtype] * 1.01, atol=1e-4)
     torch.testing.assert_close(rotate_queries(q, split_matrix(rk, q.dtype)), q_rot, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("shape", OF_16_BITS, ids=str)
+def test_a_side_of_16_bits(shape: Shape, rotated: bool, device: torch.device) -> None:
+    """Without a matrix its rows are the vectors bit for bit, what is not finite included; with one, their rounding.
+
+    The other side's rows are those that it has beside codes, and slots that nothing was stored in stay as they were.
+    """
+    tokens, dtype, requests = 37, shape.dtype, 5
+    pages = -(-tokens // shape.page_size) + 2
+    slots = random_slots(tokens, shape.windows, pages * shape.page_size, requests, device)
+    k, v = (random_vectors((tokens, shape.kv_heads, shape.head_dim), dtype, seed, device) for seed in (1, 2))
+    for x, layout in ((k, shape.key_layout), (v, shape.value_layout)):
+        if layout.exact:
+            x[3, 0, 5], x[4, 0, 6], x[5, 0, :] = -0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).max
+            if not rotated:
+                x[6, 0, 1], x[7, 0, 2] = float("inf"), float("nan")
+    k_matrix, v_matrix = (random_rotation(shape.head_dim, seed, device) if rotated else None for seed in (3, 4))
+    coded = replace(shape, k_bits=min(shape.k_bits, 4), v_bits=min(shape.v_bits, 4))
+    caches = []
+    for of in (shape, coded):
+        caches.append(empty_cache(of, pages, requests, device, fill=7.0))
+        layer = of.format(SideTransform(k_matrix, clip=0.96, gain=0.98), SideTransform(v_matrix, clip=0.92, gain=1.0))
+        store(caches[-1], slots, k, v, prepare(layer, dtype))
+    written = torch.zeros(pages * shape.page_size, dtype=torch.bool, device=device)
+    written[slots.row] = True
+    for name, x, matrix in (("k", k, k_matrix), ("v", v, v_matrix)):
+        rows, beside = (getattr(cache, f"{name}_rows") for cache in caches)
+        layout = shape.layout_of(name)
+        assert (rows[~written] == 0).all()
+        if not layout.exact:
+            assert torch.equal(rows, beside)
+            continue
+        got = rows[slots.row].view(dtype).view_as(x)
+        for window, index in (("ring", slots.ring), ("sink", slots.sink)):
+            buffer, kept = getattr(caches[0], f"{name}_{window}"), index >= 0
+            if buffer.numel():
+                torch.testing.assert_close(buffer.flatten(0, 1)[index[kept]], got[kept], rtol=0, atol=0, equal_nan=True)
+        if matrix is None:
+            assert torch.equal(got.view(torch.int16)[~x.isnan()], x.view(torch.int16)[~x.isnan()])
+            assert torch.equal(got.isnan(), x.isnan())
+        else:
+            finite = torch.arange(tokens, device=device) != 5
+            want = exact(x, matrix)[finite]
+            bound = 2.0 ** -MANTISSA[dtype] * want.abs() + ROUNDING * want.norm(dim=-1, keepdim=True)
+            assert ((got[finite].double() - want).abs() <= bound * 1.001).all()
 
 
 @pytest.mark.parametrize("clip", [0.96, 0.88, 1.0])
@@ -426,9 +474,13 @@ def test_rejects_what_it_cannot_store(device: torch.device) -> None:
     with pytest.raises(ValueError, match="the format has key rows of"):
         reference.store(cache, slots, k, k, other.format())
     wide = LayerFormat(2, 64, shape.format().key, replace(shape, scale_dtype=torch.float32).format().value)
-    cache = replace(cache, v_layout=wide.value_layout)
     with pytest.raises(ValueError, match="scales of one dtype"):
-        store(cache, slots, k, k, prepare(wide, torch.bfloat16))
+        store(replace(cache, v_layout=wide.value_layout), slots, k, k, prepare(wide, torch.bfloat16))
+    exact = [replace(shape, k_bits=16, v_bits=16, dtype=dtype).format() for dtype in (torch.bfloat16, torch.float16)]
+    mixed = LayerFormat(2, 64, exact[0].key, exact[1].value)
+    cache = replace(cache, k_layout=mixed.key_layout, v_layout=mixed.value_layout)
+    with pytest.raises(ValueError, match="16 bits of one dtype"):
+        store(cache, slots, k, k, prepare(mixed, torch.bfloat16))
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 KERNELS = """
-_decode_kernel _extend_kernel _fill_decode_tables _merge_states_kernel _prefix_kernel _store_kernel merge_kernel
+_extend_kernel _fill_decode_tables _merge_states_kernel _prefix_kernel _store_kernel decode_kernel merge_kernel
 """
 
 
-@pytest.mark.parametrize(("capability", "bits"), [(80, (3, 2)), (90, (4, 2)), (90, (2, 2)), (100, (4, 4))], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "bits"),
+    [(80, (3, 2)), (90, (4, 2)), (90, (2, 2)), (100, (4, 4)), (90, (16, 2)), (80, (3, 16))],
+    ids=str,
+)
 def test_kernels_compile(capability: int, bits: tuple[int, int], tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), str(capability), *map(str, bits)]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import (
+    OF_16_BITS,
     OF_EVERY_WIDTH,
     Shape,
     assert_as_good_as,
@@ -68,7 +69,7 @@ def test_triton(windows: Windows, tokens: int, device: torch.device) -> None:
     check(replace(SHAPE, windows=windows), tokens, LENGTHS[1:6], device)
 
 
-@pytest.mark.parametrize("shape", OF_EVERY_WIDTH, ids=str)
+@pytest.mark.parametrize("shape", [*OF_EVERY_WIDTH, *OF_16_BITS[:2]], ids=str)
 def test_triton_with_rows_of_every_width(shape: Shape, device: torch.device) -> None:
     windows = shape.windows
     check(replace(shape, windows=Windows(windows.sink, windows.recent, windows.recent + 4)), 4, [1, 50], device)

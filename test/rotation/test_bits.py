@@ -49,22 +49,54 @@ def weights(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("text", ["k5v2", "k3", "v2k3", "2,5", "", "-2", "nan", "1e1", "k3v2 ", "two"])
+@pytest.mark.parametrize(
+    "text", ["k5v2", "k16v1", "k0160v2", "k3", "v2k3", "2,5", "", "-2", "nan", "1e1", "k3v2 ", "two"]
+)
 def test_goals_that_make_no_sense(text: str) -> None:
-    with pytest.raises(ValueError, match=r"a mean such as 2\.5, or widths of 2 or 3 or 4 such as k3v2"):
+    with pytest.raises(ValueError, match=r"a mean such as 2\.5, or widths of 2 or 3 or 4 or 16 such as k3v2"):
         BitGoal.parse(text)
 
 
 def test_goals() -> None:
     assert BitGoal.parse("K4V3") == BitGoal(4, 3)
     assert BitGoal.parse("3") == BitGoal(mean=3.0)
-    assert BitGoal.parse("2.5").budget(60, 128, 128) == 60 * 2 + 15
-    assert BitGoal.parse("2.25").budget(60, 128, 128) == 120
+    assert (BitGoal.parse("k16v2"), BitGoal.parse("k4v16")) == (BitGoal(16, 2), BitGoal(4, 16))
+    losses = torch.tensor([[9.0, 1.0, 0.1]] * 60)
+
+    def spent(text: str, head_dim: int) -> int:
+        return sum(BitGoal.parse(text).plan(losses, head_dim, 128))
+
+    assert spent("2.5", 128) == 60 * 2 + 15
+    assert spent("2.25", 128) == 120
     # A group is never larger than a head.
-    assert BitGoal.parse("3").budget(60, 64, 128) == 150
-    for text in ("2.2", "4.3"):
-        with pytest.raises(ValueError, match=r"from 2\.25 to 4\.25 with groups of 128, got"):
-            BitGoal.parse(text).budget(60, 128, 128)
+    assert spent("3", 64) == 150
+    for text in ("2.2", "16.1"):
+        with pytest.raises(ValueError, match=r"from 2\.25 to 16 with groups of 128, got"):
+            BitGoal.parse(text).plan(losses, 128, 128)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    losses=st.lists(st.lists(st.floats(0, 10), min_size=3, max_size=3), min_size=1, max_size=4),
+    mean=st.floats(3, 16),
+    group=st.sampled_from([32, 64, 128, 256]),
+)
+def test_sides_are_left_exact_where_codes_cannot_spend_a_mean(
+    losses: list[list[float]], mean: float, group: int
+) -> None:
+    """Against all plans there are, scales and zero points counted; no side of 16 bits up to four bits for all."""
+    goal, table = BitGoal(mean=mean), torch.tensor(losses, dtype=torch.float64)
+    widths = (*BITS, 16) if mean > 4 + 32 / group else BITS
+
+    def cost(plan: tuple[int, ...]) -> tuple[float, float]:
+        pairs = list(zip(table, plan, strict=True))
+        lost = sum(0.0 if width == 16 else float(row[BITS.index(width)]) for row, width in pairs)
+        return lost, sum(width if width == 16 else width + 32 / group for width in plan)
+
+    found = goal.plan(table, 256, group)
+    plans = [plan for plan in itertools.product(widths, repeat=len(losses)) if cost(plan)[1] <= mean * len(losses)]
+    assert cost(found)[1] <= mean * len(losses) + 1e-5
+    assert cost(found)[0] <= min(cost(plan)[0] for plan in plans) + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,11 +196,37 @@ def test_files_state_their_bits(tmp_path: Path) -> None:
     assert (mixed.bits, mixed.clip_ratios, mixed.gains) == ((2, 4, 3), (0.88, 1.0, 0.97), (0.98, 1.0, 0.995))
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+def test_layers_left_exact_are_left_alone(per_head: bool, tmp_path: Path) -> None:
+    """Their transforms are the identity and their centers nothing, of others nothing changes; and files keep that."""
+    shape = (3, 2, D, D) if per_head else (3, D, D)
+    generator = torch.Generator().manual_seed(5)
+    bases = torch.linalg.qr(torch.randn(shape, generator=generator))[0]
+    spread = torch.linspace(0.5, 2.0, D)
+    fitted = RotationSet(
+        bases * spread, duals=bases / spread, centers=torch.randn(3, 2, D, generator=generator),
+        metadata=RotationMetadata(side="k", recipe="plus"),
+    )  # fmt: skip
+    found = with_bits(fitted, (2, 16, 4), KEY_ROWS)
+    save_rotation_file(tmp_path / "k.safetensors", found)
+    for mixed in (found, read_rotation_file(tmp_path / "k.safetensors")):
+        assert (mixed.bits, mixed.clip_ratios, mixed.gains) == ((2, 16, 4), (0.88, 1.0, 1.0), (0.98, 1.0, 1.0))
+        assert mixed.duals is not None
+        assert mixed.centers is not None
+        for x, before in ((mixed.rotations, fitted.rotations), (mixed.duals, fitted.duals)):
+            assert torch.equal(x[1], torch.eye(D).expand(shape[1:]))
+            assert before is not None
+            assert torch.equal(x[::2], before[::2])
+        assert not mixed.centers[1].any()
+        assert fitted.centers is not None
+        assert torch.equal(mixed.centers[::2], fitted.centers[::2])
+
+
 @pytest.mark.parametrize(
     ("bits", "message"),
     [
         ("[3, 3]", "bits of 2 layers for 3 layers"),
-        ("[3, 3, 5]", "codes of 5 bits, this release knows 2, 3, 4; update"),
+        ("[3, 3, 5]", "codes of 5 bits, this release knows 2, 3, 4, 16; update"),
         ("[3, 3, 2.5]", "whole numbers"),
         ("[3, 3, 1e999]", "number"),
         ('"3"', "list of numbers"),
@@ -211,12 +269,20 @@ def test_the_command(recipe: str, make_dump: Callable[..., Path], weights: Path,
     rows = json.loads(runner.invoke(app, ["inspect", str(paths[0]), "--json"]).output)["layers"]
     assert [row["bits"] for row in rows] == [3, 3]
     assert "bits" in runner.invoke(app, ["inspect", str(paths[0])]).output
+    key, value, paths = fitted("--bits", "k16v2")
+    assert (key.bits, value.bits) == ((16, 16), None)
+    rows = json.loads(runner.invoke(app, ["inspect", str(paths[0]), "--json"]).output)["layers"]
+    assert [(row["bits"], row["overlap"], row["sharing_loss"]) for row in rows] == [(16, None, None)] * 2
+    key, value, _ = fitted("--bits", "9", "--group-size", "32")
+    widths = (*(key.bits or (2, 2)), *(value.bits or (2, 2)))
+    assert 16 in widths
+    assert value.metadata.calibration["mean_bits"] == sum(x + (x < 16) for x in widths) / 4 <= 9
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--bits", "9"], "from 3 to 5 with groups of 32, got 9"),
+        (["--bits", "17"], "from 3 to 16 with groups of 32, got 17"),
         (["--bits", "k1v1"], "such as k3v2"),
         (["--bits", "k3v2", "--group-size", "64"], "no meaning without a mean of --bits"),
         (["--group-size", "64"], "no meaning without a mean of --bits"),

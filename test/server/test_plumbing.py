@@ -17,8 +17,10 @@ import torch
 from oscar_rotation.dump import DumpWriter
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.fit.bits import with_bits
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.recipes.focus import fit_focus
+from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
@@ -166,14 +168,28 @@ def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: 
         q, k, v = (torch.randn(700, n, 64, generator=generator) * scales for n in (heads, 2, 2))
         writer.write(layer, 1, q.bfloat16(), (k + 2).bfloat16(), v.bfloat16(), [400, 300])
     fitted = fit_focus(tmp_path / "dump", OutputWeights(qwen3))
-    key, value = replace(fitted.key, bits=(3, 2, 4)), replace(fitted.value, bits=(2, 4, 3))
+    key = with_bits(fitted.key, (3, 2, 4), KEY_ROWS)
+    # The values of one layer are left exact: its weights absorb nothing.
+    value = with_bits(fitted.value, (2, 16, 3), VALUE_ROWS)
     replace(fitted, key=key, value=value).save(tmp_path, (".safetensors",))
     files = {"K": "k_rotation_focused_u_h_br.safetensors", "V": "v_rotation_balanced_u_h_br.safetensors"}
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(tmp_path / name) for side, name in files.items()}
     env |= LOSSLESS | STRICT | {"SGLANG_OSCAR_RECIPE": "focus"}
     with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
         assert "absorbed into the weights" in server.text()
-        assert "bits by layer: keys 2 to 4, values 2 to 4" in server.text()
+        assert "bits by layer: keys 2 to 4, values 2 to 16" in server.text()
+        for _ in range(2):
+            assert_same(expected, ask(server, prompts(PROMPTS), workers=4), NEAR_TIE, DRIFT)
+        assert server.alive()
+
+
+def test_both_sides_left_exact_equal_stock(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
+    """Rows of 16 bits as the codec writes them are those of a BF16 cache: nothing is rotated, nothing is rounded."""
+    env = LOSSLESS | HADAMARD | STRICT | {"LOSSLESS_ROWS_OF_THE_CODEC": "1"}
+    env |= {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}
+    with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
+        assert "16.00 bits per element; bits by layer: keys 16, values 16" in server.text()
+        assert "int2 rotation of values" not in server.text()
         for _ in range(2):
             assert_same(expected, ask(server, prompts(PROMPTS), workers=4), NEAR_TIE, DRIFT)
         assert server.alive()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +17,13 @@ from support.servers import STRICT, Server, serve
 
 from reference_model.quantize_fp8 import quantize  # isort: skip (support.reference finds it)
 
-PLUGIN = {"PYTHONPATH": str(Path(__file__).parent / "gpu_checks_plugin")}
+SUPPORT = Path(__file__).parent
+PLUGIN = {"PYTHONPATH": str(SUPPORT / "gpu_checks_plugin")}
+DRAFTED = {"PYTHONPATH": os.pathsep.join([str(SUPPORT / "oracle_plugin"), PLUGIN["PYTHONPATH"]])}
+DRAFTS = 8
+"""Tokens that a step verifies."""
+ORACLE = ("--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(DRAFTS))
+ORACLE += ("--speculative-ngram-max-trie-depth", "100000")
 FLASHINFER = importlib.util.find_spec("flashinfer") is not None
 
 
@@ -28,6 +36,8 @@ class Launch:
     model: Callable[[Path], Path] = lambda folder: MODEL
     running: int = 128
     """Requests at once; there are twice as many sink blocks."""
+    texts: bool = False
+    """Whether it gets the CPU server's answers to draft from (``support/oracle_plugin``)."""
 
 
 def checked(*what: str) -> dict[str, str]:
@@ -53,6 +63,12 @@ FLEET = {
     "broken_by_wait": Launch(env=checked("sync", "wait")),
     "refilled": Launch(env=STRICT | checked("sinks"), running=2),
     "many_beginnings": Launch(env=STRICT | checked("sinks") | {"SGLANG_MIXED_KV_RECENT_TOKENS": "64"}, running=8),
+    "speculating": Launch(args=(*golden.WHOLE, *ORACLE), env=STRICT | checked("nan", "sync") | DRAFTED, texts=True),
+    "speculating_triton": Launch(
+        args=(*golden.CHUNKED, *ORACLE),
+        env=STRICT | {"SGLANG_OSCAR_DECODE_BACKEND": "triton", "SGLANG_TEST_RETRACT": "1"} | DRAFTED,
+        texts=True,
+    ),
     "fp8_block": Launch(model=lambda folder: quantize("block", folder / "block")),
     "fp8_tensor": Launch(model=lambda folder: quantize("tensor", folder / "tensor")),
 }
@@ -76,9 +92,13 @@ class Fleet:
         launch = FLEET[name]
         own = folder / name
         own.mkdir()
+        env = golden.ROTATIONS | launch.env
+        if launch.texts:
+            (own / "texts.json").write_text(json.dumps(golden.texts()))
+            env |= {"ORACLE_TEXTS": str(own / "texts.json")}
         running = ("--max-running-requests", str(launch.running))
         args = (*golden.ARGS, *launch.args, *MEMORY, *running, *LOG)
-        server = serve(launch.model(own), folder / f"{name}.log", *args, env=golden.ROTATIONS | launch.env)
+        server = serve(launch.model(own), folder / f"{name}.log", *args, env=env)
         return self._stack.enter_context(server)
 
     def __getitem__(self, name: str) -> Server:

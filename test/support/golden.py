@@ -108,14 +108,20 @@ def conversations(server: Server, before: list[dict[str, Any]] | None = None) ->
     server.flush()
     answers: list[dict[str, Any]] = []
     for length in LENGTHS:
-        text, facts = document(length, 100)
-        first, second, third = (token_ids(question(word)) for word in sorted(facts))
-        ids = token_ids(text)
-        answers.append(server.generate(ids + first, 4 * TOKENS, **LOGPROBS))
-        told = ids + first + (before or answers)[len(answers) - 1]["output_ids"]
-        answers.append(server.generate(ids + second, TOKENS, **LOGPROBS))
-        answers.append(server.generate(told + token_ids("\n") + third, TOKENS, **LOGPROBS))
+        first, second, third = _turns(length)
+        answers.append(server.generate(first, 4 * TOKENS, **LOGPROBS))
+        told = first + (before or answers)[len(answers) - 1]["output_ids"]
+        answers.append(server.generate(second, TOKENS, **LOGPROBS))
+        answers.append(server.generate(told + third, TOKENS, **LOGPROBS))
     return answers
+
+
+def _turns(length: int) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of a conversation's first two prompts, and of what follows the answer to the first."""
+    text, facts = document(length, 100)
+    first, second, third = (token_ids(question(word)) for word in sorted(facts))
+    ids = token_ids(text)
+    return ids + first, ids + second, token_ids("\n") + third
 
 
 def condensed(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -147,3 +153,13 @@ def save(answers: dict[str, list[dict[str, Any]]]) -> None:
 def load() -> dict[str, list[dict[str, Any]]]:
     """The kept answers: ``many``, ``conversations`` and ``chunked`` (the conversations with chunked prefill)."""
     return json.loads(gzip.decompress(ANSWERS.read_bytes()))
+
+
+def texts() -> list[list[int]]:
+    """Token ids of all prompts of :func:`many` and :func:`conversations`, with the kept answers behind them."""
+    kept = load()
+    asked, answers = [ids for ids, _ in prompts(range(8))], kept["conversations"]
+    for length, answer in zip(LENGTHS, answers[::3], strict=True):
+        first, second, third = _turns(length)
+        asked += [first, second, first + answer["output_ids"] + third]
+    return [ids + answer["output_ids"] for ids, answer in zip(asked, kept["many"] + answers, strict=True)]

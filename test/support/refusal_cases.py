@@ -26,8 +26,8 @@ LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
 
 FLAGS = [
     "--speculative-algorithm EAGLE",
-    "--speculative-algorithm NEXTN",
     "--speculative-algorithm EAGLE --device cuda",
+    "--speculative-algorithm NEXTN",
     "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 2 "
     "--speculative-num-draft-tokens 4",
     "--speculative-algorithm EAGLE3 --enable-multi-layer-eagle",
@@ -35,7 +35,7 @@ FLAGS = [
     "--speculative-algorithm STANDALONE --speculative-draft-model-path draft",
     "--speculative-algorithm FROZEN_KV_MTP",
     "--speculative-algorithm DFLASH",
-    "--speculative-algorithm NGRAM --device cuda",
+    "--speculative-algorithm NGRAM --enable-torch-compile",
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 65",
     "--speculative-algorithm NGRAM --speculative-adaptive",
     "--pp-size 2",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,8 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, GIB, SIDE_SHARE, Geometry, MemoryPlan, make_plan
+from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, GIB, SIDE_SHARE, Geometry, MemoryPlan, make_plan, row_layout
+from sglang_oscar.settings import Settings
 
 QWEN3_8B = Geometry.uniform(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
 
@@ -115,6 +118,25 @@ def test_layers_and_sides_are_counted_one_by_one() -> None:
     history = make_plan(geometry, GIB, 1, 64).lines(tokens=1000)[0]
     assert f"1000 tokens x {geometry.cell_bytes} bytes" in history
     assert "2.69 bits per element, group 32, 64, 128" in history
+
+
+def test_a_side_left_exact_is_counted() -> None:
+    exact, coded = SideFormat(128, bits=16), SideFormat(64)
+    for value, size, said in (
+        (coded, 256 + 40, "9.25 bits per element, group 64; 16"),
+        (exact, 512, "16.00 bits per element, 16"),
+    ):
+        geometry = Geometry({0: LayerFormat(8, 128, exact, value)}, Windows(0, 0, 0), torch.bfloat16)
+        assert geometry.cell_bytes == 8 * size
+        assert said in make_plan(geometry, GIB, 1, 64).lines(tokens=1000)[0]
+
+
+def test_the_models_dtype_is_that_of_exact_sides() -> None:
+    """Where it computes in float32 that of the windows."""
+    args, settings = SimpleNamespace(kv_cache_quant_group_size=None), Settings.from_env({})
+    for dtype, wanted in ((torch.float16, torch.float16), (torch.float32, torch.bfloat16)):
+        model = SimpleNamespace(head_dim=128, dtype=dtype)
+        assert row_layout(args, settings, model, 8).exact_dtype == wanted
 
 
 def test_without_windows_nothing_is_set_aside() -> None:

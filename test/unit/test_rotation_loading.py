@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.transform import SideTransform
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.load import recipe_rotation
@@ -115,3 +116,32 @@ def test_bits_of_built_in_recipes() -> None:
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"}
     loaded = load_formats(Settings.from_env(env | {"SGLANG_OSCAR_K_BITS": "3"}), LAYOUT, LAYERS)
     assert {(layer.key_layout.bits, layer.value_layout.bits) for layer in loaded.values()} == {(3, 2)}
+
+
+def test_a_side_left_exact_is_stored_as_it_is(tmp_path: Path) -> None:
+    """Of a built-in recipe, and of a file that states the identity; a matrix that is stated is there. No clip."""
+    env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"}
+    exact = env | {"SGLANG_OSCAR_V_BITS": "16", "SGLANG_OSCAR_V_CLIP_RATIO": "0.5"}
+    layout = dataclasses.replace(LAYOUT, exact_dtype=torch.float16)
+    for layer in load_formats(Settings.from_env(exact), layout, LAYERS).values():
+        assert layer.key.transform.matrix is not None
+        assert vars(layer.value.transform) == vars(SideTransform())
+        assert (layer.value_layout.bits, layer.value_layout.exact_dtype) == (16, torch.float16)
+    hadamard = recipe_rotation("hadamard", num_layers=LAYERS, head_dim=HEAD_DIM, side="k").rotations
+    matrices = torch.stack([hadamard[0], torch.eye(HEAD_DIM), hadamard[2]])
+    centers = torch.zeros(LAYERS, LAYOUT.kv_heads, HEAD_DIM)
+    centers[0] = 1
+    stated = RotationSet(
+        matrices, duals=matrices.clone(), centers=centers, clip_ratios=(0.9, 1.0, 1.0), gains=(0.9, 1.0, 1.0),
+        bits=(2, 16, 16), metadata=RotationMetadata(side="k", recipe="plus"),
+    )  # fmt: skip
+    save_rotation_file(tmp_path / "k.safetensors", stated)
+    eye = torch.eye(HEAD_DIM).repeat(LAYERS, 1, 1)
+    values = RotationSet(eye, duals=eye.clone(), metadata=RotationMetadata(side="v", recipe="plus"))
+    save_rotation_file(tmp_path / "v.safetensors", values)
+    files = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(tmp_path / f"{side.lower()}.safetensors") for side in "KV"}
+    first, second, third = (of.key.transform for of in load_formats(Settings.from_env(files), LAYOUT, LAYERS).values())
+    assert (first.gain, second.gain, third.gain) == (0.9, 0.0, 0.0)
+    assert second.matrix is second.dual is second.center is third.center is None
+    assert third.matrix is not None
+    assert torch.equal(third.matrix, hadamard[2])

@@ -37,7 +37,7 @@ OTHERS = {
     "SGLANG_OSCAR_K_ROTATION_PATH": ("k.pt", "k.pt"),
     "SGLANG_OSCAR_V_ROTATION_PATH": ("hadamard", "hadamard"),
     "SGLANG_OSCAR_K_BITS": ("3", 3),
-    "SGLANG_OSCAR_V_BITS": ("4", 4),
+    "SGLANG_OSCAR_V_BITS": ("16", 16),
     "SGLANG_OSCAR_K_CLIP_RATIO": ("0.5", 0.5),
     "SGLANG_OSCAR_V_CLIP_RATIO": ("1", 1.0),
     "SGLANG_OSCAR_RECIPE": ("plus", "plus"),
@@ -56,7 +56,7 @@ OTHERS = {
 WRONG = {
     "SGLANG_OSCAR_K_ROTATION_PATH": [""],
     "SGLANG_OSCAR_V_ROTATION_PATH": [""],
-    "SGLANG_OSCAR_K_BITS": ["1", "5", "16", "2.5", "-3", "", "k3v2"],
+    "SGLANG_OSCAR_K_BITS": ["1", "5", "15", "2.5", "-3", "", "k3v2"],
     "SGLANG_OSCAR_V_BITS": ["0", "8", "two", "nan"],
     "SGLANG_OSCAR_K_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "inf", "", "most"],
     "SGLANG_OSCAR_V_CLIP_RATIO": ["0", "-0.5", "1.0001", "nan", "-inf", "", "most"],

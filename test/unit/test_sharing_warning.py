@@ -52,3 +52,17 @@ def test_no_warning(tmp_path: Path, kv_heads: int, per_head: bool, values: bool)
 def test_built_in_recipes_are_not_warned_of() -> None:
     settings = Settings.from_env({f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"})
     assert sharing_warning(settings, load_formats(settings, RowLayout(2, HEAD_DIM, 64), LAYERS)) is None
+
+
+def test_layers_left_exact_share_nothing(tmp_path: Path) -> None:
+    """One such layer among those with a matrix per kv head is no reason to warn."""
+    paths = {}
+    for side, shape in (("k", (LAYERS, 2, HEAD_DIM, HEAD_DIM)), ("v", (LAYERS, HEAD_DIM, HEAD_DIM))):
+        matrices = torch.eye(HEAD_DIM).expand(shape).flip(-1).contiguous()
+        matrices[1] = torch.eye(HEAD_DIM)
+        path = tmp_path / f"{side}.safetensors"
+        bits = (2, 16) if side == "k" else None
+        save_rotation_file(path, RotationSet(matrices, metadata=RotationMetadata(side=side, recipe="plus"), bits=bits))
+        paths[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(path)
+    settings = Settings.from_env(paths)
+    assert sharing_warning(settings, load_formats(settings, RowLayout(2, HEAD_DIM, 64), LAYERS)) is None

@@ -21,7 +21,6 @@ from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, Request, moved, request
 from oscar_rotation.fit.model_losses import model_losses
 from oscar_rotation.fit.samples import plan_samples
 from oscar_rotation.fit.texts import TAIL
-from oscar_rotation.math.bit_plan import spend
 from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
 from oscar_rotation.threads import one_thread
 
@@ -67,7 +66,7 @@ class Dial(Method):
         if self.by_model:
             two = calibration.once(("model losses", self.base.name), lambda: self._of_model(calibration))
             losses = from_two_bits(two, losses)
-        plan = spend(losses.flatten(0, 1), BITS, goal.budget(2 * layers, calibration.head_dim, self.base.group))
+        plan = goal.plan(losses.flatten(0, 1), calibration.head_dim, self.base.group)
         self.bits = plan[::2], plan[1::2]
 
     def _losses(self, calibration: Calibration) -> torch.Tensor:

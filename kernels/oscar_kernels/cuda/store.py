@@ -89,7 +89,13 @@ def prepare(variant: Variant, layer: PreparedLayer) -> None:
 
 @cache
 def _load(variant: Variant, kind: tuple[int, ...]) -> Any:
-    """Compile (or find in the cache) and load the kernel: a second or two the first time."""
+    """Compile (or find in the cache) and load the kernel: a second or two the first time.
+
+    Raises:
+        ValueError: a side is left exact.
+    """
+    if variant.exact:
+        raise ValueError("the CUDA store kernel does not support keys or values of 16 bits")
     return load("store.cu", "oscar_store", _defines(variant, kind), 0)
 
 

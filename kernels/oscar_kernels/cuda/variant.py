@@ -48,6 +48,11 @@ class Variant:
     queries: int = 1
 
     @property
+    def exact(self) -> bool:
+        """Whether a side is left exact: the kernels read and write codes only."""
+        return self.key.exact or self.value.exact
+
+    @property
     def columns(self) -> int:
         """Query heads that read a kv head together."""
         return self.gqa * self.queries
@@ -76,17 +81,25 @@ class Variant:
 
     def unsupported(self) -> str | None:
         """Why this variant cannot be compiled, or None."""
-        if self.columns > MOST_COLUMNS:
-            return f"{self.columns} query heads per kv head ({MOST_COLUMNS} at most)"
-        if self.kv_heads > self.math_warps:
-            return f"{self.kv_heads} kv heads on one GPU ({self.math_warps} at most for these heads)"
-        if self.page_size % TILE:
-            return f"page size {self.page_size} (a multiple of {TILE} is needed)"
-        if {self.q_dtype, self.window_dtype} - {torch.bfloat16, torch.float16}:
-            return f"queries of {self.q_dtype} with windows of {self.window_dtype}"
-        if self._stages(self.math_warps) < 2:
-            return f"{self.kv_heads} kv heads of {self.head_dim} with {self.columns} query heads each"
-        return None
+        page, dtypes = self.page_size, {self.q_dtype, self.window_dtype}
+        reasons = (
+            (self.exact, "keys or values of 16 bits"),
+            (self.columns > MOST_COLUMNS, f"{self.columns} query heads per kv head ({MOST_COLUMNS} at most)"),
+            (
+                self.kv_heads > self.math_warps,
+                f"{self.kv_heads} kv heads on one GPU ({self.math_warps} at most for these heads)",
+            ),
+            (page % TILE > 0, f"page size {page} (a multiple of {TILE} is needed)"),
+            (
+                bool(dtypes - {torch.bfloat16, torch.float16}),
+                f"queries of {self.q_dtype} with windows of {self.window_dtype}",
+            ),
+            (
+                self._stages(self.math_warps) < 2,
+                f"{self.kv_heads} kv heads of {self.head_dim} with {self.columns} query heads each",
+            ),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
 
     def _warps_per_head(self, math_warps: int) -> int:
         """Warps that share a kv head: a power of two."""

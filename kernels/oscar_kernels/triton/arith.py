@@ -10,7 +10,11 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from oscar_kernels import layout
+
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
+EXACT = tl.constexpr(layout.EXACT)
+"""Bits of rows without codes."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 CODES_PER_UNIT = tl.constexpr(2.0**24)
@@ -19,13 +23,16 @@ CODES_PER_UNIT = tl.constexpr(2.0**24)
 
 @triton.constexpr_function
 def plane_count(bits):
-    """Planes of a head's codes: codes at the same bits of their bytes. Three-bit codes have those of their low bits."""
-    return 2 if bits == 4 else 4
+    """Planes of a head's codes: codes at the same bits of their bytes. Three-bit codes have those of their low bits.
+
+    Numbers of 16 bits are one plane.
+    """
+    return {4: 2, 16: 1}.get(bits, 4)
 
 
 @triton.constexpr_function
 def code_bytes(head_dim, bits):
-    """Bytes of a head's codes."""
+    """Bytes of a head's codes or numbers."""
     return head_dim * bits // 8
 
 
@@ -34,9 +41,10 @@ def unit_size(head_dim, bits, group):
     """Channels of a *unit*: channels side by side that share a plane and a group.
 
     A quarter of a head at most, though the planes of four-bit codes hold half of one: from keys in units of half a head
-    ptxas 12.8, which Triton 3.6 brings, makes wgmma descriptors with upper halves that nothing has set.
+    ptxas 12.8, which Triton 3.6 brings, makes wgmma descriptors with upper halves that nothing has set. Numbers of 16
+    bits have no groups.
     """
-    return min(head_dim // 4, group)
+    return head_dim // 4 if bits == 16 else min(head_dim // 4, group)
 
 
 @triton.constexpr_function
@@ -191,6 +199,12 @@ def unpack(packed):
             is_pure=True,
             pack=4,
         )
+
+
+@triton.jit
+def exact_channels(rows, head, D: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointers to the first channel of a head in rows of 16 bits at byte pointers, which broadcast with ``head``."""
+    return rows.to(tl.pointer_type(DTYPE), bitcast=True) + head * D
 
 
 @triton.jit

@@ -16,7 +16,7 @@ def row_constants(cache: LayerCache) -> dict[str, Any]:
     """Compile-time constants of the rows of both sides.
 
     Raises:
-        ValueError: scales of keys and values have different dtypes.
+        ValueError: scales of keys and values, or numbers of 16 bits, have different dtypes.
     """
     key, value = cache.k_layout, cache.v_layout
     return {
@@ -25,4 +25,5 @@ def row_constants(cache: LayerCache) -> dict[str, Any]:
         "K_GROUP": key.group_size,
         "V_GROUP": value.group_size,
         "SCALE_DTYPE": TRITON_DTYPES[cache.scale_dtype],
+        "EXACT_DTYPE": TRITON_DTYPES[cache.exact_dtype],
     }

@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache
-from oscar_kernels.triton.arith import code_bytes, load_params, narrow, plane_count, unit_group, unit_size, unit_start
+from oscar_kernels.triton.arith import (
+    EXACT,
+    code_bytes,
+    exact_channels,
+    load_params,
+    narrow,
+    plane_count,
+    unit_group,
+    unit_size,
+    unit_start,
+)
 from oscar_kernels.triton.dtypes import TRITON_DTYPES, row_constants
 from oscar_kernels.triton.plan import split_lengths
 
@@ -32,7 +42,7 @@ def _decode_rows(
     out_rows, rows, mask, head, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One head of the history rows at byte pointers [BLOCK], dequantized, to the workspace."""
+    """One head of the history rows of codes at byte pointers [BLOCK], dequantized, to the workspace."""
     CODE_BYTES: tl.constexpr = code_bytes(D, BITS)
     PLANES: tl.constexpr = plane_count(BITS)
     GROUPS: tl.constexpr = D // GROUP
@@ -61,11 +71,17 @@ def _decode_rows(
 
 
 @triton.jit
+def _copy_exact(out_rows, rows, mask, head, D: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """One head of the history rows of 16 bits at byte pointers [BLOCK] to the workspace."""
+    _copy_window(out_rows, exact_channels(rows, head, D, EXACT_DTYPE), mask, D, DTYPE)
+
+
+@triton.jit
 def _copy_side(
     out_ptr, rows_ptr, sink_ptr, ring_ptr, pages_ptr, position, out_row, live, head, sink_end, ring_begin, block, ring,
     STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
-    RING: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
+    RECENT: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of one head at positions [BLOCK] of a request, each from where it is read."""
     out_rows = out_ptr + (out_row.to(tl.int64) * KV_HEADS + head) * D
@@ -74,7 +90,10 @@ def _copy_side(
         page = tl.load(pages_ptr + position // PAGE, mask=history, other=0).to(tl.int64)
         # Masked positions read the dummy page 0 and write nothing.
         rows = rows_ptr + (page * PAGE + (position & (PAGE - 1))) * STRIDE
-        _decode_rows(out_rows, rows, history, head, KV_HEADS, D, BITS, GROUP, SCALE_DTYPE, DTYPE)
+        if BITS == EXACT:
+            _copy_exact(out_rows, rows, history, head, D, EXACT_DTYPE, DTYPE)
+        else:
+            _decode_rows(out_rows, rows, history, head, KV_HEADS, D, BITS, GROUP, SCALE_DTYPE, DTYPE)
     if SINK > 0:
         sink = live & (position < sink_end)
         if tl.max(sink.to(tl.int32), 0) > 0:
@@ -93,8 +112,8 @@ def _prefix_kernel(
     v_out_ptr, spans,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
     V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
-    RING: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
+    RECENT: tl.constexpr, RING: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads; tiles of BLOCK positions, at most one short one per span; keys and values)."""
     head = tl.program_id(0)
@@ -120,14 +139,14 @@ def _prefix_kernel(
     if tl.program_id(2) == 0:
         _copy_side(
             k_out_ptr, k_rows_ptr, k_sink_ptr, k_ring_ptr, pages_ptr, position, out_first + offset, live, head,
-            sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, K_BITS, K_GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK,
-            RECENT, RING,
+            sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, K_BITS, K_GROUP, SCALE_DTYPE,
+            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING,
         )  # fmt: skip
     else:
         _copy_side(
             v_out_ptr, v_rows_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position, out_first + offset, live, head,
-            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_GROUP, SCALE_DTYPE, DTYPE, PAGE, SINK,
-            RECENT, RING,
+            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_GROUP, SCALE_DTYPE,
+            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING,
         )  # fmt: skip
 
 

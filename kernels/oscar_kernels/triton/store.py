@@ -20,7 +20,7 @@ from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import STRETCH as CODEC_STRETCH
 from oscar_kernels.codec import clip_rank
 from oscar_kernels.prepared import TERMS, PreparedLayer, PreparedSide, SplitMatrix
-from oscar_kernels.triton.arith import INTERPRET, code_bytes, dot, narrow, plane_count
+from oscar_kernels.triton.arith import EXACT, INTERPRET, code_bytes, dot, exact_channels, narrow, plane_count
 from oscar_kernels.triton.dtypes import row_constants
 
 STRETCH = tl.constexpr(CODEC_STRETCH)
@@ -201,28 +201,17 @@ def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constex
 
 
 @triton.jit
-def _store_tile(
-    x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens, gain,
-    HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr,
-    HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
+def _store_codes(
+    rows, y, mask, head, gain, x_ptr, HEADS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values: everything from rotation to the three destinations."""
-    x_rows, mask, token, head, matrix = _vectors(x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK)
-    y = _rotate(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
-    if HAS_CENTER:
-        y = y - tl.load(center_ptr + head[:, None] * D + tl.arange(0, D)[None, :])
-    if HAS_RING:
-        _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS)
-    if HAS_SINK:
-        _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
+    """Clip and quantize vectors, and write them to rows of codes at byte pointers [BLOCK]."""
+    D: tl.constexpr = y.shape[1]
     # float32 has 13 bits of mantissa more than float16 and 16 more than bfloat16.
     ZERO_BITS: tl.constexpr = 0 if TERMS > 0 or HAS_CENTER else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
     code, broken, scale, zero = _quantize(_clip(y, mask, RANK, ZERO_BITS), y, gain, BITS, GROUP, SCALE_DTYPE, FITTED)
     CODE_BYTES: tl.constexpr = code_bytes(D, BITS)
     GROUPS: tl.constexpr = D // GROUP
-    rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
     codes = rows + head * CODE_BYTES
     if BITS == 3:
         high = (code >= 4).to(tl.float32)
@@ -238,6 +227,36 @@ def _store_tile(
     tl.store(at + 1, zero, mask=mask[:, None])
 
 
+@triton.jit
+def _store_tile(
+    x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens, gain,
+    HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, R_SCALE: tl.constexpr, TERMS: tl.constexpr,
+    RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values: everything from rotation to the three destinations."""
+    x_rows, mask, token, head, matrix = _vectors(x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK)
+    if BITS == EXACT and TERMS == 0:
+        # Nothing is worked out: what is not finite stays in its channel.
+        y = tl.load(x_rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    else:
+        y = _rotate(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
+    if HAS_CENTER:
+        y = y - tl.load(center_ptr + head[:, None] * D + tl.arange(0, D)[None, :])
+    if HAS_RING:
+        _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS)
+    if HAS_SINK:
+        _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
+    rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
+    if BITS == EXACT:
+        at = exact_channels(rows, head, D, EXACT_DTYPE)[:, None] + tl.arange(0, D)[None, :]
+        tl.store(at, narrow(y, EXACT_DTYPE), mask=mask[:, None])
+    else:
+        _store_codes(rows, y, mask, head, gain, x_ptr, HEADS, BITS, GROUP, SCALE_DTYPE, TERMS, RANK, FITTED, HAS_CENTER)
+
+
 @triton.jit(do_not_specialize=["tokens", "k_gain", "v_gain"])
 def _store_kernel(
     k_ptr, k_stride_token, k_stride_head, v_ptr, v_stride_token, v_stride_head,
@@ -245,7 +264,7 @@ def _store_kernel(
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
     row_index_ptr, ring_index_ptr, sink_index_ptr, tokens, k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr,
     K_SETS: tl.constexpr, V_SETS: tl.constexpr, Q_SETS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
     K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
@@ -270,15 +289,15 @@ def _store_kernel(
             _store_tile(
                 k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
                 k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens,
-                k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED, HAS_CENTER,
-                HAS_RING, HAS_SINK, BLOCK,
+                k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED,
+                HAS_CENTER, HAS_RING, HAS_SINK, BLOCK,
             )  # fmt: skip
         else:
             _store_tile(
                 v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
                 v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile - k_tiles, tokens,
-                v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED, False,
-                HAS_RING, HAS_SINK, BLOCK,
+                v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED,
+                False, HAS_RING, HAS_SINK, BLOCK,
             )  # fmt: skip
 
 
@@ -412,7 +431,7 @@ def _launch(
     if cache is None or slots is None:
         buffers = (some,) * 2 + (0, 0) + (some,) * 4 + (some,) * 3
         rows: dict[str, Any] = {"K_BITS": 2, "V_BITS": 2, "K_GROUP": head_dim, "V_GROUP": head_dim}
-        rows["SCALE_DTYPE"] = tl.bfloat16
+        rows["SCALE_DTYPE"] = rows["EXACT_DTYPE"] = tl.bfloat16
         windows = (False, False)
     else:
         buffers = (

@@ -14,8 +14,9 @@ import typer
 
 from oscar_rotation.fit.options import FitOptions, OptionError
 from oscar_rotation.fit.targets import DEFAULT_METHOD
+from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.model_table import known_models, model_settings
-from oscar_rotation.recipe_options import BITS_HELP, bit_goal, refuse_foreign_options
+from oscar_rotation.recipe_options import BITS_HELP, TEXT_HELP, bit_goal, needs_mean, refuse_foreign_options
 from oscar_rotation.recipes import FITTED
 from oscar_rotation.terminal import one_line_errors
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
@@ -90,6 +91,7 @@ def calibrate_command(
         str | None, typer.Option(envvar="RECIPE", help=f"{', '.join(FITTED)}; the table's, else plus.")
     ] = None,
     bits: Annotated[str | None, typer.Option(envvar="BITS", help=BITS_HELP)] = None,
+    text: Annotated[Path | None, typer.Option(envvar="BITS_TEXT", exists=True, dir_okay=False, help=TEXT_HELP)] = None,
     method: Annotated[str, typer.Option(envvar="METHOD", help="Pair of targets, as in `oscar fit`.")] = DEFAULT_METHOD,
     composition: Annotated[str, typer.Option(envvar="COMPOSITION", help="As in `oscar fit`.")] = "r_h_pbr",
     clip: Annotated[str, typer.Option(envvar="CLIP", help="none, or fit: clip ratios per layer.")] = "none",
@@ -104,11 +106,13 @@ def calibrate_command(
     settings = model_settings(name).overridden(group_size=calibration.group_size, recipe=recipe)
     refuse_foreign_options(context, FITTED[settings.recipe], "group_size")
     goal = bit_goal(bits)
+    if text is not None:
+        needs_mean(goal, "--text")
     with driver_errors():
         folder = CalibrationFolder(dump_dir.parent) if dump_dir else calibration.latest(settings, tokens)
         options = FitOptions.of_method(
             method, composition=composition, fit_clip=clip == "fit", report=report,
-            group_size=settings.group_size, bits=goal,
+            group_size=settings.group_size, bits=goal, text=None if text is None else read_documents(text),
         )  # fmt: skip
         typer.echo(f"fitting {folder.dump}")
         try:

@@ -14,7 +14,7 @@ import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import EXACT, EXACT_DTYPES, RowLayout
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
@@ -44,7 +44,7 @@ class Geometry:
     @classmethod
     def uniform(cls, layout: RowLayout, windows: Windows, window_dtype: torch.dtype, layers: int) -> Geometry:
         """Of ``layers`` layers whose keys and values all have rows of one layout."""
-        side = SideFormat(layout.group_size, layout.scale_dtype, layout.bits)
+        side = SideFormat(layout.group_size, layout.scale_dtype, layout.bits, exact_dtype=layout.exact_dtype)
         return cls(
             dict.fromkeys(range(layers), LayerFormat(layout.kv_heads, layout.head_dim, side, side)),
             windows,
@@ -134,10 +134,11 @@ class MemoryPlan:
         bits = ", ".join(f"{geometry.bits_per_element(n * 1024):.2f} at {n}K" for n in (8, 32, 128))
         full = tokens * geometry.full_token_bytes
         sides = [side for layer in geometry.formats.values() for _, side in layer.sides]
-        groups = [str(size) for size in sorted({side.group_size for side in sides})]
+        sizes = sorted({side.group_size for side in sides if side.bits != EXACT})
+        groups = f"group {', '.join(map(str, sizes))}; " if sizes else ""
         return [
             f"history pool: {tokens} tokens x {geometry.cell_bytes} bytes = {tokens * geometry.cell_bytes / GIB:.3f} "
-            f"GiB ({mean_bits(geometry.formats.values()):.2f} bits per element, group {', '.join(groups)}; "
+            f"GiB ({mean_bits(geometry.formats.values()):.2f} bits per element, {groups}"
             f"16 bits would take {full / GIB:.3f} GiB)",
             f"side buffers: {self.side_bytes / GIB:.3f} GiB of a {self.budget_bytes / GIB:.3f} GiB budget: "
             f"{self.ring_rows} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
@@ -197,7 +198,8 @@ def make_plan(
 
 
 def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowLayout:
-    """Row geometry from flags and model.
+    """Row geometry from flags and model. A side that is left exact has the model's 16-bit dtype, or that of the windows
+    where the model computes in float32.
 
     Raises:
         Int2Error: --kv-cache-quant-group-size does not fit the model's head_dim.
@@ -205,8 +207,9 @@ def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowL
     group_size = getattr(args, GROUP_SIZE)
     if group_size is None:
         group_size = min(DEFAULT_GROUP_SIZE, model.head_dim)
+    exact = model.dtype if model.dtype in EXACT_DTYPES else settings.window_torch_dtype
     try:
-        return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype)
+        return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype, exact_dtype=exact)
     except ValueError as error:
         raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None
 

@@ -164,12 +164,13 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         "this way of drafting; drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
-        lambda args: drafts_with_model(args) and args.device not in ("cpu", None),
-        "a draft model on a GPU; drop --speculative-algorithm, or set it to NGRAM",
+        # A step of verification is no call of the operator that compiled steps are made around.
+        lambda args: algorithm(args) is not None and args.enable_torch_compile,
+        "speculative decoding inside torch.compile; drop --enable-torch-compile, or --speculative-algorithm",
     ),
     (
-        lambda args: algorithm(args) is not None and args.device not in ("cpu", None),
-        "speculative decoding on a GPU; drop --speculative-algorithm",
+        lambda args: drafts_with_model(args) and args.device not in ("cpu", None),
+        "a draft model on a GPU; set --speculative-algorithm NGRAM, or drop it",
     ),
     (
         too_many_tokens,

@@ -118,8 +118,8 @@ def absorb(model: nn.Module, settings: Settings) -> None:
         logger.warning("int2 rotates values online instead of absorbing the rotation: %s", reason)
         return
     for (qkv, _, o_proj), value in zip(layers, _value_transforms(settings, layers), strict=True):
-        assert value.matrix is not None
-        assert value.reading is not None
+        if value.matrix is None or value.reading is None:
+            continue  # This layer's values are left exact.
         with torch.no_grad():
             rotate_value_rows(qkv, value.matrix.to(qkv.weight.device))
             rotate_output_columns(o_proj, value.reading.to(o_proj.weight.device))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from oscar_kernels.format import LayerFormat, SideFormat
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import EXACT, RowLayout
 from oscar_kernels.transform import SideTransform
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity
@@ -46,8 +46,11 @@ def load_formats(
         source = getattr(settings, f"{side}_rotation")
         found = _read(side, source, num_layers, layout, model, settings.recipe)
         bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
-        transforms = _transforms(found, source, override, default)
-        sides = [SideFormat(layout.group_size, layout.scale_dtype, *of) for of in zip(bits, transforms, strict=True)]
+        transforms = _transforms(found, source, bits, override, default)
+        sides = [
+            SideFormat(layout.group_size, layout.scale_dtype, *of, layout.exact_dtype)
+            for of in zip(bits, transforms, strict=True)
+        ]
         return sides, found.recipe
 
     keys, key_recipe = load("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
@@ -122,7 +125,7 @@ def _read(
 
 
 def _bits(side: Literal["k", "v"], source: str | None, asked: int | None, found: RotationSet) -> tuple[int, ...]:
-    """Bits of a code by layer: what the file says, of a built-in recipe what the variable says."""
+    """Bits by layer: what the file says, of a built-in recipe what the variable says."""
     stated = found.bits or (2,) * found.num_layers
     if asked is None or set(stated) == {asked}:
         return stated
@@ -135,8 +138,10 @@ def _bits(side: Literal["k", "v"], source: str | None, asked: int | None, found:
     return (asked,) * found.num_layers
 
 
-def _transforms(found: RotationSet, source: str | None, override: float | None, default: float) -> list[SideTransform]:
-    """Transforms of one side, one per layer."""
+def _transforms(
+    found: RotationSet, source: str | None, bits: tuple[int, ...], override: float | None, default: float
+) -> list[SideTransform]:
+    """Transforms of one side, one per layer; a layer that is left exact has none unless a file states one."""
 
     def of_layer(tensors: torch.Tensor | None, layer: int) -> torch.Tensor | None:
         return None if tensors is None else tensors[layer]
@@ -144,14 +149,23 @@ def _transforms(found: RotationSet, source: str | None, override: float | None, 
     layers = found.num_layers
     clips = found.clip_ratios or (default,) * layers
     gains = found.gains or (0.0,) * layers
-    return [
-        SideTransform(
-            # The identity costs nothing where it is not multiplied by.
-            None if source == IDENTITY else found.rotations[layer],
-            of_layer(found.duals, layer),
-            of_layer(found.centers, layer),
-            clips[layer] if override is None else override,
-            gains[layer],
-        )
-        for layer in range(layers)
-    ]
+    transforms = []
+    for layer in range(layers):
+        matrix, dual, center = (of_layer(x, layer) for x in (found.rotations, found.duals, found.centers))
+        if bits[layer] == EXACT:
+            transforms.append(SideTransform() if source in BUILT_IN else _of_exact(matrix, dual, center))
+            continue
+        # The identity costs nothing where it is not multiplied by.
+        matrix = None if source == IDENTITY else matrix
+        clip = clips[layer] if override is None else override
+        transforms.append(SideTransform(matrix, dual, center, clip, gains[layer]))
+    return transforms
+
+
+def _of_exact(matrix: torch.Tensor | None, dual: torch.Tensor | None, center: torch.Tensor | None) -> SideTransform:
+    """What a file states for a layer that is left exact: without a unit matrix or a center of zeros, which would cost a
+    product, and the last bit of what is stored, for nothing."""
+    stated = [x for x in (matrix, dual) if x is not None]
+    plain = all(torch.equal(x, torch.eye(x.shape[-1]).expand_as(x)) for x in stated)
+    centered = center is not None and bool(center.any())
+    return SideTransform(None if plain else matrix, None if plain else dual, center if centered else None)

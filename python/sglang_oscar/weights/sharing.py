@@ -27,7 +27,8 @@ def sharing_warning(settings: Settings, formats: Mapping[int, LayerFormat]) -> s
     """
     if settings.k_rotation is None or settings.k_rotation in BUILT_IN:
         return None
-    heads = max((layer.kv_heads for layer in formats.values() if not layer.key.transform.per_head), default=0)
+    keys = [(layer.kv_heads, layer.key.transform) for layer in formats.values()]
+    heads = max((heads for heads, key in keys if key.matrix is not None and not key.per_head), default=0)
     if not 1 < heads <= FEW_HEADS:
         return None
     return (

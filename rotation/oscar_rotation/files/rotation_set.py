@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from oscar_kernels.layout import BITS
+from oscar_kernels.layout import EXACT, WIDTHS
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.bounds import parsed, shown
 
@@ -92,7 +92,8 @@ class RotationSet:
         metadata: provenance.
         duals: float32 like ``rotations``, the inverse transposes of transforms that are not orthogonal (recipe
             "plus"): what reads x @ rotations[layer] is multiplied by duals[layer]. None: rotations, their own duals.
-        bits: of a code, one per layer, of :data:`oscar_kernels.layout.BITS`; None for 2 in every layer.
+        bits: of a code, one per layer, or 16 where a layer is left exact, of :data:`oscar_kernels.layout.WIDTHS`; None
+            for 2 in every layer.
         gains: one per layer, each in [:data:`LEAST_GAIN`, 1], of scales fitted to the codes
             (:func:`oscar_kernels.codec.fitted_parameters`); None for the scales of the range.
         centers: float32 [layers, kv_heads, head_dim], subtracted from x @ rotations[layer] before it is stored; None
@@ -128,6 +129,10 @@ class RotationSet:
     def head_dim(self) -> int:
         """Channels per head."""
         return self.rotations.shape[-1]
+
+    def exact(self, layer: int) -> bool:
+        """Whether a layer is left exact: 16 bits, no codes."""
+        return self.bits is not None and self.bits[layer] == EXACT
 
     @property
     def per_head(self) -> bool:
@@ -227,10 +232,10 @@ def _check_numbers(loaded: RotationSet, source: str) -> None:
     if bits is not None:
         if len(bits) != layers:
             raise RotationFileError(f"{source}: bits of {len(bits)} layers for {layers} layers")
-        odd = [width for width in bits if width not in BITS]
+        odd = [width for width in bits if width not in WIDTHS]
         if odd:
             raise RotationFileError(
-                f"{source}: codes of {shown(odd[0])} bits, this release knows {', '.join(map(str, BITS))}; "
+                f"{source}: codes of {shown(odd[0])} bits, this release knows {', '.join(map(str, WIDTHS))}; "
                 "update sglang-oscar"
             )
     gains = loaded.gains

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.layout import BITS
+from oscar_kernels.layout import BITS, EXACT
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
-from oscar_rotation.fit.bit_goal import PARAMETER_BITS, BitGoal
+from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
 from oscar_rotation.fit.held_out import QUERIES, Request, held_out_requests, moved
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.model_losses import load_model, model_losses
@@ -28,7 +28,6 @@ from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult
 from oscar_rotation.fit.texts import TAIL
 from oscar_rotation.math.attention_weights import Exact, scores_of
-from oscar_rotation.math.bit_plan import spend
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.positions import Positions
 from oscar_rotation.threads import one_thread
@@ -36,20 +35,39 @@ from oscar_rotation.threads import one_thread
 Row = tuple[float, float]
 """Clip ratio and gain of a row."""
 
+NOTHING: Row = (1.0, 1.0)
+"""What a file states for a layer that is left exact, of which neither is read."""
+
 Reading = Callable[[torch.Tensor, int], torch.Tensor]
 """Vectors and bits of a code -> the vectors as a cache gives them back."""
 
 
 def with_bits(rotations: RotationSet, bits: Sequence[int], rows: Mapping[int, Row]) -> RotationSet:
-    """The same for codes of other widths: clip ratios and gains follow.
+    """The same for codes of other widths: clip ratios and gains follow. Layers that are left exact have the identity.
 
     Args:
         rotations: of one side.
         bits: by layer.
-        rows: clip ratio and gain by bits.
+        rows: clip ratio and gain by bits of a code.
     """
-    clips, gains = zip(*(rows[width] for width in bits), strict=True)
+    clips, gains = zip(*(NOTHING if width == EXACT else rows[width] for width in bits), strict=True)
+    exact = torch.tensor([width == EXACT for width in bits])
+    if bool(exact.any()):
+        rotations = _left_alone(rotations, exact)
     return replace(rotations, clip_ratios=clips, gains=gains, bits=None if set(bits) == {2} else tuple(bits))
+
+
+def _left_alone(rotations: RotationSet, layers: torch.Tensor) -> RotationSet:
+    """The same with nothing done to the vectors of some layers, bool [layers]."""
+    unit = torch.eye(rotations.head_dim)
+
+    def other(x: torch.Tensor | None, to: torch.Tensor) -> torch.Tensor | None:
+        return None if x is None else torch.where(layers.view(-1, *[1] * (x.ndim - 1)), to, x)
+
+    matrices = other(rotations.rotations, unit)
+    assert matrices is not None
+    duals, centers = other(rotations.duals, unit), other(rotations.centers, torch.zeros(()))
+    return replace(rotations, rotations=matrices, duals=duals, centers=centers)
 
 
 def measure(
@@ -229,7 +247,7 @@ def apply_goal(
         bits: tuple[tuple[int, ...], tuple[int, ...]] = (goal.key,) * layers, (goal.value,) * layers
         facts: dict[str, object] = {"bits": f"k{goal.key}v{goal.value}"}
     else:
-        budget = goal.budget(2 * layers, head_dim, group_size)
+        goal.widths(head_dim, group_size)  # raises where the mean is out of reach, before anything is measured
         positions = weights.positions(head_dim, context)
         scale = (dump.manifest.sm_scale if dump.manifest else None) or head_dim**-0.5
         losses = torch.empty(layers, 2, len(BITS), dtype=torch.float64)
@@ -251,9 +269,9 @@ def apply_goal(
             if model.dtype != torch.float32:
                 said = f"there is no room for the model in float32: its losses were measured in {model.dtype}"
                 result = replace(result, remarks=(*result.remarks, said))
-        plan = spend(losses.flatten(0, 1), BITS, budget)
+        plan = goal.plan(losses.flatten(0, 1), head_dim, group_size)
         bits = plan[::2], plan[1::2]
-        mean = sum(plan) / len(plan) + PARAMETER_BITS / min(group_size, head_dim)
+        mean = float(sum(stored_bits(width, min(group_size, head_dim)) for width in plan) / len(plan))
         facts = {"bits": goal.mean, "mean_bits": round(mean, 4), "bits_group_size": min(group_size, head_dim)}
         if ids is not None:
             facts["bits_text_tokens"] = ids.numel()

@@ -40,6 +40,8 @@ def read_documents(path: Path) -> tuple[Document, ...]:
                 if not _is_document(document):
                     raise DumpError(f"{path}:{number}: a line needs 'text' or 'messages'")
                 found.append(document)
+        except DumpError:
+            raise
         except ValueError as error:
             raise DumpError(f"{path}: is no JSON Lines of text ({error})") from error
     if not found:

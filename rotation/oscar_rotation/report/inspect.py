@@ -77,7 +77,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             "bits": loaded.bits[layer] if loaded.bits else 2,
             "spectrum": None if loaded.eigenvalues is None else spectrum_summary(_spectrum(loaded.eigenvalues[layer])),
             "sharing_loss": _sharing_loss(loaded, layer),
-            "overlap": overlap(loaded.rotations[layer]) if loaded.per_head and loaded.duals is None else None,
+            "overlap": _overlap(loaded, layer),
         }
         for layer in range(loaded.num_layers)
     ]
@@ -96,9 +96,16 @@ def describe(path: str | Path) -> dict[str, Any]:
     }
 
 
+def _overlap(loaded: RotationSet, layer: int) -> float | None:
+    """See :func:`overlap`; None of transforms, and of a layer that is left exact."""
+    rotations = loaded.per_head and loaded.duals is None and not loaded.exact(layer)
+    return overlap(loaded.rotations[layer]) if rotations else None
+
+
 def _sharing_loss(loaded: RotationSet, layer: int) -> float | None:
-    """See :func:`sharing_loss`; None of rotations, and of transforms that do not state how they were balanced."""
-    sigma = loaded.eigenvalues
+    """See :func:`sharing_loss`; None of rotations, of transforms that do not state how they were balanced, and of a
+    layer that is left exact."""
+    sigma = None if loaded.exact(layer) else loaded.eigenvalues
     if not loaded.per_head or loaded.duals is None or sigma is None or loaded.metadata.composition != COMPOSITION:
         return None
     usable = is_power_of_two(loaded.head_dim) and float(sigma[layer].min()) > 0

@@ -116,7 +116,7 @@ class CacheMaker:
         method = make_method(name, self.settings, rotations)
         label = INT2 if fit.recipe == DEFAULT else f"{INT2}-{fit.recipe}"
         if fit.bits is not None:
-            method, label = replace(method, title=f"{method.title}, --bits {fit.bits}"), f"{label}-{fit.bits}"
+            method, label = replace(method, title=f"{method.title}{fit.wish}"), f"{label}{fit.suffix}"
         return self._cache(method, label, self.flags.int2)
 
     def given(self, keys: Path, values: Path) -> Cache:

@@ -10,6 +10,7 @@ from typing import Any
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.fit.options import FitOptions
+from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipe_options import bit_goal
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
@@ -31,15 +32,27 @@ class Fit:
     Attributes:
         recipe: one of :data:`oscar_rotation.recipes.FITTED`.
         bits: what ``--bits`` asks for; None for the recipe's own two.
+        by_model: whether the model itself says, on the calibration texts, where a mean of ``bits`` is needed.
     """
 
     recipe: str
     bits: str | None = None
+    by_model: bool = False
+
+    @property
+    def wish(self) -> str:
+        """What is asked of bits, for tables; empty without."""
+        return "" if self.bits is None else f", --bits {self.bits}" + (", by the model" if self.by_model else "")
+
+    @property
+    def suffix(self) -> str:
+        """The same for names."""
+        return "" if self.bits is None else f"-{self.bits}" + ("-by-model" if self.by_model else "")
 
     @property
     def title(self) -> str:
         """In tables."""
-        return f"recipe {self.recipe}" + ("" if self.bits is None else f", --bits {self.bits}")
+        return f"recipe {self.recipe}{self.wish}"
 
 
 class Calibration:
@@ -91,17 +104,19 @@ class Calibration:
             DumpError, RotationFileError: the fit failed.
             ServerFailedError: the dumping server did not start or ended.
         """
-        name = CalibrationFolder(Path()).rotations(fit.recipe).name + ("" if fit.bits is None else f"_{fit.bits}")
+        name = CalibrationFolder(Path()).rotations(fit.recipe).name + fit.suffix.replace("-", "_")
         for folder in sorted(self.root.rglob(name)):
             try:
                 rotation_files(folder)
             except RotationFileError:
                 continue  # A fit that was interrupted.
             return folder
-        prompts = str(self.prepare())
-        dump = DumpRequest(self.settings, self.root, prompts, self.tokens, server_args=self.server_args)
+        prompts = self.prepare()
+        dump = DumpRequest(self.settings, self.root, str(prompts), self.tokens, server_args=self.server_args)
         dumped = run_dump(dump)
-        options = FitOptions(group_size=self.settings.group_size, bits=bit_goal(fit.bits))
+        # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
+        text = read_documents(prompts) if fit.by_model else None
+        options = FitOptions(group_size=self.settings.group_size, bits=bit_goal(fit.bits), text=text)
         return run_fit(dumped, fit.recipe, options, out=dumped.path / name)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from oscar_rotation.recipe_options import bit_goal, refuse_bits
+from oscar_rotation.recipe_options import bit_goal, needs_mean, refuse_bits
 from oscar_rotation.recipes import DEFAULT, FITTED
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.cpu.server import has_gpu
@@ -54,6 +54,14 @@ class CacheOptions:
         list[str] | None,
         typer.Option(help="To fit each recipe for: a mean or widths, as in `oscar fit`; repeatable; default: k2v2."),
     ] = None
+    bits_by_model: Annotated[
+        bool,
+        typer.Option(
+            "--bits-by-model",
+            help="For a mean of --bits, the model itself says on the calibration text where it is needed, as with "
+            "--text in `oscar fit`.",
+        ),
+    ] = False
     rotations: Annotated[Path | None, typer.Option(help="Folder of rotation files, instead of fitting some.")] = None
     k_rotation: Annotated[Path | None, typer.Option(help="Rotation file of the keys, instead of a folder.")] = None
     v_rotation: Annotated[Path | None, typer.Option(help="Rotation file of the values.")] = None
@@ -85,8 +93,12 @@ class CacheOptions:
             for recipe in recipes:
                 refuse_bits(FITTED[recipe])
         # The default by its name is the default, whose answers an earlier run may have left.
-        goals = dict.fromkeys(None if text == "k2v2" else text for text in self.bits or (None,))
-        return tuple(Fit(recipe, bits) for recipe in recipes for bits in goals)
+        goals = {None if text == "k2v2" else text: bit_goal(text) for text in self.bits or (None,)}
+        means = {text for text, goal in goals.items() if goal is not None and goal.mean is not None}
+        if self.bits_by_model:
+            needs_mean(bit_goal(next(iter(means), None)), "--bits-by-model")
+        asked = {text: self.bits_by_model and text in means for text in goals}
+        return tuple(Fit(recipe, text, by_model) for recipe in recipes for text, by_model in asked.items())
 
     def given(self) -> tuple[Path, Path] | None:
         """The user's rotation files."""

@@ -60,5 +60,5 @@ class Size:
 
 SIZES = {
     "full": Size("full", LONGEST_DEFAULT, 32, 128, 5, 8, 8, 70, 24, 32768, 8),
-    "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 40, 3, 8192, 2),
+    "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 24, 3, 8192, 2),
 }

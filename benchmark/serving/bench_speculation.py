@@ -1,0 +1,83 @@
+"""What a step of verification costs in SGLang and what it brings, with BF16, FP8 and int2 caches, random weights.
+
+For every cache, a server without speculation and one with drafts of NGRAM, of which SGLang accepts as many as it is
+told (``SGLANG_SIMULATE_ACC_LEN``): the drafts themselves cost next to nothing, so this is what any way of drafting can
+gain at most. Prints milliseconds per step and tokens per second, as SGLang's log counts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import decode_log
+import typer
+from decode_log import steady
+from machine import describe
+from subjects import MODES, SERVER, SHAPES, Mode, send_all, write_model
+
+from sglang_oscar.cpu.server import environment
+from sglang_oscar.local_server import serve
+
+WAYS = ("plain", "speculation")
+
+
+def speculation(drafts: int, accepted: float) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of a server that verifies chains of ``drafts`` tokens and keeps ``accepted`` on average."""
+    flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts),
+             "--speculative-ngram-max-bfs-breadth", "1"]  # fmt: skip
+    return flags, {"SGLANG_SIMULATE_ACC_LEN": str(accepted), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
+
+
+def measure(
+    mode: Mode, flags: list[str], env: dict[str, str], folder: str, log: Path, loads: list[tuple[int, int]], tokens: int
+) -> list[dict[str, Any]]:
+    """One row for every load, of requests at once and tokens of a prompt.
+
+    Raises:
+        RuntimeError: the server refused requests.
+    """
+    rows = []
+    with serve(folder, log, [*SERVER, *decode_log.FLAGS, *mode.args, *flags], environment() | mode.env | env) as server:
+        for count, length in loads:
+            before = len(server.text())
+            statuses = asyncio.run(send_all(server.url, [length] * count, tokens))
+            if set(statuses) != {200}:
+                raise RuntimeError(f"requests were answered with HTTP status {sorted(set(statuses))}")
+            speed = steady(server.text()[before:])
+            rows.append({"requests": count, "length": length} | {k: round(v, 3) for k, v in speed._asdict().items()})
+            print(log.name, rows[-1], flush=True)
+    return rows
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "qwen3-8b",
+    loads: Annotated[str, typer.Option(help="requests x tokens of a prompt, with commas")] = "1x100000,8x100000",
+    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2",
+    ways: Annotated[str, typer.Option(help=f"of {', '.join(WAYS)}, with commas")] = ",".join(WAYS),
+    drafts: Annotated[int, typer.Option(help="tokens that a step verifies")] = 4,
+    accepted: Annotated[float, typer.Option(help="tokens that a step keeps, on average")] = 2.5,
+    tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 512,
+    server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
+    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/speculation.json"),
+) -> None:
+    """Measure what speculation brings to long requests."""
+    result: dict[str, Any] = describe() | {"shape": shape, "drafts": drafts, "accepted": accepted}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pairs = [(int(count), int(length)) for count, length in (load.split("x") for load in loads.split(","))]
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), shape)
+        for name in modes.split(","):
+            for way in ways.split(","):
+                flags, env = speculation(drafts, accepted) if way == "speculation" else ([], {})
+                log = out.with_suffix(f".{name}.{way}.log")
+                flags = [*server_args.split(), *flags]
+                result[f"{name}_{way}"] = measure(MODES[name], flags, env, folder, log, pairs, tokens)
+                out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
