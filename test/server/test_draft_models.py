@@ -58,9 +58,12 @@ def eagle(models: Models, steps: int) -> list[str]:
 
 
 def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> None:
-    """Chunked prompts, retraction, prefix hits also on generated text, a ring without a row to spare."""
+    """Chunks beside tokens that decode, retraction, prefix hits also on generated text, a ring without a row to spare.
+
+    A release that mixes no chunks with a draft model's drafts switches that off.
+    """
     env = ENV | STRICT | SMALL | {"SGLANG_TEST_RETRACT": "1"}
-    args = ["--chunked-prefill-size", "128", "--page-size", "16", *eagle(models, 7)]
+    args = ["--chunked-prefill-size", "128", "--page-size", "16", "--enable-mixed-chunk", *eagle(models, 7)]
     with serve(models.model, tmp_path / "log", *INT2, *args, env=env) as server:
         # Answers that end where the sink is full of tokens and one of them is not yet computed.
         ask(server, [ids for ids in prompts() if len(ids) == 15], 1, tokens=1)
