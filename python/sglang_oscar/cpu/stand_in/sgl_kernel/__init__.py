@@ -9,6 +9,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import torch
+
 from sgl_kernel.verification import (
     assign_extend_cache_locs_cpu,
     assign_req_to_token_pool_cpu,
@@ -36,3 +38,14 @@ copy_all_layer_kv_cache_cpu = _unavailable
 fill_bonus_tokens_cpu = _unavailable
 
 scalar_type = SimpleNamespace(ScalarType=object, scalar_types=SimpleNamespace())
+
+OPERATORS = torch.library.Library("sgl_kernel", "FRAGMENT")
+"""Operators that SGLang looks up in torch when it imports the processor of Qwen's vision models, which imports hybrid
+models, too. They have no implementation: calling one raises."""
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    OPERATORS.define(f"{_name}(Tensor x) -> ()")
