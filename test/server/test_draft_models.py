@@ -28,6 +28,9 @@ pytestmark = [
 # SGLang compiles a few operations on drafts, which takes longer than the test.
 ENV = plugins("lossless_plugin", "no_gpu_plugin") | HADAMARD | {"TORCH_COMPILE_DISABLE": "1"}
 
+RIGHT = 3.0
+"""Tokens of a step at least, of eight: a draft model that sees the first token of a text only gets 1.8, ours 3.7."""
+
 
 class Models(NamedTuple):
     """A model, and draft models for it."""
@@ -66,11 +69,11 @@ def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
             answers = ask(server, prompts(), workers=12)
             assert_same(expected, answers, NEAR_TIE, DRIFT)
         assert retracted(server) > 0
-        assert per_step(answers) > 2.5
+        assert per_step(answers) > RIGHT
         tails = [ids + one["output_ids"][:40] for ids, one in zip(prompts(), expected, strict=True)]
         answers = ask(server, tails, 4, tokens=TOKENS - 40)
         assert_same([behind(one, 40) for one in expected], answers, NEAR_TIE, DRIFT)
-        assert per_step(answers) > 2.5
+        assert per_step(answers) > RIGHT
         assert server.alive()
         log = server.text()
         assert "1 layers in torch.float32" in log
@@ -124,7 +127,7 @@ def test_other_releases(version: str, models: Models, expected: list[dict], tmp_
             answers = ask(server, prompts(), workers=12)
             assert_same(expected, answers, NEAR_TIE, DRIFT)
         assert retracted(server) > 0
-        assert per_step(answers) > 2.5
+        assert per_step(answers) > RIGHT
         body = {"serialized_named_tensors": ["AAAA"]}
         reply = requests.post(f"{server.url}/update_weights_from_tensor", json=body, timeout=600)
         assert reply.status_code == 400

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.models import COMMON, build
 
 HIDDEN = COMMON["hidden_size"]
-OTHER_LAYERS, ATTENTION = 0.2, 4.0
+OTHER_LAYERS, ATTENTION = 0.2, 16.0
 """What is left of the outputs of all layers but the first, and how much stronger the attention of that one gets."""
 
 

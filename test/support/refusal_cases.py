@@ -29,6 +29,7 @@ FLAGS = [
     "--speculative-algorithm EAGLE",
     "--speculative-algorithm EAGLE --device cuda",
     "--speculative-algorithm NEXTN",
+    "--speculative-algorithm EAGLE --device cuda",
     "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 2 "
     "--speculative-num-draft-tokens 4",
     "--speculative-algorithm EAGLE3 --enable-multi-layer-eagle",

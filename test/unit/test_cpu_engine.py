@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 
+from sglang_oscar.cpu import engine
+from sglang_oscar.cpu.draft_attention import DraftSteps
 from sglang_oscar.cpu.engine import around_alloc_decode, around_alloc_extend, around_support_triton
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=6)
@@ -150,3 +152,53 @@ def test_allocators_that_work_are_left_alone(method: Any, fields: dict[str, Any]
 def test_other_backends_keep_their_triton_support() -> None:
     assert around_support_triton(lambda backend: True, "triton") is True
     assert around_support_triton(lambda backend: False, "torch_native") is False
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_steps_of_drafting_attend_to_the_drafts_before(step: int) -> None:
+    """SGLang's batch keeps the lengths of the first step; what lies behind the newest draft must not be read."""
+    generator = torch.Generator().manual_seed(3)
+    keys, values = torch.randn(2, 40, 2, 64, generator=generator)
+    queries, lens = torch.randn(2, 4, 64, generator=generator), [5, 9]
+    ends = [length + step + 1 for length in lens]
+    for request, end in enumerate(ends):
+        keys[20 * request + end : 20 * request + 20] = float("nan")
+    pool = SimpleNamespace(get_key_buffer=lambda layer_id: keys, get_value_buffer=lambda layer_id: values)
+    rows = SimpleNamespace(req_to_token=torch.arange(40).view(2, 20))
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=rows, token_to_kv_pool=pool)
+    layer = SimpleNamespace(
+        qk_head_dim=64, v_head_dim=64, tp_q_head_num=4, tp_k_head_num=2, layer_id=0, scaling=0.125,
+        is_cross_attention=False, sliding_window_size=-1,
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        seq_lens=torch.tensor(lens), out_cache_loc=None, req_pool_indices=torch.arange(2), encoder_lens=None
+    )
+    steps = DraftSteps(runner, 4)
+    assert len(steps.attn_backends) == 3
+    out = steps.attn_backends[step].forward_decode(queries, None, None, layer, batch).view(2, 4, 64)
+    for request, end in enumerate(ends):
+        k, v = (x[20 * request : 20 * request + end].repeat_interleave(2, 1) for x in (keys, values))
+        weights = torch.einsum("hd,nhd->hn", queries[request], k).mul(0.125).softmax(-1)
+        torch.testing.assert_close(out[request], torch.einsum("hn,nhd->hd", weights, v))
+    assert batch.seq_lens.tolist() == lens
+
+
+def test_draft_models_keep_their_backends_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU in int2 mode only, steps are ours; a chain of one draft has none."""
+
+    def factory(device: str, steps: int) -> SimpleNamespace:
+        runner = SimpleNamespace(device=device, req_to_token_pool=None, token_to_kv_pool=None)
+        return SimpleNamespace(draft_model_runner=runner, speculative_num_steps=steps)
+
+    for mode, device, ours in [
+        (SimpleNamespace(), "cpu", True),
+        (SimpleNamespace(), "cuda", False),
+        (None, "cpu", False),
+    ]:
+        monkeypatch.setattr(engine, "active", lambda mode=mode: mode)
+        made = [engine.around_create_decode_backend(lambda one: "stock", factory(device, steps)) for steps in (1, 3)]
+        extend = engine.around_create_extend_backend(lambda one: "stock", factory(device, 3))
+        if ours:
+            assert (made[0], len(made[1].attn_backends), extend) == (None, 2, None)
+        else:
+            assert (made, extend) == (["stock", "stock"], "stock")
