@@ -27,7 +27,6 @@ LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
 
 FLAGS = [
     "--speculative-algorithm EAGLE",
-    "--speculative-algorithm EAGLE --device cuda",
     "--speculative-algorithm NEXTN",
     "--speculative-algorithm EAGLE --device cuda",
     "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 2 "

@@ -106,8 +106,9 @@ VISION_MODELS = frozenset({"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForCond
 tokens causally with grouped queries, in every layer; the attention of the vision tower keeps nothing in the cache."""
 
 VISION: list[tuple[Check, str]] = [
-    (lambda a: a.speculative_algorithm is not None, "speculative decoding; drop --speculative-algorithm"),
-    (lambda a: a.enable_torch_compile, "torch.compile; drop --enable-torch-compile"),
+    (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
+    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
+    (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
 ]
 """Arguments that are refused with a multimodal model only."""
 
@@ -163,7 +164,7 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
         )
     for refused, what in VISION:
         if server_args is not None and model_config.is_multimodal and refused(server_args):
-            raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models with {what}: {name}")
+            raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")
 
 
 def check_attention_layer(layer: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+
 from sgl_kernel.drafting import (
     assign_draft_cache_locs_contiguous_cpu,
     build_tree_kernel_efficient_cpu,
