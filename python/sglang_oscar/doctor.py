@@ -225,6 +225,8 @@ def draft_facts(path: str, loaded: dict[str, Any]) -> str:
 
 def model_checks(path: str, group_size: int | None, memory: int, draft_path: str | None = None) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account."""
+    import torch
+
     from sglang_oscar.attach import refusals
     from sglang_oscar.attention import extend_choice
     from sglang_oscar.memory.plan import make_plan, row_layout
@@ -233,10 +235,12 @@ def model_checks(path: str, group_size: int | None, memory: int, draft_path: str
     from sglang_oscar.weights.rotations import load_formats
 
     loaded: dict[str, Any] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments = SimpleNamespace(device=device, speculative_algorithm=None, enable_torch_compile=False)
 
     def model() -> str:
         config = loaded["model"] = model_config(path)
-        refusals.check_model(config)
+        refusals.check_model(config, arguments)
         heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
         return f"{config.hf_config.architectures[0]}, {config.num_hidden_layers} layers, {heads} of {config.head_dim}"
 
@@ -253,10 +257,7 @@ def model_checks(path: str, group_size: int | None, memory: int, draft_path: str
         return f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
 
     def prompts() -> str:
-        import torch
-
         names = {None: "the torch reference", "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         return f"attention by {names[extend_choice.choose(loaded['settings'].extend_backend, device)]}"
 
     def rotations() -> str:

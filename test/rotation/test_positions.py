@@ -99,6 +99,21 @@ def test_configurations(tmp_path: Path) -> None:
     assert len(found.frequencies) == 32
 
 
+def test_models_that_read_images(tmp_path: Path) -> None:
+    """Text has three equal coordinates, so it turns as in a model with one."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    text = {"model_type": "qwen3_vl_text", "max_position_embeddings": 8192, "rope_parameters": rope}
+    nested = rotary_positions(config(tmp_path, model_type="qwen3_vl", text_config=text), 128, None)
+    old = {"rope_theta": 5e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    flat = rotary_positions(config(tmp_path, model_type="qwen2_5_vl", **old), 128, None)
+    plain = rotary_positions(config(tmp_path, rope_theta=5e6), 128, None)
+    assert nested
+    assert flat
+    assert plain
+    assert torch.equal(nested.frequencies, plain.frequencies)
+    assert torch.equal(flat.frequencies, plain.frequencies)
+
+
 def test_scaled_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
-from support.servers import HADAMARD, STRICT, Server, serve
+from support.servers import HADAMARD, STRICT, Server, refills, serve
 
 pytestmark = [
     pytest.mark.server,
@@ -41,12 +41,6 @@ def conversations(count: int, length: int, seed: int = 11) -> list[list[int]]:
 def ask(server: Server, prompts: list[list[int]], workers: int = 1, tokens: int = TOKENS) -> list[dict]:
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS), prompts))
-
-
-def refills(server: Server) -> int:
-    """Blocks computed again, by the server's log."""
-    found = re.findall(r"int2 sink refill: \d+ blocks computed again \((\d+) since the start\)", server.text())
-    return int(found[-1]) if found else 0
 
 
 @pytest.fixture(scope="module")

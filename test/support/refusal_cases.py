@@ -15,6 +15,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3NextConfig,
+    Qwen3VLMoeConfig,
 )
 
 from oscar_rotation.files.rotation_file import save_rotation_file
@@ -26,7 +27,6 @@ LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
 
 FLAGS = [
     "--speculative-algorithm EAGLE",
-    "--speculative-algorithm EAGLE --device cuda",
     "--speculative-algorithm NEXTN",
     "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 2 "
     "--speculative-num-draft-tokens 4",
@@ -73,6 +73,8 @@ FLAGS = [
     "--kv-canary log",
     "--prefill-only-disable-kv-cache",
     "--encoder-only",
+    "--language-only",
+    "--enable-adaptive-dispatch-to-encoder",
     "--enable-mis",
     "--enable-deterministic-inference",
     "--rl-on-policy-target fsdp",
@@ -134,6 +136,7 @@ MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "dual-chunk",
     ),
     "multimodal": (Qwen2VLConfig, "Qwen2VLForConditionalGeneration", "multimodal"),
+    "multimodal experts": (Qwen3VLMoeConfig, "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoe"),
     "embedding": (BertConfig, "BertModel", "embedding"),
     "reward": (lambda: Qwen3Config(**SMALL, head_dim=64), "Qwen3ForRewardModel", "reward"),
     "hybrid": (lambda: Qwen3NextConfig(**SMALL, head_dim=64), "Qwen3NextForCausalLM", "hybrid linear"),

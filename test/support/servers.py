@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -73,6 +74,12 @@ def serve(model: Path | str, log: Path, *args: str, env: dict[str, str] | None =
     """Start a server of test size, wait until it is ready, stop it and all its children afterwards."""
     with local_server.serve(model, log, small_sizes(args), server_environment(dict(env or {}))) as started:
         yield Server(started.url, started.log, started.process)
+
+
+def refills(server: Server) -> int:
+    """Sink blocks that a server computed again, by its log."""
+    found = re.findall(r"int2 sink refill: \d+ blocks computed again \((\d+) since the start\)", server.text())
+    return int(found[-1]) if found else 0
 
 
 def compiled_calls(text: str) -> list[int]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Qwen3Config
+from transformers import DeepseekV3Config, Qwen3Config, Qwen3VLConfig
 from typer.testing import CliRunner
 
 from oscar_rotation.files.rotation_file import save_rotation_file
@@ -43,6 +43,16 @@ def test_a_fitting_model(model: Path) -> None:
     assert "2.50 bits per element" in checks["group size"].detail
     for what in ("6.800 GiB budget", "tokens x 320 bytes", "at 8K", "at 32K", "at 128K"):
         assert what in checks["memory"].detail
+
+
+def test_a_model_that_reads_images(model: Path) -> None:
+    config = Qwen3VLConfig(text_config=SIZES | {"num_key_value_heads": 2, "head_dim": 128})
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    config.save_pretrained(model)
+    checks = by_name(doctor.model_checks(str(model), 64, 8 * GIB))
+    assert all(check.ok for check in checks.values()), checks
+    assert "Qwen3VLForConditionalGeneration, 2 layers, 4 query and 2 kv heads of 128" in checks["model"].detail
+    assert "tokens x 320 bytes" in checks["memory"].detail
 
 
 def failed(checks: list[Check], name: str) -> str:

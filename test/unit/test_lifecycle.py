@@ -146,8 +146,8 @@ def test_readers_only_see_filled_blocks(steps: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(64, [1, 1, 1]), (1, [1, 1, 1]), (130, [2, 1]), (8192, [3])])
 def test_passes_hold_what_a_server_can(tokens: int, sizes: list[int]) -> None:
-    refills = [Refill(block, ()) for block in (1, 2, 3)]
-    assert [len(part) for part in parts_of(refills, tokens, 64)] == sizes
+    refills = [Refill(block, (0,) * 64) for block in (1, 2, 3)]
+    assert [len(part) for part in parts_of(refills, tokens)] == sizes
 
 
 def test_refills_are_counted() -> None:

@@ -145,7 +145,7 @@ def check_model_early(args: Any) -> None:
         model = ModelConfig.from_server_args(args)
     except Exception:  # an unreadable model is SGLang's to report, in its own words
         return
-    refusals.check_model(model)
+    refusals.check_model(model, args)
 
 
 def check(args: Any, settings: Settings, model: Any) -> None:
@@ -169,7 +169,7 @@ def check(args: Any, settings: Settings, model: Any) -> None:
             f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}; "
             f"set --chunked-prefill-size {-(-args.chunked_prefill_size // args.page_size) * args.page_size}"
         )
-    refusals.check_model(model)
+    refusals.check_model(model, args)
     check_device(args.device)
     if args.device == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
         raise Int2Error(f"int2 mode computes in 16 bits on a GPU, the model in {model.dtype}; set --dtype bfloat16")

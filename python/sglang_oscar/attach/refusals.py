@@ -91,16 +91,37 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.kv_canary != "none", "the KV canary; drop --kv-canary"),
     (lambda a: a.prefill_only_disable_kv_cache, "prefill-only mode; drop --prefill-only-disable-kv-cache"),
     (lambda a: a.encoder_only, "encoder-only serving; drop --encoder-only"),
+    (lambda a: a.language_only, "encoders in other processes; drop --language-only"),
+    (
+        lambda a: a.enable_adaptive_dispatch_to_encoder,
+        "encoders in other processes; drop --enable-adaptive-dispatch-to-encoder",
+    ),
     (lambda a: a.enable_mis, "multi-item scoring; drop --enable-mis"),
     (lambda a: a.enable_deterministic_inference, "deterministic inference; drop --enable-deterministic-inference"),
     (lambda a: a.rl_on_policy_target is not None, "on-policy RL mode; drop --rl-on-policy-target"),
 ]
 
+VISION_MODELS = frozenset({"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"})
+"""Multimodal models that are served. What they see becomes embeddings of tokens, and a dense text model attends to all
+tokens causally with grouped queries, in every layer; the attention of the vision tower keeps nothing in the cache."""
+
+VISION: list[tuple[Check, str]] = [
+    (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
+    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
+    (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
+]
+"""Arguments that are refused with a multimodal model only."""
+
+
+def _other_multimodal(model: Any) -> bool:
+    return model.is_multimodal and VISION_MODELS.isdisjoint(model.hf_config.architectures)
+
+
 MODELS: list[tuple[Check, str]] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: m.is_hybrid_swa, "models with sliding-window attention layers"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
-    (lambda m: m.is_multimodal, "multimodal models"),
+    (_other_multimodal, "multimodal models other than Qwen2.5-VL and Qwen3-VL"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
     (lambda m: m.v_head_dim != m.head_dim, "models whose value head_dim differs from the key head_dim"),
@@ -119,8 +140,12 @@ def check_arguments(server_args: Any) -> None:
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}")
 
 
-def check_model(model_config: Any) -> None:
+def check_model(model_config: Any, server_args: Any = None) -> None:
     """Refuse model architectures that int2 mode does not support.
+
+    Args:
+        model_config: SGLang's ModelConfig.
+        server_args: also refuse those of these arguments that do not go with the model; None where there are none yet.
 
     Raises:
         Int2Error: naming the model and the feature.
@@ -128,7 +153,7 @@ def check_model(model_config: Any) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import is_minimax_sparse
 
-    name = model_config.model_path
+    name = f"{model_config.model_path} ({', '.join(model_config.hf_config.architectures)})"
     for refused, what in MODELS:
         if refused(model_config):
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
@@ -137,6 +162,9 @@ def check_model(model_config: Any) -> None:
             f"--kv-cache-dtype int2 does not support hybrid linear or sparse attention: {name}; "
             "use --kv-cache-dtype auto"
         )
+    for refused, what in VISION:
+        if server_args is not None and model_config.is_multimodal and refused(server_args):
+            raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")
 
 
 def check_attention_layer(layer: Any) -> None:

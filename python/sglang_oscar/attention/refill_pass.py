@@ -23,11 +23,12 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     """Fill the sink blocks that the batch lacks, then run it."""
     cache = cache_of(self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
-        for part in parts_of(
-            refills, tokens_at_once(releases.resolved(self.server_args)), cache.plan.geometry.windows.sink
-        ):
+        for part in parts_of(refills, tokens_at_once(releases.resolved(self.server_args))):
             with self.attn_backend.refilling([refill.block for refill in part]):
                 original(self, refill_batch(cache, part, forward_batch))
+            if forward_batch.input_ids.is_cuda and any(refill.images for refill in part):
+                # SGLang moves pixels to the host behind a pass, and the batch may be about to read them there.
+                torch.cuda.current_stream().synchronize()
         logger.info(
             "int2 sink refill: %d blocks computed again (%d since the start)", len(refills), cache.refills.total
         )
@@ -40,14 +41,20 @@ def tokens_at_once(server_args: Any) -> int:
     return chunked if chunked > 0 else int(server_args.max_prefill_tokens)
 
 
-def parts_of(refills: list[Refill], tokens: int, sink: int) -> Iterator[list[Refill]]:
-    """Cut refills into passes of at most ``tokens`` tokens, one block at least."""
-    step = max(tokens // sink, 1)
-    return (refills[first : first + step] for first in range(0, len(refills), step))
+def parts_of(refills: list[Refill], tokens: int) -> Iterator[list[Refill]]:
+    """Cut refills into passes of at most ``tokens`` tokens, those of their images included, one block at least."""
+    part: list[Refill] = []
+    for refill in refills:
+        if part and sum(other.tokens for other in [*part, refill]) > tokens:
+            yield part
+            part = []
+        part.append(refill)
+    if part:
+        yield part
 
 
 def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
-    """SGLang's batch of a refill pass.
+    """SGLang's batch of a refill pass. Images of a sink come with it, and are embedded as in any other prompt.
 
     Args:
         cache: whose blocks are filled.
@@ -75,6 +82,7 @@ def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
         spec_algorithm=beside.spec_algorithm,
         is_extend_in_batch=beside.is_extend_in_batch,
         capture_hidden_mode=CaptureHiddenMode.NULL,
+        mm_inputs=[refill.images and refill.images.inputs for refill in refills],
         positions=positions,
         extend_num_tokens=tokens,
         extend_seq_lens=lens,
@@ -84,6 +92,10 @@ def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
         extend_seq_lens_cpu=[sink] * count,
         extend_logprob_start_lens_cpu=[sink] * count,
     )
+    if beside.mrope_positions is not None:
+        text = torch.arange(sink).expand(3, -1)
+        coordinates = [text if refill.images is None else refill.images.positions for refill in refills]
+        batch.mrope_positions = torch.cat(coordinates, dim=1).to(device, non_blocking=True)
     on_device, on_host = releases.real_token_counts(beside)
     if getattr(beside, on_device) is not None:
         setattr(batch, on_device, torch.full_like(getattr(beside, on_device), tokens))

@@ -20,14 +20,14 @@ def load_tokenizer(settings: ModelSettings) -> Any:
 
 
 def load_config(settings: ModelSettings) -> Any:
-    """The configuration of a model.
+    """The configuration of a model; of one that also reads images, that of its text model.
 
     Raises:
         DataError: as :func:`load_tokenizer`.
     """
     from transformers import AutoConfig
 
-    return _load(AutoConfig, settings)
+    return _load(AutoConfig, settings).get_text_config()
 
 
 def _load(kind: Any, settings: ModelSettings) -> Any:

@@ -13,6 +13,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.side_buffers import SideBuffers
+from sglang_oscar.requests.images import SinkImages, sink_images
 from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_refill import SinkRefills
 from sglang_oscar.requests.sink_store import SinkStore
@@ -65,12 +66,17 @@ class Int2Cache:
         overridden = req.input_embeds is not None or req.positional_embed_overrides is not None
         return None if size == 0 or len(ids) < size or overridden else tuple(ids)
 
+    def sink_images(self, req: Any) -> SinkImages | None:
+        """Images of which a request's sink holds tokens; None where it holds text."""
+        return sink_images(req, self.plan.geometry.windows.sink)
+
     def sink_key(self, req: Any) -> Hashable | None:
         """Key under which a request's sink block is shared; None if it has none or must not share it."""
         ids = self.sink_ids(req)
         if ids is None or getattr(req, "skip_radix_cache_insert", False):
             return None
-        return (*releases.namespace(req), ids)
+        images = self.sink_images(req)
+        return (*releases.namespace(req), ids, images and images.key)
 
 
 def cache_of(pool: Any) -> Int2Cache | None:

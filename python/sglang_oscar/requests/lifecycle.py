@@ -75,7 +75,7 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
     if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
         return block  # queued a moment ago for a request that begins alike
     block = cache.sinks.acquire_private()
-    cache.refills.add(block, ids)
+    cache.refills.add(block, ids, cache.sink_images(req))
     if key is not None:
         cache.sinks.publish(block, key)
     return block

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_oscar.requests.images import SinkImages
 from sglang_oscar.requests.metrics import Counter
 
 
 @dataclass(frozen=True)
 class Refill:
-    """Block ``block`` of the sink store is to hold the keys and values of ``token_ids``."""
+    """Block ``block`` of the sink store is to hold the keys and values of ``token_ids``.
+
+    ``images`` are those that some of these tokens belong to; None where all are text.
+    """
 
     block: int
     token_ids: tuple[int, ...]
+    images: SinkImages | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that computing the block takes: its own, or as many as the vision tower computes for them."""
+        return max(len(self.token_ids), 0 if self.images is None else self.images.tokens)
 
 
 class SinkRefills:
@@ -31,9 +41,9 @@ class SinkRefills:
         self._counter = counter
         self._pending: list[Refill] = []
 
-    def add(self, block: int, token_ids: tuple[int, ...]) -> None:
+    def add(self, block: int, token_ids: tuple[int, ...], images: SinkImages | None = None) -> None:
         """Queue a refill."""
-        self._pending.append(Refill(block, token_ids))
+        self._pending.append(Refill(block, token_ids, images))
 
     def take(self) -> list[Refill]:
         """All queued refills, which are counted and queued no longer."""

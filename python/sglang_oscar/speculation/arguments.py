@@ -170,7 +170,7 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     ),
     (
         lambda args: drafts_with_model(args) and args.device not in ("cpu", None),
-        "a draft model on a GPU; set --speculative-algorithm NGRAM, or drop it",
+        "a draft model on a GPU; drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
         too_many_tokens,

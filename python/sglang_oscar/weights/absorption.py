@@ -41,6 +41,8 @@ ARCHITECTURES = frozenset(
         "Qwen3MoeForCausalLM",
         "Glm4MoeForCausalLM",
         "MiniMaxM2ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
     }
 )
 """Models in which nothing but the identity lies between attention output and o_proj."""

@@ -13,8 +13,10 @@ from oscar_rotation.math.positions import Positions
 
 HALVES = (
     "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2",
+    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text",
 )  # fmt: skip
-"""Model types whose rotary embedding pairs channel p with channel p + pairs."""
+"""Model types whose rotary embedding pairs channel p with channel p + pairs. Those that read images turn text like the
+others: its tokens have three equal coordinates."""
 
 SCALED = ("linear", "llama3", "yarn")
 """Kinds of scaled embedding whose frequencies are the same for requests of any length."""
@@ -63,7 +65,7 @@ def _frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
     """
     facts = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = facts.get("rope_type") or facts.get("type") or "default"
-    if kind == "default":
+    if kind in ("default", "mrope"):  # coordinates of images, with the frequencies of text
         theta = float(facts.get("rope_theta") or config.get("rope_theta") or THETA)
         share = float(facts.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
         pairs = int(config.get("rotary_dim") or head_dim * share) // 2

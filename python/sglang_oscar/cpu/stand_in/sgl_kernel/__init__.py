@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
+
 from sgl_kernel.drafting import (
     assign_draft_cache_locs_contiguous_cpu,
     build_tree_kernel_efficient_cpu,
@@ -36,3 +38,14 @@ __version__ = "0.4.5"
 
 
 scalar_type = SimpleNamespace(ScalarType=object, scalar_types=SimpleNamespace())
+
+OPERATORS = torch.library.Library("sgl_kernel", "FRAGMENT")
+"""Operators that SGLang looks up in torch when it imports the processor of Qwen's vision models, which imports hybrid
+models, too. They have no implementation: calling one raises."""
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    OPERATORS.define(f"{_name}(Tensor x) -> ()")

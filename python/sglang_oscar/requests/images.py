@@ -1,0 +1,56 @@
+"""What the tokens of images in a request's sink depend on beside their ids: the images, and where they stand.
+
+SGLang puts numbers made from an image's hash in place of the ids of its tokens, before a request is queued. Ids alone
+therefore tell most images apart, but not images of equal pixels in another shape, as a wide and a tall white one are:
+these differ in the positions of their tokens only, which have three coordinates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class SinkImages:
+    """Images, or videos, of which a sink holds tokens.
+
+    ``inputs`` are all multimodal inputs of the request, SGLang's MultimodalInputs; ``positions`` int64 [3, sink tokens]
+    are those that the rotary embedding turns the sink's tokens to, on the CPU; ``tokens`` is how many tokens all of the
+    request's images have, which a vision tower may compute at once.
+    """
+
+    inputs: Any
+    positions: torch.Tensor
+    tokens: int
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What tells the sink from others with the same token ids."""
+        return tuple(self.positions.flatten().tolist())
+
+
+def sink_images(req: Any, sink: int) -> SinkImages | None:
+    """The images that a request's first ``sink`` tokens are made of; None where these are text.
+
+    Text in front of the first image is what it is without one, so it may share a sink with requests without images.
+
+    Args:
+        req: SGLang's Req.
+        sink: tokens.
+    """
+    inputs = getattr(req, "multimodal_inputs", None)
+    if inputs is None:
+        return None
+    spans = [span for item in inputs.mm_items for span in item.offsets or ()]
+    if not any(start < sink for start, _ in spans):
+        return None
+    positions = inputs.mrope_positions[:, :sink].cpu().long()
+    if (missing := sink - positions.shape[1]) > 0:
+        # The prompt ends within the sink. Generated tokens follow the largest coordinate of the prompt.
+        first = int(inputs.mrope_position_delta.flatten()[0]) + positions.shape[1]
+        tail = torch.arange(first, first + missing).expand(3, -1)
+        positions = torch.cat([positions, tail], dim=1)
+    return SinkImages(inputs, positions, sum(end - start + 1 for start, end in spans))

@@ -1,0 +1,169 @@
+"""Sinks with tokens of images: what tells them apart, and what computing one again takes."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.mm_utils import extend_mrope_positions_for_retracted_request, pad_mm_tokens
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+
+from oscar_kernels.cache import Windows
+from sglang_oscar.attach import refusals
+from sglang_oscar.attention.refill_pass import parts_of, refill_batch
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.requests.images import sink_images
+from sglang_oscar.requests.sink_refill import Refill
+
+SINK, IMAGE_ID = 16, 262
+
+
+def positions(before: int, height: int, width: int, after: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coordinates of text, an image and text as Qwen's models have them, and how far they are from counting on."""
+    text = torch.arange(before).expand(3, -1)
+    rows, columns = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+    image = torch.stack([torch.zeros_like(rows), rows, columns]) + before
+    follows = torch.arange(after).expand(3, -1) + before + max(height, width)
+    every = torch.cat([text, image, follows], dim=1)
+    return every, torch.tensor([[before + max(height, width) - before - height * width]])
+
+
+def request(
+    pixels: torch.Tensor | None, before: int = 1, height: int = 4, width: int = 4, after: int = 20, **fields: Any
+) -> Any:
+    """A request as SGLang's scheduler has it once the ids of an image's tokens are replaced."""
+    count = 0 if pixels is None else height * width
+    ids, inputs = array("q", [1] * before + [IMAGE_ID] * count + [2] * after), None
+    if pixels is not None:
+        item = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, offsets=[(before, before + count - 1)])
+        item.set_pad_value()
+        inputs = MultimodalInputs(mm_items=[item], im_token_id=IMAGE_ID)
+        inputs.mrope_positions, inputs.mrope_position_delta = positions(before, height, width, after)
+        ids = pad_mm_tokens(ids, inputs)
+    made = {
+        "origin_input_ids": ids, "output_ids": [], "multimodal_inputs": inputs, "extra_key": None,
+        "input_embeds": None, "positional_embed_overrides": None,
+    }  # fmt: skip
+    return SimpleNamespace(**made | fields)
+
+
+def key(req: Any) -> Any:
+    plan = SimpleNamespace(geometry=SimpleNamespace(windows=Windows(SINK, 8, 8)))
+    return Int2Cache.sink_key(SimpleNamespace(plan=plan, sink_ids=ids_of, sink_images=images_of), req)  # type: ignore[arg-type]
+
+
+def ids_of(req: Any) -> Any:
+    plan = SimpleNamespace(geometry=SimpleNamespace(windows=Windows(SINK, 8, 8)))
+    return Int2Cache.sink_ids(SimpleNamespace(plan=plan), req)  # type: ignore[arg-type]
+
+
+def images_of(req: Any) -> Any:
+    return sink_images(req, SINK)
+
+
+BLACK, WHITE = torch.zeros(64, 8), torch.ones(64, 8)
+
+
+def test_images_keep_sinks_apart() -> None:
+    assert key(request(BLACK)) == key(request(BLACK.clone()))
+    assert key(request(BLACK)) != key(request(WHITE))
+    assert key(request(BLACK, before=SINK - 1)) != key(request(WHITE, before=SINK - 1)), "one token of the image"
+
+
+def test_the_shape_of_an_image_keeps_sinks_apart() -> None:
+    """Equal pixels in another shape have equal token ids, but other positions."""
+    wide, tall = request(WHITE, height=2, width=8), request(WHITE, height=8, width=2)
+    assert wide.origin_input_ids == tall.origin_input_ids
+    assert key(wide) != key(tall)
+    assert key(wide) == key(request(WHITE, height=2, width=8))
+
+
+def test_text_in_front_of_images_is_shared() -> None:
+    behind = [request(pixels, before=SINK) for pixels in (BLACK, WHITE)]
+    plain = request(None, before=SINK)
+    assert key(behind[0]) == key(behind[1]) == key(plain)
+    assert images_of(behind[0]) is None is images_of(plain)
+
+
+def test_positions_of_a_sink() -> None:
+    """Those of the prompt; behind it, as SGLang continues them in decoding and for a retracted request."""
+    whole = request(WHITE, height=2, width=4, after=20)
+    assert torch.equal(images_of(whole).positions, whole.multimodal_inputs.mrope_positions[:, :SINK])
+    short = request(WHITE, height=2, width=4, after=1, output_ids=[3] * 9)
+    assert torch.equal(images_of(short).positions, images_of(whole).positions)
+    before = key(short)
+    inputs = short.multimodal_inputs
+    inputs.mrope_positions = extend_mrope_positions_for_retracted_request(inputs.mrope_positions, 9)
+    assert key(short) == before
+
+
+def test_a_refill_brings_images_and_positions() -> None:
+    seen, text = request(WHITE), request(None)
+    refills = [Refill(1, ids_of(seen), images_of(seen)), Refill(2, ids_of(text), images_of(text))]
+    empty = torch.empty(0, dtype=torch.int64)
+    beside: Any = SimpleNamespace(
+        input_ids=empty, req_pool_indices=empty, seq_lens=empty, out_cache_loc=empty, mrope_positions=empty,
+        spec_algorithm=None, is_extend_in_batch=True, global_num_tokens_cpu=None, num_token_non_padded=None,
+        global_num_token_non_padded=None,
+    )  # fmt: skip
+    cache: Any = SimpleNamespace(plan=SimpleNamespace(geometry=SimpleNamespace(windows=Windows(SINK, 8, 8))))
+    batch = refill_batch(cache, refills, beside)
+    assert batch.mm_inputs == [seen.multimodal_inputs, None]
+    first = seen.multimodal_inputs.mrope_positions[:, :SINK]
+    assert torch.equal(batch.mrope_positions, torch.cat([first, torch.arange(SINK).expand(3, -1)], dim=1))
+    assert batch.input_ids.tolist() == [*seen.origin_input_ids[:SINK], *text.origin_input_ids[:SINK]]
+    beside.mrope_positions = None
+    assert refill_batch(cache, refills[1:], beside).mrope_positions is None
+
+
+def test_passes_count_the_tokens_of_images() -> None:
+    """The vision tower computes whole images, of whose tokens a sink holds the first."""
+    large = request(WHITE, height=10, width=10)
+    image, text = Refill(1, ids_of(large), images_of(large)), Refill(2, (0,) * SINK)
+    assert image.tokens == 100
+    assert [len(part) for part in parts_of([text, image, text, image, image], 132)] == [3, 1, 1]
+
+
+def model(**changes: Any) -> Any:
+    fields = {
+        "attention_arch": SimpleNamespace(name="MHA"), "is_hybrid_swa": False, "is_multimodal": True,
+        "hf_config": SimpleNamespace(architectures=["Qwen3VLForConditionalGeneration"]), "is_encoder_decoder": False,
+        "is_generation": True, "head_dim": 128, "v_head_dim": 128, "model_path": "somewhere",
+    }  # fmt: skip
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.fixture(autouse=True)
+def _plain_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.configs import hybrid_arch, model_config
+
+    monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda config: None)
+    monkeypatch.setattr(model_config, "is_minimax_sparse", lambda config: False)
+
+
+def test_models_by_name() -> None:
+    for name in refusals.VISION_MODELS:
+        refusals.check_model(model(hf_config=SimpleNamespace(architectures=[name])))
+    for name in ("Qwen2VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Gemma3ForCausalLM"):
+        with pytest.raises(Int2Error, match=f"multimodal models other than .*{name}"):
+            refusals.check_model(model(hf_config=SimpleNamespace(architectures=[name])))
+
+
+@pytest.mark.parametrize(
+    ("given", "change"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "drop --speculative-algorithm"),
+        ({"enable_torch_compile": True}, "drop --enable-torch-compile"),
+        ({"device": "cuda"}, "on a GPU; use --kv-cache-dtype auto"),
+    ],
+)
+def test_arguments_that_do_not_go_with_images(given: dict[str, Any], change: str) -> None:
+    plain = {"speculative_algorithm": None, "enable_torch_compile": False, "device": "cpu"}
+    refusals.check_model(model(), SimpleNamespace(**plain))
+    refusals.check_model(model(is_multimodal=False), SimpleNamespace(**plain | given))
+    with pytest.raises(Int2Error, match=change):
+        refusals.check_model(model(), SimpleNamespace(**plain | given))
