@@ -27,6 +27,7 @@ LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
 
 FLAGS = [
     "--speculative-algorithm EAGLE",
+    "--speculative-algorithm EAGLE --device cuda",
     "--speculative-algorithm NEXTN",
     "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 2 "
     "--speculative-num-draft-tokens 4",
