@@ -7,6 +7,7 @@ blocks than images, so that sinks with tokens of images are computed again.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -19,18 +20,20 @@ import requests
 import torch
 
 from support import vision_models
+from support.api import retracted
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
+from support.releases import environment, installed, served
 from support.servers import HADAMARD, STRICT, Server, refills, serve
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
-LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
+LOSSLESS = str(Path(__file__).parents[1] / "support" / "lossless_plugin")
 COMMON = ["--enable-fp32-lm-head"]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--max-running-requests", "2", *COMMON]
 NEAR_TIE = DRIFT = 0.06
-TOKENS = 8
+TOKENS = 12
 Prompt = tuple[str, list[str]]
 """Text of a prompt and its images."""
 
@@ -86,35 +89,40 @@ def fitted(dump: Path) -> dict[str, str]:
     return {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(path) for side, path in sides.items()}
 
 
-CONFIGURATIONS: dict[str, tuple[list[str], int, bool]] = {
-    "qwen3_vl": (["--chunked-prefill-size", "128", "--enable-mixed-chunk"], 3, False),
-    "qwen2_5_vl": ([], 1, True),
+CONFIGURATIONS: dict[str, tuple[str, list[str], int, bool]] = {
+    "qwen3_vl": (installed(), ["--chunked-prefill-size", "128", "--enable-mixed-chunk"], 3, False),
+    "qwen2_5_vl": (served()[0], [], 1, True),
 }
-"""Arguments by model, requests at once, and whether rotations are fitted to a dump of the stock server."""
+"""By model: release, arguments, requests at once, and whether rotations are fitted to a dump of the stock server or
+requests are retracted. The oldest release has another scheduler of images."""
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
     """First turns, the same again, and second turns, which hit the prefix cache."""
-    args, workers, fits = CONFIGURATIONS[name]
+    version, args, workers, fits = CONFIGURATIONS[name]
+    release = environment(version)
     model, dump = vision_models.save(name, tmp_path / "model"), tmp_path / "dump"
     begin, behind = prompts()
     asked = begin + behind
     env = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": "4000", "DUMP_KVCACHE_DIR": str(dump)} if fits else {}
-    with serve(model, tmp_path / "stock", "--attention-backend", "torch_native", *COMMON, env=env) as server:
+    with serve(model, tmp_path / "stock", "--attention-backend", "torch_native", *COMMON, env=release | env) as server:
         expected, expected_later = ask(server, asked, 2), ask(server, later(asked), 2)
     rotations = fitted(dump) if fits else HADAMARD
     for x, y in itertools.combinations(expected[: len(begin)], 2):
         assert first_difference(x, y) or largest_drift(x, y) > DRIFT, "images do not show in the answers"
 
-    with serve(model, tmp_path / "log", *INT2, *args, env=LOSSLESS | rotations | STRICT) as server:
+    env = release | rotations | STRICT | ({} if fits else {"SGLANG_TEST_RETRACT": "1"})
+    env["PYTHONPATH"] = os.pathsep.join([LOSSLESS, *filter(None, [release.get("PYTHONPATH")])])
+    with serve(model, tmp_path / "log", *INT2, *args, env=env) as server:
         assert_same(expected, ask(server, asked, workers), NEAR_TIE, DRIFT)
-        assert refills(server) == 0
+        before = refills(server)
         again = ask(server, asked, workers)
         assert_same(expected, again, NEAR_TIE, DRIFT)
         assert min(cached(again)) >= 128, cached(again)
-        assert refills(server) >= len(begin) - 4
+        assert refills(server) - before >= len(begin) - 4
         second = ask(server, later(asked), workers)
         assert_same(expected_later, second, NEAR_TIE, DRIFT)
         assert min(cached(second)) >= 384, cached(second)
+        assert (retracted(server) > 0) == ("SGLANG_TEST_RETRACT" in env)
         assert server.alive()

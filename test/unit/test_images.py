@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.mm_utils import extend_mrope_positions_for_retracted_request, pad_mm_tokens
+from sglang.srt.managers.mm_utils import (
+    MultiModalityDataPaddingPatternMultimodalTokens,
+    extend_mrope_positions_for_retracted_request,
+)
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
 from oscar_kernels.cache import Windows
@@ -43,7 +46,7 @@ def request(
         item.set_pad_value()
         inputs = MultimodalInputs(mm_items=[item], im_token_id=IMAGE_ID)
         inputs.mrope_positions, inputs.mrope_position_delta = positions(before, height, width, after)
-        ids = pad_mm_tokens(ids, inputs)
+        ids = MultiModalityDataPaddingPatternMultimodalTokens().pad_input_tokens(ids, inputs)
     made = {
         "origin_input_ids": ids, "output_ids": [], "multimodal_inputs": inputs, "extra_key": None,
         "input_embeds": None, "positional_embed_overrides": None,

@@ -1,8 +1,8 @@
 """What the tokens of images in a request's sink depend on beside their ids: the images, and where they stand.
 
 SGLang puts numbers made from an image's hash in place of the ids of its tokens, before a request is queued. Ids alone
-therefore tell most images apart, but not images of equal pixels in another shape, as a wide and a tall white one are:
-these differ in the positions of their tokens only, which have three coordinates.
+therefore tell most images apart. A hash of pixels does not tell a wide white image from a tall one: these differ in the
+positions of their tokens only, which have three coordinates.
 """
 
 from __future__ import annotations
