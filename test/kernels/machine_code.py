@@ -52,10 +52,15 @@ class Instruction:
         return self.op.split(".")[0]
 
     @property
+    def parts(self) -> list[str]:
+        """Operands but for predicates, which may stand in front of the result; that comes first otherwise."""
+        parts = [part.strip() for part in re.split(r",(?![^\[]*\])", self.operands)]
+        return [part for part in parts if not re.match(r"^!?U?P[T\d]$", part)]
+
+    @property
     def results(self) -> list[str]:
         """Registers that it writes."""
-        parts = [part.strip() for part in re.split(r",(?![^\[]*\])", self.operands)]
-        parts = [part for part in parts if not re.match(r"^!?U?P[T\d]$", part)]
+        parts = self.parts
         found = re.match(r"^(U?R)(\d+)", parts[0]) if parts else None
         if found is None or self.name.startswith(NO_RESULT):
             return []
@@ -74,7 +79,7 @@ class Instruction:
         if any(int(at, 16) >= FIRST_ARGUMENT for at in ARGUMENTS.findall(self.operands)):
             return frozenset({"an argument"})
         read = set()
-        for kind, number, wide in REGISTER.findall(self.operands.partition(",")[2]):
+        for kind, number, wide in REGISTER.findall(", ".join(self.parts[1:])):
             pair = 2 if wide or ".64" in self.op else 1
             read |= {f"{kind}{int(number) + offset}" for offset in range(pair)}
         return frozenset().union(*(state.get(register, UNSET) for register in read))

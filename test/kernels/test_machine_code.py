@@ -48,6 +48,17 @@ def test_what_memory_says_is_followed_through_registers() -> None:
     assert stray_descriptors(HEAD + LOW + loaded + PRODUCT) == ["0100: UR11 from global memory"]
 
 
+def test_what_a_result_was_before_does_not_count() -> None:
+    """A predicate may stand in front of the result."""
+    shuffled = """
+        /*0050*/                   LDG.E R2, desc[UR8][R4.64] ;
+        /*0060*/                   S2R R3, SR_TID.X ;
+        /*0070*/                   SHFL.IDX PT, R2, R3, RZ, 0x1f ;
+        /*0080*/                   R2UR UR11, R2 ;
+    """
+    assert stray_descriptors(HEAD + LOW + shuffled + PRODUCT) == []
+
+
 def test_either_way_of_a_branch_counts() -> None:
     """Set on one way only; and a loop that sets it behind the product does so too late for the first time."""
     branch = "        /*0045*/              @P0 BRA `(.L_x_0) ;\n" + HIGH + ".L_x_0:\n"

@@ -289,7 +289,7 @@ def test_other_weights_are_refused(route: str, body: dict, client: OpenAI, serve
     assert reply.status_code == 400
     assert reply.json()["success"] is False
     what_works = "use auto" if "load_format" in body else "/update_weights_from_disk"
-    if SESSIONS and route in ("update_weights_from_tensor", "update_weights_from_distributed"):
+    if SESSIONS and route == "update_weights_from_distributed":
         what_works = "begin_weight_update"  # which is refused
     assert what_works in reply.json()["message"]
     server.flush()
