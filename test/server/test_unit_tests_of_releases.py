@@ -28,7 +28,9 @@ def test_unit_tests_pass(version: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     release = environment(version)
     release["PYTHONPATH"] = os.pathsep.join(filter(None, [release["PYTHONPATH"], env.get("PYTHONPATH")]))
+    # Warm processes are of the tests, not of a release, and have imported another transformers than an older one wants.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(UNIT)]
+    command += ["--ignore", str(UNIT / "test_warm.py")]
     done = subprocess.run(
         command, env=env | release, cwd=UNIT.parents[1], capture_output=True, text=True, timeout=1500, check=False
     )
