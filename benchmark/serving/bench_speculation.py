@@ -7,7 +7,6 @@ gain at most. Prints milliseconds per step and tokens per second, as SGLang's lo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Annotated, Any
 
 import decode_log
 import typer
-from decode_log import steady
+from bench_throughput import speed_of
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, Mode, send_all, write_model
+from subjects import MODES, SERVER, SHAPES, Mode, write_model
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import serve
@@ -43,11 +42,7 @@ def measure(
     rows = []
     with serve(folder, log, [*SERVER, *decode_log.FLAGS, *mode.args, *flags], environment() | mode.env | env) as server:
         for count, length in loads:
-            before = len(server.text())
-            statuses = asyncio.run(send_all(server.url, [length] * count, tokens))
-            if set(statuses) != {200}:
-                raise RuntimeError(f"requests were answered with HTTP status {sorted(set(statuses))}")
-            speed = steady(server.text()[before:])
+            speed = speed_of(server, [length] * count, tokens)
             rows.append({"requests": count, "length": length} | {k: round(v, 3) for k, v in speed._asdict().items()})
             print(log.name, rows[-1], flush=True)
     return rows

@@ -15,12 +15,26 @@ from typing import Annotated, Any
 
 import decode_log
 import typer
-from decode_log import steady
+from decode_log import Speed, steady
 from machine import describe
 from subjects import MODES, SERVER, SHAPES, send_all, write_model
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
+
+
+def speed_of(server: LocalServer, lengths: list[int], tokens: int) -> Speed:
+    """Send a request for every prompt length at once and read the speed off the log.
+
+    Raises:
+        RuntimeError: the server refused requests.
+        ValueError: they generated too few tokens.
+    """
+    before = len(server.text())
+    refused = [status for status in asyncio.run(send_all(server.url, lengths, tokens)) if status != 200]
+    if refused:
+        raise RuntimeError(f"{len(refused)} of {len(lengths)} requests were refused, with HTTP status {refused[0]}")
+    return steady(server.text()[before:])
 
 
 def measure(server: LocalServer, counts: list[int], length: int, tokens: int) -> list[dict[str, Any]]:
@@ -31,11 +45,7 @@ def measure(server: LocalServer, counts: list[int], length: int, tokens: int) ->
     """
     rows = []
     for count in counts:
-        before = len(server.text())
-        refused = [status for status in asyncio.run(send_all(server.url, [length] * count, tokens)) if status != 200]
-        if refused:
-            raise RuntimeError(f"{len(refused)} of {count} requests were refused, with HTTP status {refused[0]}")
-        speed = steady(server.text()[before:])
+        speed = speed_of(server, [length] * count, tokens)
         rows.append(
             {
                 "requests": count,
