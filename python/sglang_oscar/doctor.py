@@ -223,7 +223,14 @@ def draft_facts(path: str, loaded: dict[str, Any]) -> str:
     return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"
 
 
-def model_checks(path: str, group_size: int | None, memory: int, draft_path: str | None = None) -> list[Check]:
+def model_checks(
+    path: str,
+    group_size: int | None,
+    memory: int,
+    draft_path: str | None = None,
+    host_size: float = 0,
+    host_ratio: float = 0,
+) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account."""
     import torch
 
@@ -232,11 +239,14 @@ def model_checks(path: str, group_size: int | None, memory: int, draft_path: str
     from sglang_oscar.memory.plan import make_plan, row_layout
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
     from sglang_oscar.settings import Settings
+    from sglang_oscar.tiers.pages import PageLayout, host_line, host_tokens
     from sglang_oscar.weights.rotations import load_formats
 
     loaded: dict[str, Any] = {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    arguments = SimpleNamespace(device=device, speculative_algorithm=None, enable_torch_compile=False)
+    arguments = SimpleNamespace(
+        device=device, speculative_algorithm=None, enable_torch_compile=False, enable_hierarchical_cache=False
+    )
 
     def model() -> str:
         config = loaded["model"] = model_config(path)
@@ -271,7 +281,12 @@ def model_checks(path: str, group_size: int | None, memory: int, draft_path: str
         geometry = estimated_geometry(loaded)
         budget = int(MEM_FRACTION * memory) - sum(map(weight_bytes, {path, draft_path or path}))
         plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, None, loaded.get("draft bytes", 0))
-        return "; ".join(plan.lines((budget - plan.fixed_bytes) // plan.token_bytes))
+        loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
+        return "; ".join(plan.lines(loaded["tokens"]))
+
+    def host_tier() -> str:
+        page = PageLayout.of_formats(estimated_geometry(loaded).formats, DEFAULT_PAGE_SIZE)
+        return host_line(host_tokens(page, host_size, host_ratio, loaded["tokens"]), page)
 
     checks = [attempt("model", model), attempt("variables", variables)]
     if all(check.ok for check in checks):
@@ -283,6 +298,8 @@ def model_checks(path: str, group_size: int | None, memory: int, draft_path: str
             checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
     if "layout" in loaded:
         checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))
+    if "tokens" in loaded and (host_size or host_ratio):
+        checks.append(attempt("host tier", host_tier))
     return checks
 
 
@@ -305,12 +322,18 @@ def doctor(
         str | None,
         typer.Option("--speculative-draft-model-path", help="Draft model to check with it; MODEL itself if it drafts."),
     ] = None,
+    host_size: Annotated[
+        float, typer.Option("--hicache-size", help="Host memory of a hierarchical cache, 10^9 bytes a rank.")
+    ] = 0,
+    host_ratio: Annotated[
+        float, typer.Option("--hicache-ratio", help="The same as a multiple of the tokens on the device.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether this machine, and MODEL on it, can run int2 mode and, if not, why."""
     checks = machine_checks()
     if model is not None and all(check.ok for check in checks[:1]):
-        checks = [*checks, *model_checks(model, group_size, memory_bytes(), draft)]
+        checks = [*checks, *model_checks(model, group_size, memory_bytes(), draft, host_size, host_ratio)]
     ok = all(check.ok for check in checks)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))

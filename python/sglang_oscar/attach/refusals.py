@@ -8,6 +8,7 @@ from typing import Any
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.speculation import arguments as speculation
+from sglang_oscar.tiers import arguments as tiers
 
 Check = Callable[[Any], bool]
 
@@ -38,6 +39,7 @@ def _context_parallel(args: Any) -> bool:
 
 ARGUMENTS: list[tuple[Check, str]] = [
     *speculation.REFUSED,
+    *tiers.REFUSED,
     (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
     (lambda a: a.enable_dp_attention, "data-parallel attention; drop --enable-dp-attention"),
     # Where --enable-dp-attention is an old name of this, resolution turns it into this.
@@ -46,12 +48,19 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.attn_cp_size > 1, "context parallelism; set --attn-cp-size 1"),
     (_context_parallel, "context parallelism; drop --enable-prefill-cp"),
     (lambda a: a.disaggregation_mode != "null", "prefill/decode disaggregation; drop --disaggregation-mode"),
-    (lambda a: a.enable_streaming_session, "streaming sessions; drop --enable-streaming-session"),
-    (lambda a: a.enable_hierarchical_cache, "hierarchical caching; drop --enable-hierarchical-cache"),
-    (lambda a: a.enable_lmcache, "LMCache; drop --enable-lmcache"),
+    (
+        lambda a: a.enable_streaming_session,
+        "streaming sessions, which keep rows of the recent ring from turn to turn; drop --enable-streaming-session",
+    ),
+    (
+        lambda a: a.enable_lmcache,
+        "LMCache, whose keys do not say which rotation rows have; drop --enable-lmcache, "
+        "or use --enable-hierarchical-cache",
+    ),
     (
         lambda a: a.enable_flexkv or a.flexkv_config_file is not None,
-        "FlexKV; drop --enable-flexkv and --flexkv-config-file",
+        "FlexKV, whose keys do not say which rotation rows have; drop --enable-flexkv and --flexkv-config-file, "
+        "or use --enable-hierarchical-cache",
     ),
     (
         lambda a: argument(a, "enable_unified_cache_external_linker", False),
@@ -109,6 +118,7 @@ VISION: list[tuple[Check, str]] = [
     (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
+    (lambda a: a.enable_hierarchical_cache, "with hierarchical caching; drop --enable-hierarchical-cache"),
 ]
 """Arguments that are refused with a multimodal model only."""
 

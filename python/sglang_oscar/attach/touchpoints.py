@@ -15,6 +15,7 @@ from sglang_oscar.memory import sizing
 from sglang_oscar.requests import lifecycle
 from sglang_oscar.speculation import arguments as speculation
 from sglang_oscar.speculation import commit
+from sglang_oscar.tiers import hooks as tiers
 from sglang_oscar.weights import absorption, updates
 
 SRT = "sglang.srt."
@@ -134,8 +135,16 @@ TOUCHPOINTS: list[Touchpoint] = [
         AROUND,
         commit.around_move_accept_tokens,
     ),
+    # Tiers below the GPU.
+    Touchpoint(at(MEM + "pool_host.mha.get_mha_host_pool_cls"), AROUND, tiers.around_get_mha_host_pool_cls),
+    Touchpoint(
+        at(MEM + "storage.backend_factory.StorageBackendFactory.create_backend"), AFTER, tiers.after_create_backend
+    ),
     # Machines without a GPU.
     Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),
+    Touchpoint(
+        at(SRT + "managers.cache_controller.HiCacheController.__init__"), BEFORE, engine.before_cache_controller
+    ),
     Touchpoint(at(DRAFTS + "create_decode_backend"), AROUND, engine.around_create_decode_backend),
     Touchpoint(at(DRAFTS + "create_draft_extend_backend"), AROUND, engine.around_create_extend_backend),
     Touchpoint(at(MEM + "allocation.get_last_loc"), AROUND, engine.around_get_last_loc),

@@ -158,8 +158,18 @@ class OscarAttentionBackend(AttentionBackend):
         assert self.batch is not None
         slots = StoreSlots(call.out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
         layer, batch = self.cache.layers[call.layer_id], replace(self.batch, slots=slots)
+        self._wait_for_rows(call.layer_id)
         out = attend(layer, batch, call.q, call.k, call.v, call.sm_scale)
         return out.to(call.q.dtype).view(call.q.shape[0], -1)
+
+    def _wait_for_rows(self, layer_id: int) -> None:
+        """Wait until the host tier has brought this layer's rows, as stock does where a backend asks the pool for them.
+
+        The pool that SGLang gave out is asked: one that holds others keeps the counter for all of them.
+        """
+        pool = self.token_to_kv_pool
+        if pool.layer_transfer_counter is not None:
+            pool.layer_transfer_counter.wait_until(layer_id - pool.start_layer)
 
     def _longest(self, forward_batch: Any) -> int:
         """Upper bound of the batch's lengths, from SGLang's host copy where it keeps one."""

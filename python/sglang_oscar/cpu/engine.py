@@ -8,6 +8,7 @@ Used with SGLANG_USE_CPU_ENGINE=1 and nowhere else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,15 @@ def around_alloc_decode(
     slots[opens_page] = self.free_pages[:count] * self.page_size
     self.free_pages = self.free_pages[count:]
     return slots
+
+
+def before_cache_controller(self: Any, token_to_kv_pool_allocator: Any, *args: Any, **kwargs: Any) -> None:
+    """Streams and events of a hierarchical cache on a CPU: older releases take those of PyTorch's build, CUDA's."""
+    if active() is not None and torch.device(token_to_kv_pool_allocator.device).type == "cpu":
+        for name in ("managers.cache_controller", "mem_cache.l2_transfer"):
+            module: Any = sys.modules.get(f"sglang.srt.{name}")
+            if module is not None:
+                module.device_module = torch.cpu
 
 
 def around_create_decode_backend(original: Callable[[Any], Any], self: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.settings import active
+from sglang_oscar.tiers.hooks import has_storage
 from sglang_oscar.weights import absorption
 from sglang_oscar.weights.rotations import IDENTITY
 
@@ -73,6 +74,11 @@ def around_update_from_disk(
 
 def reload_obstacle(cache: Int2Cache, model_runner: Any, load_format: str) -> str | None:
     """Why weights read in this format would not fit the running server, or None."""
+    if has_storage():
+        return (
+            "--hicache-storage-backend keeps what the old weights have computed under keys that do not tell weights "
+            "apart; start a server on the new ones"
+        )
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 

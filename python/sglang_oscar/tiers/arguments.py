@@ -1,0 +1,61 @@
+"""What int2 mode does not serve of hierarchical caching, by server arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oscar.attach.releases import argument
+
+LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+IO_BACKENDS = ("kernel", "direct")
+FILE = "file"
+STORAGE = (FILE, "nixl", "mooncake", "hf3fs")
+"""Storage backends that take pages as they are: by tensors, or two equal objects a page."""
+DROP = "drop --enable-hierarchical-cache"
+
+
+def has_host_tier(args: Any) -> bool:
+    """Whether a server keeps rows in host memory, too."""
+    return bool(args.enable_hierarchical_cache)
+
+
+def _when(refused: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda args: has_host_tier(args) and bool(refused(args))
+
+
+REFUSED: list[tuple[Callable[[Any], bool], str]] = [
+    (_when(lambda a: a.device not in ("cpu", None)), f"hierarchical caching on a GPU; {DROP}"),
+    (
+        _when(lambda a: a.hicache_mem_layout not in LAYOUTS),
+        "host memory in which rows are cut by heads (page_head, page_first_kv_split): equal slices of a row are not "
+        f"heads; set --hicache-mem-layout {LAYOUTS[0]}",
+    ),
+    (
+        _when(lambda a: a.hicache_io_backend not in IO_BACKENDS),
+        "copies by another engine than these; set --hicache-io-backend " + " or ".join(IO_BACKENDS),
+    ),
+    (
+        _when(lambda a: argument(a, "hicache_host_memory_mode", "cache") != "cache"),
+        "host memory that only buffers; drop --hicache-host-memory-mode",
+    ),
+    (
+        _when(lambda a: a.hicache_storage_backend not in (None, *STORAGE)),
+        "this storage, which wants to know more of a page than its bytes; set --hicache-storage-backend "
+        + " or ".join(STORAGE),
+    ),
+    (
+        _when(lambda a: a.hicache_storage_backend not in (None, FILE) and a.hicache_mem_layout == "layer_first"),
+        f"storage of pages that are not one piece of host memory; set --hicache-mem-layout {LAYOUTS[0]}",
+    ),
+    (
+        _when(lambda a: "tp_lcm_size" in (a.hicache_storage_backend_extra_config or "")),
+        "ranks of another number reading slices of rows, which are not heads; drop tp_lcm_size from "
+        "--hicache-storage-backend-extra-config",
+    ),
+    (
+        _when(lambda a: a.speculative_algorithm is not None),
+        f"speculative decoding beside hierarchical caching; {DROP} or --speculative-algorithm",
+    ),
+]
+"""What is refused, in the order in which it is asked; see :mod:`sglang_oscar.attach.refusals`."""

@@ -1,0 +1,57 @@
+"""Hooks into SGLang's hierarchical cache: the class of the host pool, and what stands before storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from sglang_oscar.attach import releases
+from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.settings import active
+
+_storage: WeakSet[Any] = WeakSet()
+"""Storage of this process, as long as SGLang keeps it."""
+
+
+def has_storage() -> bool:
+    """Whether pages of this process outlive it."""
+    return len(_storage) > 0
+
+
+def around_get_mha_host_pool_cls(original: Callable[[Any], Any], source: Any, /) -> Any:
+    """The host pool's class for INT2 rows; rows of draft models are not bytes, and stay stock.
+
+    Args:
+        original: SGLang's.
+        source: SGLang's KV pool or, in newer releases, what describes its buffers.
+    """
+    if active() is None or releases.device_dtype(source) != torch.uint8:
+        return original(source)
+    from sglang_oscar.tiers.host_pool import Int2HostPool
+
+    return Int2HostPool
+
+
+def after_create_backend(
+    backend: Any, cls: Any, /, backend_name: str, storage_config: Any, mem_pool_host: Any, **kwargs: Any
+) -> Any:
+    """Put salts and checks before a storage backend, also one that is attached while the server runs."""
+    if active() is None:
+        return None
+    from sglang_oscar.tiers.host_pool import Int2HostPool
+    from sglang_oscar.tiers.salt import salt_of_this_process
+    from sglang_oscar.tiers.storage import CheckedStorage
+
+    anchor = getattr(mem_pool_host, "anchor_entry", None)
+    pool = mem_pool_host if anchor is None else anchor.host_pool
+    assert isinstance(pool, Int2HostPool), f"the host tier of int2 mode is a {type(pool).__name__}"
+    if storage_config.tp_lcm_size:
+        fatal(Int2Error("--kv-cache-dtype int2 does not support rows cut by heads; drop tp_lcm_size"))
+    # SGLang tells clients the name of the class.
+    named = type(type(backend).__name__, (CheckedStorage,), {})
+    checked = named(backend, pool, salt_of_this_process(pool.page_layout))
+    _storage.add(checked)
+    return checked

@@ -1,0 +1,161 @@
+"""Where the rows of a page lie in host memory and in storage, and the host's pages themselves.
+
+An *item* is what one layer and side has of a page: its rows, one behind the other, as they lie in the history pool. All
+items of a page and then its trailer (:mod:`sglang_oscar.tiers.storage`) make up the page, whatever sizes the rows of
+different layers and sides have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from oscar_kernels.format import LayerFormat
+from sglang_oscar.memory.plan import GIB
+
+PAGE_VERSION = 1
+"""Version of what a page holds where; part of every key of storage."""
+PAGE_FIRST = ("page_first", "page_first_direct")
+"""SGLang's names of layouts in which a page is one piece of host memory; to us they are the same."""
+ALIGNMENT = 128
+"""Bytes that items and pages are a multiple of, or half of it where pages are as small as 16 tokens."""
+
+
+class Item(NamedTuple):
+    """One layer and side of a page: ``side`` is 0 for keys and 1 for values, the rest is in bytes."""
+
+    side: int
+    layer: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The bytes of a page.
+
+    Args:
+        page_size: tokens of a page.
+        row_bytes: bytes of a row by layer, of keys and of values.
+    """
+
+    page_size: int
+    row_bytes: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of_formats(cls, formats: Mapping[int, LayerFormat], page_size: int) -> PageLayout:
+        """Of layers with these formats."""
+        keys = tuple(layer.key_layout.row_bytes for layer in formats.values())
+        return cls(page_size, (keys, tuple(layer.value_layout.row_bytes for layer in formats.values())))
+
+    @property
+    def layers(self) -> int:
+        """Layers of a page."""
+        return len(self.row_bytes[0])
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Item, ...], ...]:
+        """All items in the order of their offsets, those of one size together: one launch copies a group.
+
+        Where all rows have one size that is all keys by layer and then all values.
+        """
+        sizes = [(side, layer, rows) for side, of in enumerate(self.row_bytes) for layer, rows in enumerate(of)]
+        groups, offset = [], 0
+        for size in dict.fromkeys(rows for *_, rows in sizes):
+            group = []
+            for side, layer, rows in sizes:
+                if rows == size:
+                    group.append(Item(side, layer, offset, rows * self.page_size))
+                    offset += group[-1].size
+            groups.append(tuple(group))
+        return tuple(groups)
+
+    @property
+    def items(self) -> Iterator[Item]:
+        """All items in the order of their offsets."""
+        return (item for group in self.groups for item in group)
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Bytes behind the items, a multiple of the tokens of a page, so that a token takes a whole number of bytes."""
+        return self.page_size * max(2, ALIGNMENT // self.page_size)
+
+    @property
+    def page_bytes(self) -> int:
+        """All bytes of a page."""
+        return self.page_size * sum(map(sum, self.row_bytes)) + self.trailer_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token on the host, its share of the trailer included."""
+        return self.page_bytes // self.page_size
+
+
+class HostPages:
+    """Pages in host memory.
+
+    Args:
+        layout: of a page.
+        buffer: uint8 [pages * page_bytes].
+        page_first: whether a page is one piece of the buffer; otherwise an item of all pages is.
+    """
+
+    def __init__(self, layout: PageLayout, buffer: torch.Tensor, page_first: bool) -> None:
+        self.layout = layout
+        self.buffer = buffer
+        self.page_first = page_first
+        self.count = buffer.numel() // layout.page_bytes
+        self._items = {(item.side, item.layer): self._part(item.offset, item.size) for item in layout.items}
+        self._trailers = self._part(layout.page_bytes - layout.trailer_bytes, layout.trailer_bytes)
+
+    def _part(self, offset: int, size: int) -> torch.Tensor:
+        """[pages, size]: the same bytes of every page."""
+        if self.page_first:
+            return self.buffer.view(self.count, -1)[:, offset : offset + size]
+        return self.buffer[offset * self.count : (offset + size) * self.count].view(self.count, size)
+
+    def item(self, side: int, layer: int) -> torch.Tensor:
+        """Rows of one layer and side, uint8 [pages, size]."""
+        return self._items[side, layer]
+
+    def page(self, number: int) -> torch.Tensor:
+        """A page, uint8 [page_bytes]: host memory itself where it is one piece, a copy otherwise."""
+        if self.page_first:
+            return self.buffer.view(self.count, -1)[number]
+        return torch.cat(
+            [*(self._items[item.side, item.layer][number] for item in self.layout.items), self._trailers[number]]
+        )
+
+    def set_page(self, number: int, data: torch.Tensor) -> None:
+        """Overwrite a page with uint8 [page_bytes]."""
+        if self.page_first:
+            self.buffer.view(self.count, -1)[number] = data
+            return
+        for item in self.layout.items:
+            self._items[item.side, item.layer][number] = data[item.offset : item.offset + item.size]
+        self._trailers[number] = data[-self.layout.trailer_bytes :]
+
+
+def host_line(tokens: int, layout: PageLayout) -> str:
+    """The host tier in the memory account."""
+    return (
+        f"host tier: {tokens} tokens x {layout.token_bytes} bytes = {tokens * layout.token_bytes / GIB:.3f} GiB of "
+        f"host memory, {layout.layers} layers in pages of {layout.page_bytes} bytes"
+    )
+
+
+def host_tokens(layout: PageLayout, gigabytes: float, ratio: float, device_tokens: int) -> int:
+    """Tokens that a host tier holds.
+
+    Args:
+        layout: of a page.
+        gigabytes: 10^9 bytes (--hicache-size); 0 where the ratio decides.
+        ratio: of tokens on the host to tokens on the device (--hicache-ratio).
+        device_tokens: of the history pool.
+    """
+    asked = int(gigabytes * 1e9 // layout.token_bytes) if gigabytes > 0 else int(device_tokens * ratio)
+    return (asked // layout.page_size + 1) * layout.page_size

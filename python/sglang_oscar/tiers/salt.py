@@ -1,0 +1,64 @@
+"""What the keys of storage are salted with: everything that must be alike for rows to be interchangeable.
+
+SGLang's own keys are made of tokens, the model's name and ranks, so that a cache of another dtype, or of rows written
+with another rotation, would be read as if it were one's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from oscar_kernels.format import fingerprint
+from sglang_oscar.attach import releases
+from sglang_oscar.memory.plan import own_heads
+from sglang_oscar.settings import of_this_process
+from sglang_oscar.tiers.pages import PAGE_VERSION, PageLayout
+from sglang_oscar.weights.rotations import model_formats
+
+
+def storage_salt(rows: str, model: dict[str, Any], heads: slice, page: PageLayout) -> str:
+    """SHA-256, in hex, of what the bytes of a page mean.
+
+    Args:
+        rows: fingerprint of the formats of the whole model.
+        model: what makes the model the same one (:func:`model_facts`).
+        heads: kv heads of this tensor-parallel rank.
+        page: what is where in a page.
+    """
+    meaning = {
+        "page version": PAGE_VERSION,
+        "page size": page.page_size,
+        "row bytes": page.row_bytes,
+        "rows": rows,
+        "heads": [heads.start, heads.stop],
+        "model": model,
+    }
+    return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def model_facts(args: Any, model: Any) -> dict[str, Any]:
+    """What decides which keys and values a text has: path, revision, dtype, quantization and configuration.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+        model: SGLang's ModelConfig.
+    """
+    return {
+        "path": args.model_path,
+        "revision": args.revision,
+        "dtype": str(model.dtype),
+        "quantization": args.quantization,
+        "configuration": model.hf_text_config.to_dict(),
+    }
+
+
+def salt_of_this_process(page: PageLayout) -> str:
+    """The salt of a worker's pages."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    model = releases.model_config(args)
+    rows = fingerprint(model_formats(args, of_this_process(), model))
+    return storage_salt(rows, model_facts(releases.resolved(args), model), own_heads(model), page)

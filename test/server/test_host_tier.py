@@ -1,0 +1,142 @@
+"""Rows that come back from host memory (``--enable-hierarchical-cache``) give the answers of rows that never left.
+
+Rows are lossless, and NaN where a window must be read, as long as nobody has waited for a layer that is being loaded,
+and in sink blocks that are not filled. Log probabilities are compared with those of stock SGLang.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.api import loads, wait_for
+from support.compare import LOGPROBS, assert_same
+from support.models import VOCABULARY, save
+from support.releases import environment, needs_newer_python, served
+from support.servers import HADAMARD, STRICT, Server, refills, serve
+from support.speculation import plugins
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
+]
+LATE = plugins("lossless_plugin", "late_host_plugin")
+COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
+TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "6"]
+SMALL_POOL = ["--max-total-tokens", "2560", "--max-running-requests", "2"]
+"""Tokens of fewer than three of the conversations, and four sink blocks for all of them."""
+CONVERSATIONS, LENGTH = 7, 900
+NEAR_TIE = DRIFT = 0.06
+TOKENS = 12
+
+
+def conversations(count: int = CONVERSATIONS, length: int = LENGTH, seed: int = 11) -> list[list[int]]:
+    """Prompts that have no first token in common."""
+    rng = random.Random(seed)
+    return [[number, *(rng.randrange(VOCABULARY) for _ in range(length - 1))] for number in range(1, count + 1)]
+
+
+def ask(server: Server, prompts: list[list[int]], workers: int = 1, tokens: int = TOKENS) -> list[dict]:
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS), prompts))
+
+
+def from_host(answer: dict) -> int:
+    """Tokens of a request that came from host memory."""
+    details = answer["meta_info"]["cached_tokens_details"]
+    return details["host"] if details else 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What stock SGLang answers to the conversations."""
+    log = tmp_path_factory.mktemp("stock") / "log"
+    with serve(model, log, "--attention-backend", "torch_native", *COMMON) as server:
+        return ask(server, conversations(), workers=2)
+
+
+CONFIGURATIONS: dict[str, tuple[str, dict[str, str], int]] = {
+    "write_through": ("", {}, 1),
+    "write_back_layer_first_chunked_mixed": (
+        "--hicache-write-policy write_back --hicache-mem-layout layer_first "
+        "--chunked-prefill-size 128 --enable-mixed-chunk",
+        {},
+        4,
+    ),
+    "selective_direct_large_pages_no_overlap": (
+        "--hicache-write-policy write_through_selective --hicache-io-backend direct "
+        "--hicache-mem-layout page_first_direct --page-size 128 --disable-overlap-schedule",
+        {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0"},
+        2,
+    ),
+    "rows_of_two_sizes_small_windows": (
+        "--hicache-mem-layout layer_first --hicache-io-backend direct",
+        {"SGLANG_OSCAR_K_BITS": "4", "SGLANG_OSCAR_V_BITS": "3"}
+        | {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_hits_on_the_host(name: str, model: Path, expected: list[dict], tmp_path: Path) -> None:
+    """Seven conversations, a pool for three, asked three times in turn: each answer is that of stock SGLang."""
+    args, env, workers = CONFIGURATIONS[name]
+    given = [*INT2, *SMALL_POOL, *TIER, *args.split()]
+    with serve(model, tmp_path / "log", *given, env=LATE | HADAMARD | STRICT | env) as server:
+        assert "int2 memory: host tier: " in server.text()
+        for _ in range(2):  # the selective policy writes what was asked for twice
+            assert_same(expected, ask(server, conversations(), workers), NEAR_TIE, DRIFT)
+        again = ask(server, conversations(), workers)
+        assert_same(expected, again, NEAR_TIE, DRIFT)
+        hits = [from_host(answer) for answer in again]
+        assert sum(hit >= 512 for hit in hits) >= CONVERSATIONS - 2, f"tokens from the host {hits}"
+        assert refills(server) > 0
+        assert server.alive()
+
+
+def test_who_does_not_wait_is_seen(model: Path, expected: list[dict], tmp_path: Path) -> None:
+    """The check can fail: attention that does not wait reads rows that are not there yet."""
+    env = LATE | HADAMARD | {"LATE_HOST_NOBODY_WAITS": "1"}
+    with serve(model, tmp_path / "log", *INT2, *SMALL_POOL, *TIER, env=env) as server:
+        assert_same(expected, ask(server, conversations()), NEAR_TIE, DRIFT)
+        broken = ask(server, conversations(), tokens=2)
+    assert any(from_host(answer) for answer in broken)
+    with pytest.raises(AssertionError, match="probabilities are not numbers"):
+        assert_same(broken, broken, NEAR_TIE, DRIFT)
+
+
+@pytest.mark.parametrize("version", served())
+def test_releases(version: str, model: Path, tmp_path: Path) -> None:
+    """Rows as the codec makes them: a hit on the host answers bit for bit like one on the device, also when the working
+    set is several times both pools, and nothing stays behind."""
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+    first, *others = conversations(16)
+    args = [*INT2, *SMALL_POOL, "--enable-hierarchical-cache", "--hicache-ratio", "2"]
+    with serve(model, tmp_path / "log", *args, env=environment(version, **HADAMARD, **STRICT)) as server:
+        ask(server, [first])
+        (device,) = ask(server, [first])
+        ask(server, others[:4])
+        (host,) = ask(server, [first])
+        assert device["meta_info"]["cached_tokens"] >= 512
+        assert (from_host(device), from_host(host)) == (0, host["meta_info"]["cached_tokens"])
+        assert host["meta_info"]["output_token_logprobs"] == device["meta_info"]["output_token_logprobs"]
+        for _ in range(2):  # thirteen thousand tokens, twice, in turn: the host has room for five
+            answers = ask(server, others, workers=4)
+        assert any(from_host(answer) for answer in ask(server, others[-3:]))
+        assert all(len(answer["output_ids"]) == TOKENS for answer in answers)
+        server.flush()
+        wait_for(lambda: loads(server) == (0, 0), "an empty server")
+        ask(server, [first])
+        assert server.alive()
