@@ -60,6 +60,8 @@ def outcomes(model: Path, files: dict[str, tuple[str, str]], tmp_path_factory: p
         "--attention-backend fa3 --kv-cache-quant-group-size 32",
         "--page-size 128",
         "--elastic-ep-backend none",
+        "--enable-hierarchical-cache",
+        "--enable-hierarchical-cache --hicache-storage-backend file --hicache-mem-layout layer_first",
         "--speculative-algorithm NGRAM",
         "--speculative-algorithm NGRAM --speculative-num-draft-tokens 64 --speculative-ngram-max-bfs-breadth 1",
     ]

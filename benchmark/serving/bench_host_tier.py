@@ -1,0 +1,124 @@
+"""Time to the first token by where the beginning of a prompt is: nowhere, on the device, on the host, in storage.
+
+For every cache, one server with the same bytes of host memory and an empty folder of storage. Every length is asked with
+a prompt of its own: computed, hit on the device, hit on the host once other prompts have pushed it off the device, and
+hit in storage once the server has forgotten device and host. SGLang says of every request where its cached tokens came
+from; a time is recorded under what it says, never under what was meant.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import requests
+import typer
+from machine import describe
+from subjects import MODES, SERVER, SHAPES, asking, write_model
+
+from sglang_oscar.cpu.server import environment
+from sglang_oscar.local_server import LocalServer, serve
+
+TIERS = ("device", "host", "storage")
+LONGEST_WAIT = 3600
+
+
+def first_token(server: LocalServer, ids: list[int]) -> dict[str, Any]:
+    """Milliseconds to the first token of a prompt, and how many of its tokens came from which tier."""
+    begin = time.perf_counter()
+    reply = requests.post(f"{server.url}/generate", json=asking(ids, 1), timeout=LONGEST_WAIT)
+    took = time.perf_counter() - begin
+    reply.raise_for_status()
+    details = reply.json()["meta_info"].get("cached_tokens_details") or {}
+    return {"ms": round(1000 * took, 2)} | {tier: details.get(tier) or 0 for tier in TIERS}
+
+
+def forget(server: LocalServer) -> None:
+    """Empty device and host; storage keeps what it has."""
+    deadline = time.monotonic() + LONGEST_WAIT
+    while not requests.post(f"{server.url}/flush_cache", timeout=LONGEST_WAIT).ok:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the server never became idle")
+        time.sleep(0.2)
+
+
+def measure(
+    server: LocalServer, lengths: list[int], vocabulary: int, repeats: int, others: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Rows of length, what was meant, milliseconds and cached tokens by tier.
+
+    Args:
+        server: with all tiers.
+        lengths: tokens of a prompt.
+        vocabulary: ids that prompts are made of.
+        repeats: prompts of every length.
+        others: tokens that push everything else off the device.
+        folder: of storage.
+    """
+    rng, rows = random.Random(0), []
+
+    def fresh(length: int) -> list[int]:
+        return [rng.randrange(vocabulary) for _ in range(length)]
+
+    first_token(server, fresh(lengths[0]))  # kernels are compiled
+    for length in lengths * repeats:
+        ids = fresh(length)
+        found = {"computed": first_token(server, ids), "device": first_token(server, ids)}
+        for _ in range(-(-others // length)):
+            first_token(server, fresh(length))
+        found["host"] = first_token(server, ids)
+        settle(folder)
+        forget(server)
+        found["storage"] = first_token(server, ids)
+        rows += [{"length": length, "meant": meant} | row for meant, row in found.items()]
+        for row in rows[-len(found) :]:
+            print(row, flush=True)
+    return rows
+
+
+def settle(folder: Path) -> None:
+    """Wait until no more pages come to a folder of storage."""
+    seen = -1
+    while seen != (seen := sum(1 for _ in folder.iterdir())):
+        time.sleep(2)
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "qwen3-8b",
+    model: Annotated[Path | None, typer.Option(help="model folder in place of a shape")] = None,
+    lengths: Annotated[str, typer.Option(help="tokens of a prompt, with commas")] = "2048,8192,32768",
+    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,int2",
+    host_gigabytes: Annotated[float, typer.Option(help="host memory of every server, 10^9 bytes")] = 40,
+    device_tokens: Annotated[int, typer.Option(help="tokens of the history pool")] = 131_072,
+    repeats: Annotated[int, typer.Option(help="prompts of every length")] = 3,
+    server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
+    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/host_tier.json"),
+) -> None:
+    """Measure what a hit in every tier saves."""
+    result: dict[str, Any] = describe() | {"shape": model.name if model else shape, "host_gigabytes": host_gigabytes}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    asked = [int(part) for part in lengths.split(",")]
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        write_model(place, shape)
+        served = model or place
+        vocabulary = json.loads((served / "config.json").read_text())["vocab_size"]
+        flags = ["--skip-tokenizer-init", "--mem-fraction-static", "0.85"] if model else SERVER
+        flags = [*flags, "--max-total-tokens", str(device_tokens), "--enable-hierarchical-cache"]
+        flags += ["--hicache-size", str(host_gigabytes), "--hicache-storage-backend", "file"]
+        flags += ["--hicache-storage-prefetch-policy", "wait_complete", *server_args.split()]
+        for name in modes.split(","):
+            store = place / name
+            store.mkdir()
+            env = environment() | MODES[name].env | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
+            with serve(served, out.with_suffix(f".{name}.log"), [*flags, *MODES[name].args], env) as server:
+                result[name] = measure(server, asked, vocabulary, repeats, device_tokens, store)
+            out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,139 @@
+"""Pages in storage (``--hicache-storage-backend file``): found again after a restart, by servers with the same rows of
+the same model only, and never served where they are damaged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+
+from support.api import wait_for
+from support.compare import LOGPROBS
+from support.models import VOCABULARY, save
+from support.releases import environment, needs_newer_python, served
+from support.servers import HADAMARD, IDENTITY, STRICT, Server, refills, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="hierarchical caching is refused on a GPU"),
+]
+INT2 = ["--kv-cache-dtype", "int2", "--skip-tokenizer-init", "--enable-fp32-lm-head"]
+TIERS = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
+TIERS += ["--hicache-storage-prefetch-policy", "wait_complete", "--max-total-tokens", "4096", "--hicache-ratio", "4"]
+GROUP = ["--kv-cache-quant-group-size", "64"]
+LENGTH, PAGE, STORED = 900, 64, 640
+"""Of a prompt, of a page, and what a hit on the prompt may have."""
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(23)
+    return [[rng.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(count)]
+
+
+@contextmanager
+def server_on(
+    folder: Path, model: Path, log: Path, *args: str, version: str | None = None, **env: str
+) -> Iterator[Server]:
+    """A server that stores its pages in ``folder``."""
+    env = HADAMARD | STRICT | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)} | env
+    env = env if version is None else environment(version, **env)
+    args = (*INT2, *TIERS, *(args or GROUP))
+    with serve(model, log, *args, env=env) as server:
+        yield server
+        assert server.alive()
+
+
+def ask(server: Server, asked: list[list[int]]) -> list[dict]:
+    return [server.generate(ids, TOKENS, **LOGPROBS) for ids in asked]
+
+
+def stored(answers: list[dict]) -> list[int]:
+    """Tokens of each request that came from storage."""
+    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
+    return [of["storage"] if of else 0 for of in details]
+
+
+def write(folder: Path, server: Server, asked: list[list[int]]) -> list[dict]:
+    """Answers to prompts whose pages are all in ``folder`` thereafter."""
+    before = len(list(folder.glob("*.bin")))
+    answers = ask(server, asked)
+    wait_for(lambda: len(list(folder.glob("*.bin"))) >= before + len(asked) * (LENGTH // PAGE), "pages in storage")
+    return answers
+
+
+@pytest.mark.parametrize("version", served())
+def test_hits_outlive_the_server(version: str, model: Path, tmp_path: Path) -> None:
+    """The next server answers with what the first one stored, whatever host memory looks like, and damaged pages are
+    computed again, once."""
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+    folder, asked = tmp_path / "store", prompts(2)
+    with server_on(folder, model, tmp_path / "first", version=version) as server:
+        first = write(folder, server, asked)
+        device = ask(server, asked)  # read in 2 bits where the first answers were computed
+        assert stored(first) == stored(device) == [0, 0]
+        assert all(answer["meta_info"]["cached_tokens"] >= STORED for answer in device)
+    layout = ["--hicache-mem-layout", "layer_first", "--hicache-write-policy", "write_back"]
+    with server_on(folder, model, tmp_path / "second", *GROUP, *layout, version=version) as server:
+        again = ask(server, asked)
+        assert stored(again) == [STORED, STORED]
+        assert refills(server) == 2
+        for one, other in zip(device, again, strict=True):
+            assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+    written = {path: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+    for number, (path, content) in enumerate(written.items()):
+        path.write_bytes(content[:-1000] if number % 2 else content[:500] + bytes([content[500] ^ 1]) + content[501:])
+
+    def mended() -> int:
+        return sum(path.exists() and path.read_bytes() == content for path, content in written.items())
+
+    with server_on(folder, model, tmp_path / "third", version=version) as server:
+        computed = ask(server, asked)
+        wait_for(lambda: mended() == len(asked) * STORED // PAGE, "pages that were found damaged are written anew")
+        assert stored(computed) == [0, 0]
+        assert "is damaged" in server.text()
+        for one, other in zip(first, computed, strict=True):
+            assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+
+
+OTHERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "rotation": (GROUP, IDENTITY),
+    "group": (["--kv-cache-quant-group-size", "32"], {}),
+    "bits": (GROUP, {"SGLANG_OSCAR_K_BITS": "3"}),
+    "exact": (GROUP, {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}),
+    "clip": (GROUP, {"SGLANG_OSCAR_K_CLIP_RATIO": "0.9"}),
+}
+
+
+def test_settings_share_a_folder_and_nothing_in_it(model: Path, tmp_path: Path) -> None:
+    """Another rotation, group, width or clip ratio finds nothing of what this one finds, and the other way round."""
+    folder, asked = tmp_path / "store", prompts(1)
+    with server_on(folder, model, tmp_path / "own") as server:
+        write(folder, server, asked)
+    pages = LENGTH // PAGE
+    for number, (name, (args, env)) in enumerate(OTHERS.items(), start=2):
+        with server_on(folder, model, tmp_path / name, *args, **env) as server:
+            answers = write(folder, server, asked)
+        assert answers[0]["meta_info"]["cached_tokens"] == 0, name
+        assert len(list(folder.glob("*.bin"))) == number * pages, name
+    with server_on(folder, model, tmp_path / "again") as server:
+        again = ask(server, asked)
+        assert stored(again) == [STORED]
+        reply = requests.post(
+            f"{server.url}/update_weights_from_disk", json={"model_path": str(model)}, timeout=600
+        ).json()
+        assert not reply["success"]
+        assert "--hicache-storage-backend" in reply["message"]
+        assert stored(ask(server, asked)) == [0]
+    assert len(list(folder.glob("*.bin"))) == (len(OTHERS) + 1) * pages
