@@ -1,9 +1,9 @@
 """Time to the first token by where the beginning of a prompt is: nowhere, on the device, on the host, in storage.
 
-For every cache, one server with the same bytes of host memory and an empty folder of storage. Every length is asked with
-a prompt of its own: computed, hit on the device, hit on the host once other prompts have pushed it off the device, and
-hit in storage once the server has forgotten device and host. SGLang says of every request where its cached tokens came
-from; a time is recorded under what it says, never under what was meant.
+For every cache, one server with the same bytes of host memory and an empty folder of storage. Every length is asked
+with a prompt of its own: computed, hit on the device, hit on the host once other prompts have pushed it off the device,
+and hit in storage once the server has forgotten device and host. SGLang says of every request where its cached tokens
+came from; both are recorded, what it says and what was meant.
 """
 
 from __future__ import annotations

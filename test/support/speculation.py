@@ -26,6 +26,12 @@ def plugins(*names: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(str(Path(__file__).parent / name) for name in names)}
 
 
+def with_plugins(env: dict[str, str], *names: str) -> dict[str, str]:
+    """Variables that load test plugins beside what is on PYTHONPATH already."""
+    path = [plugins(*names)["PYTHONPATH"], env.get("PYTHONPATH", "")]
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
 def prompts() -> list[list[int]]:
     """From one token to some hundreds, some with a beginning in common."""
     rng = random.Random(5)

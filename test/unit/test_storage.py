@@ -17,7 +17,9 @@ from transformers import Qwen3Config
 
 from oscar_kernels.format import LayerFormat, SideFormat, fingerprint
 from oscar_kernels.transform import SideTransform
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.tiers import hooks
+from sglang_oscar.tiers.arguments import check_storage
 from sglang_oscar.tiers.pages import HostPages, PageLayout
 from sglang_oscar.tiers.salt import model_facts, storage_salt
 from sglang_oscar.tiers.storage import CheckedStorage
@@ -230,8 +232,23 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
     assert salt(config=again) == salt()
 
 
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (("mooncake", "layer_first", False), "--hicache-mem-layout page_first"),
+        (("aibrix", "page_first", False), "--hicache-storage-backend file or nixl or mooncake or hf3fs"),
+        (("file", "page_first", True), "drop tp_lcm_size"),
+    ],
+)
+def test_storage_that_is_attached_late_is_refused(given: tuple[str, str, bool], what: str) -> None:
+    check_storage("file", "layer_first", False)
+    check_storage("nixl", "page_first_direct", False)
+    with pytest.raises(Int2Error, match=what):
+        check_storage(*given)
+
+
 def test_storage_of_other_servers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "active", lambda: None)
-    assert hooks.after_create_backend(object(), None, "file", None, object()) is None
+    assert hooks.around_create_backend(lambda *given: given[1:], None, "file", 1, 2) == ("file", 1, 2)
     assert hooks.around_get_mha_host_pool_cls(lambda source: source, "stock") == "stock"
     assert not hooks.has_storage()

@@ -138,7 +138,7 @@ TOUCHPOINTS: list[Touchpoint] = [
     # Tiers below the GPU.
     Touchpoint(at(MEM + "pool_host.mha.get_mha_host_pool_cls"), AROUND, tiers.around_get_mha_host_pool_cls),
     Touchpoint(
-        at(MEM + "storage.backend_factory.StorageBackendFactory.create_backend"), AFTER, tiers.after_create_backend
+        at(MEM + "storage.backend_factory.StorageBackendFactory.create_backend"), AROUND, tiers.around_create_backend
     ),
     # Machines without a GPU.
     Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),

@@ -9,8 +9,8 @@ from weakref import WeakSet
 import torch
 
 from sglang_oscar.attach import releases
-from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.settings import active
+from sglang_oscar.tiers.arguments import check_storage
 
 _storage: WeakSet[Any] = WeakSet()
 """Storage of this process, as long as SGLang keeps it."""
@@ -35,12 +35,22 @@ def around_get_mha_host_pool_cls(original: Callable[[Any], Any], source: Any, /)
     return Int2HostPool
 
 
-def after_create_backend(
-    backend: Any, cls: Any, /, backend_name: str, storage_config: Any, mem_pool_host: Any, **kwargs: Any
+def around_create_backend(
+    original: Callable[..., Any],
+    cls: Any,
+    /,
+    backend_name: str,
+    storage_config: Any,
+    mem_pool_host: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Put salts and checks before a storage backend, also one that is attached while the server runs."""
+    """Put salts and checks before a storage backend, also one that is attached while the server runs.
+
+    Raises:
+        Int2Error: the backend, or how it is configured, is not served.
+    """
     if active() is None:
-        return None
+        return original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
     from sglang_oscar.tiers.host_pool import Int2HostPool
     from sglang_oscar.tiers.salt import salt_of_this_process
     from sglang_oscar.tiers.storage import CheckedStorage
@@ -48,8 +58,8 @@ def after_create_backend(
     anchor = getattr(mem_pool_host, "anchor_entry", None)
     pool = mem_pool_host if anchor is None else anchor.host_pool
     assert isinstance(pool, Int2HostPool), f"the host tier of int2 mode is a {type(pool).__name__}"
-    if storage_config.tp_lcm_size:
-        fatal(Int2Error("--kv-cache-dtype int2 does not support rows cut by heads; drop tp_lcm_size"))
+    check_storage(backend_name, pool.layout, bool(storage_config.tp_lcm_size))
+    backend = original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
     # SGLang tells clients the name of the class.
     named = type(type(backend).__name__, (CheckedStorage,), {})
     checked = named(backend, pool, salt_of_this_process(pool.page_layout))
