@@ -92,7 +92,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="model folder in place of a shape")] = None,
     lengths: Annotated[str, typer.Option(help="tokens of a prompt, with commas")] = "2048,8192,32768",
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,int2",
-    host_gigabytes: Annotated[float, typer.Option(help="host memory of every server, 10^9 bytes")] = 40,
+    host_gigabytes: Annotated[int, typer.Option(help="host memory of every server, 10^9 bytes")] = 40,
     device_tokens: Annotated[int, typer.Option(help="tokens of the history pool")] = 131_072,
     repeats: Annotated[int, typer.Option(help="prompts of every length")] = 3,
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",

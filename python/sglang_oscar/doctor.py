@@ -228,7 +228,7 @@ def model_checks(
     group_size: int | None,
     memory: int,
     draft_path: str | None = None,
-    host_size: float = 0,
+    host_size: int = 0,
     host_ratio: float = 0,
 ) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account."""
@@ -323,7 +323,7 @@ def doctor(
         typer.Option("--speculative-draft-model-path", help="Draft model to check with it; MODEL itself if it drafts."),
     ] = None,
     host_size: Annotated[
-        float, typer.Option("--hicache-size", help="Host memory of a hierarchical cache, 10^9 bytes a rank.")
+        int, typer.Option("--hicache-size", help="Host memory of a hierarchical cache, 10^9 bytes a rank.")
     ] = 0,
     host_ratio: Annotated[
         float, typer.Option("--hicache-ratio", help="The same as a multiple of the tokens on the device.")

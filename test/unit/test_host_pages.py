@@ -248,5 +248,5 @@ def test_account() -> None:
     layout = PageLayout.of_formats(FORMATS, 64)
     assert layout.row_bytes == ((40, 64, 40), (40, 256, 64))
     assert host_tokens(layout, 0, 2.0, 1000) == 2048
-    assert host_tokens(layout, 1e-3, 2.0, 1000) == (1_000_000 // layout.token_bytes // 64 + 1) * 64
+    assert host_tokens(layout, 1, 2.0, 1000) == (1_000_000_000 // layout.token_bytes // 64 + 1) * 64
     assert host_line(1 << 20, layout).startswith("host tier: 1048576 tokens x 506 bytes = 0.494 GiB of host memory")
