@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -63,6 +64,25 @@ def read_bandwidth() -> float:
         for block, steps in ((8192, 4), (8192, 16), (4096, 8))
     )
     return x.numel() * 4 / best / 1e3
+
+
+class Heads(NamedTuple):
+    """What one layer's attention of a model looks like on one GPU."""
+
+    query: int
+    kv: int
+    head_dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> Heads:
+        """Query heads, kv heads and head_dim with an x between them; head_dim is 128 where it is left out."""
+        query, kv, *rest = (int(part) for part in text.split("x"))
+        return cls(query, kv, *rest or [128])
+
+    @property
+    def sm_scale(self) -> float:
+        """What logits are multiplied by."""
+        return float(self.head_dim**-0.5)
 
 
 Layouts = tuple[RowLayout, RowLayout]

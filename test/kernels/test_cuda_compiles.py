@@ -4,6 +4,7 @@ need no memory for registers they take none. Needs no GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -39,6 +40,14 @@ def test_store_spills_nothing(head_dim: int, bits: tuple[int, int], kind: str) -
     shape = shape_of(4, head_dim, bits)
     layer = prepare(case_of(shape, kind), shape.dtype)
     assert spilled_bytes("store.cu", dict(defines(variant(shape), layer))) == 0
+
+
+@pytest.mark.parametrize(("gqa", "most"), [(8, 32), (12, 320), (16, 1100)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_wide_queries_spill_little(gqa: int, most: int, kv_heads: int) -> None:
+    """Hybrid models' heads. Sums of 16 heads of 256 channels are 128 registers of 240."""
+    heads = replace(shape_of(gqa, 256, (2, 2)), kv_heads=kv_heads)
+    assert spilled_bytes("decode.cu", dict(variant(heads).defines())) <= most
 
 
 def test_what_is_spilled_is_counted() -> None:

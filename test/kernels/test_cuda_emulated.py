@@ -45,6 +45,9 @@ SHAPES = [
     Shape(
         kv_heads=1, gqa=1, head_dim=256, group=64, windows=WINDOWS, page_size=32, k_bits=3, v_bits=4, scale_dtype=FP32
     ),
+    # More columns of queries than registers: they lie in shared memory.
+    Shape(kv_heads=2, gqa=12, head_dim=256, group=128, windows=WINDOWS, page_size=32),
+    Shape(kv_heads=1, gqa=16, head_dim=256, group=64, windows=WINDOWS, page_size=32, k_bits=3, v_bits=4, dtype=FP16),
     Shape(
         kv_heads=1, gqa=6, head_dim=128, group=64, windows=Windows(0, 0, 0), page_size=32, v_bits=3, scale_dtype=FP16
     ),

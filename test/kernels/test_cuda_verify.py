@@ -43,6 +43,7 @@ CASES = [
     (Shape(kv_heads=1, gqa=1, head_dim=64, group=64, windows=Windows(16, 0, 40), page_size=32), 40),
     (Shape(kv_heads=1, gqa=12, head_dim=128, group=64, windows=Windows(0, 0, 8), page_size=32), 2),
     (Shape(kv_heads=1, gqa=2, head_dim=256, group=64, windows=WINDOWS, page_size=32), 7),
+    (Shape(kv_heads=2, gqa=6, head_dim=256, group=128, windows=WINDOWS, page_size=32), 3),
 ]
 LENGTHS = [40, 1, 15, 17, 39, 170, 330]
 

@@ -120,10 +120,11 @@ class Variant:
         return words * 32 * self.kv_heads * self._warps_per_head(self.math_warps)
 
     def _fixed_bytes(self, math_warps: int) -> int:
-        partial = 4 * -(-self.columns // 4) * (self.head_dim + 4) * 4
-        exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * partial
+        blocks = -(-self.columns // 4)
+        exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * 4 * (self.head_dim + 4) * 4
         queries = 2 * (self.kv_heads * self.columns * self.head_dim * 2 + (16 * 8 if self.drafts else 0))
-        return _round_up(_round_up(exchange, 128) + queries + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
+        digits = self.kv_heads * blocks * self.head_dim * 8 if self.head_dim * self.columns > 2048 else 0
+        return _round_up(_round_up(exchange, 128) + queries + digits + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
 
     def _stage_bytes(self, math_warps: int) -> int:
         tokens = TILE * self._warps_per_head(math_warps)

@@ -32,6 +32,7 @@ struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -152,6 +153,14 @@ void enter(u32 high, u32 low) {
   yield();
 }
 
+// Warps do not keep pace: now and then one rests for a while, so that what others need of it must be waited for.
+constexpr u32 NAP = 64;  // rounds
+inline bool sleeps(u32 round, u32 warp) {
+  u32 mixed = (round / NAP * 0x9e3779b9u) ^ (warp * 0x85ebca6bu);
+  mixed = (mixed ^ mixed >> 15) * 0x2c1b3c6du;
+  return (mixed >> 16) % 4 == 0;
+}
+
 template <class Kernel>
 void launch(int blocks, int threads, int shared_bytes, const Kernel& kernel) {
   grid = {(u32)blocks, 1, 1}, size = {(u32)threads, 1, 1};
@@ -176,15 +185,18 @@ void launch(int blocks, int threads, int shared_bytes, const Kernel& kernel) {
       fibers.push_back(std::move(thread));
     }
   }
-  for (size_t left = fibers.size(); left > 0;) {
+  int idle = 0;
+  for (u32 round = 0, left = fibers.size(); left > 0; round++) {
     u64 before = progress;
-    for (auto& fiber : fibers) {
-      if (fiber->finished) continue;
+    for (size_t f = 0; f < fibers.size(); f++) {
+      auto& fiber = fibers[f];
+      if (fiber->finished || sleeps(round, f / 32)) continue;
       now = fiber.get();
       swapcontext(&scheduler, &fiber->context);
       if (fiber->finished) left--;
     }
-    if (left > 0 && progress == before) fail("all threads wait for each other");
+    idle = progress == before ? idle + 1 : 0;
+    if (idle > 100 * NAP) fail("all threads wait for each other");
   }
   now = nullptr;
 }

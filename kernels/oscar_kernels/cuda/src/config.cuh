@@ -91,18 +91,21 @@ constexpr int QK_BLOCKS = (COLUMNS + 3) / 4;
 constexpr bool PAIRED = COLUMNS <= 4;
 constexpr int PV_BLOCKS = PAIRED ? 1 : (COLUMNS + 7) / 8;
 constexpr int SPILL_WORDS = PAIRED ? 0 : PV_BLOCKS * (HEAD_DIM / 16) * 4 + QK_BLOCKS + 1;  // of a lane
-constexpr int HEAD_SLOTS = 4 * QK_BLOCKS;  // query heads, padded
 constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
 constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
+// More columns of queries than a lane has registers for beside its sums: the warps of a kv head read them from shared memory.
+constexpr bool WIDE = HEAD_DIM * COLUMNS > 2048;
 
 // Shared memory: what the warps of a head exchange, queries, the plan, barriers, and stages.
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
-constexpr int PARTIAL_FLOATS = HEAD_SLOTS * PARTIAL_ROW;
+constexpr int PARTIAL_FLOATS = 4 * PARTIAL_ROW;  // four heads are exchanged at a time
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2;
 constexpr int VISIBLE_BYTES = DRAFTS > 0 ? 16 * 8 : 0;  // behind queries: which new tokens each of theirs sees
 constexpr int QUERIES_OFFSET = (EXCHANGE_BYTES + 127) / 128 * 128;  // of this and the next segment
-constexpr int PLAN_OFFSET = QUERIES_OFFSET + 2 * (QUERY_BYTES + VISIBLE_BYTES);
+constexpr int DIGITS_OFFSET = QUERIES_OFFSET + 2 * (QUERY_BYTES + VISIBLE_BYTES);
+constexpr int DIGIT_BYTES = WIDE ? QK_BLOCKS * UNITS * 32 * 8 : 0;  // of a kv head
+constexpr int PLAN_OFFSET = DIGITS_OFFSET + KV_HEADS * DIGIT_BYTES;
 constexpr int BARRIERS_OFFSET = PLAN_OFFSET + (3 * MAX_BATCH + 32) * 4;
 constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + (16 + 2) * 16 + 127) / 128 * 128;
 // Three stages, or as many small ones as hide the latency of memory. More is slower: all copies of the card would wait in

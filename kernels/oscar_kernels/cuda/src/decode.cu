@@ -30,7 +30,7 @@ DEVICE void attend(
     if (segment.history_begin < segment.history_end) {
       QueryCodes codes;
       Values values;
-      codes.load(q, sm_scale);
+      codes.load(q, sm_scale, base + DIGITS_OFFSET + head * DIGIT_BYTES, head, part);
       values.clear();
       int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
       int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;

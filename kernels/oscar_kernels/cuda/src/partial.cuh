@@ -102,17 +102,17 @@ DEVICE void settle(Softmax& softmax, const Output& output, Plain& plain) {
   }
 }
 
-// Folds the results of the TILES_PER_STAGE warps of a head into the first one's. Every warp of the head takes part.
+// Folds the results of the TILES_PER_STAGE warps of a head into the first one's, four query heads at a time. Every warp of
+// the head takes part.
 DEVICE void combine(Softmax& softmax, Plain& plain, float* exchange, int head, int part) {
   if (TILES_PER_STAGE == 1) return;
   int lane = threadIdx.x % 32;
   for (int width = TILES_PER_STAGE / 2; width > 0; width /= 2) {
-    float* box = exchange + (head * (TILES_PER_STAGE / 2) + part % width) * PARTIAL_FLOATS;
+    float* numbers = exchange + (head * (TILES_PER_STAGE / 2) + part % width) * PARTIAL_FLOATS + lane % 4 * PARTIAL_ROW;
     bool giver = part >= width && part < 2 * width;
-    if (giver) {
 #pragma unroll
-      for (int b = 0; b < QK_BLOCKS; b++) {
-        float* numbers = box + (4 * b + lane % 4) * PARTIAL_ROW;
+    for (int b = 0; b < QK_BLOCKS; b++) {
+      if (giver) {
         if (lane < 4) {
           numbers[HEAD_DIM] = softmax.top[b];
           numbers[HEAD_DIM + 1] = softmax.total[b];
@@ -120,12 +120,8 @@ DEVICE void combine(Softmax& softmax, Plain& plain, float* exchange, int head, i
 #pragma unroll
         for (int run = 0; run < RUNS; run++) store_run(numbers + output_channel(run), plain.out[b][run], 1);
       }
-    }
-    named_barrier(1 + head, 32 * TILES_PER_STAGE);
-    if (part < width) {
-#pragma unroll
-      for (int b = 0; b < QK_BLOCKS; b++) {
-        const float* numbers = box + (4 * b + lane % 4) * PARTIAL_ROW;
+      named_barrier(1 + head, 32 * TILES_PER_STAGE);
+      if (part < width) {
         float other = numbers[HEAD_DIM];
         float top = fmaxf(softmax.top[b], other);
         float mine = exp2_fast(softmax.top[b] - top), theirs = exp2_fast(other - top);
@@ -138,8 +134,8 @@ DEVICE void combine(Softmax& softmax, Plain& plain, float* exchange, int head, i
           for (int i = 0; i < RUN; i++) plain.out[b][run][i] = plain.out[b][run][i] * mine + given[i] * theirs;
         }
       }
+      named_barrier(1 + head, 32 * TILES_PER_STAGE);
     }
-    named_barrier(1 + head, 32 * TILES_PER_STAGE);
   }
 }
 

@@ -7,10 +7,14 @@
 #include "softmax.cuh"
 
 struct QueryFloats {
-  u32 columns[QK_BLOCKS][HEAD_DIM / 16][2];
+  uint4 columns[WIDE ? 1 : QK_BLOCKS * UNITS];
+  u32 queries;  // in shared memory, heads side by side; WIDE columns are made of them anew for every product
   float unit;
 
-  DEVICE void load(u32 q, float sm_scale);  // from shared memory: heads side by side
+  DEVICE void load(u32 q, float sm_scale);
+  // This lane's words of the columns of products 2 u and 2 u + 1.
+  DEVICE uint4 column(int block, int u) const { return WIDE ? make(block, u) : columns[block * UNITS + u]; }
+  DEVICE uint4 make(int block, int u) const;
 };
 
 // Rounding to the window's format, and what that loses.
@@ -20,26 +24,30 @@ DEVICE void split(float x, float& high, float& low) {
 }
 
 // Product 2 u + i is over channels 32 u + 8 c + 4 i + {0, 1} and, eight rows further, {2, 3}: c = l % 4.
+DEVICE uint4 QueryFloats::make(int block, int u) const {
+  int lane = threadIdx.x % 32, column = lane / 4, c = lane % 4, head = 4 * block + column / 2;
+  uint4 eight = make_uint4(0, 0, 0, 0);
+  // What lies in the window's format has no rounding error: the odd columns are zero.
+  bool zero = head >= COLUMNS || (Q_BF16 == WINDOW_BF16 && column % 2);
+  if (!zero) eight = load_shared4(queries + head * HEAD_DIM * 2 + 2 * (32 * u + 8 * c));
+  if (Q_BF16 == WINDOW_BF16) return eight;
+  auto part = [&](u32 pair) {
+    float high[2], low[2];
+    split(low_half<Q_BF16>(pair), high[0], low[0]);
+    split(high_half<Q_BF16>(pair), high[1], low[1]);
+    return column % 2 ? pack_halves<WINDOW_BF16>(low[0], low[1]) : pack_halves<WINDOW_BF16>(high[0], high[1]);
+  };
+  return make_uint4(part(eight.x), part(eight.y), part(eight.z), part(eight.w));
+}
+
 DEVICE void QueryFloats::load(u32 q, float sm_scale) {
-  int lane = threadIdx.x % 32, column = lane / 4, c = lane % 4;
-#pragma unroll
-  for (int b = 0; b < QK_BLOCKS; b++) {
-    int head = 4 * b + column / 2;
-    u32 row = q + (head < COLUMNS ? head : 0) * HEAD_DIM * 2;
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; i++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        int channel = i / 2 * 32 + 8 * c + i % 2 * 4 + 2 * half;
-        u32 pair = head < COLUMNS ? load_shared(row + 2 * channel) : 0;
-        float high[2], low[2];
-        split(low_half<Q_BF16>(pair), high[0], low[0]);
-        split(high_half<Q_BF16>(pair), high[1], low[1]);
-        columns[b][i][half] = column % 2 ? pack_halves<WINDOW_BF16>(low[0], low[1])
-                                         : pack_halves<WINDOW_BF16>(high[0], high[1]);
-      }
-  }
+  queries = q;
   unit = sm_scale * LOG2_E;
+  if (WIDE) return;
+#pragma unroll
+  for (int b = 0; b < QK_BLOCKS; b++)
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) columns[b * UNITS + u] = make(b, u);
 }
 
 // A stage may hold fewer tokens than a tile has rows.
@@ -71,8 +79,9 @@ DEVICE void attend_window(
     uint4 k = load_shared4(keys + row_of_token(row) * WINDOW_ROW + 64 * u + 16 * c);
 #pragma unroll
     for (int b = 0; b < QK_BLOCKS; b++) {
-      mma_k16<WINDOW_BF16>(product[b], k.x, 0, k.y, 0, q.columns[b][2 * u][0], q.columns[b][2 * u][1]);
-      mma_k16<WINDOW_BF16>(product[b], k.z, 0, k.w, 0, q.columns[b][2 * u + 1][0], q.columns[b][2 * u + 1][1]);
+      uint4 column = q.column(b, u);
+      mma_k16<WINDOW_BF16>(product[b], k.x, 0, k.y, 0, column.x, column.y);
+      mma_k16<WINDOW_BF16>(product[b], k.z, 0, k.w, 0, column.z, column.w);
     }
   }
   float logits[QK_BLOCKS];
