@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from oscar_kernels.format import LayerFormat, SideFormat
 from sglang_oscar.attach import releases
+from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.tiers.arguments import LAYOUTS
@@ -250,3 +251,13 @@ def test_account() -> None:
     assert host_tokens(layout, 0, 2.0, 1000) == 2048
     assert host_tokens(layout, 1, 2.0, 1000) == (1_000_000_000 // layout.token_bytes // 64 + 1) * 64
     assert host_line(1 << 20, layout).startswith("host tier: 1048576 tokens x 506 bytes = 0.494 GiB of host memory")
+
+
+def test_attention_waits_for_its_own_layer() -> None:
+    """Counted from the first layer of the pool that SGLang gave out."""
+    waited: list[int] = []
+    backend: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
+    counter = SimpleNamespace(wait_until=waited.append)
+    backend.token_to_kv_pool = SimpleNamespace(start_layer=4, layer_transfer_counter=counter)
+    backend._wait_for_rows(7)
+    assert waited == [3]

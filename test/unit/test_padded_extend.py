@@ -32,6 +32,7 @@ BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
 def backend_of(cache: LayerCache) -> OscarAttentionBackend:
     """A backend whose batch is two fresh prompts, on pages, rings and sink blocks 1 and 2."""
     made: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
+    made.token_to_kv_pool = SimpleNamespace(layer_transfer_counter=None)
     rotation = random_rotation(SHAPE.head_dim, 1, CPU)
     made.kernels = TorchKernels()
     format = SHAPE.format(SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
