@@ -162,10 +162,12 @@ def test_models_by_name() -> None:
         ({"speculative_algorithm": "NGRAM"}, "drop --speculative-algorithm"),
         ({"enable_torch_compile": True}, "drop --enable-torch-compile"),
         ({"device": "cuda"}, "on a GPU; use --kv-cache-dtype auto"),
+        ({"disaggregation_mode": "decode"}, "drop --disaggregation-mode"),
     ],
 )
 def test_arguments_that_do_not_go_with_images(given: dict[str, Any], change: str) -> None:
     plain = {"speculative_algorithm": None, "enable_torch_compile": False, "device": "cpu"}
+    plain["disaggregation_mode"] = "null"
     refusals.check_model(model(), SimpleNamespace(**plain))
     refusals.check_model(model(is_multimodal=False), SimpleNamespace(**plain | given))
     with pytest.raises(Int2Error, match=change):
