@@ -28,7 +28,11 @@ GEOMETRY = Geometry.uniform(RowLayout(2, 64, 64), Windows(SINK, 24, 32), torch.b
 def cache_with(blocks: int = 9) -> SimpleNamespace:
     """What acquire_block asks of a cache."""
     cache = SimpleNamespace(
-        plan=plan, page_size=64, sinks=SinkStore(blocks), refills=SinkRefills(), rows=RowTables(4, "cpu")
+        plan=SimpleNamespace(geometry=GEOMETRY),
+        page_size=64,
+        sinks=SinkStore(blocks),
+        refills=SinkRefills(),
+        rows=RowTables(4, "cpu"),
     )
     cache.sink_ids = lambda req: tuple((*req.origin_input_ids, *req.output_ids)[:SINK])
     cache.sink_key = cache.sink_ids
