@@ -128,7 +128,7 @@ def test_passes_count_the_tokens_of_images() -> None:
     large = request(WHITE, height=10, width=10)
     image, text = Refill(1, ids_of(large), images_of(large)), Refill(2, (0,) * SINK)
     assert image.tokens == 100
-    assert [len(part) for part in parts_of([text, image, text, image, image], 132)] == [3, 1, 1]
+    assert [len(part) for part in parts_of([text, image, text, image, image], 132, 9)] == [3, 1, 1]
 
 
 def model(**changes: Any) -> Any:

@@ -24,7 +24,8 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     """Fill the sink blocks that the batch lacks, then run it."""
     cache = cache_of(self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
-        for part in parts_of(refills, tokens_at_once(releases.resolved(self.server_args))):
+        most = tokens_at_once(releases.resolved(self.server_args))
+        for part in parts_of(refills, most, self.req_to_token_pool.size):
             with self.attn_backend.refilling(part):
                 original(self, refill_batch(cache, part, forward_batch))
             if forward_batch.input_ids.is_cuda and any(refill.images for refill in part):
@@ -42,11 +43,14 @@ def tokens_at_once(server_args: Any) -> int:
     return chunked if chunked > 0 else int(server_args.max_prefill_tokens)
 
 
-def parts_of(refills: list[Refill], tokens: int) -> Iterator[list[Refill]]:
-    """Cut refills into passes of at most ``tokens`` tokens, those of their images included, one block at least."""
+def parts_of(refills: list[Refill], tokens: int, requests: int) -> Iterator[list[Refill]]:
+    """Cut refills into passes of at most ``tokens`` tokens, those of their images included, one block at least, and of at
+    most ``requests`` blocks: SGLang has buffers for as many requests as may run.
+    """
     part: list[Refill] = []
     for refill in refills:
-        if part and sum(other.tokens for other in [*part, refill]) > tokens:
+        full = len(part) == requests or sum(other.tokens for other in [*part, refill]) > tokens
+        if part and full:
             yield part
             part = []
         part.append(refill)
