@@ -44,8 +44,8 @@ def tokens_at_once(server_args: Any) -> int:
 
 
 def parts_of(refills: list[Refill], tokens: int, requests: int) -> Iterator[list[Refill]]:
-    """Cut refills into passes of at most ``tokens`` tokens, those of their images included, one block at least, and of at
-    most ``requests`` blocks: SGLang has buffers for as many requests as may run.
+    """Cut refills into passes of at most ``tokens`` tokens, those of their images included, one block at least, and of
+    at most ``requests`` blocks: SGLang has buffers for as many requests as may run.
     """
     part: list[Refill] = []
     for refill in refills:
