@@ -17,7 +17,7 @@ def before_offload(self: Any, req_to_token_pool: Any, token_to_kv_pool_allocator
     """Keep the recent window of a request that loses its row."""
     cache = cache_of(req_to_token_pool)
     if cache is not None:
-        setattr(self, _ATTRIBUTE, cache.side.row_of_ring(releases.row(self)).cpu())
+        setattr(self, _ATTRIBUTE, cache.side.row_of_ring(releases.row(self)).to("cpu", copy=True))
 
 
 def after_load(result: None, self: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any) -> None:
