@@ -44,7 +44,12 @@ FLAGS = [
     "--dcp-size 2",
     "--attn-cp-size 2 --tp-size 2",
     "--enable-prefill-cp",
-    "--disaggregation-mode prefill",
+    "--disaggregation-mode prefill --device cuda",
+    "--disaggregation-mode prefill --disaggregation-transfer-backend nixl",
+    "--disaggregation-mode prefill --speculative-algorithm NGRAM",
+    "--disaggregation-mode prefill --enable-hierarchical-cache",
+    "--disaggregation-mode decode --disaggregation-decode-enable-radix-cache",
+    "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache",
     "--enable-streaming-session",
     "--enable-hierarchical-cache --device cuda",
     "--enable-hierarchical-cache --hicache-mem-layout page_head",
@@ -98,6 +103,16 @@ FLAGS = [
 ]
 
 RECENT_FLAGS = {
+    "enable_pd_role_switch": "--disaggregation-mode decode --enable-pd-role-switch",
+    "disaggregation_decode_retraction_backup": (
+        "--disaggregation-mode decode --disaggregation-decode-retraction-backup host_pool"
+    ),
+    "disaggregation_decode_host_receive_threshold": (
+        "--disaggregation-mode decode --disaggregation-decode-host-receive-threshold 0.5"
+    ),
+    "disaggregation_decode_allocation_policy": (
+        "--disaggregation-mode decode --disaggregation-decode-allocation-policy prefill_complete"
+    ),
     "speculative_draft_kv_cache_dtype": "--speculative-algorithm EAGLE --speculative-draft-kv-cache-dtype fp8_e4m3",
     "startup_weight_load_mode": "--startup-weight-load-mode overlap",
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",

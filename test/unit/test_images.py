@@ -128,7 +128,7 @@ def test_passes_count_the_tokens_of_images() -> None:
     large = request(WHITE, height=10, width=10)
     image, text = Refill(1, ids_of(large), images_of(large)), Refill(2, (0,) * SINK)
     assert image.tokens == 100
-    assert [len(part) for part in parts_of([text, image, text, image, image], 132)] == [3, 1, 1]
+    assert [len(part) for part in parts_of([text, image, text, image, image], 132, 9)] == [3, 1, 1]
 
 
 def model(**changes: Any) -> Any:
@@ -163,6 +163,7 @@ def test_models_by_name() -> None:
         ({"enable_torch_compile": True}, "drop --enable-torch-compile"),
         ({"enable_hierarchical_cache": True}, "drop --enable-hierarchical-cache"),
         ({"device": "cuda"}, "on a GPU; use --kv-cache-dtype auto"),
+        ({"disaggregation_mode": "decode"}, "drop --disaggregation-mode"),
     ],
 )
 def test_arguments_that_do_not_go_with_images(given: dict[str, Any], change: str) -> None:
@@ -171,6 +172,7 @@ def test_arguments_that_do_not_go_with_images(given: dict[str, Any], change: str
         "enable_torch_compile": False,
         "enable_hierarchical_cache": False,
         "device": "cpu",
+        "disaggregation_mode": "null",
     }
     refusals.check_model(model(), SimpleNamespace(**plain))
     refusals.check_model(model(is_multimodal=False), SimpleNamespace(**plain | given))

@@ -144,10 +144,13 @@ def test_readers_only_see_filled_blocks(steps: list[tuple[int, int]]) -> None:
             assert holds[cache.rows.block_of(other.req_pool_idx)] == other.origin_input_ids[0]
 
 
-@pytest.mark.parametrize(("tokens", "sizes"), [(64, [1, 1, 1]), (1, [1, 1, 1]), (130, [2, 1]), (8192, [3])])
-def test_passes_hold_what_a_server_can(tokens: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "requests", "sizes"),
+    [(64, 9, [1, 1, 1]), (1, 9, [1, 1, 1]), (130, 9, [2, 1]), (8192, 9, [3]), (8192, 3, [3]), (8192, 2, [2, 1])],
+)
+def test_passes_hold_what_a_server_can(tokens: int, requests: int, sizes: list[int]) -> None:
     refills = [Refill(block, (0,) * 64) for block in (1, 2, 3)]
-    assert [len(part) for part in parts_of(refills, tokens)] == sizes
+    assert [len(part) for part in parts_of(refills, tokens, requests)] == sizes
 
 
 def test_refills_are_counted() -> None:

@@ -45,6 +45,19 @@ def test_a_row_that_was_left_keeps_its_values_until_the_next_owner() -> None:
     assert (int(tables.ring_start[2]), int(tables.sink_block[2])) == (5, 7)
 
 
+def test_the_last_owner_of_a_row_may_run_for_another_batch() -> None:
+    """The batch under way when it left, and the one that SGLang prepares meanwhile."""
+    tables = RowTables(ROWS, "cpu")
+    tables.assign(2, ring_start=0, sink_block=1)
+    assert not tables.may_be_written(2)
+    tables.unassign(2)
+    assert tables.may_be_written(2)
+    tables.upload()
+    assert tables.may_be_written(2)
+    tables.upload()
+    assert not tables.may_be_written(2)
+
+
 def test_clear_drops_what_was_queued() -> None:
     tables = RowTables(ROWS, "cpu")
     tables.assign(2, ring_start=5, sink_block=7)

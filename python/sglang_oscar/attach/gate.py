@@ -19,6 +19,7 @@ from oscar_kernels.layout import EXACT
 from sglang_oscar.attach import failure, refusals, releases
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
+from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
 from sglang_oscar.settings import Settings
@@ -117,6 +118,7 @@ def configure(args: Any, settings: Settings) -> None:
         logger.warning("int2 mode brings its own attention backend and does not use %s", ", ".join(given))
     args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend = BACKEND, None, None
     speculation.configure(args)
+    disaggregation.configure(args)
     sink = settings.windows.sink
     if sink & (sink - 1):
         raise Int2Error(
@@ -166,6 +168,7 @@ def check(args: Any, settings: Settings, model: Any) -> None:
             f"SGLang insists on --kv-cache-dtype {args.kv_cache_dtype} for this model; drop --kv-cache-dtype int2"
         )
     refusals.check_arguments(args)
+    disaggregation.check(args, settings)
     if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
         raise Int2Error(
             f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}; "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oscar.attach.releases import argument
+from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.speculation import arguments as speculation
 from sglang_oscar.tiers import arguments as tiers
@@ -47,7 +48,7 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.dcp_size > 1, "decode context parallelism; set --dcp-size 1"),
     (lambda a: a.attn_cp_size > 1, "context parallelism; set --attn-cp-size 1"),
     (_context_parallel, "context parallelism; drop --enable-prefill-cp"),
-    (lambda a: a.disaggregation_mode != "null", "prefill/decode disaggregation; drop --disaggregation-mode"),
+    *disaggregation.REFUSED,
     (
         lambda a: a.enable_streaming_session,
         "streaming sessions, which keep rows of the recent ring from turn to turn; drop --enable-streaming-session",
@@ -117,6 +118,7 @@ tokens causally with grouped queries, in every layer; the attention of the visio
 VISION: list[tuple[Check, str]] = [
     (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
+    (disaggregation.disaggregated, "with disaggregation; drop --disaggregation-mode"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (lambda a: a.enable_hierarchical_cache, "with hierarchical caching; drop --enable-hierarchical-cache"),
 ]

@@ -10,7 +10,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_oscar.attach import gate, releases
 from sglang_oscar.attention import refill_pass
 from sglang_oscar.calibration import dump_hook
-from sglang_oscar.cpu import engine
+from sglang_oscar.cpu import engine, transfer
+from sglang_oscar.disaggregation import handshake, retraction, waiting
 from sglang_oscar.memory import sizing
 from sglang_oscar.requests import lifecycle
 from sglang_oscar.speculation import arguments as speculation
@@ -28,6 +29,8 @@ WORKER = SRT + "managers.tp_worker.BaseTpWorker."
 RUNNER = SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
 UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 DRAFTS = SRT + "speculative.draft_utils.DraftBackendFactory."
+REQUEST = SRT + "managers.schedule_batch.Req."
+DECODE = SRT + "disaggregation.decode."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 
 
@@ -91,7 +94,7 @@ TOUCHPOINTS: list[Touchpoint] = [
     # Requests: prefix hits, rows, sink blocks.
     Touchpoint(at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward),
     Touchpoint(
-        at(SRT + "managers.schedule_batch.Req._compute_max_prefix_len"),
+        at(REQUEST + "_compute_max_prefix_len"),
         AFTER,
         lifecycle.after_compute_max_prefix_len,
     ),
@@ -140,6 +143,16 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(
         at(MEM + "storage.backend_factory.StorageBackendFactory.create_backend"), AROUND, tiers.around_create_backend
     ),
+    # Prefill and decode on servers of their own.
+    Touchpoint(at(SRT + "disaggregation.utils.setup_state_kv_args"), AROUND, handshake.around_setup_state),
+    Touchpoint(at(DECODE + "DecodePreallocQueue._pre_alloc"), AROUND, waiting.around_pre_alloc),
+    Touchpoint(
+        at(DECODE + "DecodePreallocQueue._check_if_req_exceed_kv_capacity"), AROUND, waiting.around_check_capacity
+    ),
+    Touchpoint(at(DECODE + "DecodeReqToTokenPool.free"), BEFORE, lifecycle.before_free_row),
+    Touchpoint(at(DECODE + "DecodeReqToTokenPool.clear"), BEFORE, lifecycle.before_clear_rows),
+    Touchpoint(at(REQUEST + "offload_kv_cache"), BEFORE, retraction.before_offload),
+    Touchpoint(at(REQUEST + "load_kv_cache"), AFTER, retraction.after_load),
     # Machines without a GPU.
     Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),
     Touchpoint(
@@ -147,6 +160,7 @@ TOUCHPOINTS: list[Touchpoint] = [
     ),
     Touchpoint(at(DRAFTS + "create_decode_backend"), AROUND, engine.around_create_decode_backend),
     Touchpoint(at(DRAFTS + "create_draft_extend_backend"), AROUND, engine.around_create_extend_backend),
+    Touchpoint(at(SRT + "disaggregation.utils.get_kv_class"), AROUND, transfer.around_get_kv_class),
     Touchpoint(at(MEM + "allocation.get_last_loc"), AROUND, engine.around_get_last_loc),
     Touchpoint(at(ALLOCATOR + "alloc_extend"), AROUND, engine.around_alloc_extend),
     Touchpoint(at(ALLOCATOR + "alloc_decode"), AROUND, engine.around_alloc_decode),

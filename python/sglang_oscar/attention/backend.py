@@ -21,6 +21,7 @@ from sglang_oscar.attention.compiled import Call
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.names import BACKEND
+from sglang_oscar.requests.sink_refill import Refill
 from sglang_oscar.speculation.arguments import new_tokens
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,12 @@ class OscarAttentionBackend(AttentionBackend):
             logger.info("int2 decode: one operator per layer inside torch.compile, up to %d requests", largest)
         self.batch: Batch | None = None
         self.graph_tables: DecodeTables | None = None
-        self._refilled: Sequence[int] | None = None
+        self._refilled: Sequence[Refill] | None = None
 
     @contextmanager
-    def refilling(self, blocks: Sequence[int]) -> Iterator[None]:
+    def refilling(self, refills: Sequence[Refill]) -> Iterator[None]:
         """While inside, an extend computes the sinks of these blocks and touches neither rings nor rows of requests."""
-        self._refilled = blocks
+        self._refilled = refills
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.tables import Requests, fill_decode_tables, page_numbers, window_slots
 from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.requests.sink_refill import Refill
 from sglang_oscar.speculation.verification import visible_words
 
 
@@ -134,24 +136,26 @@ def extend_batch(cache: Int2Cache, forward_batch: Any) -> Batch:
     return Batch(tables, slots, extend_lens, starts, prefix_lens)
 
 
-def refill_batch(cache: Int2Cache, blocks: Sequence[int]) -> Batch:
-    """Tables of a pass that computes sink blocks again: a whole sink a block, nothing cached before it.
+def refill_batch(cache: Int2Cache, refills: Sequence[Refill]) -> Batch:
+    """Tables of a pass that computes sink blocks again: a sink or its beginning a block, nothing cached before it.
 
     No token goes to a ring: the rows that rings belong to are those of requests in full course.
     """
     windows, device = cache.plan.geometry.windows, cache.rows.device
-    count, sink = len(blocks), windows.sink
-    zeros = torch.zeros(count, dtype=torch.int32, device=device)
-    block = torch.tensor(list(blocks), dtype=torch.int64).to(device)
+    lens = [len(refill.token_ids) for refill in refills]
+    zeros = torch.zeros(len(refills), dtype=torch.int32, device=device)
+    block = torch.tensor([refill.block for refill in refills], dtype=torch.int32)
     tables = BatchTables(
         page_size=cache.page_size,
-        page_table=torch.zeros(count, 1, dtype=torch.int32, device=device),
+        page_table=torch.zeros(len(refills), 1, dtype=torch.int32, device=device),
         kv_lens=zeros,
         ring_row=zeros,
         ring_start=zeros,
-        sink_block=block.int(),
+        sink_block=block.to(device),
     )
-    nowhere = torch.full((count * sink,), -1, dtype=torch.int64, device=device)
-    slots = (block[:, None] * sink + torch.arange(sink, device=device)).flatten()
-    starts = torch.arange(0, (count + 1) * sink, sink, dtype=torch.int32, device=device)
-    return Batch(tables, StoreSlots(row=nowhere, ring=nowhere, sink=slots), [sink] * count, starts, [0] * count)
+    sink = torch.cat(
+        [refill.block * windows.sink + torch.arange(tokens) for refill, tokens in zip(refills, lens, strict=True)]
+    )
+    nowhere = torch.full((len(sink),), -1, dtype=torch.int64, device=device)
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device)
+    return Batch(tables, StoreSlots(row=nowhere, ring=nowhere, sink=sink.to(device)), lens, starts, [0] * len(refills))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     """Fill the sink blocks that the batch lacks, then run it."""
     cache = cache_of(self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
-        for part in parts_of(refills, tokens_at_once(releases.resolved(self.server_args))):
-            with self.attn_backend.refilling([refill.block for refill in part]):
+        most = tokens_at_once(releases.resolved(self.server_args))
+        for part in parts_of(refills, most, self.req_to_token_pool.size):
+            with self.attn_backend.refilling(part):
                 original(self, refill_batch(cache, part, forward_batch))
             if forward_batch.input_ids.is_cuda and any(refill.images for refill in part):
                 # SGLang moves pixels to the host behind a pass, and the batch may be about to read them there.
@@ -41,11 +43,14 @@ def tokens_at_once(server_args: Any) -> int:
     return chunked if chunked > 0 else int(server_args.max_prefill_tokens)
 
 
-def parts_of(refills: list[Refill], tokens: int) -> Iterator[list[Refill]]:
-    """Cut refills into passes of at most ``tokens`` tokens, those of their images included, one block at least."""
+def parts_of(refills: list[Refill], tokens: int, requests: int) -> Iterator[list[Refill]]:
+    """Cut refills into passes of at most ``tokens`` tokens, those of their images included, one block at least, and of
+    at most ``requests`` blocks: SGLang has buffers for as many requests as may run.
+    """
     part: list[Refill] = []
     for refill in refills:
-        if part and sum(other.tokens for other in [*part, refill]) > tokens:
+        full = len(part) == requests or sum(other.tokens for other in [*part, refill]) > tokens
+        if part and full:
             yield part
             part = []
         part.append(refill)
@@ -63,43 +68,48 @@ def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
     """
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-    count, sink, device = len(refills), cache.plan.geometry.windows.sink, beside.input_ids.device
-    tokens = count * sink
-    positions = torch.arange(sink, device=device).repeat(count)
-    lens = torch.full((count,), sink, dtype=torch.int32, device=device)
-    ids = torch.tensor([refill.token_ids for refill in refills], dtype=beside.input_ids.dtype)
+    count, device = len(refills), beside.input_ids.device
+    lengths = [len(refill.token_ids) for refill in refills]
+    tokens = sum(lengths)
+    ids = torch.tensor([token for refill in refills for token in refill.token_ids], dtype=beside.input_ids.dtype)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device, non_blocking=True)
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    starts = torch.tensor([0, *accumulate(lengths[:-1])], dtype=torch.int32)
+    on_device = lens.to(device, non_blocking=True)
     batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=count,
-        input_ids=ids.flatten().to(device, non_blocking=True),
+        input_ids=ids.to(device, non_blocking=True),
         # Row 0 and page 0 are dummies; a page holds the whole sink, so no two tokens of a block share a slot.
         req_pool_indices=torch.zeros(count, dtype=beside.req_pool_indices.dtype, device=device),
-        seq_lens=lens.to(beside.seq_lens.dtype),
+        seq_lens=on_device.to(beside.seq_lens.dtype),
         out_cache_loc=positions.to(beside.out_cache_loc.dtype),
         seq_lens_sum=tokens,
-        orig_seq_lens=lens,
-        seq_lens_cpu=torch.full((count,), sink, dtype=torch.int64),
+        orig_seq_lens=on_device,
+        seq_lens_cpu=lens.long(),
         spec_algorithm=beside.spec_algorithm,
         is_extend_in_batch=beside.is_extend_in_batch,
         capture_hidden_mode=CaptureHiddenMode.NULL,
         mm_inputs=[refill.images and refill.images.inputs for refill in refills],
         positions=positions,
         extend_num_tokens=tokens,
-        extend_seq_lens=lens,
-        extend_prefix_lens=torch.zeros_like(lens),
-        extend_start_loc=torch.arange(0, tokens, sink, dtype=torch.int32, device=device),
+        extend_seq_lens=on_device,
+        extend_prefix_lens=torch.zeros_like(on_device),
+        extend_start_loc=starts.to(device, non_blocking=True),
         extend_prefix_lens_cpu=[0] * count,
-        extend_seq_lens_cpu=[sink] * count,
-        extend_logprob_start_lens_cpu=[sink] * count,
+        extend_seq_lens_cpu=lengths,
+        extend_logprob_start_lens_cpu=lengths,
     )
     if beside.mrope_positions is not None:
-        text = torch.arange(sink).expand(3, -1)
-        coordinates = [text if refill.images is None else refill.images.positions for refill in refills]
+        coordinates = [
+            torch.arange(length).expand(3, -1) if refill.images is None else refill.images.positions
+            for refill, length in zip(refills, lengths, strict=True)
+        ]
         batch.mrope_positions = torch.cat(coordinates, dim=1).to(device, non_blocking=True)
-    on_device, on_host = releases.real_token_counts(beside)
-    if getattr(beside, on_device) is not None:
-        setattr(batch, on_device, torch.full_like(getattr(beside, on_device), tokens))
-    setattr(batch, on_host, tokens)
+    count_on_device, count_on_host = releases.real_token_counts(beside)
+    if getattr(beside, count_on_device) is not None:
+        setattr(batch, count_on_device, torch.full_like(getattr(beside, count_on_device), tokens))
+    setattr(batch, count_on_host, tokens)
     if beside.global_num_tokens_cpu is not None:  # ranks exchange their token counts: all of them refill alike
         ranks = len(beside.global_num_tokens_cpu)
         batch.global_num_tokens_cpu = [tokens] * ranks

@@ -71,6 +71,8 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         refills=SinkRefills(refill_counter(releases.resolved(configurator.server_args))),
     )
     cache.attach(pool)
+    # By these names SGLang sends rings from a prefill to a decode server.
+    pool.unified_swa_ring_size, pool.unified_swa_window = geometry.windows.ring, geometry.windows.recent
     if any(layer.value.transform.matrix is not None for layer in whole.values()):
         logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
     warning = sharing_warning(settings, whole)

@@ -90,7 +90,8 @@ class Geometry:
 class MemoryPlan:
     """How many requests may run, what their side buffers take, and what extend takes (None: nothing).
 
-    ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none.
+    ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none. ``waiting`` counts
+    further requests that hold a window: on a decode server those whose prompts are on their way.
     """
 
     geometry: Geometry
@@ -98,6 +99,7 @@ class MemoryPlan:
     budget_bytes: int
     extend: Workspace | None = None
     draft_bytes: int = 0
+    waiting: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -107,12 +109,12 @@ class MemoryPlan:
     @property
     def ring_rows(self) -> int:
         """Ring rows, the dummy row 0 included."""
-        return self.max_running + 1
+        return self.max_running + self.waiting + 1
 
     @property
     def sink_blocks(self) -> int:
-        """Sink blocks: one per running request, as many again for idle prefixes, and the dummy block 0."""
-        return 2 * self.max_running + 1
+        """Sink blocks: one per request with a window, as many again for idle prefixes, and the dummy block 0."""
+        return 2 * (self.max_running + self.waiting) + 1
 
     @property
     def side_bytes(self) -> int:
@@ -142,7 +144,8 @@ class MemoryPlan:
             f"16 bits would take {full / GIB:.3f} GiB)",
             f"side buffers: {self.side_bytes / GIB:.3f} GiB of a {self.budget_bytes / GIB:.3f} GiB budget: "
             f"{self.ring_rows} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
-            f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests",
+            f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests"
+            + (f" and {self.waiting} whose prompts are on their way" if self.waiting else ""),
             f"effective bits per element with windows: {bits}",
             *([] if self.draft_bytes == 0 else [self._draft_line(tokens)]),
             *([] if self.extend is None else [self.extend.line()]),
@@ -164,6 +167,7 @@ def make_plan(
     page_size: int,
     extend: Workspace | None = None,
     draft_bytes: int = 0,
+    waiting: int = 0,
 ) -> MemoryPlan:
     """Split a budget.
 
@@ -174,17 +178,18 @@ def make_plan(
         page_size: tokens per page.
         extend: what extend takes of the budget.
         draft_bytes: of a token in the cache of a draft model.
+        waiting: requests with a window beyond the running ones.
 
     Raises:
         Int2Error: the side buffers leave no room for history.
     """
     per_request = geometry.ring_bytes + 2 * geometry.sink_bytes
-    fixed = geometry.ring_bytes + geometry.sink_bytes
+    fixed = geometry.ring_bytes + geometry.sink_bytes + waiting * per_request
     if max_running is None:
         room = SIDE_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
-    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes)
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, waiting)
     # The pool needs the padding page and at least one page for a request.
     needed = plan.fixed_bytes + 2 * page_size * plan.token_bytes
     if needed > budget_bytes:

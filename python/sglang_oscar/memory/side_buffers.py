@@ -44,6 +44,18 @@ class SideBuffers:
             yield sink, ring
             begin = end
 
+    def rings(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Rings of keys and of values of every layer, [ring_rows, ring, kv_heads, head_dim]; none without a window."""
+        if self.ring.numel() == 0:
+            return [], []
+        rings = [ring for _, ring in self._windows()]
+        return [ring[0] for ring in rings], [ring[1] for ring in rings]
+
+    def row_of_ring(self, row: int) -> torch.Tensor:
+        """A request's ring in all layers, keys and values: [2 * layers, ring, kv_heads, head_dim], a view."""
+        layer, (count, size) = self.geometry.any_layer, self._sizes[1]
+        return self.ring.view(2 * len(self.geometry.formats), count, size, layer.kv_heads, layer.head_dim)[:, row]
+
     def move(self, source: torch.Tensor, target: torch.Tensor, sink: torch.Tensor) -> None:
         """Copy rows of the ring to other rows of it and to the sink store, in all layers; all are read before any is
         written.

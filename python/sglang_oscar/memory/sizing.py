@@ -10,6 +10,7 @@ import torch
 
 from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attention import extend_choice
+from sglang_oscar.disaggregation.arguments import waiting_rows
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
 from sglang_oscar.memory.workspace import Workspace
@@ -110,7 +111,8 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
         geometry = geometry_of(self)
         extend = extend_workspace(self, geometry, available)
         draft = draft_model.cell_bytes_of(self.server_args)
-        plan = make_plan(geometry, available, schedule.max_running_requests, self.page_size, extend, draft)
+        waiting = waiting_rows(releases.resolved(self.server_args))
+        plan = make_plan(geometry, available, schedule.max_running_requests, self.page_size, extend, draft, waiting)
     except Int2Error as error:
         fatal(error)
     _plans[self.model] = plan

@@ -21,11 +21,16 @@ def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int
     active = settings.active()
     if active is None:
         return None
-    if self.input_embeds is not None or self.positional_embed_overrides is not None:
+    if has_own_embeddings(self):
         return 0
     if active.recompute_recent:
         longest = min(longest, input_len - active.windows.recent)
     return max(longest, 0)
+
+
+def has_own_embeddings(req: Any) -> bool:
+    """Whether what a request says is not in its token ids."""
+    return req.input_embeds is not None or req.positional_embed_overrides is not None
 
 
 def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:

@@ -22,6 +22,8 @@ class RowTables:
         self.sink_block = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._pending: dict[int, tuple[int, int]] = {}
         self._block_of_row: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._uploads = 0
 
     def assign(self, row: int, ring_start: int, sink_block: int) -> None:
         """A request takes over ``row``; its ring holds positions from ``ring_start`` on."""
@@ -30,11 +32,16 @@ class RowTables:
 
     def unassign(self, row: int) -> int | None:
         """The request leaves ``row``; returns its sink block, or None if it had none."""
+        self._left[row] = self._uploads
         return self._block_of_row.pop(row, None)
 
     def block_of(self, row: int) -> int | None:
         """Sink block of the request in ``row``, or None."""
         return self._block_of_row.get(row)
+
+    def may_be_written(self, row: int) -> bool:
+        """Whether a batch with the last owner of ``row`` may still run: the one that was under way when it left."""
+        return row in self._left and self._uploads - self._left[row] < 2
 
     def clear(self) -> None:
         """Forget all assignments."""
@@ -42,7 +49,8 @@ class RowTables:
         self._block_of_row.clear()
 
     def upload(self) -> None:
-        """Send queued changes to the device on the current stream, without waiting for it."""
+        """Send queued changes to the device on the current stream, without waiting for it. Once per batch."""
+        self._uploads += 1
         if not self._pending:
             return
         # A fresh pinned tensor each time: reusing one could overwrite it while an earlier copy is in flight.

@@ -14,7 +14,7 @@ from sglang_oscar.requests.metrics import Counter
 
 @dataclass(frozen=True)
 class Refill:
-    """Block ``block`` of the sink store is to hold the keys and values of ``token_ids``.
+    """Block ``block`` of the sink store is to hold the keys and values of ``token_ids``, a whole sink or its beginning.
 
     ``images`` are those that some of these tokens belong to; None where all are text.
     """

@@ -1,8 +1,8 @@
 """Test plugin for SGLang: takes quantization noise out of int2 mode, so that its plumbing can be judged exactly.
 
 Rows hold float32 vectors instead of codes. While attention gathers a request's tokens, every row of a position that
-must come from the BF16 windows instead is NaN; reading one shows in the output. A sink block is NaN until it is
-filled.
+must come from the BF16 windows instead is NaN; reading one shows in the output. Sink blocks and rings are NaN until
+they are filled, rings again once their request is gone.
 """
 
 from __future__ import annotations
@@ -63,6 +63,24 @@ def poison_sinks():
     Int2Cache.attach, SinkStore.acquire_private = attach_poisoned, acquire_poisoned
 
 
+def poison_rings():
+    from sglang_oscar.memory.cache import Int2Cache
+    from sglang_oscar.requests.row_tables import RowTables
+
+    attach, unassign = Int2Cache.attach, RowTables.unassign
+
+    def attach_poisoned(self, kv_pool):
+        self.rows.side = self.side
+        self.side.ring.fill_(float("nan"))
+        attach(self, kv_pool)
+
+    def unassign_poisoned(self, row):
+        self.side.row_of_ring(row).fill_(float("nan"))
+        return unassign(self, row)
+
+    Int2Cache.attach, RowTables.unassign = attach_poisoned, unassign_poisoned
+
+
 def register():
     from oscar_kernels import reference
     from oscar_kernels.layout import RowLayout
@@ -75,6 +93,7 @@ def register():
         reference.decode_rows = decode_rows
     reference.gather = poisoned(reference.gather)
     poison_sinks()
+    poison_rings()
     if os.environ.get("LOSSLESS_ROWS_IGNORE_WINDOWS"):
         # A deliberate fault, to prove that poison is noticed: read everything but the newest token from rows.
         reference.split_positions = lambda kv_len, ring_start, windows: (0, max(kv_len - 1, 0))

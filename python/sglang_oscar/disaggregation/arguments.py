@@ -1,0 +1,105 @@
+"""What int2 mode serves of prefill/decode disaggregation, by server arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oscar.attach.releases import argument
+from sglang_oscar.cpu import transfer
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.settings import Settings
+
+BACKENDS = ("mooncake", "mooncake_tcp")
+BACKUP = "disaggregation_decode_retraction_backup"
+
+
+def disaggregated(args: Any) -> bool:
+    """Whether a server does one half of the work, or may be told to."""
+    return bool(args.disaggregation_mode != "null" or argument(args, "enable_pd_role_switch", False))
+
+
+def waiting_rows(args: Any) -> int:
+    """Rows of the request pool for requests whose prompts are on their way, beyond those of running requests.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+    """
+    return int(args.disaggregation_decode_extra_slots or 0) if args.disaggregation_mode == "decode" else 0
+
+
+def configure(args: Any) -> None:
+    """Keep the rows of retracted requests in tensors of the host where the operator leaves it open.
+
+    Args:
+        args: server arguments as the operator gave them; they are written.
+    """
+    transfer.configure(args)
+    if args.disaggregation_mode == "decode" and argument(args, BACKUP, "cpu_tensor") is None:
+        setattr(args, BACKUP, "cpu_tensor")
+
+
+def check(args: Any, settings: Settings) -> None:
+    """Refuse settings of int2 mode that do not go with disaggregation.
+
+    Raises:
+        Int2Error: a prefill server may lack the newest tokens of a prompt in 16 bits.
+    """
+    if disaggregated(args) and not settings.recompute_recent:
+        raise Int2Error("SGLANG_OSCAR_RECOMPUTE_RECENT=0 does not go with --disaggregation-mode; unset it")
+
+
+def _slices_rows(args: Any) -> bool:
+    """Whether SGLang sends through a buffer that it cuts rows for by bytes per head."""
+    from sglang.srt.environ import envs
+
+    return disaggregated(args) and bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get())
+
+
+def _both(what: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda args: disaggregated(args) and what(args)
+
+
+REFUSED: list[tuple[Callable[[Any], bool], str]] = [
+    (
+        _both(lambda a: a.device not in ("cpu", None)),
+        "prefill/decode disaggregation on a GPU; drop --disaggregation-mode",
+    ),
+    (
+        _both(lambda a: a.disaggregation_transfer_backend not in BACKENDS),
+        f"disaggregation over other ways than {BACKENDS[0]}; set --disaggregation-transfer-backend {BACKENDS[0]}",
+    ),
+    (
+        _both(lambda a: a.enable_hierarchical_cache),
+        "hierarchical caching with disaggregation; drop --enable-hierarchical-cache",
+    ),
+    (
+        lambda a: argument(a, "enable_pd_role_switch", False),
+        "servers that change between prefill and decode; drop --enable-pd-role-switch",
+    ),
+    (
+        _both(lambda a: a.speculative_algorithm is not None),
+        "speculative decoding with disaggregation; drop --speculative-algorithm",
+    ),
+    (
+        _both(lambda a: argument(a, "disaggregation_decode_enable_radix_cache", False)),
+        "a prefix cache on a decode server; drop --disaggregation-decode-enable-radix-cache",
+    ),
+    (
+        _both(lambda a: a.disaggregation_decode_enable_offload_kvcache),
+        "a decode server's cache in host memory; drop --disaggregation-decode-enable-offload-kvcache",
+    ),
+    (
+        _both(lambda a: argument(a, BACKUP, None) == "host_pool"),
+        "a host pool for retracted requests; drop --disaggregation-decode-retraction-backup host_pool",
+    ),
+    (
+        _both(lambda a: argument(a, "disaggregation_decode_host_receive_threshold", 1) < 1),
+        "receiving into host memory; drop --disaggregation-decode-host-receive-threshold",
+    ),
+    (
+        _both(lambda a: argument(a, "disaggregation_decode_allocation_policy", "eager") == "prefill_complete"),
+        "memory that is allocated when a prompt is computed; drop --disaggregation-decode-allocation-policy",
+    ),
+    (_slices_rows, "staging buffers, which cut rows by bytes; unset SGLANG_DISAGG_STAGING_BUFFER"),
+]

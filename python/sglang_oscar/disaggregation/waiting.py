@@ -1,0 +1,56 @@
+"""Requests of a decode server whose prompts come from a prefill server: their rows, sinks, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sglang_oscar.attach import releases
+from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.requests import lifecycle
+
+
+def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a request a ring and a sink block when SGLang gives it a row, before anything arrives.
+
+    The ring holds the last tokens of the prompt once they have arrived. The block is shared with requests that begin
+    alike, or computed before the next forward pass.
+    """
+    result = original(self, req, *args, **kwargs)
+    cache = cache_of(self.req_to_token_pool)
+    if cache is not None:
+        row, tokens = releases.row(req), releases.committed_tokens(req)
+        if cache.rows.may_be_written(row) and self.scheduler.enable_overlap and cache.rows.device.type == "cuda":
+            # The last owner of the row may still be decoded once more, while the ring arrives.
+            self.scheduler.forward_stream.synchronize()
+        begin = max(0, tokens - cache.plan.geometry.windows.recent)
+        cache.rows.assign(row, ring_start=begin, sink_block=acquire_block(cache, req, tokens))
+    return result
+
+
+def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:
+    """A sink block with the sink of a request's first ``tokens`` tokens, from the next forward pass on."""
+    sink = cache.plan.geometry.windows.sink
+    if sink == 0:
+        return 0
+    if tokens >= sink:
+        key = cache.sink_key(req)
+        shared = None if key is None else cache.sinks.acquire_shared(key)
+        return lifecycle.acquire_refilled(cache, req) if shared is None else shared
+    # Decoding completes it.
+    block = cache.sinks.acquire_private()
+    cache.refills.add(block, (*req.origin_input_ids, *req.output_ids)[:tokens])
+    return block
+
+
+def around_check_capacity(original: Callable[[Any, Any], bool], self: Any, req: Any) -> bool:
+    """Whether a request is turned away. One with embeddings of its own is: its sink cannot be computed here."""
+    if cache_of(self.req_to_token_pool) is None or not lifecycle.has_own_embeddings(req):
+        return original(self, req)
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    message = "int2 mode does not take embeddings in place of token ids on a decode server; send input_ids"
+    prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+    self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+    return True

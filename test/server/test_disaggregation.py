@@ -1,0 +1,111 @@
+"""Prefill on one server, decode on another, through Mooncake over TCP: answers are those of one server.
+
+Rows are lossless and rows under windows are NaN; so are rings and sink blocks until somebody fills them. Log
+probabilities are compared, because tokens alone do not show a wrong sink.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.compare import LOGPROBS, assert_same
+from support.disaggregated import COMMON, ENVIRONMENT, INSTALLED, Pair, serve_pair
+from support.models import VOCABULARY, save
+from support.servers import HADAMARD, IDENTITY, STRICT, Server, refills, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not INSTALLED, reason="needs Mooncake; scripts/test_disaggregation.sh installs it"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
+]
+LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
+INT2 += ["--enable-fp32-lm-head", "--max-running-requests", "4"]
+BF16 = ["--attention-backend", "torch_native", "--skip-tokenizer-init"]
+ENV = LOSSLESS | HADAMARD | STRICT
+NEAR_TIE = DRIFT = 0.06
+TOKENS = 12
+LENGTHS = [1, 20, 63, 64, 70, 255, 300, 640, 900, 1300]
+"""Prompts below, at and above the ends of sink and recent window."""
+
+
+def prompts(lengths: list[int], seed: int = 3) -> list[list[int]]:
+    """Prompts that have no first token in common."""
+    rng = random.Random(seed)
+    return [
+        [number, *(rng.randrange(VOCABULARY) for _ in range(length - 1))] for number, length in enumerate(lengths, 1)
+    ]
+
+
+def ask(server: Server | Pair, of: list[list[int]], workers: int = 1, tokens: int = TOKENS) -> list[dict]:
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS), of))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
+    """What one server answers, by tokens of an answer."""
+    with serve(model, tmp_path_factory.mktemp("one") / "log", *INT2, env=ENV) as server:
+        return {tokens: ask(server, prompts(LENGTHS), workers=4, tokens=tokens) for tokens in (TOKENS, 330)}
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with serve_pair(
+        model, tmp_path_factory.mktemp("pair"), *INT2, env=ENV, prefill=("--chunked-prefill-size", "256")
+    ) as two:
+        yield two
+
+
+def test_answers_are_those_of_one_server(pair: Pair, expected: dict[int, list[dict]]) -> None:
+    """One after the other, then four at a time with chunked prompts and hits on the prefill server."""
+    assert_same(expected[TOKENS], ask(pair, prompts(LENGTHS)), NEAR_TIE, DRIFT)
+    again = ask(pair, prompts(LENGTHS), workers=4)
+    assert_same(expected[TOKENS], again, NEAR_TIE, DRIFT)
+    assert again[-1]["meta_info"]["cached_tokens"] >= 1024 - 256
+    assert refills(pair.decode) > 0
+
+
+def test_long_answers(pair: Pair, expected: dict[int, list[dict]]) -> None:
+    """Answers longer than the recent window: what arrived has left the ring, sinks of short prompts are complete."""
+    assert_same(expected[330], ask(pair, prompts(LENGTHS), workers=6, tokens=330), NEAR_TIE, DRIFT)
+    assert pair.prefill.alive()
+    assert pair.decode.alive()
+
+
+def test_retracted_requests_go_on(model: Path, expected: dict[int, list[dict]], tmp_path: Path) -> None:
+    """A decode server that is out of memory keeps rows and recent windows on the host, and puts them back."""
+    retracting = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    with serve_pair(model, tmp_path, *INT2, env=ENV, of_decode=retracting) as pair:
+        assert_same(expected[TOKENS], ask(pair, prompts(LENGTHS), workers=6), NEAR_TIE, DRIFT)
+        assert "#retracted_reqs" in pair.decode.text()
+
+
+@pytest.mark.parametrize("other", ["rotation", "format"])
+def test_servers_that_store_otherwise_are_refused(pair: Pair, model: Path, tmp_path: Path, other: str) -> None:
+    """By name, before anything is sent; the prefill server goes on."""
+    args, env = (INT2, LOSSLESS | IDENTITY) if other == "rotation" else (BF16, {})
+    alone = ("--disaggregation-mode", "decode", *COMMON)
+    with serve(model, tmp_path / "log", *args, *alone, env=env | ENVIRONMENT) as decode, ThreadPoolExecutor(1) as pool:
+        request = pool.submit(Pair(pair.prefill, decode, pair.port).ask_decode, prompts([100])[0], 4)
+        deadline = time.monotonic() + 600
+        while "KV cache dtype mismatch" not in decode.text() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        decode.process.kill()
+        assert request.exception() is not None
+    line = next(line for line in decode.text().splitlines() if "KV cache dtype mismatch" in line)
+    assert "int2 (format " in line
+    assert "sink 64, recent window 256" in line
+    assert pair.prefill.alive()

@@ -1,0 +1,88 @@
+"""A prefill and a decode server that exchange caches through Mooncake over TCP, asked as a router asks them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.servers import Server, serve
+
+INSTALLED = importlib.util.find_spec("mooncake") is not None
+COMMON = ("--disaggregation-transfer-backend", "mooncake_tcp")
+ENVIRONMENT = {
+    "MC_FORCE_TCP": "1",
+}
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode server."""
+
+    prefill: Server
+    decode: Server
+    port: int
+    _rooms: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def generate(self, ids: list[int], tokens: int, **extra: Any) -> dict[str, Any]:
+        """As :meth:`support.servers.Server.generate`: the decode server's answer, with the prefill's cached tokens."""
+        meeting = self._meeting()
+        with ThreadPoolExecutor(2) as pool:
+            sent, answer = (
+                pool.submit(server.generate, ids, tokens, **extra, **meeting) for server in (self.prefill, self.decode)
+            )
+            cached = sent.result()["meta_info"]["cached_tokens"]
+            result = answer.result()
+            result["meta_info"]["cached_tokens"] = cached
+            return result
+
+    def ask_decode(self, ids: list[int], tokens: int) -> dict[str, Any]:
+        """Ask the decode server alone."""
+        return self.decode.generate(ids, tokens, **self._meeting())
+
+    def _meeting(self) -> dict[str, Any]:
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(self._rooms)}
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve_pair(
+    model: Path,
+    folder: Path,
+    *args: str,
+    env: dict[str, str],
+    prefill: tuple[str, ...] = (),
+    of_decode: dict[str, str] | None = None,
+) -> Iterator[Pair]:
+    """Start both at once.
+
+    Args:
+        model: what both serve.
+        folder: for their logs.
+        args: of both.
+        env: of both.
+        prefill: further arguments of the prefill server.
+        of_decode: further variables of the decode server.
+    """
+    port, common = free_port(), (*COMMON, *args)
+    bootstrap = ("--disaggregation-bootstrap-port", str(port))
+    first = ("--disaggregation-mode", "prefill", *bootstrap, *common, *prefill)
+    second = ("--disaggregation-mode", "decode", *common)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        started = [
+            pool.submit(stack.enter_context, serve(model, folder / log, *arguments, env=env | ENVIRONMENT | own))
+            for log, arguments, own in (("prefill.log", first, {}), ("decode.log", second, of_decode or {}))
+        ]
+        yield Pair(*(server.result() for server in started), port)

@@ -1,0 +1,131 @@
+"""Disaggregation without servers: sinks of requests whose prompts arrive, what is compared, and what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
+from sglang_oscar.attention.batch import refill_batch
+from sglang_oscar.disaggregation import handshake, waiting
+from sglang_oscar.disaggregation.arguments import waiting_rows
+from sglang_oscar.memory.plan import Geometry, make_plan
+from sglang_oscar.memory.side_buffers import SideBuffers
+from sglang_oscar.requests.row_tables import RowTables
+from sglang_oscar.requests.sink_refill import Refill, SinkRefills
+from sglang_oscar.requests.sink_store import SinkStore
+
+SINK = 16
+GEOMETRY = Geometry.uniform(RowLayout(2, 64, 64), Windows(SINK, 24, 32), torch.bfloat16, layers=3)
+
+
+def cache_with(blocks: int = 9) -> SimpleNamespace:
+    """What acquire_block asks of a cache."""
+    cache = SimpleNamespace(
+        plan=SimpleNamespace(geometry=GEOMETRY),
+        page_size=64,
+        sinks=SinkStore(blocks),
+        refills=SinkRefills(),
+        rows=RowTables(4, "cpu"),
+    )
+    cache.sink_ids = lambda req: tuple((*req.origin_input_ids, *req.output_ids)[:SINK])
+    cache.sink_key = cache.sink_ids
+    cache.sink_images = lambda req: None
+    return cache
+
+
+def request(prompt: int, answer: int = 0, first: int = 7) -> SimpleNamespace:
+    return SimpleNamespace(rid="r", origin_input_ids=[first, *range(1, prompt)], output_ids=list(range(answer)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(7, 9)), max_size=4))
+def test_every_waiting_request_gets_its_sink(requests: list[tuple[int, int]]) -> None:
+    """A block of its own below a whole sink, filled with what there is; shared with its like from there on."""
+    cache = cache_with()
+    shared: dict[int, int] = {}
+    for prompt, first in requests:
+        block = waiting.acquire_block(cache, request(prompt, first=first), prompt)
+        if prompt >= SINK:
+            assert shared.setdefault(first, block) == block
+    queued = cache.refills.take()
+    expected = [(min(prompt, SINK), first) for prompt, first in requests if prompt < SINK]
+    expected += [(SINK, first) for first in shared]
+    assert sorted((len(refill.token_ids), refill.token_ids[0]) for refill in queued) == sorted(expected)
+    assert len({refill.block for refill in queued}) == len(queued)
+
+
+def test_a_token_that_is_not_computed_yet_is_in_no_sink() -> None:
+    """A request that goes on after a retraction has one token more than its cache."""
+    cache = cache_with()
+    waiting.acquire_block(cache, request(SINK - 2, answer=2), SINK - 1)
+    (refill,) = cache.refills.take()
+    assert len(refill.token_ids) == SINK - 1
+
+
+def test_no_sink_no_block() -> None:
+    cache = cache_with()
+    cache.plan.geometry = replace(GEOMETRY, windows=Windows(0, 24, 32))
+    assert waiting.acquire_block(cache, request(40), 40) == 0
+
+
+def test_tables_of_refills_of_any_length() -> None:
+    refills = [Refill(3, (1, 2)), Refill(5, tuple(range(SINK))), Refill(2, (9,))]
+    batch = refill_batch(cache_with(), refills)  # type: ignore[arg-type]
+    assert batch.slots.sink.tolist() == [3 * SINK, 3 * SINK + 1, *range(5 * SINK, 6 * SINK), 2 * SINK]
+    assert batch.chunk_starts is not None
+    assert batch.chunk_starts.tolist() == [0, 2, 2 + SINK, 3 + SINK]
+    assert batch.extend_lens == [2, SINK, 1]
+    assert set(batch.slots.ring.tolist()) == set(batch.slots.row.tolist()) == {-1}
+
+
+def test_rings_are_those_of_the_kernels() -> None:
+    """What is sent is what attention reads: keys of all layers, then values."""
+    side = SideBuffers(GEOMETRY, ring_rows=4, sink_blocks=5, device="cpu")
+    side.ring.copy_(torch.arange(side.ring.numel()))
+    windows = [ring for _, ring in side._windows()]
+    keys, values = side.rings()
+    for layer, ring in enumerate(windows):
+        assert keys[layer].data_ptr() == ring[0].data_ptr()
+        assert values[layer].data_ptr() == ring[1].data_ptr()
+        assert keys[layer].is_contiguous()
+    assert torch.equal(side.row_of_ring(2), torch.stack([side[2] for ring in windows for side in ring]))
+    without = SideBuffers(replace(GEOMETRY, windows=Windows(SINK, 0, 0)), 4, 5, "cpu")
+    assert without.rings() == ([], [])
+
+
+def test_both_servers_have_what_is_compared_in_common() -> None:
+    """Whatever another server could misread is in the text."""
+
+    def common(fingerprint: str = "a" * 64, ranks: int = 2, **changed: object) -> str:
+        plan = SimpleNamespace(geometry=replace(GEOMETRY, **changed))
+        return handshake.common_format(SimpleNamespace(fingerprint=fingerprint, plan=plan), ranks)  # type: ignore[arg-type]
+
+    others = [common("b" * 64), common(ranks=4), common(window_dtype=torch.float16)]
+    others += [
+        common(windows=Windows(8, 24, 32)),
+        common(windows=Windows(16, 20, 32)),
+        common(windows=Windows(16, 24, 40)),
+    ]
+    assert len({common(), *others}) == 7
+
+
+@pytest.mark.parametrize(("mode", "slots", "rows"), [("decode", 8, 8), ("decode", None, 0), ("prefill", 8, 0)])
+def test_rows_that_wait(mode: str, slots: int | None, rows: int) -> None:
+    assert waiting_rows(SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_extra_slots=slots)) == rows
+
+
+@given(st.integers(0, 50), st.integers(1, 60))
+def test_waiting_requests_are_in_the_account(waiting: int, running: int) -> None:
+    """As many bytes as the buffers take that are built from the plan."""
+    budget = 1 << 30
+    plan = make_plan(GEOMETRY, budget, running, 64, waiting=waiting)
+    side = SideBuffers(GEOMETRY, plan.ring_rows, plan.sink_blocks, "cpu")
+    assert plan.side_bytes == side.ring.nbytes + side.sink.nbytes
+    assert plan.ring_rows == running + waiting + 1
+    assert make_plan(GEOMETRY, budget, None, 64, waiting=waiting).fixed_bytes <= budget
