@@ -167,13 +167,43 @@ def weight_bytes(model: str) -> int:
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
     """Costs of the model of :func:`model_checks`, also where its rotations cannot be had."""
+    from sglang_oscar.hybrids.layers import attention_layer_ids
     from sglang_oscar.memory.plan import Geometry
 
-    settings, layers = loaded["settings"], loaded["model"].num_hidden_layers
+    settings, layers = loaded["settings"], len(attention_layer_ids(loaded["model"]))
     windows = settings.windows, settings.window_torch_dtype
     if "formats" in loaded:
         return Geometry(loaded["formats"], *windows)
     return Geometry.uniform(loaded["layout"], *windows, layers)
+
+
+def memory_account(loaded: dict[str, Any], budget: int) -> str:
+    """Where the memory for states and cache of the model of :func:`model_checks` would go; tokens are kept for later.
+
+    Raises:
+        Int2Error: there is too little.
+    """
+    from sglang_oscar.hybrids import states
+    from sglang_oscar.hybrids.layers import linear_config
+    from sglang_oscar.memory.plan import make_plan
+    from sglang_oscar.names import DEFAULT_PAGE_SIZE
+
+    geometry, linear = estimated_geometry(loaded), linear_config(loaded["model"])
+    slots = None if linear is None else states.estimate(linear, geometry, budget)
+    budget -= 0 if slots is None else slots.bytes
+    draft = loaded.get("draft bytes", 0)
+    plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, draft_bytes=draft, states=slots)
+    loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
+    return "; ".join(plan.lines(loaded["tokens"]))
+
+
+def host_facts(loaded: dict[str, Any], size: int, ratio: float) -> str:
+    """What host memory would hold of the model of :func:`model_checks`."""
+    from sglang_oscar.names import DEFAULT_PAGE_SIZE
+    from sglang_oscar.tiers.pages import PageLayout, host_line, host_tokens
+
+    page = PageLayout.of_formats(estimated_geometry(loaded).formats, DEFAULT_PAGE_SIZE)
+    return host_line(host_tokens(page, size, ratio, loaded["tokens"]), page)
 
 
 def rotation_facts(settings: Any, formats: Any) -> str:
@@ -236,23 +266,32 @@ def model_checks(
 
     from sglang_oscar.attach import refusals
     from sglang_oscar.attention import extend_choice
-    from sglang_oscar.memory.plan import make_plan, row_layout
-    from sglang_oscar.names import DEFAULT_PAGE_SIZE
+    from sglang_oscar.hybrids.layers import attention_layer_ids
+    from sglang_oscar.memory.plan import row_layout
     from sglang_oscar.settings import Settings
-    from sglang_oscar.tiers.pages import PageLayout, host_line, host_tokens
     from sglang_oscar.weights.rotations import load_formats
 
     loaded: dict[str, Any] = {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = SimpleNamespace(
-        device=device, speculative_algorithm=None, enable_torch_compile=False, enable_hierarchical_cache=False
+        device=device,
+        speculative_algorithm=None,
+        enable_torch_compile=False,
+        tp_size=1,
+        linear_attn_backend="triton",
+        enable_mixed_chunk=False,
+        enable_hierarchical_cache=False,
+        disaggregation_mode="null",
     )
 
     def model() -> str:
         config = loaded["model"] = model_config(path)
         refusals.check_model(config, arguments)
         heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
-        return f"{config.hf_config.architectures[0]}, {config.num_hidden_layers} layers, {heads} of {config.head_dim}"
+        layers, attention = f"{config.num_hidden_layers} layers", len(attention_layer_ids(config))
+        if attention < config.num_hidden_layers:
+            layers += f", {attention} of them with full attention"
+        return f"{config.hf_config.architectures[0]}, {layers}, {heads} of {config.head_dim}"
 
     def variables() -> str:
         loaded["settings"] = Settings.from_env()
@@ -273,20 +312,17 @@ def model_checks(
     def rotations() -> str:
         config = loaded["model"]
         identity = model_identity(path, config)
-        found = load_formats(loaded["settings"], loaded["layout"], config.num_hidden_layers, identity)
+        ids = attention_layer_ids(config)
+        found = load_formats(loaded["settings"], loaded["layout"], len(ids), identity, ids)
         loaded["formats"] = found
         return rotation_facts(loaded["settings"], found)
 
     def account() -> str:
-        geometry = estimated_geometry(loaded)
         budget = int(MEM_FRACTION * memory) - sum(map(weight_bytes, {path, draft_path or path}))
-        plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, None, loaded.get("draft bytes", 0))
-        loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
-        return "; ".join(plan.lines(loaded["tokens"]))
+        return memory_account(loaded, budget)
 
     def host_tier() -> str:
-        page = PageLayout.of_formats(estimated_geometry(loaded).formats, DEFAULT_PAGE_SIZE)
-        return host_line(host_tokens(page, host_size, host_ratio, loaded["tokens"]), page)
+        return host_facts(loaded, host_size, host_ratio)
 
     checks = [attempt("model", model), attempt("variables", variables)]
     if all(check.ok for check in checks):

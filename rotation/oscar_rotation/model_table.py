@@ -1,8 +1,9 @@
 """Per-model settings of the calibration and evaluation drivers: one table, ``models.json``, that all of them read.
 
 Sources: section 5.1 of the paper (sampling, generation length, seeds, clip ratios) and the public release's table of
-models (tensor parallelism, reasoning parsers; clip 0.96/0.96 in its 32B script). A model that is not in the table has
-the defaults.
+models (tensor parallelism, reasoning parsers; clip 0.96/0.96 in its 32B script). Hybrid models are
+in neither: sampling is that of their cards, and there are as many GPUs as weights need. A model that is not in the
+table has the defaults.
 """
 
 from __future__ import annotations

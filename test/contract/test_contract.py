@@ -20,7 +20,7 @@ from support.syntax import SourceTree
 
 PLUGIN = Path(touchpoints.__file__).parents[1]
 SRT = "sglang.srt."
-ALL = touchpoints.TOUCHPOINTS + touchpoints.DUMP_TOUCHPOINTS
+ALL = touchpoints.TOUCHPOINTS + touchpoints.CPU_TOUCHPOINTS + touchpoints.DUMP_TOUCHPOINTS
 
 RECENT_IMPORTS = {
     "sglang.srt.managers.io_struct.BeginWeightUpdateReqOutput",  # beside a touch point that is as recent
@@ -44,7 +44,8 @@ ATTRIBUTES: dict[str, str] = {
     "model_executor.forward_batch_info.ForwardBatch": "forward_mode batch_size input_ids req_pool_indices seq_lens "
     "seq_lens_cpu out_cache_loc positions spec_algorithm is_extend_in_batch extend_seq_lens extend_prefix_lens "
     "extend_seq_lens_cpu extend_prefix_lens_cpu global_num_tokens_cpu global_num_tokens_gpu rids "
-    "global_num_tokens_for_logprob_cpu global_num_tokens_for_logprob_gpu num_token_non_padded",
+    "global_num_tokens_for_logprob_cpu global_num_tokens_for_logprob_gpu num_token_non_padded mamba_track_mask "
+    "mamba_track_indices mamba_track_seqlens",
     "model_executor.forward_batch_info.ForwardMode": "EXTEND is_extend is_decode is_idle",
     "model_executor.forward_batch_info.CaptureHiddenMode": "NULL",
     "configs.model_config.ModelConfig": "attention_arch dtype head_dim v_head_dim hf_config hf_text_config "
@@ -65,6 +66,10 @@ ALTERNATIVES: dict[str, list[set[str]]] = {
     "committed_tokens": [
         {"managers.schedule_batch.Req.kv_committed_len"},
         {"managers.schedule_batch.ReqKvInfo.kv_committed_len"},
+    ],
+    "state_source": [
+        {"managers.schedule_batch.Req.mamba_cow_src_index"},
+        {"managers.schedule_batch.ReqKvInfo.mamba_cow_src_index"},
     ],
     "prefix_tokens": [{"managers.schedule_batch.Req.prefix_indices"}, {"managers.schedule_batch.Req.prefix_len"}],
     "real_token_counts": [

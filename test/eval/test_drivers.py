@@ -35,12 +35,15 @@ ROTATION = Path(__file__).resolve().parents[2] / "rotation"
 
 
 def test_the_table_holds_the_published_settings() -> None:
-    assert known_models() == ["qwen3-4B-thinking-2507", "qwen3-8B", "qwen3-32B", "MiniMax-M2.7", "GLM-4.7"]
+    published = ["qwen3-4B-thinking-2507", "qwen3-8B", "qwen3-32B", "MiniMax-M2.7", "GLM-4.7"]
+    hybrids = ["Qwen3-Next-80B-A3B-Thinking", "Qwen3.6-35B-A3B", "Qwen3.6-27B"]
+    assert known_models() == published + hybrids
     large, glm = model_settings("qwen3-32B"), model_settings("zai-org/GLM-4.7-FP8")
     assert (large.clip.k, large.clip.v, large.tp_eval) == (0.96, 0.96, 4)
     assert (glm.name, glm.tp_dump, glm.sampling["temperature"], glm.seeds) == ("GLM-4.7", 8, 1.0, 3)
     assert model_settings("MiniMax-M2.7").reasoning_parser == "minimax-append-think"
-    assert {model_settings(name).recipe for name in known_models()} == {"paper"}
+    assert {model_settings(name).recipe for name in published} == {"paper"}
+    assert {model_settings(name).recipe for name in hybrids} == {"plus"}
     assert model_settings("some/model").recipe == "plus"
     other = model_settings("some/model").overridden(group_size=64, model=None)
     assert (other.name, other.model, other.group_size, other.clip.v) == ("model", "some/model", 64, 0.92)

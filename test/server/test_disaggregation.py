@@ -29,6 +29,7 @@ LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
 INT2 += ["--enable-fp32-lm-head", "--max-running-requests", "4"]
 BF16 = ["--attention-backend", "torch_native", "--skip-tokenizer-init"]
+BF16 += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
 ENV = LOSSLESS | HADAMARD | STRICT
 NEAR_TIE = DRIFT = 0.06
 TOKENS = 12

@@ -89,6 +89,12 @@ def tokenizer() -> Qwen2TokenizerFast:
 def save(architecture: str, folder: Path) -> Path:
     """Write a random model with its processor to ``folder`` and return it."""
     build(architecture).save_pretrained(folder)
+    save_processor(architecture, folder)
+    return folder
+
+
+def save_processor(architecture: str, folder: Path) -> None:
+    """Write the processor and tokenizer of a random model to ``folder``."""
     images = Qwen2VLImageProcessor(
         patch_size=PATCH[architecture], size={"shortest_edge": 28 * 28, "longest_edge": 1 << 20}
     )
@@ -98,7 +104,6 @@ def save(architecture: str, folder: Path) -> Path:
     else:
         processor = Qwen2_5_VLProcessor(images, tokenizer(), Qwen2VLVideoProcessor(patch_size=14), template)
     processor.save_pretrained(folder)
-    return folder
 
 
 def image(seed: int, width: int, height: int) -> str:

@@ -37,6 +37,7 @@ def cache_with(blocks: int = 9) -> SimpleNamespace:
     cache.sink_ids = lambda req: tuple((*req.origin_input_ids, *req.output_ids)[:SINK])
     cache.sink_key = cache.sink_ids
     cache.sink_images = lambda req: None
+    cache.kept = None
     return cache
 
 

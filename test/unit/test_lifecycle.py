@@ -105,6 +105,41 @@ def test_a_hit_whose_tokens_are_unknown_is_an_error() -> None:
         admit(make_cache(), request(1, hit=SINK, input_embeds=[[0.0]]))
 
 
+class Kept:
+    """What a hybrid model's cache asks of the copies beside states."""
+
+    def __init__(self) -> None:
+        self.rings: list[tuple[str, int]] = []
+        self.sinks: list[tuple[str, int]] = []
+
+    def restore_ring(self, slot: str, row: int) -> None:
+        self.rings.append((slot, row))
+
+    def restore_sink(self, slot: str, block: int) -> None:
+        self.sinks.append((slot, block))
+
+
+def test_a_hit_of_a_hybrid_model_gets_what_lies_beside_its_state() -> None:
+    """The whole ring, from the window before the hit on; the sink where its block is gone; nothing is refilled."""
+    cache, kept = make_cache(), Kept()
+    cache.kept = kept  # type: ignore[assignment]
+    one, two = (request(1, hit=hit, mamba_cow_src_index=f"slot {hit}") for hit in (8 * SINK, SINK))
+    fresh = request(2, mamba_cow_src_index=None)
+    assert admit(cache, one, two, fresh) == []
+    rows = [req.req_pool_idx for req in (one, two)]
+    assert kept.rings == [("slot 32", rows[0]), ("slot 4", rows[1])]
+    assert kept.sinks == [("slot 32", cache.rows.block_of(rows[0]))]
+    assert [cache.rows._pending[row][0] for row in (*rows, fresh.req_pool_idx)] == [24, 0, 0]
+    with pytest.raises(RuntimeError, match="no state to go on from"):
+        admit(make_hybrid(), request(3, hit=SINK, mamba_cow_src_index=None))
+
+
+def make_hybrid() -> Int2Cache:
+    cache = make_cache()
+    cache.kept = Kept()  # type: ignore[assignment]
+    return cache
+
+
 def test_a_flush_forgets_refills() -> None:
     cache = make_cache()
     pool = cache.req_to_token_pool
@@ -172,8 +207,12 @@ Cap = Callable[[int, Any, int], "int | None"]
 def test_cap(recompute: bool, longest: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     active = SimpleNamespace(recompute_recent=recompute, windows=Windows(SINK, 8, 8))
     monkeypatch.setattr(lifecycle.settings, "active", lambda: active)
+    monkeypatch.setattr(lifecycle, "serves_hybrid", lambda: False)
     cap: Cap = lifecycle.after_compute_max_prefix_len
     assert cap(longest, request(1), 100) == expected
+    assert cap(longest, request(1, positional_embed_overrides=object()), 100) == 0
+    monkeypatch.setattr(lifecycle, "serves_hybrid", lambda: True)
+    assert cap(longest, request(1), 100) == longest
     assert cap(longest, request(1, positional_embed_overrides=object()), 100) == 0
     monkeypatch.setattr(lifecycle.settings, "active", lambda: None)
     assert cap(longest, request(1), 100) is None

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.hybrids import refusals as hybrids
 from sglang_oscar.speculation import arguments as speculation
 from sglang_oscar.tiers import arguments as tiers
 
@@ -126,7 +127,7 @@ VISION: list[tuple[Check, str]] = [
 
 
 def _other_multimodal(model: Any) -> bool:
-    return model.is_multimodal and VISION_MODELS.isdisjoint(model.hf_config.architectures)
+    return model.is_multimodal and (VISION_MODELS | hybrids.MODELS).isdisjoint(model.hf_config.architectures)
 
 
 MODELS: list[tuple[Check, str]] = [
@@ -169,11 +170,16 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
     for refused, what in MODELS:
         if refused(model_config):
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
-    if mambaish_config(model_config) is not None or is_minimax_sparse(model_config.hf_config):
+    linear = mambaish_config(model_config) is not None
+    unknown = linear and hybrids.MODELS.isdisjoint(model_config.hf_config.architectures)
+    if unknown or is_minimax_sparse(model_config.hf_config):
         raise Int2Error(
-            f"--kv-cache-dtype int2 does not support hybrid linear or sparse attention: {name}; "
+            f"--kv-cache-dtype int2 does not support this hybrid linear or sparse attention: {name}; "
             "use --kv-cache-dtype auto"
         )
+    for refused, what in hybrids.ARGUMENTS:
+        if server_args is not None and linear and refused(server_args):
+            raise Int2Error(f"--kv-cache-dtype int2 does not support hybrid models {what}: {name}")
     for refused, what in VISION:
         if server_args is not None and model_config.is_multimodal and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")

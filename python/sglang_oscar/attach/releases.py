@@ -131,6 +131,26 @@ def namespace(req: Any) -> tuple[Any, Any]:
     return req.extra_key, getattr(req, "cache_salt", None)
 
 
+def state_source(req: Any) -> Any:
+    """The state slot, int64 [1] on the device, that a hybrid model's request with a prefix hit goes on from; None where
+    there is none, or where it is no longer told."""
+    holder = req if hasattr(req, "mamba_cow_src_index") else req.kv
+    return holder.mamba_cow_src_index
+
+
+def tracked_tokens(forward_batch: Any) -> Any:
+    """Tokens of each chunk of a hybrid model behind which SGLang keeps the state: a tensor [batch]. Anything where it
+    keeps none."""
+    chunk_of = _function("sglang.srt.runtime_context", "mamba_cache_chunk_size")
+    if chunk_of is None:
+        from sglang.srt.runtime_context import get_server_args
+
+        chunk = get_server_args().mamba_cache_chunk_size
+    else:
+        chunk = chunk_of()
+    return (forward_batch.mamba_track_seqlens - forward_batch.extend_prefix_lens) // chunk * chunk
+
+
 def real_token_counts(forward_batch: Any) -> tuple[str, str]:
     """Fields of a ForwardBatch that count its tokens without padding: a scalar tensor or None, and an int.
 

@@ -10,8 +10,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_oscar.attach import gate, releases
 from sglang_oscar.attention import refill_pass
 from sglang_oscar.calibration import dump_hook
-from sglang_oscar.cpu import engine, transfer
+from sglang_oscar.cpu import engine, hybrid_models, transfer
 from sglang_oscar.disaggregation import handshake, retraction, waiting
+from sglang_oscar.hybrids import states
 from sglang_oscar.memory import sizing
 from sglang_oscar.requests import lifecycle
 from sglang_oscar.speculation import arguments as speculation
@@ -22,6 +23,8 @@ from sglang_oscar.weights import absorption, updates
 SRT = "sglang.srt."
 ARGS = SRT + "server_args."
 MEM = SRT + "mem_cache."
+KERNELS = "sglang.kernels.ops."
+STATES = KERNELS + "mamba.mamba_state_scatter_triton."
 CONFIGURATOR = MEM + "kv_cache_configurator.KVCacheConfigurator."
 ALLOCATOR = MEM + "allocator.paged.PagedTokenToKVPoolAllocator."
 ROW_POOL = MEM + "memory_pool.ReqToTokenPool."
@@ -81,6 +84,7 @@ TOUCHPOINTS: list[Touchpoint] = [
         sizing.after_pool_configurator,
     ),
     Touchpoint(at(CONFIGURATOR + "_profile_available_bytes"), AFTER, sizing.after_profile_available_bytes),
+    Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, states.around_handle_max_mamba_cache),
     Touchpoint(at(CONFIGURATOR + "resolve_max_num_reqs"), AROUND, sizing.around_resolve_max_num_reqs),
     Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
     Touchpoint(
@@ -173,9 +177,36 @@ DUMP_TOUCHPOINTS: list[Touchpoint] = [
 """Calibration: dumping q, k and v. Every attention call of every model passes here, so only where a dump is wanted."""
 
 
+CPU_TOUCHPOINTS: list[Touchpoint] = [
+    Touchpoint(
+        at(KERNELS + "attention.fla.fused_norm_gate.FusedRMSNormGated.forward"),
+        AROUND,
+        hybrid_models.around_gated_norm,
+    ),
+    Touchpoint(at(KERNELS + "attention.fla.layernorm_gated.layernorm_fn"), AROUND, hybrid_models.around_layernorm),
+    Touchpoint(
+        at(KERNELS + "elementwise.elementwise.fused_gate_sigmoid_mul_add"), AROUND, hybrid_models.around_add_gated
+    ),
+    Touchpoint(at(STATES + "track_mamba_states_if_needed"), AROUND, hybrid_models.around_track_states),
+    Touchpoint(at(STATES + "track_mamba_states_all_layers"), AROUND, hybrid_models.around_track_all_states),
+    Touchpoint(
+        at(
+            SRT + "arg_groups.mamba_hook.validate_mamba_extra_buffer",
+            ARGS + "ServerArgs._validate_mamba_extra_buffer",
+        ),
+        AROUND,
+        hybrid_models.around_validate_extra_buffer,
+    ),
+]
+"""Linear attention on a machine without a GPU. The modules are those of Triton kernels: only where they are needed."""
+
+
 def wanted() -> list[Touchpoint]:
     """The hooks of this process."""
-    return TOUCHPOINTS + DUMP_TOUCHPOINTS if dump_hook.is_wanted() else TOUCHPOINTS
+    from sglang.srt.utils import is_cpu
+
+    on_cpu = CPU_TOUCHPOINTS if is_cpu() else []
+    return TOUCHPOINTS + on_cpu + (DUMP_TOUCHPOINTS if dump_hook.is_wanted() else [])
 
 
 def register_all(touchpoints: list[Touchpoint]) -> list[str]:

@@ -19,6 +19,7 @@ from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, refill_batch
 from sglang_oscar.attention.compiled import Call
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.hybrids import tracking
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.names import BACKEND
 from sglang_oscar.requests.sink_refill import Refill
@@ -91,8 +92,9 @@ class OscarAttentionBackend(AttentionBackend):
             tables = DecodeTables(self.cache, forward_batch.batch_size, longest, self.new_tokens)
             self.batch = tables.fill(forward_batch, longest)
         else:
+            kept = tracking.keep_chunk(self.cache, forward_batch)
             batch = extend_batch(self.cache, forward_batch)
-            self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch))
+            self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Refresh the fixed tables that a graph of decode or verification reads."""
@@ -161,6 +163,8 @@ class OscarAttentionBackend(AttentionBackend):
         layer, batch = self.cache.layers[call.layer_id], replace(self.batch, slots=slots)
         self._wait_for_rows(call.layer_id)
         out = attend(layer, batch, call.q, call.k, call.v, call.sm_scale)
+        if batch.kept is not None:
+            self.kernels.store(layer, replace(batch.kept, row=call.out_cache_loc), call.k, call.v)
         return out.to(call.q.dtype).view(call.q.shape[0], -1)
 
     def _wait_for_rows(self, layer_id: int) -> None:

@@ -25,7 +25,8 @@ class Batch:
     ``extend_lens`` and ``prefix_lens`` (host) and ``chunk_starts`` int32 [batch + 1] (device) describe the chunks
     and what is cached before them; None in decode. ``extend_plan`` is what the kernels planned for the batch.
     ``visible`` int64 [batch, tokens] says in verification which new tokens of a request see which
-    (:mod:`oscar_kernels.visible`); there ``kv_lens`` counts the tokens before the new ones.
+    (:mod:`oscar_kernels.visible`); there ``kv_lens`` counts the tokens before the new ones. ``kept`` says where tokens
+    of chunks go a second time, of a hybrid model whose windows are kept (:mod:`sglang_oscar.hybrids.tracking`).
     """
 
     tables: BatchTables
@@ -35,6 +36,7 @@ class Batch:
     prefix_lens: list[int] | None = None
     extend_plan: ExtendPlan | None = None
     visible: torch.Tensor | None = None
+    kept: StoreSlots | None = None
 
     @property
     def tokens(self) -> int:

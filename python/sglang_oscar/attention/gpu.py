@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from oscar_kernels.cache import LayerCache
+from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
@@ -146,6 +146,10 @@ class GpuKernels:
             own = plan.decoding.tokens
             out[own] = self._decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale)
         return _rotate(out, value.reading) if cached else out
+
+    def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
+        store(layer.cache, slots, k, v, self._prepared[id(layer)])
 
 
 def _distinct(cache: Int2Cache) -> list[LayerCache]:

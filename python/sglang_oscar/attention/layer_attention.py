@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from oscar_kernels import reference
+from oscar_kernels.cache import StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.memory.cache import Int2Cache
@@ -36,6 +37,9 @@ class Kernels(Protocol):
         self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """Attend from a chunk per request to the cache and to the chunk itself, then store the chunk."""
+
+    def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store tokens and nothing else; k and v [tokens, kv_heads, head_dim]."""
 
 
 class TorchKernels:
@@ -75,6 +79,10 @@ class TorchKernels:
         out = reference.extend(layer.cache, batch.tables, q, chunk, rotated, batch.extend_lens, key.reading, sm_scale)
         reference.store(layer.cache, batch.slots, k, v, layer.format)
         return reference.rotate(out, value.back)
+
+    def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See :class:`Kernels`."""
+        reference.store(layer.cache, slots, k, v, layer.format)
 
 
 def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int = 0) -> Kernels:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_oscar.attach import releases
+from sglang_oscar.hybrids import tracking
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.requests.sink_refill import Refill
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def around_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fill the sink blocks that the batch lacks, then run it."""
+    """Fill the sink blocks that the batch lacks, then run it; keep windows beside the states that it kept."""
     cache = cache_of(self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
         most = tokens_at_once(releases.resolved(self.server_args))
@@ -34,7 +35,10 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
         logger.info(
             "int2 sink refill: %d blocks computed again (%d since the start)", len(refills), cache.refills.total
         )
-    return original(self, forward_batch, *args, **kwargs)
+    result = original(self, forward_batch, *args, **kwargs)
+    if cache is not None:
+        tracking.keep_decoded(cache, forward_batch)
+    return result
 
 
 def tokens_at_once(server_args: Any) -> int:

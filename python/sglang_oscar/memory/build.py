@@ -10,6 +10,7 @@ from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat, code_widths, fingerprint, mean_bits
 from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.hybrids.kept_windows import KeptWindows
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
@@ -57,7 +58,8 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     )
     absorbed = absorption.is_absorbed(configurator.model, releases.resolved(configurator.server_args), settings)
     rows = req_to_token_pool.req_to_token.shape[0]
-    buffers = SideBuffers(geometry, rows, plan.sink_blocks, device)
+    copies = 0 if plan.states is None else plan.states.copies
+    buffers = SideBuffers(geometry, rows + copies, plan.sink_blocks + copies, device)
     cache = Int2Cache(
         settings=settings,
         plan=plan,
@@ -69,6 +71,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         fingerprint=fingerprint(whole),
         side=buffers,
         refills=SinkRefills(refill_counter(releases.resolved(configurator.server_args))),
+        kept=KeptWindows(buffers, rows, plan.sink_blocks) if copies else None,
     )
     cache.attach(pool)
     # By these names SGLang sends rings from a prefill to a decode server.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_oscar.attach import releases
+from sglang_oscar.hybrids.kept_windows import KeptWindows
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.side_buffers import SideBuffers
@@ -29,8 +30,8 @@ class Int2Cache:
     ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of
     the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``rows`` says
     which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
-    computed again; ``side`` holds the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are
-    SGLang's.
+    computed again; ``kept`` are copies of windows beside a hybrid model's states, None of another model; ``side`` holds
+    the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -43,6 +44,7 @@ class Int2Cache:
     fingerprint: str
     side: SideBuffers
     refills: SinkRefills = field(default_factory=SinkRefills)
+    kept: KeptWindows | None = None
 
     def attach(self, kv_pool: Any) -> None:
         """Make the cache findable from SGLang's KV pool and from its request pool."""

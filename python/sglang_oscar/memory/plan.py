@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.settings import Settings
+
+if TYPE_CHECKING:
+    from sglang_oscar.hybrids.states import StateSlots
 
 DEFAULT_MAX_RUNNING = 256
 SIDE_SHARE = 0.2
@@ -91,7 +94,8 @@ class MemoryPlan:
     """How many requests may run, what their side buffers take, and what extend takes (None: nothing).
 
     ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none. ``waiting`` counts
-    further requests that hold a window: on a decode server those whose prompts are on their way.
+    further requests that hold a window: on a decode server those whose prompts are on their way. ``states`` are those
+    of a hybrid model's linear layers; the budget is what they leave.
     """
 
     geometry: Geometry
@@ -100,6 +104,7 @@ class MemoryPlan:
     extend: Workspace | None = None
     draft_bytes: int = 0
     waiting: int = 0
+    states: StateSlots | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -147,6 +152,7 @@ class MemoryPlan:
             f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests"
             + (f" and {self.waiting} whose prompts are on their way" if self.waiting else ""),
             f"effective bits per element with windows: {bits}",
+            *([] if self.states is None else [self.states.line(tokens)]),
             *([] if self.draft_bytes == 0 else [self._draft_line(tokens)]),
             *([] if self.extend is None else [self.extend.line()]),
         ]
@@ -168,6 +174,7 @@ def make_plan(
     extend: Workspace | None = None,
     draft_bytes: int = 0,
     waiting: int = 0,
+    states: StateSlots | None = None,
 ) -> MemoryPlan:
     """Split a budget.
 
@@ -179,6 +186,7 @@ def make_plan(
         extend: what extend takes of the budget.
         draft_bytes: of a token in the cache of a draft model.
         waiting: requests with a window beyond the running ones.
+        states: of linear layers, which bound the requests that may run.
 
     Raises:
         Int2Error: the side buffers leave no room for history.
@@ -189,7 +197,9 @@ def make_plan(
         room = SIDE_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
-    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, waiting)
+    if states is not None:
+        max_running = max(1, min(max_running, states.requests))
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, waiting, states)
     # The pool needs the padding page and at least one page for a request.
     needed = plan.fixed_bytes + 2 * page_size * plan.token_bytes
     if needed > budget_bytes:

@@ -74,6 +74,19 @@ class SideBuffers:
         if sinks.numel():
             sinks.index_copy_(1, sink, rows)
 
+    def copy_rings(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole rows of the ring to others, in all layers; int64 [rows] each."""
+        _copy(self._units(self.ring, self._sizes[1]), source, target)
+
+    def copy_sinks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole sink blocks to others, in all layers; int64 [blocks] each."""
+        _copy(self._units(self.sink, self._sizes[0]), source, target)
+
+    def _units(self, buffer: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+        """Rows or blocks of all layers, keys and values: [2 * layers, count, elements]."""
+        layer, (count, size) = self.geometry.any_layer, sizes
+        return buffer.view(2 * len(self.geometry.formats), count, size * layer.kv_heads * layer.head_dim)
+
     def layer_caches(self, pool: Int2TokenToKVPool) -> dict[int, LayerCache]:
         """What the kernels read and write, by global layer id."""
         caches = {}
@@ -91,3 +104,8 @@ class SideBuffers:
                 v_ring=ring[1],
             )
         return caches
+
+
+def _copy(units: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    if units.numel():
+        units.index_copy_(1, target, units.index_select(1, source))

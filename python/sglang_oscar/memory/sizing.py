@@ -12,6 +12,8 @@ from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.disaggregation.arguments import waiting_rows
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.hybrids.layers import cache_layer_ids
+from sglang_oscar.hybrids.states import state_slots
 from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DTYPE, is_int2
@@ -32,7 +34,7 @@ def geometry_of(configurator: Any) -> Geometry:
     """
     settings, info = of_this_process(), configurator.layer_info
     formats = model_formats(configurator.server_args, settings, configurator.model_config)
-    ids = range(info.start_layer, info.end_layer)
+    ids = cache_layer_ids(configurator.model_config, info.start_layer, info.end_layer)
     if not set(ids) <= formats.keys():
         raise Int2Error(
             f"--kv-cache-dtype int2 needs one attention layer per cache layer; SGLang has {len(ids)} for the "
@@ -111,8 +113,9 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
         geometry = geometry_of(self)
         extend = extend_workspace(self, geometry, available)
         draft = draft_model.cell_bytes_of(self.server_args)
-        waiting = waiting_rows(releases.resolved(self.server_args))
-        plan = make_plan(geometry, available, schedule.max_running_requests, self.page_size, extend, draft, waiting)
+        waiting, states = waiting_rows(releases.resolved(self.server_args)), state_slots(self, geometry)
+        running = schedule.max_running_requests
+        plan = make_plan(geometry, available, running, self.page_size, extend, draft, waiting, states)
     except Int2Error as error:
         fatal(error)
     _plans[self.model] = plan
@@ -135,6 +138,7 @@ def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwa
     """Build the INT2 pool with its side buffers, and its cache object; of a draft model, SGLang's own pool."""
     if not is_int2(self.server_args):
         return original(self, **kwargs)
+    from sglang_oscar.hybrids.pool import around_int2_pool
     from sglang_oscar.memory.build import build_pool, check_draft_pool
 
     if self.is_draft_worker:
@@ -146,6 +150,7 @@ def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwa
         return pool
 
     try:
-        return build_pool(self, _plans[self.model], kwargs["sizes"], kwargs["req_to_token_pool"])
+        pool = build_pool(self, _plans[self.model], kwargs["sizes"], kwargs["req_to_token_pool"])
+        return around_int2_pool(self, pool, kwargs["req_to_token_pool"])
     except Int2Error as error:
         fatal(error)

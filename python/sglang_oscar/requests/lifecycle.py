@@ -10,12 +10,14 @@ from typing import Any
 
 from sglang_oscar import settings
 from sglang_oscar.attach import releases
+from sglang_oscar.hybrids.layers import serves_hybrid
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 
 
 def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int | None:
     """Cap a prefix hit so that what it leaves to compute fills the recent window: the last ``recent`` prompt tokens.
 
+    Of a hybrid model the window comes back with the state that a hit ends at, so nothing is computed again.
     A request whose embeddings are not those of its token ids must not hit: its sinks could not be computed again.
     """
     active = settings.active()
@@ -23,7 +25,7 @@ def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int
         return None
     if has_own_embeddings(self):
         return 0
-    if active.recompute_recent:
+    if active.recompute_recent and not serves_hybrid():
         longest = min(longest, input_len - active.windows.recent)
     return max(longest, 0)
 
@@ -42,7 +44,11 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     blocks = acquire_blocks(cache, fresh)
     result = original(batch)
     for req, block in zip(fresh, blocks, strict=True):
-        cache.rows.assign(releases.row(req), ring_start=releases.prefix_tokens(req), sink_block=block)
+        prefix, kept = releases.prefix_tokens(req), 0
+        if cache.kept is not None and prefix:
+            cache.kept.restore_ring(state_of(req), releases.row(req))
+            kept = cache.plan.geometry.windows.recent
+        cache.rows.assign(releases.row(req), ring_start=max(prefix - kept, 0), sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
         publish_sinks(cache, req, kv_len)
     return result
@@ -68,8 +74,20 @@ def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
     return blocks  # type: ignore[return-value]
 
 
+def state_of(req: Any) -> Any:
+    """The state slot that a hybrid model's request with a prefix hit goes on from.
+
+    Raises:
+        RuntimeError: SGLang does not say.
+    """
+    if (slot := releases.state_source(req)) is None:
+        raise RuntimeError(f"request {req.rid} has a prefix hit, but no state to go on from")
+    return slot
+
+
 def acquire_refilled(cache: Int2Cache, req: Any) -> int:
-    """A block that the next forward pass fills before anything else, shared from now on.
+    """A block that the next forward pass fills before anything else, shared from now on: what is kept with the state of
+    a hybrid model, else what it computes again.
 
     Raises:
         RuntimeError: the request has no sink that could be computed.
@@ -80,7 +98,10 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
     if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
         return block  # queued a moment ago for a request that begins alike
     block = cache.sinks.acquire_private()
-    cache.refills.add(block, ids, cache.sink_images(req))
+    if cache.kept is None:
+        cache.refills.add(block, ids, cache.sink_images(req))
+    else:
+        cache.kept.restore_sink(state_of(req), block)
     if key is not None:
         cache.sinks.publish(block, key)
     return block
@@ -123,3 +144,5 @@ def before_clear_rows(self: Any) -> None:
         cache.rows.clear()
         cache.sinks.clear()
         cache.refills.clear()
+        if cache.kept is not None:
+            cache.kept.clear()

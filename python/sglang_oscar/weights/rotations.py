@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.load import load_rotation
 from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.hybrids.layers import attention_layer_ids
 from sglang_oscar.memory.plan import row_layout
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 from sglang_oscar.weights.model_identity import model_identity
@@ -26,7 +27,11 @@ IDENTITY = "identity"
 
 
 def load_formats(
-    settings: Settings, layout: RowLayout, num_layers: int, model: ModelIdentity | None = None
+    settings: Settings,
+    layout: RowLayout,
+    num_layers: int,
+    model: ModelIdentity | None = None,
+    ids: Sequence[int] | None = None,
 ) -> dict[int, LayerFormat]:
     """Formats of all layers of a model, with all its kv heads, by global layer id; tensors are on the CPU.
 
@@ -35,6 +40,7 @@ def load_formats(
         layout: of the rows, with the kv heads of the whole model; their bits are what the files or the settings say.
         num_layers: attention layers of the model.
         model: the model to be served; files made for another are refused. None skips this check.
+        ids: global ids of these layers, ascending; by default 0, 1, ...
 
     Raises:
         Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe than
@@ -63,7 +69,7 @@ def load_formats(
         )
     return {
         layer_id: LayerFormat(layout.kv_heads, layout.head_dim, key, value)
-        for layer_id, (key, value) in enumerate(zip(keys, values, strict=True))
+        for layer_id, key, value in zip(ids or range(num_layers), keys, values, strict=True)
     }
 
 
@@ -81,12 +87,14 @@ def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, Lay
         Int2Error: as :func:`load_formats`, or the group size does not fit the model.
     """
     layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
-    return _kept(settings, layout, model.num_hidden_layers, model_identity(args.model_path, model))
+    return _kept(settings, layout, attention_layer_ids(model), model_identity(args.model_path, model))
 
 
 @cache
-def _kept(settings: Settings, layout: RowLayout, layers: int, model: ModelIdentity) -> Mapping[int, LayerFormat]:
-    return MappingProxyType(load_formats(settings, layout, layers, model))
+def _kept(
+    settings: Settings, layout: RowLayout, layers: tuple[int, ...], model: ModelIdentity
+) -> Mapping[int, LayerFormat]:
+    return MappingProxyType(load_formats(settings, layout, len(layers), model, layers))
 
 
 def _read(

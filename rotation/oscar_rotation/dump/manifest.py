@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import DumpError
@@ -20,7 +20,8 @@ class DumpManifest(BaseModel):
         format_version: version of the layout.
         model_id, model_hash: the model and a hash of its configuration; recorded in the fitted files.
         weights: where its weights are, a hub id or an absolute folder; stays in the dump.
-        num_layers: attention layers; layer ids are 0 .. num_layers - 1.
+        num_layers: attention layers; folders of the dump count them from 0.
+        layer_ids: which layers of the model these are, ascending; None for 0 .. num_layers - 1.
         q_heads, kv_heads, head_dim: of the whole model, not of one tensor-parallel rank.
         dtype: dtype of the activations, for instance "bfloat16".
         tokens: tokens per layer, all chunks together.
@@ -36,6 +37,7 @@ class DumpManifest(BaseModel):
     model_hash: str = ""
     weights: str = ""
     num_layers: int = Field(gt=0)
+    layer_ids: tuple[NonNegativeInt, ...] | None = None
     q_heads: int = Field(gt=0)
     kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
@@ -44,6 +46,13 @@ class DumpManifest(BaseModel):
     tp_size: int = Field(default=1, gt=0)
     sm_scale: float | None = Field(default=None, gt=0)
     complete: bool = True
+
+    @model_validator(mode="after")
+    def _one_id_a_layer(self) -> DumpManifest:
+        ids = self.layer_ids
+        if ids is not None and (len(ids) != self.num_layers or sorted(set(ids)) != list(ids)):
+            raise ValueError(f"layer_ids are not {self.num_layers} ascending layers")
+        return self
 
     def write(self, root: str | Path) -> None:
         """Write ``<root>/manifest.json`` atomically.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,13 +24,14 @@ class OutputWeights:
 
     Args:
         model: folder with safetensors weights, or an id of the Hub, whose weights are fetched if they are not cached.
+        layer_ids: which layer of the model each layer of the dump is; None where they are the same.
 
     Raises:
         DumpError: no such model, no safetensors files, or layers without an output projection.
     """
 
-    def __init__(self, model: str | Path) -> None:
-        self.folder = _folder(model)
+    def __init__(self, model: str | Path, layer_ids: Sequence[int] | None = None) -> None:
+        self.folder, self.layer_ids = _folder(model), layer_ids
         self._files: dict[int, tuple[Path, str]] = {}
         for path, name in _tensors(self.folder):
             if match := _NAME.search(name):
@@ -50,7 +52,7 @@ class OutputWeights:
         """W_o W_o^T of one layer by kv head, summed over the query heads of its group.
 
         Args:
-            layer, kv_heads, head_dim: which layer, and the model's geometry.
+            layer, kv_heads, head_dim: which layer of the dump, and the model's geometry.
 
         Returns:
             float32 [kv_heads, head_dim, head_dim]: e @ reader @ e.T is the energy of a value error e behind o_proj.
@@ -58,6 +60,7 @@ class OutputWeights:
         Raises:
             DumpError: the layer is missing, unreadable, quantized, or of another geometry.
         """
+        layer = layer if self.layer_ids is None else self.layer_ids[layer]
         if layer not in self._files:
             raise DumpError(f"{self.folder}: no output projection of layer {layer}")
         path, name = self._files[layer]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ class FitResult:
     value: RotationSet
     remarks: tuple[str, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
+
+    def of_layers(self, layer_ids: Sequence[int] | None) -> FitResult:
+        """The same, with both files stating which layers of the model they are for; None where they are all."""
+        if layer_ids is None:
+            return self
+        key, value = (
+            replace(
+                side,
+                metadata=replace(side.metadata, calibration=side.metadata.calibration | {"layer_ids": list(layer_ids)}),
+            )
+            for side in (self.key, self.value)
+        )
+        return replace(self, key=key, value=value)
 
     def save(self, out: Path, suffixes: tuple[str, ...]) -> list[Path]:
         """Write both rotation files under their usual names, in each format of ``suffixes``, and return their paths.

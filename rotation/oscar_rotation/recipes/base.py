@@ -10,6 +10,7 @@ import torch
 
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.dump.covariances import is_covariance_dump
+from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.layer import Progress
@@ -63,6 +64,18 @@ class FittedRecipe:
     needs_activations: bool
     needs_weights: bool
     suffixes: tuple[str, ...]
+
+    def run(self, request: FitRequest) -> FitResult:
+        """Fit, and state in the files which layers of the model they are for, where these are not all.
+
+        Raises:
+            DumpError: as ``fit``, or the model's losses are asked for, and some of its layers keep no keys and values.
+        """
+        manifest = DumpManifest.read(request.dump) if request.dump.is_dir() else None
+        ids = None if manifest is None else manifest.layer_ids
+        if ids is not None and request.options.text is not None:
+            raise DumpError(f"{request.dump}: is of a hybrid model, whose losses are not measured; drop --text")
+        return self.fit(request).of_layers(ids)
 
     @property
     def needs(self) -> str:
@@ -121,6 +134,6 @@ def output_weights(request: FitRequest, dump: DumpReader, recipe: str) -> Output
     if not source:
         raise DumpError(f"{dump.root}: does not name its model, whose weights the recipe {recipe} reads; {remedy}")
     try:
-        return OutputWeights(source)
+        return OutputWeights(source, dump.manifest.layer_ids if dump.manifest else None)
     except DumpError as error:
         raise DumpError(f"{error}; {remedy}") from error

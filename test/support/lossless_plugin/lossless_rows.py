@@ -1,8 +1,8 @@
 """Test plugin for SGLang: takes quantization noise out of int2 mode, so that its plumbing can be judged exactly.
 
 Rows hold float32 vectors instead of codes. While attention gathers a request's tokens, every row of a position that
-must come from the BF16 windows instead is NaN; reading one shows in the output. Sink blocks and rings are NaN until
-they are filled, rings again once their request is gone.
+must come from the BF16 windows instead is NaN; reading one shows in the output. A sink block is NaN until it is
+filled, and so is a request's ring.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def poisoned(gather):
     return wrapper
 
 
-def poison_sinks():
+def poison_windows():
     from sglang_oscar.memory.cache import Int2Cache
+    from sglang_oscar.requests.row_tables import RowTables
     from sglang_oscar.requests.sink_store import SinkStore
 
-    attach, acquire_private = Int2Cache.attach, SinkStore.acquire_private
+    attach, acquire_private, assign = Int2Cache.attach, SinkStore.acquire_private, RowTables.assign
 
     def attach_poisoned(self, kv_pool):
+        self.rows.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_ring, layer.cache.v_ring)]
+        for rings in self.rows.tensors:
+            rings[1:] = float("nan")
         self.sinks.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_sink, layer.cache.v_sink)]
         for sinks in self.sinks.tensors:
             sinks[1:] = float("nan")
@@ -60,25 +64,12 @@ def poison_sinks():
             sinks[block] = float("nan")
         return block
 
-    Int2Cache.attach, SinkStore.acquire_private = attach_poisoned, acquire_poisoned
+    def assign_poisoned(self, row, ring_start, sink_block):
+        for rings in self.tensors:
+            rings[row] = float("nan")
+        assign(self, row, ring_start, sink_block)
 
-
-def poison_rings():
-    from sglang_oscar.memory.cache import Int2Cache
-    from sglang_oscar.requests.row_tables import RowTables
-
-    attach, unassign = Int2Cache.attach, RowTables.unassign
-
-    def attach_poisoned(self, kv_pool):
-        self.rows.side = self.side
-        self.side.ring.fill_(float("nan"))
-        attach(self, kv_pool)
-
-    def unassign_poisoned(self, row):
-        self.side.row_of_ring(row).fill_(float("nan"))
-        return unassign(self, row)
-
-    Int2Cache.attach, RowTables.unassign = attach_poisoned, unassign_poisoned
+    Int2Cache.attach, SinkStore.acquire_private, RowTables.assign = attach_poisoned, acquire_poisoned, assign_poisoned
 
 
 def register():
@@ -92,8 +83,7 @@ def register():
         reference.encode_rows = encode_rows
         reference.decode_rows = decode_rows
     reference.gather = poisoned(reference.gather)
-    poison_sinks()
-    poison_rings()
+    poison_windows()
     if os.environ.get("LOSSLESS_ROWS_IGNORE_WINDOWS"):
         # A deliberate fault, to prove that poison is noticed: read everything but the newest token from rows.
         reference.split_positions = lambda kv_len, ring_start, windows: (0, max(kv_len - 1, 0))

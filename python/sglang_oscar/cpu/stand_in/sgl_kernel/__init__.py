@@ -1,15 +1,15 @@
 """Stand-in for SGLang's kernel package on machines without libcuda, where the real one cannot be imported.
 
 Put on PYTHONPATH for a CPU server and never elsewhere (:func:`sglang_oscar.cpu.server.environment`): importing
-SGLang needs these names. What speculative decoding calls is there, in torch; serving without it calls none of them.
+SGLang needs these names. What speculative decoding and
+hybrid models call is there, in torch; serving others calls none of them.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import torch
-
+from sgl_kernel import device, operators
 from sgl_kernel.drafting import (
     assign_draft_cache_locs_contiguous_cpu,
     build_tree_kernel_efficient_cpu,
@@ -29,8 +29,10 @@ __all__ = [
     "assign_req_to_token_pool_cpu",
     "build_tree_kernel_efficient_cpu",
     "copy_all_layer_kv_cache_cpu",
+    "device",
     "fill_accept_out_cache_loc_cpu",
     "fill_bonus_tokens_cpu",
+    "operators",
     "verify_tree_greedy_cpu",
 ]
 
@@ -38,14 +40,3 @@ __version__ = "0.4.5"
 
 
 scalar_type = SimpleNamespace(ScalarType=object, scalar_types=SimpleNamespace())
-
-OPERATORS = torch.library.Library("sgl_kernel", "FRAGMENT")
-"""Operators that SGLang looks up in torch when it imports the processor of Qwen's vision models, which imports hybrid
-models, too. They have no implementation: calling one raises."""
-for _name in (
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-):
-    OPERATORS.define(f"{_name}(Tensor x) -> ()")

@@ -1,0 +1,74 @@
+"""Keeping windows where SGLang keeps states: at the end of a chunk's last whole page, and every few tokens of decode.
+
+SGLang says by request whether a state is kept in this forward pass, in which slot, and in a chunk behind which token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from oscar_kernels.cache import StoreSlots
+from oscar_kernels.tables import window_slots
+from sglang_oscar.attach import releases
+from sglang_oscar.memory.cache import Int2Cache
+
+
+def keep_chunk(cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
+    """Begin to keep windows behind a token of each chunk, before the chunk is stored.
+
+    What lies before the chunk is copied now. The chunk's own tokens up to that token are stored a second time by every
+    layer.
+
+    Returns:
+        where, by token of the chunks, -1 for nowhere; ``row`` is -1 throughout. None where no state is kept.
+    """
+    kept = cache.kept
+    if kept is None:
+        return None
+    cache.rows.upload()
+    kept.restore()
+    mask = forward_batch.mamba_track_mask
+    if mask is None or forward_batch.mamba_track_seqlens is None:
+        return None
+    rows = forward_batch.req_pool_indices.long()
+    slots = torch.where(mask, forward_batch.mamba_track_indices, 0).long()
+    kept.keep(rows, cache.rows.sink_block[rows].long(), slots)
+
+    lens = forward_batch.extend_seq_lens.long()
+    tokens = sum(forward_batch.extend_seq_lens_cpu)
+    request = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=tokens)
+    end = forward_batch.extend_prefix_lens.long() + releases.tracked_tokens(forward_batch).long()
+    end = torch.where(mask, end, 0)[request]
+    positions, windows = forward_batch.positions[:tokens].long(), cache.plan.geometry.windows
+    slots = slots[request]
+    ring, sink = window_slots(positions, slots + kept.first_row, slots + kept.first_block, windows)
+    before = positions < end
+    return StoreSlots(
+        row=torch.full_like(positions, -1),
+        ring=torch.where(before & (positions >= end - windows.ring), ring, -1),
+        sink=torch.where(before, sink, -1),
+    )
+
+
+def keep_decoded(cache: Int2Cache, forward_batch: Any) -> None:
+    """Keep the windows of those requests whose states were kept in a step of decode, once it has run."""
+    mask = forward_batch.mamba_track_mask
+    if cache.kept is None or mask is None or not forward_batch.forward_mode.is_decode():
+        return
+    chosen = _at_page_ends(forward_batch, cache.page_size)
+    if not len(chosen):
+        return
+    rows = forward_batch.req_pool_indices[chosen].long()
+    slots = torch.where(mask[chosen], forward_batch.mamba_track_indices[chosen], 0).long()
+    cache.kept.keep(rows, cache.rows.sink_block[rows].long(), slots)
+
+
+def _at_page_ends(forward_batch: Any, page_size: int) -> torch.Tensor:
+    """Requests, of which those whose states are kept are some: known on the host, where SGLang keeps lengths there."""
+    device = forward_batch.req_pool_indices.device
+    if forward_batch.seq_lens_cpu is None:
+        return torch.arange(forward_batch.batch_size, device=device)
+    lens = forward_batch.seq_lens_cpu[: forward_batch.batch_size]
+    return (lens % page_size == 0).nonzero().flatten().to(device, non_blocking=True)

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Phase 3: GPQA, BF16 against OSCAR.
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" eval Qwen3-Next-80B-A3B-Thinking --benchmarks gpqa "$@"

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Phase 1: dump queries, keys and values. Variables: docs/calibrate.md.
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" dump Qwen3.6-27B "$@"

@@ -1,0 +1,130 @@
+"""Models of linear and full attention layers behind int2 servers: answers are those of stock SGLang, in every turn.
+
+Rows are lossless, and NaN where a window must be read; rings and sink blocks are NaN until they are filled. So whatever
+a prefix hit brings back besides history rows shows: states, rings and sinks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import hybrid_models
+from support.api import retracted
+from support.compare import LOGPROBS, assert_same
+from support.releases import environment, installed, served
+from support.servers import HADAMARD, IDENTITY, STRICT, Server, refills, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
+]
+LOSSLESS = str(Path(__file__).parents[1] / "support" / "lossless_plugin")
+COMMON = ["--enable-fp32-lm-head"]
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
+STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", "--max-running-requests", "4", *COMMON]
+NEAR_TIE = DRIFT = 0.06
+ROTATED = 0.25
+"""Largest drift with rotations: 16-bit windows and outputs are rounded in another basis than stock's."""
+PAGE, TURNS, TOKENS = 64, 3, 70
+Request = list[int]
+
+
+def ask(server: Server, prompts: list[Request], workers: int = 1) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, TOKENS, **LOGPROBS), prompts))
+
+
+def opening() -> list[Request]:
+    """First turns: of several lengths, some shorter than a window, some that part behind a common beginning."""
+    rng = random.Random(5)
+    common = rng.choices(range(250), k=420)
+    alone = [rng.choices(range(250), k=length) for length in (40, 63, 64, 130, 333, 600)]
+    return alone + [common + rng.choices(range(250), k=length) for length in (90, 150, 30)]
+
+
+@dataclass
+class Asked:
+    """What a server was asked and answered, and how far turns reached back."""
+
+    prompts: list[Request] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def converse(server: Server, workers: int) -> list[Asked]:
+    """Conversations of several turns, which go on from the server's own answers; one :class:`Asked` a turn."""
+    rng, prompts, turns = random.Random(6), opening(), []
+    for _ in range(TURNS):
+        answers = ask(server, prompts, workers)
+        turns.append(Asked(prompts, answers))
+        news = [rng.choices(range(250), k=rng.randrange(20, 150)) for _ in prompts]
+        prompts = [p + a["output_ids"] + new for p, a, new in zip(prompts, answers, news, strict=True)]
+    return turns
+
+
+def cached(turn: Asked) -> list[int]:
+    return [answer["meta_info"]["cached_tokens"] for answer in turn.answers]
+
+
+CONFIGURATIONS: dict[str, tuple[str, str, list[str], dict[str, str], int]] = {
+    "next": ("qwen3_next", installed(), ["--max-mamba-cache-size", "96"], IDENTITY, 1),
+    "next_chunked_retracted": (
+        "qwen3_next",
+        installed(),
+        ["--max-mamba-cache-size", "64", "--chunked-prefill-size", "128"],
+        IDENTITY | {"SGLANG_TEST_RETRACT": "1"},
+        4,
+    ),
+    "qwen3_5_few_states": (
+        "qwen3_5",
+        installed(),
+        ["--max-mamba-cache-size", "16", "--max-running-requests", "2"],
+        HADAMARD,
+        3,
+    ),
+    "oldest": (
+        "qwen3_next",
+        served()[0],
+        ["--max-mamba-cache-size", "96", "--chunked-prefill-size", "128"],
+        IDENTITY,
+        2,
+    ),
+}
+"""By name: model, release, arguments, environment and requests at once."""
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_turn_equals_stock(name: str, tmp_path: Path) -> None:
+    """Turns of conversations, and hits that begin where an earlier one ended: none computes an answer again."""
+    model_name, version, args, variables, workers = CONFIGURATIONS[name]
+    release = environment(version)
+    model = hybrid_models.save(model_name, tmp_path / "model")
+    env = release | STRICT | variables
+    drift = DRIFT if variables.items() >= IDENTITY.items() else ROTATED
+    env["PYTHONPATH"] = os.pathsep.join([LOSSLESS, *filter(None, [release.get("PYTHONPATH")])])
+    track = ["--mamba-track-interval", str(PAGE)]
+    text = ["--skip-tokenizer-init"] if model_name == "qwen3_next" else []
+    with serve(model, tmp_path / "log", *INT2, *text, *track, *args, env=env) as server:
+        assert "states of linear layers" in server.text()
+        turns = converse(server, workers)
+        assert refills(server) == 0
+        assert (retracted(server) > 0) == ("SGLANG_TEST_RETRACT" in variables)
+        assert server.alive()
+    if workers == 1:
+        for before, turn in itertools.pairwise(turns):
+            for prompt, answer, tokens in zip(before.prompts, before.answers, cached(turn), strict=True):
+                # The last token of an answer is never computed, and states are kept at the ends of pages.
+                assert tokens >= (len(prompt) + len(answer["output_ids"]) - 1) // PAGE * PAGE
+    else:
+        assert sum(tokens >= PAGE for tokens in cached(turns[-1])) > 0
+    with serve(model, tmp_path / "stock", *STOCK, *text, env=release) as server:
+        for turn in turns:
+            assert_same(ask(server, turn.prompts, 2), turn.answers, max(NEAR_TIE, drift / 2), drift)

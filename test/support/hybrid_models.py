@@ -1,0 +1,70 @@
+"""Small random models of linear and full attention layers, as Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from support.models import COMMON
+from support.vision_models import TOKENS, VISION, save_processor
+
+FULL_LAYERS = (1, 3)
+"""Layers with full attention; the others are linear."""
+LINEAR: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 2,  # all are asked: rounding must not choose between them
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+
+
+def build(architecture: str) -> PreTrainedModel:
+    """A random model in BF16: ``qwen3_next`` or ``qwen3_5``."""
+    torch.manual_seed(7)
+    options = COMMON | LAYERS | LINEAR
+    if architecture == "qwen3_next":
+        model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**options, **EXPERTS, rope_parameters=ROPE))
+    else:
+        rope = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        text = {name: value for name, value in options.items() if name != "tie_word_embeddings"}
+        vision = VISION | {"patch_size": 16, "num_position_embeddings": 64}
+        model = Qwen3_5ForConditionalGeneration(
+            Qwen3_5Config(text_config=text | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
+        )
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # so that states forget slowly, and what a wrong one holds shows
+            torch.nn.init.uniform_(parameter, -3.0, 0.0)
+        elif name.endswith(("norm.weight", "dt_bias")):
+            torch.nn.init.normal_(parameter, mean=parameter.float().mean().item(), std=0.2)
+    return model.to(torch.bfloat16)
+
+
+def save(architecture: str, folder: Path) -> Path:
+    """Write a random model to ``folder`` and return it."""
+    build(architecture).save_pretrained(folder)
+    if architecture == "qwen3_5":
+        save_processor("qwen3_vl", folder)
+    return folder

@@ -1,0 +1,203 @@
+"""Parts of int2 mode for hybrid models: layers, the account of states, copies of windows, what is kept where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
+from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.identity import ModelIdentity, check_identity
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from sglang_oscar.hybrids import refusals, tracking
+from sglang_oscar.hybrids.kept_windows import KeptWindows
+from sglang_oscar.hybrids.layers import attention_layer_ids, cache_layer_ids
+from sglang_oscar.hybrids.states import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.memory.plan import Geometry, make_plan
+from sglang_oscar.memory.side_buffers import SideBuffers
+
+WINDOWS = Windows(sink=4, recent=8, ring=8)
+ROWS, BLOCKS, SLOTS = 3, 5, 4
+
+
+def geometry(layers: int = 2, windows: Windows = WINDOWS, head_dim: int = 64) -> Geometry:
+    return Geometry.uniform(RowLayout(2, head_dim, 64, torch.bfloat16), windows, torch.bfloat16, layers)
+
+
+def qwen3_next() -> Any:
+    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+
+    return Qwen3NextConfig(num_hidden_layers=48, full_attention_interval=4)
+
+
+def test_full_attention_layers_keep_their_global_ids() -> None:
+    model = SimpleNamespace(hf_config=qwen3_next(), num_hidden_layers=48, linear_attn_registry_result=None)
+    model.hf_config.get_text_config = lambda: model.hf_config
+    ids = attention_layer_ids(model)
+    assert ids == tuple(range(3, 48, 4))
+    assert cache_layer_ids(model, 0, 8) == [3, 7]
+
+
+def test_state_of_qwen3_next() -> None:
+    """A slot takes what SGLang says it takes, 77 MB; a token 3,456 bytes, of 12 layers and not of 48."""
+    costs = Geometry.uniform(RowLayout(2, 256, 128, torch.bfloat16), Windows(64, 256, 256), torch.bfloat16, 12)
+    assert (costs.cell_bytes, costs.full_token_bytes) == (3456, 24576)
+    slots = estimate(qwen3_next(), costs, 85 << 30)
+    assert slots.state_bytes == 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4)
+    assert slots.copy_bytes == (256 + 64) * 24576
+    # As many tokens a slot as in 16 bits.
+    left = (85 << 30) - slots.bytes
+    tokens_in_16_bits = (slots.state_bytes + slots.copy_bytes) / 0.9 / 24576
+    assert left / 3456 / slots.slots == pytest.approx(tokens_in_16_bits, rel=0.01)
+    assert balanced_ratio(costs, 0.5) == 0.5
+    assert slots_within(100, 1.0, 60) < 1
+
+
+@given(slots=st.integers(1, 200), asked=st.one_of(st.none(), st.integers(1, 64)))
+def test_no_more_requests_than_states(slots: int, asked: int | None) -> None:
+    plan = make_plan(geometry(), 1 << 30, asked, 64, states=StateSlots(slots, 100, 10, 5))
+    assert plan.max_running == max(1, min(asked or 256, slots // 5))
+    assert "states of linear layers" in " ".join(plan.lines(1000))
+
+
+def buffers() -> SideBuffers:
+    side = SideBuffers(geometry(), ROWS + SLOTS, BLOCKS + SLOTS, "cpu")
+    for index, buffer in enumerate((side.sink, side.ring)):
+        buffer.copy_(torch.arange(len(buffer)) % 251 + index)
+    return side
+
+
+def test_kept_windows_come_back_in_all_layers() -> None:
+    side = buffers()
+    kept = KeptWindows(side, ROWS, BLOCKS)
+    rings = side.ring.view(4, ROWS + SLOTS, -1).clone()
+    sinks = side.sink.view(4, BLOCKS + SLOTS, -1).clone()
+    kept.keep(torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([2, 0]))
+    assert torch.equal(side.ring.view(4, ROWS + SLOTS, -1)[:, ROWS + 2], rings[:, 1])
+    assert torch.equal(side.sink.view(4, BLOCKS + SLOTS, -1)[:, BLOCKS + 2], sinks[:, 3])
+    side.ring.view(4, ROWS + SLOTS, -1)[:, :ROWS] = 0
+    side.sink.view(4, BLOCKS + SLOTS, -1)[:, :BLOCKS] = 0
+    kept.restore_ring(torch.tensor([2]), 2)
+    kept.restore_sink(torch.tensor([2]), 1)
+    assert not bool(side.ring.view(4, ROWS + SLOTS, -1)[:, 2].any())
+    kept.restore()
+    assert torch.equal(side.ring.view(4, ROWS + SLOTS, -1)[:, 2], rings[:, 1])
+    assert torch.equal(side.sink.view(4, BLOCKS + SLOTS, -1)[:, 1], sinks[:, 3])
+    kept.restore_ring(torch.tensor([1]), 1)
+    kept.clear()
+    kept.restore()
+    assert not bool(side.ring.view(4, ROWS + SLOTS, -1)[:, 1].any())
+
+
+@given(prefix=st.integers(0, 5), length=st.integers(1, 40), tracked=st.integers(0, 40), kept_too=st.booleans())
+def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tracked: int, kept_too: bool) -> None:
+    """Whatever is in the copy afterwards is the position that the window behind the token has there."""
+    prefix, tracked = 8 * prefix, min(tracked, length)
+    side = SideBuffers(geometry(1), ROWS + SLOTS, BLOCKS + SLOTS, "cpu")
+    kept, row, block, slot = KeptWindows(side, ROWS, BLOCKS), 1, 2, 3
+    rings, sinks = side.ring.view(2, ROWS + SLOTS, 8, -1), side.sink.view(2, BLOCKS + SLOTS, 4, -1)
+    for position in range(prefix):
+        rings[:, row, position % 8] = position + 1
+        if position < 4:
+            sinks[:, block, position] = position + 1
+    cache: Any = SimpleNamespace(
+        kept=kept,
+        rows=SimpleNamespace(sink_block=torch.zeros(3, dtype=torch.int64)),
+        plan=SimpleNamespace(geometry=SimpleNamespace(windows=WINDOWS)),
+    )
+    # Assignments of this batch reach the device only now.
+    cache.rows.upload = lambda: cache.rows.sink_block.__setitem__(row, block)
+    batch = SimpleNamespace(
+        mamba_track_mask=torch.tensor([kept_too]),
+        mamba_track_indices=torch.tensor([slot]),
+        mamba_track_seqlens=torch.tensor([prefix + tracked]),
+        req_pool_indices=torch.tensor([row]),
+        extend_seq_lens=torch.tensor([length]),
+        extend_seq_lens_cpu=[length],
+        extend_prefix_lens=torch.tensor([prefix]),
+        positions=torch.arange(prefix, prefix + length),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking.releases, "tracked_tokens", lambda batch: torch.tensor([tracked]))
+        slots = tracking.keep_chunk(cache, batch)
+    assert slots is not None
+    for token in range(length):
+        for window, index, size in ((rings, slots.ring, 8), (sinks, slots.sink, 4)):
+            if (at := int(index[token])) >= 0:
+                window[:, at // size, at % size] = prefix + token + 1
+    if not kept_too:
+        assert not bool(rings[:, ROWS + slot].any())
+        return
+    end = prefix + tracked
+    for position in range(max(0, end - 8), end):
+        assert bool((rings[:, ROWS + slot, position % 8] == position + 1).all())
+    for position in range(min(4, end)):
+        assert bool((sinks[:, BLOCKS + slot, position] == position + 1).all())
+
+
+def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
+    side = buffers()
+    cache: Any = SimpleNamespace(
+        kept=KeptWindows(side, ROWS, BLOCKS), page_size=4, rows=SimpleNamespace(sink_block=torch.tensor([0, 3, 1]))
+    )
+    mode = SimpleNamespace(is_decode=lambda: True)
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        batch_size=2,
+        req_pool_indices=torch.tensor([1, 2]),
+        seq_lens_cpu=torch.tensor([8, 12]),
+        mamba_track_mask=torch.tensor([True, False]),
+        mamba_track_indices=torch.tensor([2, 3]),
+    )
+    rings = side.ring.view(4, ROWS + SLOTS, -1).clone()
+    tracking.keep_decoded(cache, batch)
+    now = side.ring.view(4, ROWS + SLOTS, -1)
+    assert torch.equal(now[:, ROWS + 2], rings[:, 1])
+    assert torch.equal(now[:, ROWS + 3], rings[:, ROWS + 3])
+    batch.seq_lens_cpu = torch.tensor([9, 13])
+    before = side.ring.clone()
+    tracking.keep_decoded(cache, batch)
+    assert torch.equal(side.ring, before)
+
+
+def test_a_rotation_file_is_for_the_layers_that_it_states(tmp_path: Any) -> None:
+    def loaded(ids: list[int] | None) -> RotationSet:
+        facts = {} if ids is None else {"layer_ids": ids}
+        return RotationSet(torch.eye(4).expand(2, 4, 4), metadata=RotationMetadata(calibration=facts))
+
+    hybrid, dense = ModelIdentity(layer_ids=(3, 7)), ModelIdentity(layer_ids=(0, 1))
+    check_identity(loaded([3, 7]), tmp_path, hybrid)
+    check_identity(loaded(None), tmp_path, dense)
+    for ids, model in ((None, hybrid), ([1, 3], hybrid), ([3, 7], dense)):
+        with pytest.raises(RotationFileError, match="fitted for layers"):
+            check_identity(loaded(ids), tmp_path, model)
+
+
+ALLOWED = {
+    "device": "cpu", "tp_size": 1, "speculative_algorithm": None, "enable_torch_compile": False,
+    "mamba_radix_cache_strategy": "auto", "linear_attn_backend": "triton", "enable_mixed_chunk": False,
+    "enable_hierarchical_cache": False, "disaggregation_mode": "null",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("device", "cuda"), ("tp_size", 2), ("speculative_algorithm", "NGRAM"), ("enable_torch_compile", True),
+        ("mamba_radix_cache_strategy", "no_buffer"), ("mamba_radix_cache_strategy", "extra_buffer_lazy"),
+        ("linear_attn_backend", "cutedsl"), ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),
+        ("enable_mixed_chunk", True), ("enable_hierarchical_cache", True), ("disaggregation_mode", "prefill"),
+    ],
+)  # fmt: skip
+def test_refused(argument: str, value: Any) -> None:
+    def refused(**changed: Any) -> list[str]:
+        return [what for check, what in refusals.ARGUMENTS if check(SimpleNamespace(**ALLOWED | changed))]
+
+    assert refused() == []
+    assert len(refused(**{argument: value})) == 1

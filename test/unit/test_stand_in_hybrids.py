@@ -1,0 +1,143 @@
+"""Operators of hybrid models in the stand-in for sgl_kernel, against float64 token by token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_oscar.cpu.server import STAND_IN
+
+K_HEADS, HEADS, K_DIM, V_DIM, SLOTS = 2, 4, 8, 6, 5
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[dict[str, ModuleType]]:
+    """Modules of the stand-in, without what importing the package does to torch."""
+    import importlib.util
+
+    modules = {}
+    for name in ("delta_rule", "convolution", "gated_layers"):
+        spec = importlib.util.spec_from_file_location(f"stand_in_{name}", STAND_IN / "sgl_kernel" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        modules[name] = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = modules[name]
+        spec.loader.exec_module(modules[name])
+    yield modules
+    for name in modules:
+        del sys.modules[f"stand_in_{name}"]
+
+
+def recurrence(q, k, v, g, beta, state):  # type: ignore[no-untyped-def]
+    """The gated delta rule of one sequence in float64, as it is written down: outputs and states before every token."""
+    out, states = [], []
+    for t in range(len(q)):
+        states.append(state.clone())
+        for h in range(HEADS):
+            key, query = (x[t, h // (HEADS // K_HEADS)].double() for x in (k, q))
+            key, query = (x / (x.square().sum() + 1e-6).sqrt() for x in (key, query))
+            held = state[h] * torch.exp(g[t, h].double())
+            held = held + torch.outer(beta[t, h].double() * (v[t, h].double() - held @ key), key)
+            state[h] = held
+            out.append(held @ query / K_DIM**0.5)
+    return torch.stack(out).view(len(q), HEADS, V_DIM), [*states, state]
+
+
+def sequences(lengths: list[int], seed: int):  # type: ignore[no-untyped-def]
+    torch.manual_seed(seed)
+    tokens = sum(lengths)
+    q, k = torch.randn(1, tokens, K_HEADS, K_DIM), torch.randn(1, tokens, K_HEADS, K_DIM)
+    v, a, b = torch.randn(1, tokens, HEADS, V_DIM), torch.randn(tokens, HEADS), torch.randn(tokens, HEADS)
+    return q, k, v, a, b, torch.randn(HEADS), torch.randn(HEADS)
+
+
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_prefill_and_decode_follow_the_recurrence(
+    stand_in: dict[str, ModuleType], lengths: list[int], seed: int
+) -> None:
+    """Outputs, states at the end and states before every 64 tokens, in prefill; and one more token in decode."""
+    rule = stand_in["delta_rule"]
+    q, k, v, a, b, decay, bias = sequences(lengths, seed)
+    g, beta = rule.gates(decay, a, b, bias)
+    assert torch.allclose(g, -decay.exp() * torch.log1p((a + bias).exp())[None], atol=1e-5)
+    states = torch.randn(SLOTS, HEADS, V_DIM, K_DIM)
+    slots = torch.tensor([4, 1, 2][: len(lengths)])
+    before, ends = states.clone(), torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    out, none, chunks = rule.chunk_gated_delta_rule_cpu(
+        q, k, v, g, beta, states, ends, initial_state_indices=slots, head_first=False, use_qk_l2norm_in_kernel=True
+    )
+    assert none is None
+    expected = []
+    for index, slot in enumerate(slots.tolist()):
+        part = slice(int(ends[index]), int(ends[index + 1]))
+        of = [x[0, part] for x in (q, k, v, g, beta)]
+        read, after = recurrence(*of, before[slot].double())
+        assert torch.allclose(out[0, part].double(), read, atol=1e-4)
+        assert torch.allclose(states[slot].double(), after[-1], atol=1e-4)
+        expected += after[: len(of[0]) : 64]
+    assert torch.allclose(chunks[0].double(), torch.stack(expected), atol=1e-4)
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    assert torch.equal(states[untouched], before[untouched])
+
+    count, last = len(lengths), states.clone()
+    one = [x[:, :count] for x in (q, k, v)]
+    read = rule.fused_sigmoid_gating_delta_rule_update_cpu(
+        decay, bias, *one, a[:count], b[:count], states, slots, torch.arange(count + 1)
+    )
+    for index, slot in enumerate(slots.tolist()):
+        of = [x[0, index : index + 1] for x in (*one, g, beta)]
+        wanted, after = recurrence(*of, last[slot].double())
+        assert torch.allclose(read[0, index : index + 1].double(), wanted, atol=1e-4)
+        assert torch.allclose(states[slot].double(), after[-1], atol=1e-4)
+
+
+@given(cut=st.integers(1, 19), seed=st.integers(0, 99))
+def test_convolution_goes_on_where_it_stopped(stand_in: dict[str, ModuleType], cut: int, seed: int) -> None:
+    """Two chunks and then single tokens give what one filter over all gives."""
+    conv = stand_in["convolution"]
+    torch.manual_seed(seed)
+    x, weight, states = torch.randn(3, 24), torch.randn(3, 4), torch.full((2, 3, 3), 9.0)
+    padded = torch.nn.functional.pad(x.double(), (3, 0))
+    windows = torch.stack([padded[:, i : i + 4] for i in range(24)], dim=1)
+    expected = torch.nn.functional.silu((windows * weight.double()[:, None]).sum(-1))
+    slot, parts = torch.tensor([1]), []
+    for begin, end in ((0, cut), (cut, 20)):
+        ends, begun = torch.tensor([0, end - begin]), torch.tensor([begin > 0])
+        parts.append(conv.causal_conv1d_fn_cpu(x[:, begin:end], weight, None, states, ends, slot, begun))
+    for token in range(20, 24):
+        one = conv.causal_conv1d_update_cpu(x[None, :, token], states, weight, None, "silu", slot)
+        parts.append(one.T)
+    assert torch.allclose(torch.cat(parts, dim=1).double(), expected, atol=1e-5)
+    assert bool((states[0] == 9).all())
+
+
+def test_norms_and_gates(stand_in: dict[str, ModuleType]) -> None:
+    layers = stand_in["gated_layers"]
+    torch.manual_seed(1)
+    q_gate, k = torch.randn(5, 4 * 2 * 8), torch.randn(5, 2 * 8)
+    q_weight, k_weight = torch.randn(8), torch.randn(8)
+    q, keys, gate = layers.fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, 1e-6, 8, 4)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+
+    heads = q_gate.double().view(5, 4, 16)
+    assert torch.allclose(q.double().view(5, 4, 8), norm(heads[..., :8], q_weight), atol=1e-5)
+    assert torch.equal(gate.view(5, 4, 8), q_gate.view(5, 4, 16)[..., 8:])
+    assert torch.allclose(keys.double().view(5, 2, 8), norm(k.double().view(5, 2, 8), k_weight), atol=1e-5)
+    x, z, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
+    wanted = norm(x.double(), weight - 1) * z.double() * z.double().sigmoid()
+    assert torch.allclose(layers.fused_rmsnorm_gated_cpu(x, weight, z, 1e-6).double(), wanted, atol=1e-5)
+    y = x.clone()
+    layers.fused_sigmoid_mul_cpu(y, z)
+    assert torch.allclose(y, x * z.sigmoid(), atol=1e-6)
+    qkvz, ba = torch.randn(3, 2 * 2 * 8 + 2 * 4 * 6), torch.randn(3, 8)
+    qkv, cut, b, a = layers.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 2, 4, 8, 6)
+    assert torch.equal(torch.cat([qkv, cut.flatten(1)], 1), qkvz)
+    assert torch.equal(torch.cat([b, a], 1), ba)
