@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.sliding_windows import models as windows
 from sglang_oscar.speculation import arguments as speculation
 
 Check = Callable[[Any], bool]
@@ -119,7 +120,6 @@ def _other_multimodal(model: Any) -> bool:
 
 MODELS: list[tuple[Check, str]] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
-    (lambda m: m.is_hybrid_swa, "models with sliding-window attention layers"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
     (_other_multimodal, "multimodal models other than Qwen2.5-VL and Qwen3-VL"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
@@ -157,6 +157,7 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
     for refused, what in MODELS:
         if refused(model_config):
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
+    windows.check(model_config, server_args)
     if mambaish_config(model_config) is not None or is_minimax_sparse(model_config.hf_config):
         raise Int2Error(
             f"--kv-cache-dtype int2 does not support hybrid linear or sparse attention: {name}; "

@@ -19,6 +19,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.settings import Settings
+from sglang_oscar.sliding_windows.plan import WindowPool
 
 DEFAULT_MAX_RUNNING = 256
 SIDE_SHARE = 0.2
@@ -90,7 +91,8 @@ class Geometry:
 class MemoryPlan:
     """How many requests may run, what their side buffers take, and what extend takes (None: nothing).
 
-    ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none.
+    ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none; ``windows`` is what
+    layers with a sliding window need, None where there are none.
     """
 
     geometry: Geometry
@@ -98,11 +100,13 @@ class MemoryPlan:
     budget_bytes: int
     extend: Workspace | None = None
     draft_bytes: int = 0
+    windows: WindowPool | None = None
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in the history pool and in the cache of a draft model."""
-        return self.geometry.cell_bytes + self.draft_bytes
+        """Bytes of one token in all pools whose size follows the history pool's."""
+        own = self.geometry.cell_bytes + self.draft_bytes
+        return own if self.windows is None else own + int(self.windows.tokens_per_token * self.windows.token_bytes)
 
     @property
     def ring_rows(self) -> int:
@@ -122,7 +126,8 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of all that is not the history pool."""
-        return self.side_bytes + (0 if self.extend is None else self.extend.total_bytes)
+        windows = 0 if self.windows is None else self.windows.fixed_bytes(self.max_running)
+        return self.side_bytes + windows + (0 if self.extend is None else self.extend.total_bytes)
 
     def lines(self, tokens: int) -> list[str]:
         """The start-up account.
@@ -145,8 +150,13 @@ class MemoryPlan:
             f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests",
             f"effective bits per element with windows: {bits}",
             *([] if self.draft_bytes == 0 else [self._draft_line(tokens)]),
+            *([] if self.windows is None else self._window_lines(self.windows, tokens)),
             *([] if self.extend is None else [self.extend.line()]),
         ]
+
+    def _window_lines(self, windows: WindowPool, tokens: int) -> list[str]:
+        geometry = self.geometry
+        return windows.lines(self.max_running, tokens, geometry.cell_bytes, geometry.full_token_bytes)
 
     def _draft_line(self, tokens: int) -> str:
         share = self.draft_bytes / self.token_bytes
@@ -164,6 +174,7 @@ def make_plan(
     page_size: int,
     extend: Workspace | None = None,
     draft_bytes: int = 0,
+    windows: WindowPool | None = None,
 ) -> MemoryPlan:
     """Split a budget.
 
@@ -174,17 +185,21 @@ def make_plan(
         page_size: tokens per page.
         extend: what extend takes of the budget.
         draft_bytes: of a token in the cache of a draft model.
+        windows: what layers with a sliding window need.
 
     Raises:
         Int2Error: the side buffers leave no room for history.
     """
     per_request = geometry.ring_bytes + 2 * geometry.sink_bytes
     fixed = geometry.ring_bytes + geometry.sink_bytes
+    if windows is not None:
+        fixed += windows.fixed_bytes(0)
+        per_request += windows.fixed_bytes(1) - windows.fixed_bytes(0)
     if max_running is None:
         room = SIDE_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
-    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes)
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, windows)
     # The pool needs the padding page and at least one page for a request.
     needed = plan.fixed_bytes + 2 * page_size * plan.token_bytes
     if needed > budget_bytes:
