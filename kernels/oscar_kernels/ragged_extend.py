@@ -178,7 +178,7 @@ class RaggedExtend:
             part_lse = torch.empty_like(own_lse)
             part_out = self._decode(cache, short.tables, q_rot[short.tokens], sm_scale, lse=part_lse)
             merge_states_(own, own_lse, part_out, part_lse)
-            out[short.tokens] = own
+            out[short.tokens], lse[short.tokens] = own, own_lse
         if plan.in_place is not None:
             part_lse = torch.empty_like(lse)
             part_out = extend(

@@ -19,10 +19,13 @@ import typer
 
 from sglang_oscar.attach.failure import supported, unsupported_release
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.weights.model_identity import model_identity
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
+IN_FLIGHT = 2 * 8192
+"""Tokens of prompts that the estimate takes to be computed at once."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -169,11 +172,11 @@ def estimated_geometry(loaded: dict[str, Any]) -> Any:
     """Costs of the model of :func:`model_checks`, also where its rotations cannot be had."""
     from sglang_oscar.memory.plan import Geometry
 
-    settings, layers = loaded["settings"], loaded["model"].num_hidden_layers
+    settings, layers = loaded["settings"], cached_layer_ids(loaded["model"])
     windows = settings.windows, settings.window_torch_dtype
     if "formats" in loaded:
         return Geometry(loaded["formats"], *windows)
-    return Geometry.uniform(loaded["layout"], *windows, layers)
+    return Geometry.uniform(loaded["layout"], *windows, len(layers))
 
 
 def rotation_facts(settings: Any, formats: Any) -> str:
@@ -223,6 +226,16 @@ def draft_facts(path: str, loaded: dict[str, Any]) -> str:
     return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"
 
 
+def layer_facts(config: Any) -> str:
+    """How many layers a model has, and of which kind where there are several."""
+    layers = f"{config.num_hidden_layers} layers"
+    if not config.is_hybrid_swa:
+        return layers
+    full = len(cached_layer_ids(config))
+    windows = f"{config.num_hidden_layers - full} with a window of {config.sliding_window_size}"
+    return f"{layers} ({full} in 2 bits, {windows})"
+
+
 def model_checks(path: str, group_size: int | None, memory: int, draft_path: str | None = None) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account."""
     import torch
@@ -232,17 +245,20 @@ def model_checks(path: str, group_size: int | None, memory: int, draft_path: str
     from sglang_oscar.memory.plan import make_plan, row_layout
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
     from sglang_oscar.settings import Settings
+    from sglang_oscar.sliding_windows.plan import window_pool
     from sglang_oscar.weights.rotations import load_formats
 
     loaded: dict[str, Any] = {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    arguments = SimpleNamespace(device=device, speculative_algorithm=None, enable_torch_compile=False)
+    arguments = SimpleNamespace(
+        device=device, speculative_algorithm=None, enable_torch_compile=False, chunked_prefill_size=None
+    )
 
     def model() -> str:
         config = loaded["model"] = model_config(path)
         refusals.check_model(config, arguments)
         heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
-        return f"{config.hf_config.architectures[0]}, {config.num_hidden_layers} layers, {heads} of {config.head_dim}"
+        return f"{config.hf_config.architectures[0]}, {layer_facts(config)}, {heads} of {config.head_dim}"
 
     def variables() -> str:
         loaded["settings"] = Settings.from_env()
@@ -263,14 +279,16 @@ def model_checks(path: str, group_size: int | None, memory: int, draft_path: str
     def rotations() -> str:
         config = loaded["model"]
         identity = model_identity(path, config)
-        found = load_formats(loaded["settings"], loaded["layout"], config.num_hidden_layers, identity)
+        found = load_formats(loaded["settings"], loaded["layout"], cached_layer_ids(config), identity)
         loaded["formats"] = found
         return rotation_facts(loaded["settings"], found)
 
     def account() -> str:
         geometry = estimated_geometry(loaded)
         budget = int(MEM_FRACTION * memory) - sum(map(weight_bytes, {path, draft_path or path}))
-        plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, None, loaded.get("draft bytes", 0))
+        config, settings = loaded["model"], loaded["settings"]
+        windows = window_pool(config, settings, config.sliding_window_size, 1, DEFAULT_PAGE_SIZE, IN_FLIGHT, None)
+        plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, None, loaded.get("draft bytes", 0), windows)
         return "; ".join(plan.lines((budget - plan.fixed_bytes) // plan.token_bytes))
 
     checks = [attempt("model", model), attempt("variables", variables)]

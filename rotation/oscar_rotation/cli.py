@@ -152,7 +152,7 @@ def fit_command(
         request = FitRequest(dump, options, model, device, allow_incomplete)
         try:
             with progress_bar() as progress:
-                result = chosen.fit(replace(request, progress=progress))
+                result = chosen.run(replace(request, progress=progress))
         except OptionError as error:
             raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
         paths = result.save(out, suffixes)

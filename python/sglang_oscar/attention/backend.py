@@ -41,6 +41,9 @@ class OscarAttentionBackend(AttentionBackend):
         Int2Error: the pools are not those of int2 mode.
     """
 
+    has_sink_logits = False
+    """Whether layers of the model come with sink logits (:mod:`oscar_kernels.sink_logits`)."""
+
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         cache = cache_of(model_runner.token_to_kv_pool)

@@ -22,6 +22,7 @@ from oscar_rotation.dump.writer import DumpWriter
 from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal, malformed
+from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.weights.model_identity import model_identity
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,8 @@ class Dump:
         from sglang.srt.runtime_context import get_parallel
 
         model, parallel = releases.model_config(server_args), get_parallel()
+        layers = cached_layer_ids(model)
+        self.numbers = {layer_id: number for number, layer_id in enumerate(layers)}
         self.rank = parallel.attn_tp_rank
         self.settings = settings
         # Chunk 0 is the server's warm-up request, which a fit leaves out.
@@ -139,15 +142,14 @@ class Dump:
             tp_size=parallel.attn_tp_size,
         )
         self.covariances = (
-            covariance_writer(self.writer, model.num_hidden_layers, sm_scale)
-            if settings.mode == "covariances"
-            else None
+            covariance_writer(self.writer, len(layers), sm_scale) if settings.mode == "covariances" else None
         )
         self.manifest = DumpManifest(
             model_id=server_args.model_path,
             model_hash=model_identity(server_args.model_path, model).model_hash,
             weights=weights_place(server_args.model_path),
-            num_layers=model.num_hidden_layers,
+            num_layers=len(layers),
+            layer_ids=None if len(layers) == model.num_hidden_layers else layers,
             q_heads=model.num_attention_heads,
             kv_heads=model.get_total_num_kv_heads(),
             head_dim=model.head_dim,
@@ -156,7 +158,6 @@ class Dump:
             sm_scale=sm_scale,
             complete=False,
         )
-        self.last_layer = model.num_hidden_layers - 1
         self._write_manifest()
 
     @property
@@ -179,13 +180,15 @@ class Dump:
         self.chunk += bool(spans)
 
     def write(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the selected tokens of one layer; the last layer completes the chunk."""
-        if self.selected is None:
+        """Write the selected tokens of one layer; the last layer completes the chunk. Layers without an INT2 cache are
+        left out."""
+        if self.selected is None or layer_id not in self.numbers:
             return
+        number = self.numbers[layer_id]
         index = self.selected.to(q.device)
         writer = self.covariances or self.writer
-        writer.write(layer_id, self.chunk, q[index], k[index], v[index], self.seq_lens)
-        if layer_id < self.last_layer:
+        writer.write(number, self.chunk, q[index], k[index], v[index], self.seq_lens)
+        if number < len(self.numbers) - 1:
             return
         if self.chunk:
             self.tokens += sum(self.seq_lens)

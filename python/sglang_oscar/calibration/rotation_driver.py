@@ -38,7 +38,7 @@ def run_fit(
     if is_covariance_dump(folder.dump) or "report" not in chosen.options:
         options = replace(options, report=False)
     with progress_bar() as progress:
-        result = chosen.fit(FitRequest(folder.dump, options, device=device, progress=progress))
+        result = chosen.run(FitRequest(folder.dump, options, device=device, progress=progress))
     target = out or folder.rotations(recipe)
     result.save(target, chosen.suffixes[:1])
     if result.report:

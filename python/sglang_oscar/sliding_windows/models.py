@@ -23,6 +23,8 @@ REASONS: dict[str, str] = {
     "Step3p": "other numbers of heads in layers with a window have not been tried",
 }
 """By the beginning of an architecture's name: what stands in the way of it."""
+ONE_POOL = ("Gemma2", "Gemma3")
+"""Beginnings of names of models whose layers SGLang keeps in one pool, those with a window among them."""
 UNTRIED = "it has not been tried"
 
 REFUSED: list[tuple[Callable[[Any], bool], str]] = [
@@ -56,6 +58,11 @@ def check(model: Any, server_args: Any = None) -> None:
     architecture = model.hf_config.architectures[0]
     name = f"{model.model_path} ({architecture})"
     if not is_served(model):
+        if architecture.startswith(ONE_POOL):
+            raise Int2Error(
+                f"--kv-cache-dtype int2 does not support this model with sliding-window attention layers (SGLang keeps "
+                f"them in one pool with the others): {name}; use --kv-cache-dtype auto"
+            )
         if not (model.is_hybrid_swa or model.has_attention_sinks):
             return
         if architecture in SERVED:

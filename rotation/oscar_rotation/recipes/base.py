@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.dump.covariances import is_covariance_dump
+from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.layer import Progress
@@ -63,6 +64,19 @@ class FittedRecipe:
     needs_activations: bool
     needs_weights: bool
     suffixes: tuple[str, ...]
+
+    def run(self, request: FitRequest) -> FitResult:
+        """Fit, and say of the result which layers of the model it is for where they are not all.
+
+        Raises:
+            DumpError: the dump or the weights do not do.
+            ValueError: an unknown device.
+        """
+        result, manifest = self.fit(request), DumpManifest.read(request.dump)
+        if manifest is None or manifest.layer_ids is None:
+            return result
+        key, value = (replace(side, layer_ids=manifest.layer_ids) for side in (result.key, result.value))
+        return replace(result, key=key, value=value)
 
     @property
     def needs(self) -> str:
@@ -121,6 +135,6 @@ def output_weights(request: FitRequest, dump: DumpReader, recipe: str) -> Output
     if not source:
         raise DumpError(f"{dump.root}: does not name its model, whose weights the recipe {recipe} reads; {remedy}")
     try:
-        return OutputWeights(source)
+        return OutputWeights(source, dump.manifest.layer_ids if dump.manifest else None)
     except DumpError as error:
         raise DumpError(f"{error}; {remedy}") from error

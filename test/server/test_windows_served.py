@@ -1,0 +1,100 @@
+"""gpt-oss behind int2 servers: answers are those of stock SGLang, and every turn of a conversation hits the cache.
+
+Rows of full layers are lossless, and NaN where a window of int2 mode must be read; a sink block is NaN until it is
+filled, and so is the pool of layers with a sliding window. Log probabilities are compared: tokens hide wrong sinks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.api import retracted
+from support.compare import LOGPROBS, assert_same
+from support.models import VOCABULARY, save
+from support.releases import environment, installed, served
+from support.servers import HADAMARD, STRICT, Server, refills, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
+]
+SUPPORT = Path(__file__).parents[1] / "support"
+COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head", "--moe-runner-backend", "triton"]
+"""The last two words keep SGLang from weights that are laid out for kernels of a GPU."""
+STOCK = ["--attention-backend", "intel_amx", *COMMON]
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--max-running-requests", "3", *COMMON]
+NEAR_TIE = DRIFT = 0.06
+TOKENS, ANSWER, MESSAGE, RECENT, PAGE = 12, 150, 20, 256, 64
+"""Tokens of answers and of messages of a conversation. An answer is longer than the sliding window of 96 tokens, and a
+message shorter than the recent window: a hit then ends within the last answer."""
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=count)
+
+
+def prompts() -> list[list[int]]:
+    """Shorter than the sliding window, up to many times that, with beginnings of their own."""
+    return [tokens(length, seed) for seed, length in enumerate([40, 90, 200, 330, 420, 500, 610, 800])]
+
+
+def ask(server: Server, asked: list[list[int]], workers: int) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, TOKENS, **LOGPROBS), asked))
+
+
+def turns(server: Server) -> list[tuple[int, dict[str, Any]]]:
+    """Three turns of a conversation: length of the prompt, and the answer."""
+    ids, done = tokens(700, 50), []
+    for turn in range(3):
+        answer = server.generate(ids, ANSWER, **LOGPROBS)
+        done.append((len(ids), answer))
+        ids = [*ids, *answer["output_ids"], *tokens(MESSAGE, 60 + turn)]
+    return done
+
+
+def plugins(release: dict[str, str], *names: str) -> dict[str, str]:
+    paths = [str(SUPPORT / name) for name in names]
+    return release | {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [release.get("PYTHONPATH")])])}
+
+
+CONFIGURATIONS: dict[str, tuple[str, list[str], int, dict[str, str]]] = {
+    "chunked_mixed": (installed(), ["--chunked-prefill-size", "128", "--enable-mixed-chunk"], 3, {}),
+    "retracted_oldest_release": (served()[0], [], 3, {"SGLANG_TEST_RETRACT": "1"}),
+}
+"""By name: release, arguments, requests at once, further variables."""
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
+    """Prompts, the same again, which hit, with fewer sink blocks than beginnings; then a conversation."""
+    version, args, workers, variables = CONFIGURATIONS[name]
+    release, model = environment(version), save("gpt_oss", tmp_path / "model")
+    with serve(model, tmp_path / "stock", *STOCK, env=plugins(release, "gpt_oss_plugin")) as server:
+        expected, talked = ask(server, prompts(), 2), turns(server)
+    env = plugins(release, "gpt_oss_plugin", "lossless_plugin") | HADAMARD | STRICT | variables
+    with serve(model, tmp_path / "log", *INT2, *args, env=env) as server:
+        assert_same(expected, ask(server, prompts(), workers), NEAR_TIE, DRIFT)
+        again = ask(server, prompts(), workers)
+        assert_same(expected, again, NEAR_TIE, DRIFT)
+        hits = [answer["meta_info"]["cached_tokens"] for answer in again]
+        assert hits[-1] >= 512, hits
+        assert refills(server) > 0
+        answers = turns(server)
+        assert_same([answer for _, answer in talked], [answer for _, answer in answers], NEAR_TIE, DRIFT)
+        for length, answer in answers[1:]:
+            # Whatever the answer before, all but the recent window of the prompt, in whole pages.
+            assert answer["meta_info"]["cached_tokens"] >= length - RECENT - PAGE, (length, answer["meta_info"])
+        assert (retracted(server) > 0) == ("SGLANG_TEST_RETRACT" in env)
+        account = re.search(r"int2 memory: window layers: 2 in (\w+), (\d+) bytes a token", server.text())
+        assert account is not None
+        assert account.groups() == ("bfloat16", str(2 * 2 * 2 * 64 * 2))
+        assert server.alive()
