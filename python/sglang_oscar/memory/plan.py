@@ -106,7 +106,7 @@ class MemoryPlan:
     def token_bytes(self) -> int:
         """Bytes of one token in all pools whose size follows the history pool's."""
         own = self.geometry.cell_bytes + self.draft_bytes
-        return own if self.windows is None else own + int(self.windows.tokens_per_token * self.windows.token_bytes)
+        return own if self.windows is None else own + self.windows.bytes_per_token
 
     @property
     def ring_rows(self) -> int:

@@ -6,6 +6,7 @@ take most of what the INT2 rows save. Here it is sized by what runs, unless that
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,9 @@ class WindowPool:
         return min(wanted, full_tokens)
 
     @property
-    def tokens_per_token(self) -> float:
-        """Tokens of this pool for each of the INT2 pool; 0 where it does not depend on that."""
-        return self.ratio or 0.0
+    def bytes_per_token(self) -> int:
+        """Bytes of this pool for every token of the INT2 pool; 0 where its size does not depend on that."""
+        return math.ceil((self.ratio or 0.0) * self.token_bytes)
 
     def fixed_bytes(self, max_running: int) -> int:
         """Bytes that do not depend on the INT2 pool."""
