@@ -123,7 +123,7 @@ def test_a_side_left_exact_is_stored_as_it_is(tmp_path: Path) -> None:
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"}
     exact = env | {"SGLANG_OSCAR_V_BITS": "16", "SGLANG_OSCAR_V_CLIP_RATIO": "0.5"}
     layout = dataclasses.replace(LAYOUT, exact_dtype=torch.float16)
-    for layer in load_formats(Settings.from_env(exact), layout, LAYERS).values():
+    for layer in load_formats(Settings.from_env(exact), layout, range(LAYERS)).values():
         assert layer.key.transform.matrix is not None
         assert vars(layer.value.transform) == vars(SideTransform())
         assert (layer.value_layout.bits, layer.value_layout.exact_dtype) == (16, torch.float16)
