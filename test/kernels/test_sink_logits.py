@@ -168,6 +168,18 @@ def check(
     assert (want - plain).abs().max() > 4 * allowed, "sink logits make no difference here"
 
 
+def test_ranks_share_the_heads() -> None:
+    """A tensor-parallel rank with its heads' sink logits and centers gets its part of the whole."""
+    center = layer_of(centered=True).format.key.transform
+    q, _, _ = vectors(7, 1)
+    out, lse, sinks = torch.randn(q.shape), 4 * torch.randn(q.shape[:2]), torch.linspace(-1.0, 3.0, SHAPE.q_heads)
+    whole = scale_by_sinks(out, lse, sinks, q, center.plain_center, SM_SCALE)
+    for rank in range(SHAPE.kv_heads):
+        own, of_rank = slice(rank * SHAPE.gqa, (rank + 1) * SHAPE.gqa), center.of_heads(slice(rank, rank + 1))
+        part = scale_by_sinks(out[:, own], lse[:, own], sinks[own], q[:, own], of_rank.plain_center, SM_SCALE)
+        torch.testing.assert_close(part, whole[:, own])
+
+
 def test_nothing_attended_to_gives_zeros() -> None:
     out = torch.full((1, 2, 4), 7.0)
     lse = torch.tensor([[float("-inf"), 0.0]])
