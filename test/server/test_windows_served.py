@@ -51,11 +51,11 @@ def ask(server: Server, asked: list[list[int]], workers: int) -> list[dict[str, 
         return list(pool.map(lambda ids: server.generate(ids, TOKENS, **LOGPROBS), asked))
 
 
-def turns(server: Server) -> tuple[list[list[int]], list[dict[str, Any]]]:
+def turns(server: Server, answer: int = ANSWER) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Three turns of a conversation: prompts and answers."""
     asked, answers = [tokens(700, 50)], []
     for turn in range(3):
-        answers.append(server.generate(asked[-1], ANSWER, **LOGPROBS))
+        answers.append(server.generate(asked[-1], answer, **LOGPROBS))
         asked.append([*asked[-1], *answers[-1]["output_ids"], *tokens(MESSAGE, 60 + turn)])
     return asked[:-1], answers
 
@@ -96,3 +96,15 @@ def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
         assert_same(expected, first, NEAR_TIE, DRIFT)
         assert_same(expected, again, NEAR_TIE, DRIFT)
         assert_same([server.generate(prompt, ANSWER, **LOGPROBS) for prompt in said], answers, NEAR_TIE, DRIFT)
+
+
+def test_hits_within_long_answers(tmp_path: Path) -> None:
+    """Answers so long that SGLang would free the sliding window in front of where the next turn's hit ends."""
+    recent, model = 128, save("gpt_oss", tmp_path / "model")
+    sizes = {"SGLANG_MIXED_KV_RECENT_TOKENS": str(recent), "SGLANG_SWA_EVICTION_INTERVAL": "1"}
+    env = plugins({}, "gpt_oss_plugin", "lossless_plugin") | HADAMARD | STRICT | sizes
+    with serve(model, tmp_path / "log", *INT2, env=env) as server:
+        said, answers = turns(server, 250)
+        for prompt, answer in zip(said[1:], answers[1:], strict=True):
+            hit = answer["meta_info"]["cached_tokens"]
+            assert hit >= len(prompt) - recent - PAGE, (len(prompt), hit)
