@@ -242,6 +242,8 @@ def arguments(**changed: Any) -> Any:
         ({"device": "cuda"}, "on a GPU"),
         ({"speculative_algorithm": "NGRAM"}, "speculative"),
         ({"enable_torch_compile": True}, "torch.compile"),
+        ({"enable_hierarchical_cache": True}, "hierarchical"),
+        ({"disaggregation_mode": "decode"}, "disaggregation"),
         ({"chunked_prefill_size": -1}, "chunked prefill"),
     ],
 )

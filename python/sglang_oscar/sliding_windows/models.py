@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
 
 SERVED = frozenset({"GptOssForCausalLM"})
@@ -31,6 +32,15 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
+    # Their tiers and transfers know the INT2 pool alone, not the pair.
+    (
+        lambda a: argument(a, "enable_hierarchical_cache", False),
+        "with hierarchical caching; drop --enable-hierarchical-cache",
+    ),
+    (
+        lambda a: argument(a, "disaggregation_mode", "null") != "null",
+        "with prefill/decode disaggregation; drop --disaggregation-mode",
+    ),
     (lambda a: (a.chunked_prefill_size or 1) < 0, "without chunked prefill; set --chunked-prefill-size"),
 ]
 """Arguments that are refused with these models only. Without chunks a prompt would need a window pool of its length."""
