@@ -124,6 +124,7 @@ class RaggedExtend:
         qo_indptr: torch.Tensor,
         q_rot: torch.Tensor | None,
         sm_scale: float,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the planned batch in one layer, before its chunks are stored.
 
@@ -137,14 +138,34 @@ class RaggedExtend:
             qo_indptr: int32 [batch + 1], first token of every chunk, then the number of tokens; on the device.
             q_rot: ``q`` rotated; None only where ``plan.has_prefix`` is false.
             sm_scale: factor on the logits.
+            lse: float32 [tokens, q_heads]; takes the log2 of the sum of exp2 of the logits (times log2 e). None for
+                nothing.
 
         Returns:
             [tokens, q_heads, head_dim] in the basis of ``v``; of ``plan.decoding``, without the prefix.
         """
-        if not plan.has_prefix:
+        if not plan.has_prefix and lse is None:
             return self._chunk.forward(q, k, v, causal=True, sm_scale=sm_scale)
-        assert q_rot is not None
-        out, lse = self._chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
+        out, sums = self._chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
+        if plan.has_prefix:
+            assert q_rot is not None
+            self._add_prefixes(plan, cache, tables, out, sums, qo_indptr, q_rot, sm_scale)
+        if lse is not None:
+            lse.copy_(sums)
+        return out
+
+    def _add_prefixes(
+        self,
+        plan: ExtendPlan,
+        cache: LayerCache,
+        tables: BatchTables,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        q_rot: torch.Tensor,
+        sm_scale: float,
+    ) -> None:
+        """Merge what is cached before the chunks into their attention to themselves, in place."""
         for load in plan.passes:
             keys, values = self._workspace[:, : load.rows]
             copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, keys, values)
@@ -157,14 +178,13 @@ class RaggedExtend:
             part_lse = torch.empty_like(own_lse)
             part_out = self._decode(cache, short.tables, q_rot[short.tokens], sm_scale, lse=part_lse)
             merge_states_(own, own_lse, part_out, part_lse)
-            out[short.tokens] = own
+            out[short.tokens], lse[short.tokens] = own, own_lse
         if plan.in_place is not None:
             part_lse = torch.empty_like(lse)
             part_out = extend(
                 cache, plan.in_place, q_rot, None, None, qo_indptr, q_rot, sm_scale, lse=part_lse, prefix_only=True
             )
             merge_states_(out, lse, part_out, part_lse)
-        return out
 
     def _plan_pass(self, attention: Ragged, spans: list[Span], starts: torch.Tensor) -> Pass:
         first, last = spans[0].request, spans[-1].request + 1

@@ -6,6 +6,8 @@ float32; keys and values come out of the cache exactly as :mod:`oscar_kernels.co
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from oscar_kernels.cache import (
@@ -20,6 +22,7 @@ from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.visible import mask_of
 
+LOG2_E = math.log2(math.e)
 QUERY_BLOCK = 512
 """Queries per block of the extend reference: bounds the score matrix to block x keys per head."""
 
@@ -99,6 +102,7 @@ def decode(
     q: torch.Tensor,
     reading: torch.Tensor | None,
     sm_scale: float,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per request over everything cached, itself included.
 
@@ -109,6 +113,7 @@ def decode(
         reading: what queries of stored keys are multiplied by
             (:attr:`oscar_kernels.transform.SideTransform.reading`), as :func:`rotate` takes it.
         sm_scale: factor on the logits.
+        lse: float32 [batch, q_heads]; takes the log2 of the sum of exp2 of the logits (times log2 e), unless None.
 
     Returns:
         float32 [batch, q_heads, head_dim] in the basis of the cached values.
@@ -119,6 +124,8 @@ def decode(
     for request, kv_len in enumerate(tables.kv_lens.tolist()):
         k, v = gather(cache, tables, request, kv_len)
         scores = torch.einsum("hgd,thd->hgt", queries[request], k)
+        if lse is not None:
+            lse[request] = scores.logsumexp(-1).flatten() * LOG2_E
         out[request] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), v)
     return out.view(q.shape[0], -1, head_dim)
 
@@ -175,6 +182,7 @@ def extend(
     extend_lens: list[int],
     reading: torch.Tensor | None,
     sm_scale: float,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a chunk per request: exact within the chunk, over the cache before it.
 
@@ -189,6 +197,7 @@ def extend(
         reading: what queries of stored keys are multiplied by
             (:attr:`oscar_kernels.transform.SideTransform.reading`), as :func:`rotate` takes it.
         sm_scale: factor on the logits.
+        lse: float32 [tokens, q_heads]; takes the log2 of the sum of exp2 of the logits (times log2 e), unless None.
 
     Returns:
         float32 [tokens, q_heads, head_dim] in the basis of the cached values.
@@ -210,6 +219,8 @@ def extend(
             later = torch.arange(stop, device=q.device) > torch.arange(start, stop, device=q.device)[:, None]
             own.masked_fill_(later, float("-inf"))
             scores = torch.cat([torch.einsum("qhgd,thd->hgqt", rotated, prefix_k), own], dim=-1)
+            if lse is not None:
+                lse[begin + start : begin + stop] = scores.logsumexp(-1).movedim(-1, 0).flatten(1) * LOG2_E
             mixed = torch.einsum("hgqt,thd->qhgd", scores.softmax(-1), values[: prefix_len + stop])
             out[begin + start : begin + stop] = mixed.reshape(stop - start, -1, head_dim)
         begin += length

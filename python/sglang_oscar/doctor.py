@@ -19,10 +19,13 @@ import typer
 
 from sglang_oscar.attach.failure import supported, unsupported_release
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.weights.model_identity import model_identity
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
+IN_FLIGHT = 2 * 8192
+"""Tokens of prompts that the estimate takes to be computed at once."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -167,14 +170,13 @@ def weight_bytes(model: str) -> int:
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
     """Costs of the model of :func:`model_checks`, also where its rotations cannot be had."""
-    from sglang_oscar.hybrids.layers import attention_layer_ids
     from sglang_oscar.memory.plan import Geometry
 
-    settings, layers = loaded["settings"], len(attention_layer_ids(loaded["model"]))
+    settings, layers = loaded["settings"], cached_layer_ids(loaded["model"])
     windows = settings.windows, settings.window_torch_dtype
     if "formats" in loaded:
         return Geometry(loaded["formats"], *windows)
-    return Geometry.uniform(loaded["layout"], *windows, layers)
+    return Geometry.uniform(loaded["layout"], *windows, len(layers))
 
 
 def memory_account(loaded: dict[str, Any], budget: int) -> str:
@@ -187,12 +189,14 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     from sglang_oscar.hybrids.layers import linear_config
     from sglang_oscar.memory.plan import make_plan
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
+    from sglang_oscar.sliding_windows.plan import window_pool
 
     geometry, linear = estimated_geometry(loaded), linear_config(loaded["model"])
     slots = None if linear is None else states.estimate(linear, geometry, budget)
     budget -= 0 if slots is None else slots.bytes
-    draft = loaded.get("draft bytes", 0)
-    plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, draft_bytes=draft, states=slots)
+    draft, model, settings = loaded.get("draft bytes", 0), loaded["model"], loaded["settings"]
+    windows = window_pool(model, settings, model.sliding_window_size, 1, DEFAULT_PAGE_SIZE, IN_FLIGHT, None)
+    plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, draft_bytes=draft, states=slots, windows=windows)
     loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
     return "; ".join(plan.lines(loaded["tokens"]))
 
@@ -253,6 +257,17 @@ def draft_facts(path: str, loaded: dict[str, Any]) -> str:
     return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"
 
 
+def layer_facts(config: Any) -> str:
+    """How many layers a model has, and of which kind where there are several."""
+    layers, full = f"{config.num_hidden_layers} layers", len(cached_layer_ids(config))
+    if full == config.num_hidden_layers:
+        return layers
+    if not config.is_hybrid_swa:
+        return f"{layers}, {full} of them with full attention"
+    windows = f"{config.num_hidden_layers - full} with a window of {config.sliding_window_size}"
+    return f"{layers} ({full} in 2 bits, {windows})"
+
+
 def model_checks(
     path: str,
     group_size: int | None,
@@ -266,7 +281,6 @@ def model_checks(
 
     from sglang_oscar.attach import refusals
     from sglang_oscar.attention import extend_choice
-    from sglang_oscar.hybrids.layers import attention_layer_ids
     from sglang_oscar.memory.plan import row_layout
     from sglang_oscar.settings import Settings
     from sglang_oscar.weights.rotations import load_formats
@@ -282,16 +296,14 @@ def model_checks(
         enable_mixed_chunk=False,
         enable_hierarchical_cache=False,
         disaggregation_mode="null",
+        chunked_prefill_size=None,
     )
 
     def model() -> str:
         config = loaded["model"] = model_config(path)
         refusals.check_model(config, arguments)
         heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
-        layers, attention = f"{config.num_hidden_layers} layers", len(attention_layer_ids(config))
-        if attention < config.num_hidden_layers:
-            layers += f", {attention} of them with full attention"
-        return f"{config.hf_config.architectures[0]}, {layers}, {heads} of {config.head_dim}"
+        return f"{config.hf_config.architectures[0]}, {layer_facts(config)}, {heads} of {config.head_dim}"
 
     def variables() -> str:
         loaded["settings"] = Settings.from_env()
@@ -312,8 +324,7 @@ def model_checks(
     def rotations() -> str:
         config = loaded["model"]
         identity = model_identity(path, config)
-        ids = attention_layer_ids(config)
-        found = load_formats(loaded["settings"], loaded["layout"], len(ids), identity, ids)
+        found = load_formats(loaded["settings"], loaded["layout"], cached_layer_ids(config), identity)
         loaded["formats"] = found
         return rotation_facts(loaded["settings"], found)
 

@@ -155,7 +155,7 @@ def fit_command(
                 result = chosen.run(replace(request, progress=progress))
         except OptionError as error:
             raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
-        paths = result.save(out, suffixes)
+        paths = result.save(out, suffixes if file_format else result.usual_formats(suffixes))
         if result.report:
             paths.append(write_report(out, result.report))
     _print_fit(result, paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -13,18 +14,25 @@ from oscar_rotation.recipes import BUILT_IN, FITTED
 
 
 def load_rotation(
-    path_or_recipe: str | Path, *, num_layers: int, head_dim: int, side: Side, model: ModelIdentity | None = None
+    path_or_recipe: str | Path,
+    *,
+    num_layers: int,
+    head_dim: int,
+    side: Side,
+    model: ModelIdentity | None = None,
+    layers: Sequence[int] | None = None,
 ) -> RotationSet:
     """Rotations for serving one model: read, checked in full, never replaced by a fallback.
 
     Args:
         path_or_recipe: a .pt file in the public schema, a .safetensors file, or the name of a built-in recipe:
             "identity" or "hadamard". A file of such a name is reached as "./identity".
-        num_layers: attention layers of the model.
+        num_layers: attention layers of the model that have a cache to rotate.
         head_dim: channels per head of the model.
         side: "k" or "v": which cache the rotation is for.
         model: the served model; a file that states another one is refused. None skips this check. Layer count and
             head_dim must fit in any case.
+        layers: ids of those layers, ascending; None where they are all layers of the model.
 
     Returns:
         RotationSet: ``rotations`` float32 [num_layers, head_dim, head_dim] on the CPU, or [num_layers, kv_heads,
@@ -60,6 +68,10 @@ def load_rotation(
         raise RotationFileError(
             f"{path}: holds {loaded.num_layers} layers, the model has {num_layers}; use this model's file"
         )
+    ids = tuple(range(num_layers) if layers is None else layers)
+    if loaded.ids != ids:
+        first, wanted = next((a, b) for a, b in zip(loaded.ids, ids, strict=True) if a != b)
+        raise RotationFileError(f"{path}: holds layer {first} where the model has {wanted}; use this model's file")
     if model is not None:
         check_identity(loaded, path, model)
     return loaded

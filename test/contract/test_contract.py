@@ -36,7 +36,10 @@ ATTRIBUTES: dict[str, str] = {
     "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator": "device page_size need_sort free_pages "
     "merge_and_sort_free",
     "mem_cache.kv_cache_configurator.KVCacheConfigurator": "server_args model_config model layer_info device page_size "
-    "pool_page_size",
+    "pool_page_size sliding_window_size is_draft_worker",
+    "mem_cache.swa_memory_pool.SWAKVPool": "full_kv_pool swa_kv_pool translate_loc_from_full_to_swa set_kv_buffer",
+    "model_executor.pool_configurator.MemoryPoolConfigurator": "calculate_pool_sizes "
+    "calculate_pool_sizes_from_max_tokens finalize_with_max_running_requests",
     "mem_cache.base_prefix_cache.BasePrefixCache": "req_to_token_pool",
     "model_executor.model_runner.ModelRunner": "server_args model_config model token_to_kv_pool req_to_token_pool "
     "attn_backend dtype",
@@ -50,7 +53,8 @@ ATTRIBUTES: dict[str, str] = {
     "model_executor.forward_batch_info.CaptureHiddenMode": "NULL",
     "configs.model_config.ModelConfig": "attention_arch dtype head_dim v_head_dim hf_config hf_text_config "
     "is_encoder_decoder is_generation is_hybrid_swa is_multimodal model_path num_attention_heads num_hidden_layers "
-    "get_num_kv_heads get_total_num_kv_heads from_server_args",
+    "get_num_kv_heads get_total_num_kv_heads from_server_args full_attention_layer_ids swa_attention_layer_ids "
+    "get_swa_num_kv_heads swa_head_dim swa_v_head_dim has_attention_sinks",
     "layers.radix_attention.RadixAttention": "layer_id scaling head_dim tp_q_head_num tp_k_head_num tp_v_head_num "
     "logit_cap sliding_window_size is_cross_attention attn_type xai_temperature_len use_irope",
     "layers.linear.QKVParallelLinear": "q_proj_shard_size kv_proj_shard_size quant_method",
@@ -93,7 +97,12 @@ ALTERNATIVES: dict[str, list[set[str]]] = {
 PARAMETERS: dict[str, str] = {
     "mem_cache.memory_pool.MHATokenToKVPool": "size dtype head_num head_dim v_head_dim layer_num page_size device "
     "enable_memory_saver start_layer end_layer",
-    "mem_cache.kv_cache_dtype.configure_kv_cache_dtype": "server_args_kv_cache_dtype",
+    "mem_cache.kv_cache_dtype.configure_kv_cache_dtype": "server_args_kv_cache_dtype model_dtype is_draft_worker",
+    "mem_cache.swa_memory_pool.SWAKVPool": "size size_swa page_size dtype head_num head_dim swa_attention_layer_ids "
+    "full_attention_layer_ids device token_to_kv_pool_class",
+    "mem_cache.common.free_swa_out_of_window_slots": "sliding_window_size page_size req_to_token_pool",
+    "model_executor.pool_configurator.MemoryPoolConfig": "max_total_num_tokens full_max_total_num_tokens "
+    "swa_max_total_num_tokens",
     "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": "sizes req_to_token_pool",
     "configs.load_config.LoadConfig": "load_format",
     "model_loader.loader.get_model_loader": "load_config model_config",
@@ -104,7 +113,7 @@ PARAMETERS: dict[str, str] = {
 
 VARIABLES = """
     SGLANG_USE_CPU_ENGINE SGLANG_PLUGINS SGLANG_TEST_RETRACT SGLANG_TEST_RETRACT_INTERVAL
-    SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY
+    SGLANG_SWA_EVICTION_INTERVAL SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY
 """
 
 

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -40,7 +42,7 @@ MOE: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 
 
 def build(architecture: str, **overrides: Any) -> PreTrainedModel:
-    """A random model in BF16: ``qwen3``, ``llama``, ``qwen3_moe`` or ``glm4_moe``."""
+    """A random model in BF16: ``qwen3``, ``llama``, ``qwen3_moe``, ``glm4_moe`` or ``gpt_oss``."""
     torch.manual_seed(7)
     options = COMMON | overrides
     if architecture == "qwen3":
@@ -55,6 +57,21 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # Biases start at zero; a wrong rotation of them must show.
                 torch.nn.init.normal_(parameter, std=0.2)
+    elif architecture == "gpt_oss":
+        layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        # Every token goes to all experts: noise in the last bit of a router would choose others.
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 128}
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        model = GptOssForCausalLM(
+            GptOssConfig(**COMMON | layers | experts | {"sliding_window": 96, "rope_parameters": rope} | overrides)
+        )
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):  # As strong as the logits of some ten tokens: dropping them must show.
+                torch.nn.init.normal_(parameter, mean=2.0)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.02)
+            elif "embed_tokens" in name:
+                torch.nn.init.normal_(parameter)
     else:
         raise ValueError(f"unknown architecture {architecture}")
     return model.to(torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 from transformers import (
     BertConfig,
     DeepseekV3Config,
-    GptOssConfig,
+    Gemma2Config,
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
@@ -153,7 +153,7 @@ MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "DeepseekV3ForCausalLM",
         "latent attention",
     ),
-    "sliding": (lambda: GptOssConfig(**SMALL, head_dim=64), "GptOssForCausalLM", "sliding-window"),
+    "sliding": (lambda: Gemma2Config(**SMALL, head_dim=64), "Gemma2ForCausalLM", "sliding-window"),
     "dual chunk": (
         lambda: Qwen2Config(**SMALL, dual_chunk_attention_config={"chunk_size": 64, "local_size": 32}),
         "Qwen2ForCausalLM",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Qwen3Config, Qwen3VLConfig
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3Config, Qwen3VLConfig
 from typer.testing import CliRunner
 
 from oscar_rotation.files.rotation_file import save_rotation_file
@@ -71,6 +72,27 @@ def test_unsupported_model(model: Path) -> None:
     line = failed(doctor.model_checks(str(model), None, 8 * GIB), "model")
     assert "latent attention" in line
     assert line.endswith("-> use --kv-cache-dtype auto")
+
+
+def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss-20b's sizes: both halves in the account; a GPU is refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for side in "KV":
+        monkeypatch.setenv(f"SGLANG_OSCAR_{side}_ROTATION_PATH", "hadamard")
+    sizes = {"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    GptOssConfig(**sizes, hidden_size=2880, dtype="bfloat16", architectures=["GptOssForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    checks = by_name(doctor.model_checks(str(tmp_path), None, 80 * GIB))
+    assert all(check.ok for check in checks.values()), checks
+    assert "24 layers (12 in 2 bits, 12 with a window of 128)" in checks["model"].detail
+    assert "tokens x 3840 bytes" in checks["memory"].detail
+    assert "window layers: 12 in bfloat16, 24576 bytes a token" in checks["memory"].detail
+    fewer = re.search(r"would hold \d+ tokens, ([\d.]+) times fewer", checks["memory"].detail)
+    assert fewer is not None
+    assert float(fewer[1]) > 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "on a GPU" in failed(doctor.model_checks(str(tmp_path), None, 80 * GIB), "model")
 
 
 def test_unreadable_model(tmp_path: Path) -> None:

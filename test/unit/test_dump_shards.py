@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from oscar_rotation.dump import DumpReader, DumpWriter
+from sglang_oscar.calibration.dump_hook import Dump
 
 HIDDEN, HEAD_DIM, Q_HEADS, TOKENS = 16, 8, 8, 5
 
@@ -51,3 +54,18 @@ def test_ranks_of_sglang_are_gathered(
         expected = (x @ weight.T).unflatten(-1, (-1, HEAD_DIM))
         assert torch.allclose(getattr(gathered, name), expected, atol=1e-6)
     assert len(list((tmp_path / "layer_0/k").iterdir())) == min(size, kv_heads)
+
+
+def test_layers_without_an_int2_cache_are_left_out() -> None:
+    """Those with a sliding window are not dumped; the others are numbered one after the other, and complete a chunk."""
+    written: list[tuple[int, int]] = []
+    made: Any = Dump.__new__(Dump)
+    made.numbers, made.selected, made.seq_lens = {1: 0, 3: 1}, torch.arange(2), [2]
+    made.chunk, made.tokens, made.settings = 1, 0, SimpleNamespace(tokens=100)
+    made.covariances = None
+    made.writer = SimpleNamespace(write=lambda layer, chunk, *rest: written.append((layer, chunk)))
+    x = torch.zeros(3, 1, 4)
+    for layer_id, tokens in enumerate([0, 0, 0, 2]):
+        made.write(layer_id, x, x, x)
+        assert made.tokens == tokens
+    assert written == [(0, 1), (1, 1)]

@@ -12,8 +12,9 @@ from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
 from oscar_kernels.format import LayerFormat, SideFormat
-from sglang_oscar.attach import failure, flags, gate
+from sglang_oscar.attach import failure, flags, gate, releases
 from sglang_oscar.attention import backend
+from sglang_oscar.cpu import window_attention
 from sglang_oscar.errors import EXIT_CODE, Int2Error
 from sglang_oscar.memory import sizing
 
@@ -72,9 +73,14 @@ def test_a_gate_that_never_ran_is_noticed_in_the_worker(
     monkeypatch.setattr(failure, "reason", lambda: None)
     monkeypatch.setattr(backend, "register", lambda: None)
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
+    model = SimpleNamespace(is_hybrid_swa=False)
+    monkeypatch.setattr(releases, "model_config", lambda args: model)
+    monkeypatch.setattr(window_attention, "register", lambda: None)
 
     def configured() -> Any:
-        return sizing.around_configure_kv_cache_dtype(print, server_args_kv_cache_dtype="int2", is_draft_worker=False)
+        return sizing.around_configure_kv_cache_dtype(
+            print, server_args_kv_cache_dtype="int2", is_draft_worker=False, model_dtype=torch.bfloat16
+        )
 
     with pytest.raises(SystemExit) as caught:
         configured()
@@ -82,6 +88,9 @@ def test_a_gate_that_never_ran_is_noticed_in_the_worker(
     assert "passed none of its checks" in capsys.readouterr().err
     setattr(arguments, gate.PASSED, True)
     assert configured() == ("int2", torch.uint8)
+    # Stock backends of layers with a window read the type of their own pool here.
+    model.is_hybrid_swa = True
+    assert configured() == ("auto", torch.bfloat16)
 
 
 def test_the_mark_reaches_workers() -> None:

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
-from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.identity import ModelIdentity, check_identity
-from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from sglang_oscar.hybrids import refusals, tracking
 from sglang_oscar.hybrids.kept_windows import KeptWindows
-from sglang_oscar.hybrids.layers import attention_layer_ids, cache_layer_ids
 from sglang_oscar.hybrids.states import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.memory.plan import Geometry, make_plan
 from sglang_oscar.memory.side_buffers import SideBuffers
 
@@ -39,9 +36,8 @@ def qwen3_next() -> Any:
 def test_full_attention_layers_keep_their_global_ids() -> None:
     model = SimpleNamespace(hf_config=qwen3_next(), num_hidden_layers=48, linear_attn_registry_result=None)
     model.hf_config.get_text_config = lambda: model.hf_config
-    ids = attention_layer_ids(model)
-    assert ids == tuple(range(3, 48, 4))
-    assert cache_layer_ids(model, 0, 8) == [3, 7]
+    model.is_hybrid_swa = False
+    assert cached_layer_ids(model) == tuple(range(3, 48, 4))
 
 
 def test_state_of_qwen3_next() -> None:
@@ -164,19 +160,6 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
     before = side.ring.clone()
     tracking.keep_decoded(cache, batch)
     assert torch.equal(side.ring, before)
-
-
-def test_a_rotation_file_is_for_the_layers_that_it_states(tmp_path: Any) -> None:
-    def loaded(ids: list[int] | None) -> RotationSet:
-        facts = {} if ids is None else {"layer_ids": ids}
-        return RotationSet(torch.eye(4).expand(2, 4, 4), metadata=RotationMetadata(calibration=facts))
-
-    hybrid, dense = ModelIdentity(layer_ids=(3, 7)), ModelIdentity(layer_ids=(0, 1))
-    check_identity(loaded([3, 7]), tmp_path, hybrid)
-    check_identity(loaded(None), tmp_path, dense)
-    for ids, model in ((None, hybrid), ([1, 3], hybrid), ([3, 7], dense)):
-        with pytest.raises(RotationFileError, match="fitted for layers"):
-            check_identity(loaded(ids), tmp_path, model)
 
 
 ALLOWED = {

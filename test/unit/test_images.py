@@ -134,6 +134,7 @@ def test_passes_count_the_tokens_of_images() -> None:
 def model(**changes: Any) -> Any:
     fields = {
         "attention_arch": SimpleNamespace(name="MHA"), "is_hybrid_swa": False, "is_multimodal": True,
+        "has_attention_sinks": False,
         "hf_config": SimpleNamespace(architectures=["Qwen3VLForConditionalGeneration"]), "is_encoder_decoder": False,
         "is_generation": True, "head_dim": 128, "v_head_dim": 128, "model_path": "somewhere",
     }  # fmt: skip

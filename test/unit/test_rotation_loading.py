@@ -35,7 +35,7 @@ def test_clip_ratios(tmp_path: Path, suffix: str, override: dict[str, str], expe
         "SGLANG_OSCAR_K_ROTATION_PATH": write(tmp_path / f"k{suffix}", "k", STORED),
         "SGLANG_OSCAR_V_ROTATION_PATH": write(tmp_path / f"v{suffix}", "v", None),
     }
-    loaded = load_formats(Settings.from_env(env | override), LAYOUT, LAYERS)
+    loaded = load_formats(Settings.from_env(env | override), LAYOUT, range(LAYERS))
     assert list(loaded) == list(range(LAYERS))
     assert tuple(layer.key.transform.clip for layer in loaded.values()) == expected
     assert [layer.value.transform.clip for layer in loaded.values()] == [DEFAULT_V_CLIP] * LAYERS
@@ -53,11 +53,11 @@ def test_gains_reach_the_layers(tmp_path: Path) -> None:
     older = dataclasses.replace(rotations, duals=rotations.rotations.clone(), metadata=RotationMetadata(side="v"))
     save_rotation_file(tmp_path / "v.safetensors", older)
     paths = {f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH": str(tmp_path / f"{side}.safetensors") for side in "kv"}
-    loaded = load_formats(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "plus"}), LAYOUT, LAYERS)
+    loaded = load_formats(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "plus"}), LAYOUT, range(LAYERS))
     assert tuple(layer.key.transform.gain for layer in loaded.values()) == gains
     assert [layer.value.transform.gain for layer in loaded.values()] == [0.0] * LAYERS
     with pytest.raises(Int2Error, match="recipe plus, SGLANG_OSCAR_RECIPE asks for paper"):
-        load_formats(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "paper"}), LAYOUT, LAYERS)
+        load_formats(Settings.from_env(paths | {"SGLANG_OSCAR_RECIPE": "paper"}), LAYOUT, range(LAYERS))
 
 
 def test_rotations_per_kv_head(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_rotations_per_kv_head(tmp_path: Path) -> None:
         metadata = RotationMetadata(side=side)
         save_rotation_file(tmp_path / f"{side}.safetensors", RotationSet(rotations, metadata=metadata))
     settings = Settings.from_env(paths)
-    loaded = load_formats(settings, LAYOUT, LAYERS)
+    loaded = load_formats(settings, LAYOUT, range(LAYERS))
     for layer_id, layer in loaded.items():
         for _, side in layer.sides:
             assert side.transform.per_head
@@ -78,12 +78,12 @@ def test_rotations_per_kv_head(tmp_path: Path) -> None:
     rank = loaded[1].of_heads(slice(1, 2)).key.transform
     assert torch.equal(rank.matrix, rotations[1, 1:])
     with pytest.raises(Int2Error, match="rotations of 2 kv heads, the model has 4; use this model's file"):
-        load_formats(settings, RowLayout(4, HEAD_DIM, 64), LAYERS)
+        load_formats(settings, RowLayout(4, HEAD_DIM, 64), range(LAYERS))
 
 
 def test_identity_has_no_matrix() -> None:
     paths = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": recipe for side, recipe in (("K", "identity"), ("V", "hadamard"))}
-    for layer in load_formats(Settings.from_env(paths), LAYOUT, LAYERS).values():
+    for layer in load_formats(Settings.from_env(paths), LAYOUT, range(LAYERS)).values():
         assert layer.key.transform.matrix is None
         assert layer.value.transform.matrix is not None
 
@@ -97,24 +97,24 @@ def test_bits_are_the_files_own(tmp_path: Path) -> None:
         "SGLANG_OSCAR_V_ROTATION_PATH": write(tmp_path / "v.safetensors", "v", None),
         "SGLANG_OSCAR_V_BITS": "2",
     }
-    loaded = load_formats(Settings.from_env(env), LAYOUT, LAYERS)
+    loaded = load_formats(Settings.from_env(env), LAYOUT, range(LAYERS))
     assert [layer.key_layout.bits for layer in loaded.values()] == [3, 2, 4]
     assert [layer.value_layout.bits for layer in loaded.values()] == [2, 2, 2]
     assert [layer.key_layout.head_bytes for layer in loaded.values()] == [28, 20, 36]
     for name, message in (("K", r"_K_BITS=2: .*fitted for codes of 2, 3, 4 bits"), ("V", None)):
         other = Settings.from_env(env | {f"SGLANG_OSCAR_{name}_BITS": "2"})
         if message is None:
-            assert load_formats(other, LAYOUT, LAYERS).keys() == loaded.keys()
+            assert load_formats(other, LAYOUT, range(LAYERS)).keys() == loaded.keys()
         else:
             with pytest.raises(Int2Error, match=message):
-                load_formats(other, LAYOUT, LAYERS)
+                load_formats(other, LAYOUT, range(LAYERS))
     with pytest.raises(Int2Error, match=r"_V_BITS=3: .*fitted for codes of 2 bits; unset the variable"):
-        load_formats(Settings.from_env(env | {"SGLANG_OSCAR_V_BITS": "3"}), LAYOUT, LAYERS)
+        load_formats(Settings.from_env(env | {"SGLANG_OSCAR_V_BITS": "3"}), LAYOUT, range(LAYERS))
 
 
 def test_bits_of_built_in_recipes() -> None:
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"}
-    loaded = load_formats(Settings.from_env(env | {"SGLANG_OSCAR_K_BITS": "3"}), LAYOUT, LAYERS)
+    loaded = load_formats(Settings.from_env(env | {"SGLANG_OSCAR_K_BITS": "3"}), LAYOUT, range(LAYERS))
     assert {(layer.key_layout.bits, layer.value_layout.bits) for layer in loaded.values()} == {(3, 2)}
 
 
@@ -123,7 +123,7 @@ def test_a_side_left_exact_is_stored_as_it_is(tmp_path: Path) -> None:
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"}
     exact = env | {"SGLANG_OSCAR_V_BITS": "16", "SGLANG_OSCAR_V_CLIP_RATIO": "0.5"}
     layout = dataclasses.replace(LAYOUT, exact_dtype=torch.float16)
-    for layer in load_formats(Settings.from_env(exact), layout, LAYERS).values():
+    for layer in load_formats(Settings.from_env(exact), layout, range(LAYERS)).values():
         assert layer.key.transform.matrix is not None
         assert vars(layer.value.transform) == vars(SideTransform())
         assert (layer.value_layout.bits, layer.value_layout.exact_dtype) == (16, torch.float16)
@@ -140,7 +140,9 @@ def test_a_side_left_exact_is_stored_as_it_is(tmp_path: Path) -> None:
     values = RotationSet(eye, duals=eye.clone(), metadata=RotationMetadata(side="v", recipe="plus"))
     save_rotation_file(tmp_path / "v.safetensors", values)
     files = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(tmp_path / f"{side.lower()}.safetensors") for side in "KV"}
-    first, second, third = (of.key.transform for of in load_formats(Settings.from_env(files), LAYOUT, LAYERS).values())
+    first, second, third = (
+        of.key.transform for of in load_formats(Settings.from_env(files), LAYOUT, range(LAYERS)).values()
+    )
     assert (first.gain, second.gain, third.gain) == (0.9, 0.0, 0.0)
     assert second.matrix is second.dual is second.center is third.center is None
     assert third.matrix is not None

@@ -178,18 +178,18 @@ def test_recipe_and_files_must_agree(plus_files):
     """Files say which recipe they are of, both the same; where the variable says one, files of another are refused."""
     from sglang_oscar.weights.rotations import load_formats
 
-    load_formats(Settings.from_env(plus_files), PLUS_ROWS, 2)
+    load_formats(Settings.from_env(plus_files), PLUS_ROWS, range(2))
     built_in = dict.fromkeys(plus_files, "hadamard")
-    load_formats(Settings.from_env(built_in), PLUS_ROWS, 2)
+    load_formats(Settings.from_env(built_in), PLUS_ROWS, range(2))
     with pytest.raises(Int2Error, match=r"is of the recipe plus, SGLANG_OSCAR_RECIPE asks for paper; .* or unset"):
-        load_formats(Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "paper"}), PLUS_ROWS, 2)
+        load_formats(Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "paper"}), PLUS_ROWS, range(2))
     with pytest.raises(Int2Error, match="hadamard is of the recipe paper, SGLANG_OSCAR_RECIPE asks for plus"):
-        load_formats(Settings.from_env(built_in | {"SGLANG_OSCAR_RECIPE": "plus"}), PLUS_ROWS, 2)
+        load_formats(Settings.from_env(built_in | {"SGLANG_OSCAR_RECIPE": "plus"}), PLUS_ROWS, range(2))
     for side in plus_files:
         with pytest.raises(Int2Error, match=r"is of the recipe .*, SGLANG_OSCAR_V.* give two files of one fit"):
-            load_formats(Settings.from_env(plus_files | {side: "identity"}), PLUS_ROWS, 2)
+            load_formats(Settings.from_env(plus_files | {side: "identity"}), PLUS_ROWS, range(2))
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
-    loaded = load_formats(plus, PLUS_ROWS, 2)
+    loaded = load_formats(plus, PLUS_ROWS, range(2))
     for layer in loaded.values():
         key, value = layer.key.transform, layer.value.transform
         assert key.center.shape == (3, 64)
@@ -197,13 +197,13 @@ def test_recipe_and_files_must_agree(plus_files):
         assert torch.equal(value.reading * 16, value.matrix)
     mixed = plus_files | {"SGLANG_OSCAR_RECIPE": "plus", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
     with pytest.raises(Int2Error, match="V_ROTATION_PATH: hadamard is of the recipe paper"):
-        load_formats(Settings.from_env(mixed), PLUS_ROWS, 2)
+        load_formats(Settings.from_env(mixed), PLUS_ROWS, range(2))
     with pytest.raises(Int2Error, match="SGLANG_OSCAR_RECIPE='best'"):
         Settings.from_env({"SGLANG_OSCAR_RECIPE": "best"})
     swapped = plus_files | {"SGLANG_OSCAR_RECIPE": "plus"}
     swapped["SGLANG_OSCAR_V_ROTATION_PATH"] = plus_files["SGLANG_OSCAR_K_ROTATION_PATH"]
     with pytest.raises(Int2Error, match="centers values, which is not served"):
-        load_formats(Settings.from_env(swapped), PLUS_ROWS, 2)
+        load_formats(Settings.from_env(swapped), PLUS_ROWS, range(2))
 
 
 def test_centers_of_another_model(plus_files):
@@ -211,7 +211,7 @@ def test_centers_of_another_model(plus_files):
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
     with pytest.raises(Int2Error, match="centers of 3 kv heads, the model has 2"):
-        load_formats(plus, RowLayout(2, 64, 64), 2)
+        load_formats(plus, RowLayout(2, 64, 64), range(2))
 
 
 def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
@@ -220,7 +220,7 @@ def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
     from sglang_oscar.weights.rotations import load_formats
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
-    loaded = load_formats(plus, PLUS_ROWS, 2)
+    loaded = load_formats(plus, PLUS_ROWS, range(2))
     own = {layer_id: layer.of_heads(slice(1, 2)) for layer_id, layer in loaded.items()}
     for absorbed in (False, True):
         layers = cached_layers(own, dict.fromkeys(own), "cpu", absorbed)

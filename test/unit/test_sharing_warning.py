@@ -27,7 +27,7 @@ def warning(folder: Path, kv_heads: int, per_head: bool, values_per_head: bool =
         save_rotation_file(path, RotationSet(rotations, metadata=RotationMetadata(side=side)))
         paths[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(path)
     settings = Settings.from_env(paths)
-    return sharing_warning(settings, load_formats(settings, RowLayout(kv_heads, HEAD_DIM, 64), LAYERS))
+    return sharing_warning(settings, load_formats(settings, RowLayout(kv_heads, HEAD_DIM, 64), range(LAYERS)))
 
 
 @pytest.mark.parametrize("kv_heads", [2, FEW_HEADS])
@@ -51,7 +51,7 @@ def test_no_warning(tmp_path: Path, kv_heads: int, per_head: bool, values: bool)
 
 def test_built_in_recipes_are_not_warned_of() -> None:
     settings = Settings.from_env({f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"})
-    assert sharing_warning(settings, load_formats(settings, RowLayout(2, HEAD_DIM, 64), LAYERS)) is None
+    assert sharing_warning(settings, load_formats(settings, RowLayout(2, HEAD_DIM, 64), range(LAYERS))) is None
 
 
 def test_layers_left_exact_share_nothing(tmp_path: Path) -> None:
@@ -65,4 +65,4 @@ def test_layers_left_exact_share_nothing(tmp_path: Path) -> None:
         save_rotation_file(path, RotationSet(matrices, metadata=RotationMetadata(side=side, recipe="plus"), bits=bits))
         paths[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(path)
     settings = Settings.from_env(paths)
-    assert sharing_warning(settings, load_formats(settings, RowLayout(2, HEAD_DIM, 64), LAYERS)) is None
+    assert sharing_warning(settings, load_formats(settings, RowLayout(2, HEAD_DIM, 64), range(LAYERS))) is None

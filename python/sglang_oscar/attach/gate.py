@@ -23,6 +23,7 @@ from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
 from sglang_oscar.settings import Settings
+from sglang_oscar.sliding_windows import models as windows
 from sglang_oscar.speculation import arguments as speculation
 from sglang_oscar.speculation import draft_model
 from sglang_oscar.weights.rotations import model_formats
@@ -79,8 +80,7 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     settings = Settings.from_env()
     # These come again after SGLang's own resolution, which stops at some with a traceback and switches others on.
     refusals.check_arguments(self)
-    check_model_early(self)
-    configure(self, settings)
+    configure(self, settings, check_model_early(self))
     original(self)
     check(releases.resolved(self), settings, releases.model_config(self))
     if speculation.drafts_with_model(releases.resolved(self)):
@@ -106,17 +106,21 @@ def before_check_server_args(self: Any) -> None:
             raise
 
 
-def configure(args: Any, settings: Settings) -> None:
+def configure(args: Any, settings: Settings, model: Any = None) -> None:
     """Set the arguments that int2 mode decides: attention backends, page size, how a draft model drafts.
+
+    Args:
+        args: server arguments as the operator gave them; they are written.
+        settings: of int2 mode.
+        model: SGLang's ModelConfig; None where it cannot be read.
 
     Raises:
         Int2Error: page size and sink window do not fit together.
     """
-    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in backends if getattr(args, name)]
-    if {getattr(args, name) for name in backends} - {None, BACKEND}:
-        logger.warning("int2 mode brings its own attention backend and does not use %s", ", ".join(given))
-    args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend = BACKEND, None, None
+    if model is not None and windows.is_served(model):
+        windows.configure(args)
+    else:
+        _configure_backends(args)
     speculation.configure(args)
     disaggregation.configure(args)
     sink = settings.windows.sink
@@ -137,8 +141,19 @@ def configure(args: Any, settings: Settings) -> None:
         )
 
 
-def check_model_early(args: Any) -> None:
+def _configure_backends(args: Any) -> None:
+    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in backends if getattr(args, name)]
+    if {getattr(args, name) for name in backends} - {None, BACKEND}:
+        logger.warning("int2 mode brings its own attention backend and does not use %s", ", ".join(given))
+    args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend = BACKEND, None, None
+
+
+def check_model_early(args: Any) -> Any:
     """Refuse a model before SGLang looks for an attention backend that suits it, and fails to find one.
+
+    Returns:
+        SGLang's ModelConfig; None where it cannot be read.
 
     Raises:
         Int2Error: naming the model and the feature.
@@ -148,8 +163,9 @@ def check_model_early(args: Any) -> None:
     try:
         model = ModelConfig.from_server_args(args)
     except Exception:  # an unreadable model is SGLang's to report, in its own words
-        return
+        return None
     refusals.check_model(model, args)
+    return model
 
 
 def check(args: Any, settings: Settings, model: Any) -> None:
@@ -178,7 +194,7 @@ def check(args: Any, settings: Settings, model: Any) -> None:
     check_device(args.device)
     if args.device == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
         raise Int2Error(f"int2 mode computes in 16 bits on a GPU, the model in {model.dtype}; set --dtype bfloat16")
-    if args.attention_backend != BACKEND:
+    if args.attention_backend != BACKEND and not windows.is_served(model):
         raise Int2Error(
             f"SGLang insists on attention backend {args.attention_backend} for this model; use --kv-cache-dtype auto"
         )

@@ -9,6 +9,7 @@ from sglang_oscar.attach.releases import argument
 from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.hybrids import refusals as hybrids
+from sglang_oscar.sliding_windows import models as windows
 from sglang_oscar.speculation import arguments as speculation
 from sglang_oscar.tiers import arguments as tiers
 
@@ -132,7 +133,6 @@ def _other_multimodal(model: Any) -> bool:
 
 MODELS: list[tuple[Check, str]] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
-    (lambda m: m.is_hybrid_swa, "models with sliding-window attention layers"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
     (_other_multimodal, "multimodal models other than Qwen2.5-VL and Qwen3-VL"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
@@ -170,6 +170,7 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
     for refused, what in MODELS:
         if refused(model_config):
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
+    windows.check(model_config, server_args)
     linear = mambaish_config(model_config) is not None
     unknown = linear and hybrids.MODELS.isdisjoint(model_config.hf_config.architectures)
     if unknown or is_minimax_sparse(model_config.hf_config):

@@ -107,6 +107,23 @@ def field_defaults(record: type) -> dict[str, Any]:
     return {field.name: field.default for field in msgspec.structs.fields(record)}
 
 
+def window_ratio(server_args: Any) -> float | None:
+    """What the operator says of the size of the pool of sliding windows; None where that is left to SGLang.
+
+    Older releases cannot tell their default from the same number on the command line.
+
+    Args:
+        server_args: SGLang's ServerArgs, resolved.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    ratio: float | None = server_args.swa_full_tokens_ratio
+    given = getattr(server_args, "_swa_full_tokens_ratio_explicitly_set", None)
+    if given is None:
+        given = ratio != field_defaults(ServerArgs)["swa_full_tokens_ratio"]
+    return ratio if given else None
+
+
 # Requests. A request's row and how far it is computed moved from the request to what it holds of the cache.
 
 

@@ -15,6 +15,9 @@ from sglang_oscar.disaggregation import handshake, retraction, waiting
 from sglang_oscar.hybrids import states
 from sglang_oscar.memory import sizing
 from sglang_oscar.requests import lifecycle
+from sglang_oscar.sliding_windows import attention as window_attention
+from sglang_oscar.sliding_windows import prefix_hits
+from sglang_oscar.sliding_windows import sizing as window_sizing
 from sglang_oscar.speculation import arguments as speculation
 from sglang_oscar.speculation import commit
 from sglang_oscar.tiers import hooks as tiers
@@ -106,6 +109,16 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(at(MEM + "common.release_kv_cache"), BEFORE, lifecycle.before_release_kv_cache),
     Touchpoint(at(ROW_POOL + "free"), BEFORE, lifecycle.before_free_row),
     Touchpoint(at(ROW_POOL + "clear"), BEFORE, lifecycle.before_clear_rows),
+    # Layers with a sliding window beside the INT2 cache.
+    Touchpoint(
+        at(SRT + "layers.attention.attention_registry.attn_backend_wrapper"), AROUND, window_attention.around_wrapper
+    ),
+    Touchpoint(
+        at(SRT + "model_executor.pool_configurator.create_memory_pool_configurator"),
+        AROUND,
+        window_sizing.around_create_configurator,
+    ),
+    Touchpoint(at(MEM + "common.free_swa_out_of_window_slots"), AROUND, prefix_hits.around_free_out_of_window),
     # Weights: the value rotation.
     Touchpoint(at(SRT + "model_executor.model_runner.ModelRunner.load_model"), AROUND, absorption.around_load_model),
     Touchpoint(

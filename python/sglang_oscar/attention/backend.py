@@ -43,6 +43,9 @@ class OscarAttentionBackend(AttentionBackend):
         Int2Error: the pools are not those of int2 mode.
     """
 
+    has_sink_logits = False
+    """Whether layers of the model come with sink logits (:mod:`oscar_kernels.sink_logits`)."""
+
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         cache = cache_of(model_runner.token_to_kv_pool)
@@ -52,6 +55,7 @@ class OscarAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.cache = cache
+        self.has_sink_logits = model_runner.model_config.has_attention_sinks
         server_args = releases.resolved(model_runner.server_args)
         self.new_tokens = new_tokens(server_args)
         try:
@@ -123,7 +127,7 @@ class OscarAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """One token per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
-        call = _checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        call = self._checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         return compiled.decode(*call) if torch.compiler.is_compiling() else self.decode(call)
 
     def forward_extend(
@@ -142,7 +146,7 @@ class OscarAttentionBackend(AttentionBackend):
         Where ranks exchange activations SGLang pads a batch to a multiple of their number. Rows behind the real tokens
         are neither attended to nor stored, and come back as zeros.
         """
-        call = _checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        call = self._checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         assert self.batch is not None
         if self.batch.visible is not None:
             return self._attend(self.kernels.verify, call)
@@ -162,7 +166,8 @@ class OscarAttentionBackend(AttentionBackend):
         slots = StoreSlots(call.out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
         layer, batch = self.cache.layers[call.layer_id], replace(self.batch, slots=slots)
         self._wait_for_rows(call.layer_id)
-        out = attend(layer, batch, call.q, call.k, call.v, call.sm_scale)
+        sinks = () if call.sinks is None else (call.sinks,)
+        out = attend(layer, batch, call.q, call.k, call.v, call.sm_scale, *sinks)
         if batch.kept is not None:
             self.kernels.store(layer, replace(batch.kept, row=call.out_cache_loc), call.k, call.v)
         return out.to(call.q.dtype).view(call.q.shape[0], -1)
@@ -182,25 +187,27 @@ class OscarAttentionBackend(AttentionBackend):
             return int(forward_batch.seq_lens_cpu.max())
         return self.req_to_token_pool.req_to_token.shape[1]
 
-
-def _checked_call(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool,
-    extras: dict[str, Any],
-) -> Call:
-    unknown = sorted(name for name, value in extras.items() if value is not None)
-    if k is None or not save_kv_cache or unknown:
-        what = f"{', '.join(unknown)}" if unknown else "attention that does not store its keys and values"
-        raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")
-    return Call(
-        q.view(-1, layer.tp_q_head_num, layer.head_dim),
-        k.view(-1, layer.tp_k_head_num, layer.head_dim),
-        v.view(-1, layer.tp_v_head_num, layer.head_dim),
-        forward_batch.out_cache_loc,
-        layer.layer_id,
-        layer.scaling,
-    )
+    def _checked_call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        extras: dict[str, Any],
+    ) -> Call:
+        known = {"sinks"} if self.has_sink_logits else set()
+        unknown = sorted(name for name, value in extras.items() if value is not None and name not in known)
+        if k is None or not save_kv_cache or unknown:
+            what = f"{', '.join(unknown)}" if unknown else "attention that does not store its keys and values"
+            raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")
+        return Call(
+            q.view(-1, layer.tp_q_head_num, layer.head_dim),
+            k.view(-1, layer.tp_k_head_num, layer.head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.head_dim),
+            forward_batch.out_cache_loc,
+            layer.layer_id,
+            layer.scaling,
+            extras.get("sinks"),
+        )

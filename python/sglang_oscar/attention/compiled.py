@@ -23,6 +23,7 @@ class Call(NamedTuple):
     out_cache_loc: torch.Tensor
     layer_id: int
     sm_scale: float
+    sinks: torch.Tensor | None = None
 
     def first(self, tokens: int) -> Call:
         """The call without what lies behind ``tokens``."""
@@ -34,7 +35,13 @@ class Call(NamedTuple):
 # Strides as traced: values are a slice of the projections' output, heads of which kernels read at 16-byte addresses.
 @torch.library.custom_op("sglang_oscar::decode", mutates_args=(), tags=[torch.Tag.needs_exact_strides])
 def decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor, layer_id: int, sm_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    layer_id: int,
+    sm_scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store one token per request and attend, with the backend of the forward pass that is running.
 
@@ -44,16 +51,23 @@ def decode(
         out_cache_loc: int64 [batch], history slots of the tokens.
         layer_id: of the attention layer.
         sm_scale: factor on the logits.
+        sinks: [q_heads], sink logits; None for a model without.
 
     Returns:
         [batch, q_heads * head_dim] in the dtype of ``q``.
     """
-    return get_attn_backend().decode(Call(q, k, v, out_cache_loc, layer_id, sm_scale))
+    return get_attn_backend().decode(Call(q, k, v, out_cache_loc, layer_id, sm_scale, sinks))
 
 
 @decode.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor, layer_id: int, sm_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    layer_id: int,
+    sm_scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 

@@ -12,6 +12,7 @@ from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.sink_logits import scale_by_sinks
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.store import rotate_queries, store
 from sglang_oscar.attention import decode_choice
@@ -80,13 +81,22 @@ class GpuKernels:
             )
 
     def decode(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
         rotated = self._store(layer, batch, q, k, v)
-        return _rotate(
-            self._decode(layer.cache, batch.tables, rotated, sm_scale), self._prepared[id(layer)].value.reading
-        )
+        lse = None if sinks is None else _sums(q)
+        out = self._decode(layer.cache, batch.tables, rotated, sm_scale, lse=lse)
+        if sinks is not None and lse is not None:
+            out = scale_by_sinks(out, lse, sinks, q, layer.format.key.transform.plain_center, sm_scale)
+        return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def _store(
         self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -120,7 +130,14 @@ class GpuKernels:
         return self._ragged.plan(batch.tables, batch.prefix_lens, batch.extend_lens)
 
     def extend(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
         prepared, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
@@ -134,17 +151,25 @@ class GpuKernels:
         chunk = k
         if cached and key.plain_center is not None:
             chunk = (k - key.plain_center).to(k.dtype)
+        lse = None if sinks is None else _sums(q)
         if plan is None:
             assert rotated is not None
-            out = extend(layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale)
+            out = extend(layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale, lse=lse)
         else:
             assert self._ragged is not None
-            out = self._ragged.run(plan, layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale)
+            out = self._ragged.run(plan, layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale, lse)
         store(layer.cache, batch.slots, k, v, prepared)
         if plan is not None and plan.decoding is not None:
             assert rotated is not None
             own = plan.decoding.tokens
-            out[own] = self._decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale)
+            own_lse = None if lse is None else _sums(rotated[own])
+            out[own] = self._decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale, lse=own_lse)
+            if lse is not None and own_lse is not None:
+                lse[own] = own_lse
+        if sinks is not None and lse is not None:
+            # Keys of the chunk are centered where cached ones are attended to, too.
+            center = layer.format.key.transform.plain_center if cached else None
+            out = scale_by_sinks(out, lse, sinks, q, center, sm_scale)
         return _rotate(out, value.reading) if cached else out
 
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -156,6 +181,11 @@ def _distinct(cache: Int2Cache) -> list[LayerCache]:
     """One layer of every kind of rows: kernels are compiled for each."""
     kinds = {(layer.cache.k_layout, layer.cache.v_layout): layer.cache for layer in cache.layers.values()}
     return list(kinds.values())
+
+
+def _sums(q: torch.Tensor) -> torch.Tensor:
+    """Room for the log-sum-exp of every query."""
+    return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 def _rotate(x: torch.Tensor, matrix: SplitMatrix | None) -> torch.Tensor:

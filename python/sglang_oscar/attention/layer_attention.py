@@ -12,16 +12,28 @@ import torch
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
+from oscar_kernels.sink_logits import scale_by_sinks
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import CachedLayer
 
 
 class Kernels(Protocol):
-    """Store and attention of one layer. ``v`` and results are in the basis of the cached values."""
+    """Store and attention of one layer. ``v`` and results are in the basis of the cached values.
+
+    ``sinks`` [q_heads] are sink logits of the layer's heads (:mod:`oscar_kernels.sink_logits`); None for a model
+    without.
+    """
 
     def decode(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store one token per request, then attend; q [batch, q_heads, head_dim], k and v [batch, kv_heads, ...]."""
 
@@ -34,7 +46,14 @@ class Kernels(Protocol):
         """Decide once per forward pass what ``extend`` does in every layer; kept in the batch."""
 
     def extend(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend from a chunk per request to the cache and to the chunk itself, then store the chunk."""
 
@@ -46,12 +65,22 @@ class TorchKernels:
     """The reference implementation, for machines without a GPU."""
 
     def decode(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
         key, value = layer.format.key.transform, layer.format.value.transform
         reference.store(layer.cache, batch.slots, k, v, layer.format)
-        out = reference.decode(layer.cache, batch.tables, q, key.reading, sm_scale)
+        lse = None if sinks is None else torch.empty(q.shape[:2])
+        out = reference.decode(layer.cache, batch.tables, q, key.reading, sm_scale, lse)
+        if sinks is not None and lse is not None:
+            out = scale_by_sinks(out, lse, sinks, q, key.plain_center, sm_scale)
         return reference.rotate(out, value.back)
 
     def verify(
@@ -69,14 +98,25 @@ class TorchKernels:
         return None
 
     def extend(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`Kernels`."""
         assert batch.extend_lens is not None
         key, value = layer.format.key.transform, layer.format.value.transform
         rotated = reference.rotate(v, value.matrix)
         chunk = k if key.plain_center is None else k.float() - key.plain_center
-        out = reference.extend(layer.cache, batch.tables, q, chunk, rotated, batch.extend_lens, key.reading, sm_scale)
+        lse = None if sinks is None else torch.empty(q.shape[:2])
+        tables, lens = batch.tables, batch.extend_lens
+        out = reference.extend(layer.cache, tables, q, chunk, rotated, lens, key.reading, sm_scale, lse)
+        if sinks is not None and lse is not None:
+            out = scale_by_sinks(out, lse, sinks, q, key.plain_center, sm_scale)
         reference.store(layer.cache, batch.slots, k, v, layer.format)
         return reference.rotate(out, value.back)
 

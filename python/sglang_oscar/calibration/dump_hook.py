@@ -22,7 +22,7 @@ from oscar_rotation.dump.writer import DumpWriter
 from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal, malformed
-from sglang_oscar.hybrids.layers import attention_layer_ids
+from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.weights.model_identity import model_identity
 
 logger = logging.getLogger(__name__)
@@ -126,8 +126,8 @@ class Dump:
         from sglang.srt.runtime_context import get_parallel
 
         model, parallel = releases.model_config(server_args), get_parallel()
-        layers = attention_layer_ids(model)
-        self.number = {layer_id: number for number, layer_id in enumerate(layers)}
+        layers = cached_layer_ids(model)
+        self.numbers = {layer_id: number for number, layer_id in enumerate(layers)}
         self.rank = parallel.attn_tp_rank
         self.settings = settings
         # Chunk 0 is the server's warm-up request, which a fit leaves out.
@@ -149,7 +149,7 @@ class Dump:
             model_hash=model_identity(server_args.model_path, model).model_hash,
             weights=weights_place(server_args.model_path),
             num_layers=len(layers),
-            layer_ids=None if layers == tuple(range(len(layers))) else layers,
+            layer_ids=None if len(layers) == model.num_hidden_layers else layers,
             q_heads=model.num_attention_heads,
             kv_heads=model.get_total_num_kv_heads(),
             head_dim=model.head_dim,
@@ -180,13 +180,15 @@ class Dump:
         self.chunk += bool(spans)
 
     def write(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the selected tokens of one layer, given by its id; the last layer completes the chunk."""
-        if self.selected is None:
+        """Write the selected tokens of one layer; the last layer completes the chunk. Layers without an INT2 cache are
+        left out."""
+        if self.selected is None or layer_id not in self.numbers:
             return
-        index, number = self.selected.to(q.device), self.number[layer_id]
+        number = self.numbers[layer_id]
+        index = self.selected.to(q.device)
         writer = self.covariances or self.writer
         writer.write(number, self.chunk, q[index], k[index], v[index], self.seq_lens)
-        if number < len(self.number) - 1:
+        if number < len(self.numbers) - 1:
             return
         if self.chunk:
             self.tokens += sum(self.seq_lens)
@@ -228,7 +230,7 @@ def before_attention(self: Any, q: Any, k: Any, v: Any, forward_batch: Any, *arg
             from sglang.srt.runtime_context import get_server_args
 
             _dump = Dump(_settings, get_server_args(), self.scaling)
-        if _dump.number[self.layer_id] == 0:
+        if _dump.numbers.get(self.layer_id) == 0:
             _dump.select(forward_batch)
         tokens = sum(forward_batch.extend_seq_lens_cpu)
         heads = [(q, self.tp_q_head_num), (k, self.tp_k_head_num), (v, self.tp_v_head_num)]

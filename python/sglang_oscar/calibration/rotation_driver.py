@@ -40,7 +40,7 @@ def run_fit(
     with progress_bar() as progress:
         result = chosen.run(FitRequest(folder.dump, options, device=device, progress=progress))
     target = out or folder.rotations(recipe)
-    result.save(target, chosen.suffixes[:1])
+    result.save(target, result.usual_formats(chosen.suffixes))
     if result.report:
         write_report(target, result.report)
     for remark in result.remarks:

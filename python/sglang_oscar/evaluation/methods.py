@@ -89,7 +89,7 @@ def bits_per_element(config: Any, group_size: int, env: Mapping[str, str]) -> fl
     settings = Settings.from_env(env)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layout = RowLayout(config.num_key_value_heads, head_dim, group_size, settings.scale_torch_dtype)
-    formats = load_formats(settings, layout, config.num_hidden_layers)
+    formats = load_formats(settings, layout, range(config.num_hidden_layers))
     geometry = Geometry(formats, settings.windows, settings.window_torch_dtype)
     return geometry.bits_per_element(CONTEXT_OF_BITS)
 

@@ -44,8 +44,10 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     from sglang.srt.runtime_context import get_parallel
 
     settings, device, geometry = of_this_process(), configurator.device, plan.geometry
-    check_layers(configurator.model, set(geometry.formats))
-    whole = model_formats(configurator.server_args, settings, configurator.model_config)
+    model_config = configurator.model_config
+    windows = set(model_config.swa_attention_layer_ids) if model_config.is_hybrid_swa else set()
+    check_layers(configurator.model, set(geometry.formats), windows)
+    whole = model_formats(configurator.server_args, settings, model_config)
     pool = Int2TokenToKVPool(
         sizes.max_total_num_tokens,
         formats=geometry.formats,
@@ -132,19 +134,21 @@ def cached_layers(
     }
 
 
-def check_layers(model: Any, ids: set[int]) -> None:
+def check_layers(model: Any, ids: set[int], windows: set[int] = frozenset()) -> None:  # type: ignore[assignment]
     """Refuse models whose attention layers do not map one to one to cache layers.
 
     Args:
         model: the loaded model.
         ids: of the cache layers.
+        windows: of layers with a sliding window, whose cache is SGLang's.
 
     Raises:
         Int2Error: an unsupported attention feature, or layers that share their cache.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    found = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    every = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    found = [layer for layer in every if layer.layer_id not in windows]
     for layer in found:
         refusals.check_attention_layer(layer)
     if sorted(layer.layer_id for layer in found) != sorted(ids):

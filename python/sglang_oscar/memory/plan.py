@@ -19,6 +19,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.settings import Settings
+from sglang_oscar.sliding_windows.plan import WindowPool
 
 if TYPE_CHECKING:
     from sglang_oscar.hybrids.states import StateSlots
@@ -95,7 +96,8 @@ class MemoryPlan:
 
     ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none. ``waiting`` counts
     further requests that hold a window: on a decode server those whose prompts are on their way. ``states`` are those
-    of a hybrid model's linear layers; the budget is what they leave.
+    of a hybrid model's linear layers; the budget is what they leave. ``windows`` is what layers with a sliding window
+    need, None where there are none.
     """
 
     geometry: Geometry
@@ -105,11 +107,13 @@ class MemoryPlan:
     draft_bytes: int = 0
     waiting: int = 0
     states: StateSlots | None = None
+    windows: WindowPool | None = None
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in the history pool and in the cache of a draft model."""
-        return self.geometry.cell_bytes + self.draft_bytes
+        """Bytes of one token in all pools whose size follows the history pool's."""
+        own = self.geometry.cell_bytes + self.draft_bytes
+        return own if self.windows is None else own + self.windows.bytes_per_token
 
     @property
     def ring_rows(self) -> int:
@@ -129,7 +133,8 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of all that is not the history pool."""
-        return self.side_bytes + (0 if self.extend is None else self.extend.total_bytes)
+        windows = 0 if self.windows is None else self.windows.fixed_bytes(self.max_running)
+        return self.side_bytes + windows + (0 if self.extend is None else self.extend.total_bytes)
 
     def lines(self, tokens: int) -> list[str]:
         """The start-up account.
@@ -154,8 +159,13 @@ class MemoryPlan:
             f"effective bits per element with windows: {bits}",
             *([] if self.states is None else [self.states.line(tokens)]),
             *([] if self.draft_bytes == 0 else [self._draft_line(tokens)]),
+            *([] if self.windows is None else self._window_lines(self.windows, tokens)),
             *([] if self.extend is None else [self.extend.line()]),
         ]
+
+    def _window_lines(self, windows: WindowPool, tokens: int) -> list[str]:
+        geometry = self.geometry
+        return windows.lines(self.max_running, tokens, geometry.cell_bytes, geometry.full_token_bytes)
 
     def _draft_line(self, tokens: int) -> str:
         share = self.draft_bytes / self.token_bytes
@@ -175,6 +185,7 @@ def make_plan(
     draft_bytes: int = 0,
     waiting: int = 0,
     states: StateSlots | None = None,
+    windows: WindowPool | None = None,
 ) -> MemoryPlan:
     """Split a budget.
 
@@ -187,19 +198,23 @@ def make_plan(
         draft_bytes: of a token in the cache of a draft model.
         waiting: requests with a window beyond the running ones.
         states: of linear layers, which bound the requests that may run.
+        windows: what layers with a sliding window need.
 
     Raises:
         Int2Error: the side buffers leave no room for history.
     """
     per_request = geometry.ring_bytes + 2 * geometry.sink_bytes
     fixed = geometry.ring_bytes + geometry.sink_bytes + waiting * per_request
+    if windows is not None:
+        fixed += windows.fixed_bytes(0)
+        per_request += windows.fixed_bytes(1) - windows.fixed_bytes(0)
     if max_running is None:
         room = SIDE_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
     if states is not None:
         max_running = max(1, min(max_running, states.requests))
-    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, waiting, states)
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, waiting, states, windows)
     # The pool needs the padding page and at least one page for a request.
     needed = plan.fixed_bytes + 2 * page_size * plan.token_bytes
     if needed > budget_bytes:

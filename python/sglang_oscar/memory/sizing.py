@@ -12,12 +12,12 @@ from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.disaggregation.arguments import waiting_rows
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.hybrids.layers import cache_layer_ids
 from sglang_oscar.hybrids.states import state_slots
 from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DTYPE, is_int2
 from sglang_oscar.settings import of_this_process
+from sglang_oscar.sliding_windows.sizing import window_pool_of
 from sglang_oscar.speculation import draft_model
 from sglang_oscar.speculation.arguments import new_tokens, with_room
 from sglang_oscar.weights.rotations import model_formats
@@ -32,14 +32,15 @@ def geometry_of(configurator: Any) -> Geometry:
     Raises:
         Int2Error: the rotations cannot be loaded, or are not of all layers.
     """
-    settings, info = of_this_process(), configurator.layer_info
-    formats = model_formats(configurator.server_args, settings, configurator.model_config)
-    ids = cache_layer_ids(configurator.model_config, info.start_layer, info.end_layer)
-    if not set(ids) <= formats.keys():
+    settings, info, model = of_this_process(), configurator.layer_info, configurator.model_config
+    formats = model_formats(configurator.server_args, settings, model)
+    if info.end_layer > model.num_hidden_layers:
         raise Int2Error(
-            f"--kv-cache-dtype int2 needs one attention layer per cache layer; SGLang has {len(ids)} for the "
-            f"{len(formats)} of the model; use --kv-cache-dtype auto"
+            f"--kv-cache-dtype int2 needs one attention layer per cache layer; SGLang has "
+            f"{info.end_layer - info.start_layer} for the {model.num_hidden_layers} of the model; use --kv-cache-dtype "
+            "auto"
         )
+    ids = [layer_id for layer_id in formats if info.start_layer <= layer_id < info.end_layer]
     heads = own_heads(configurator.model_config)
     own = {layer_id: formats[layer_id].of_heads(heads) for layer_id in ids}
     windows = with_room(settings.windows, new_tokens(releases.resolved(configurator.server_args)))
@@ -74,12 +75,17 @@ def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any)
     from sglang.srt.runtime_context import get_server_args
 
     from sglang_oscar.attention import backend
+    from sglang_oscar.cpu import window_attention
 
     if (reason := failure.reason()) is not None:
         fatal(f"int2 mode cannot attach to SGLang: {reason}")
     if not gate.has_passed(get_server_args()):
         fatal(gate.UNCHECKED)
     backend.register()
+    if releases.model_config(get_server_args()).is_hybrid_swa:
+        # What SGLang builds for layers with a window is in the model's dtype; the INT2 pool asks nobody.
+        window_attention.register()
+        return "auto", kwargs["model_dtype"]
     return DTYPE, torch.uint8
 
 
@@ -114,12 +120,17 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
         extend = extend_workspace(self, geometry, available)
         draft = draft_model.cell_bytes_of(self.server_args)
         waiting, states = waiting_rows(releases.resolved(self.server_args)), state_slots(self, geometry)
-        running = schedule.max_running_requests
-        plan = make_plan(geometry, available, running, self.page_size, extend, draft, waiting, states)
+        running, windows = schedule.max_running_requests, window_pool_of(self)
+        plan = make_plan(geometry, available, running, self.page_size, extend, draft, waiting, states, windows)
     except Int2Error as error:
         fatal(error)
     _plans[self.model] = plan
     return available - plan.fixed_bytes
+
+
+def plan_of(configurator: Any) -> MemoryPlan:
+    """The memory plan of the model that SGLang's KVCacheConfigurator is for."""
+    return _plans[configurator.model]
 
 
 def around_resolve_max_num_reqs(original: Callable[..., int], self: Any, token_capacity: int) -> int:
@@ -140,6 +151,7 @@ def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwa
         return original(self, **kwargs)
     from sglang_oscar.hybrids.pool import around_int2_pool
     from sglang_oscar.memory.build import build_pool, check_draft_pool
+    from sglang_oscar.sliding_windows.pool import pair_with_windows
 
     if self.is_draft_worker:
         pool = original(self, **kwargs)
@@ -151,6 +163,8 @@ def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwa
 
     try:
         pool = build_pool(self, _plans[self.model], kwargs["sizes"], kwargs["req_to_token_pool"])
+        if _plans[self.model].windows is not None:
+            return pair_with_windows(self, kwargs["sizes"], pool)
         return around_int2_pool(self, pool, kwargs["req_to_token_pool"])
     except Int2Error as error:
         fatal(error)

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from oscar_rotation.files.identity import ModelIdentity
-from sglang_oscar.hybrids.layers import attention_layer_ids
 
 FIELDS = (
     "architectures", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts", "num_hidden_layers",
@@ -34,5 +33,4 @@ def model_identity(model_path: str, model_config: Any) -> ModelIdentity:
         model_id=model_path,
         model_hash=config_hash(model_config.hf_text_config.to_dict()),
         kv_heads=model_config.get_total_num_kv_heads(),
-        layer_ids=attention_layer_ids(model_config),
     )

@@ -18,7 +18,7 @@ from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.load import load_rotation
 from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.hybrids.layers import attention_layer_ids
+from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.memory.plan import row_layout
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 from sglang_oscar.weights.model_identity import model_identity
@@ -27,18 +27,14 @@ IDENTITY = "identity"
 
 
 def load_formats(
-    settings: Settings,
-    layout: RowLayout,
-    num_layers: int,
-    model: ModelIdentity | None = None,
-    ids: Sequence[int] | None = None,
+    settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None
 ) -> dict[int, LayerFormat]:
-    """Formats of all layers of a model, with all its kv heads, by global layer id; tensors are on the CPU.
+    """Formats of the layers of a model, with all its kv heads, by global layer id; tensors are on the CPU.
 
     Args:
         settings: where rotations are and which clip ratios override theirs.
         layout: of the rows, with the kv heads of the whole model; their bits are what the files or the settings say.
-        num_layers: attention layers of the model.
+        layers: global ids of the layers with an INT2 cache, ascending.
         model: the model to be served; files made for another are refused. None skips this check.
         ids: global ids of these layers, ascending; by default 0, 1, ...
 
@@ -50,7 +46,7 @@ def load_formats(
 
     def load(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
         source = getattr(settings, f"{side}_rotation")
-        found = _read(side, source, num_layers, layout, model, settings.recipe)
+        found = _read(side, source, layers, layout, model, settings.recipe)
         bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
         transforms = _transforms(found, source, bits, override, default)
         sides = [
@@ -69,7 +65,7 @@ def load_formats(
         )
     return {
         layer_id: LayerFormat(layout.kv_heads, layout.head_dim, key, value)
-        for layer_id, key, value in zip(ids or range(num_layers), keys, values, strict=True)
+        for layer_id, key, value in zip(layers, keys, values, strict=True)
     }
 
 
@@ -87,20 +83,20 @@ def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, Lay
         Int2Error: as :func:`load_formats`, or the group size does not fit the model.
     """
     layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
-    return _kept(settings, layout, attention_layer_ids(model), model_identity(args.model_path, model))
+    return _kept(settings, layout, cached_layer_ids(model), model_identity(args.model_path, model))
 
 
 @cache
 def _kept(
     settings: Settings, layout: RowLayout, layers: tuple[int, ...], model: ModelIdentity
 ) -> Mapping[int, LayerFormat]:
-    return MappingProxyType(load_formats(settings, layout, len(layers), model, layers))
+    return MappingProxyType(load_formats(settings, layout, layers, model))
 
 
 def _read(
     side: Literal["k", "v"],
     source: str | None,
-    layers: int,
+    layers: Sequence[int],
     layout: RowLayout,
     model: ModelIdentity | None,
     recipe: str | None,
@@ -113,7 +109,9 @@ def _read(
             "`hadamard` or `identity`"
         )
     try:
-        found = load_rotation(source, num_layers=layers, head_dim=layout.head_dim, side=side, model=model)
+        found = load_rotation(
+            source, num_layers=len(layers), head_dim=layout.head_dim, side=side, model=model, layers=layers
+        )
     except RotationFileError as error:
         raise Int2Error(f"{variable}: {error}") from None
     if recipe is not None and found.recipe != recipe:

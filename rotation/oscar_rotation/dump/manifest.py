@@ -20,8 +20,8 @@ class DumpManifest(BaseModel):
         format_version: version of the layout.
         model_id, model_hash: the model and a hash of its configuration; recorded in the fitted files.
         weights: where its weights are, a hub id or an absolute folder; stays in the dump.
-        num_layers: attention layers; folders of the dump count them from 0.
-        layer_ids: which layers of the model these are, ascending; None for 0 .. num_layers - 1.
+        num_layers: attention layers that are dumped; in the dump they are 0 .. num_layers - 1.
+        layer_ids: which layers of the model they are, where they are not all; ascending.
         q_heads, kv_heads, head_dim: of the whole model, not of one tensor-parallel rank.
         dtype: dtype of the activations, for instance "bfloat16".
         tokens: tokens per layer, all chunks together.

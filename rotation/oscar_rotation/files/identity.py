@@ -21,13 +21,11 @@ class ModelIdentity:
         model_id: hub id or path.
         model_hash: hash of its configuration.
         kv_heads: kv heads of the whole model.
-        layer_ids: layers that keep keys and values, ascending.
     """
 
     model_id: str = ""
     model_hash: str = ""
     kv_heads: int | None = None
-    layer_ids: tuple[int, ...] | None = None
 
 
 def model_name(model_id: str) -> str:
@@ -57,12 +55,6 @@ def check_identity(loaded: RotationSet, path: Path, model: ModelIdentity) -> Non
     if recorded and model.kv_heads and recorded != model.kv_heads:
         raise RotationFileError(
             f"{path}: fitted with {shown(recorded)} kv heads, the model has {model.kv_heads}; {remedy}"
-        )
-    fitted = facts.calibration.get("layer_ids", list(range(loaded.num_layers)))
-    if model.layer_ids and fitted != list(model.layer_ids):
-        raise RotationFileError(
-            f"{path}: fitted for layers {shown(fitted)}, the model attends in layers {shown(list(model.layer_ids))}; "
-            f"{remedy}"
         )
     if facts.model_hash and model.model_hash and facts.model_hash != model.model_hash:
         raise RotationFileError(

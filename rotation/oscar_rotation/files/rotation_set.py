@@ -98,6 +98,8 @@ class RotationSet:
             (:func:`oscar_kernels.codec.fitted_parameters`); None for the scales of the range.
         centers: float32 [layers, kv_heads, head_dim], subtracted from x @ rotations[layer] before it is stored; None
             for nothing. Keys only.
+        layer_ids: which layers of the model these are, ascending, for a model of which only some have a cache to
+            rotate; None where they are all of its layers.
     """
 
     rotations: torch.Tensor
@@ -108,6 +110,7 @@ class RotationSet:
     centers: torch.Tensor | None = None
     gains: tuple[float, ...] | None = None
     bits: tuple[int, ...] | None = None
+    layer_ids: tuple[int, ...] | None = None
 
     @property
     def recipe(self) -> str:
@@ -124,6 +127,11 @@ class RotationSet:
     def num_layers(self) -> int:
         """Number of layers."""
         return self.rotations.shape[0]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the layers in the model."""
+        return tuple(range(self.num_layers)) if self.layer_ids is None else self.layer_ids
 
     @property
     def head_dim(self) -> int:
@@ -228,7 +236,9 @@ def _check_companions(loaded: RotationSet, source: str) -> None:
 
 def _check_numbers(loaded: RotationSet, source: str) -> None:
     """What is one number per layer."""
-    layers, bits = loaded.num_layers, loaded.bits
+    layers, bits, ids = loaded.num_layers, loaded.bits, loaded.layer_ids
+    if ids is not None and (len(ids) != layers or ids[0] < 0 or list(ids) != sorted(set(ids))):
+        raise RotationFileError(f"{source}: {len(ids)} layer ids for {layers} layers are not ascending; fit it again")
     if bits is not None:
         if len(bits) != layers:
             raise RotationFileError(f"{source}: bits of {len(bits)} layers for {layers} layers")

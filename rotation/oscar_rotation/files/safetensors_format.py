@@ -4,7 +4,8 @@ Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` floa
 [layers, d, d] and ``centers`` float32 [layers, kv_heads, d] (see ``RotationSet``). Header strings:
 ``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata``, and ``clip_ratios`` and
 ``gains`` (JSON lists, one number per layer). Files of format version "2" have ``bits``, another such list: whoever does
-not know it must not read them as codes of two bits.
+not know it must not read them as codes of two bits. ``layer_ids``, one more, says which layers of the model these are
+where they are not all: whoever does not know it sees a file of too few layers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FORMAT_VERSIONS = ("1", "2")
 _OPTIONAL = ("eigenvalues", "duals", "centers")
 _PER_LAYER = ("clip_ratios", "gains")
 _BITS = "bits"
+_LAYER_IDS = "layer_ids"
 
 
 def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
@@ -54,6 +56,8 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
             header[name] = json.dumps(list(numbers))
     if rotation_set.bits is not None:
         header[_BITS] = json.dumps(list(rotation_set.bits))
+    if rotation_set.layer_ids is not None:
+        header[_LAYER_IDS] = json.dumps(list(rotation_set.layer_ids))
 
     def fill(temporary: Path) -> None:
         # save_file would make the file private to its owner; bytes follow the umask like any other file.
@@ -88,10 +92,11 @@ def read_safetensors(path: Path) -> RotationSet:
         metadata = RotationMetadata.from_strings(header)
         per_layer = {name: numbers(header[name]) for name in _PER_LAYER if name in header}
         bits = None if version == FORMAT_VERSIONS[0] else _whole(numbers(header.get(_BITS, "")))
+        layer_ids = _whole(numbers(header[_LAYER_IDS])) if _LAYER_IDS in header else None
     except ValueError as error:
         raise RotationFileError(f"{path}: the header cannot be read ({first_line(error)})") from error
     optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL} | per_layer
-    return RotationSet(tensors["rotations"], metadata=metadata, bits=bits, **optional)
+    return RotationSet(tensors["rotations"], metadata=metadata, bits=bits, layer_ids=layer_ids, **optional)
 
 
 def _whole(numbers: tuple[float, ...]) -> tuple[int, ...]:
@@ -101,7 +106,7 @@ def _whole(numbers: tuple[float, ...]) -> tuple[int, ...]:
         ValueError: one is none.
     """
     if not all(number.is_integer() for number in numbers):
-        raise ValueError("bits are whole numbers")
+        raise ValueError("bits and layer ids are whole numbers")
     return tuple(map(int, numbers))
 
 

@@ -48,7 +48,7 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
         rotation_set: what to write; float32 on any device.
 
     Raises:
-        RotationFileError: transforms of the recipe "plus", which the schema does not hold.
+        RotationFileError: transforms of the recipe "plus", or of some layers only, which the schema does not hold.
         OSError: if the file cannot be written.
     """
     if not rotation_set.only_rotations:
@@ -56,6 +56,8 @@ def save_zoo(path: Path, rotation_set: RotationSet) -> None:
             f"{path}: a .pt file holds rotations for codes of 2 bits, these are of the recipe {rotation_set.recipe} "
             "with more to them; save them as .safetensors"
         )
+    if rotation_set.layer_ids is not None:
+        raise RotationFileError(f"{path}: a .pt file holds all layers of a model; save these as .safetensors")
     version = 2 if rotation_set.per_head else 1
     layers: dict[int, dict[str, Any]] = {}
     for layer in range(rotation_set.num_layers):

@@ -24,14 +24,14 @@ class OutputWeights:
 
     Args:
         model: folder with safetensors weights, or an id of the Hub, whose weights are fetched if they are not cached.
-        layer_ids: which layer of the model each layer of the dump is; None where they are the same.
+        layer_ids: which layers of the model are asked for, by number; None where they are all of its layers.
 
     Raises:
         DumpError: no such model, no safetensors files, or layers without an output projection.
     """
 
     def __init__(self, model: str | Path, layer_ids: Sequence[int] | None = None) -> None:
-        self.folder, self.layer_ids = _folder(model), layer_ids
+        self.folder, self._layer_ids = _folder(model), layer_ids
         self._files: dict[int, tuple[Path, str]] = {}
         for path, name in _tensors(self.folder):
             if match := _NAME.search(name):
@@ -60,10 +60,10 @@ class OutputWeights:
         Raises:
             DumpError: the layer is missing, unreadable, quantized, or of another geometry.
         """
-        layer = layer if self.layer_ids is None else self.layer_ids[layer]
-        if layer not in self._files:
-            raise DumpError(f"{self.folder}: no output projection of layer {layer}")
-        path, name = self._files[layer]
+        own = layer if self._layer_ids is None else self._layer_ids[layer]
+        if own not in self._files:
+            raise DumpError(f"{self.folder}: no output projection of layer {own}")
+        path, name = self._files[own]
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 weight = file.get_tensor(name)

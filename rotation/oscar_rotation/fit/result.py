@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,16 @@ class FitResult:
     remarks: tuple[str, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
 
-    def of_layers(self, layer_ids: Sequence[int] | None) -> FitResult:
+    def of_layers(self, layer_ids: tuple[int, ...] | None) -> FitResult:
         """The same, with both files stating which layers of the model they are for; None where they are all."""
         if layer_ids is None:
             return self
-        key, value = (
-            replace(
-                side,
-                metadata=replace(side.metadata, calibration=side.metadata.calibration | {"layer_ids": list(layer_ids)}),
-            )
-            for side in (self.key, self.value)
-        )
+        key, value = (replace(side, layer_ids=layer_ids) for side in (self.key, self.value))
         return replace(self, key=key, value=value)
+
+    def usual_formats(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        """The first of a recipe's file formats that can hold this: a .pt file has all layers of a model."""
+        return suffixes[:1] if self.key.layer_ids is None else (".safetensors",)
 
     def save(self, out: Path, suffixes: tuple[str, ...]) -> list[Path]:
         """Write both rotation files under their usual names, in each format of ``suffixes``, and return their paths.

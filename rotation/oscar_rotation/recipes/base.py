@@ -74,7 +74,9 @@ class FittedRecipe:
         manifest = DumpManifest.read(request.dump) if request.dump.is_dir() else None
         ids = None if manifest is None else manifest.layer_ids
         if ids is not None and request.options.text is not None:
-            raise DumpError(f"{request.dump}: is of a hybrid model, whose losses are not measured; drop --text")
+            raise DumpError(
+                f"{request.dump}: is of some layers of its model only, whose losses are not measured; drop --text"
+            )
         return self.fit(request).of_layers(ids)
 
     @property

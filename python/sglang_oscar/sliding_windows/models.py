@@ -1,0 +1,107 @@
+"""Which models with sliding-window layers are served, and why others are not.
+
+Layers that attend to everything have an INT2 cache. Layers with a window keep SGLang's own, in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oscar.attach.releases import argument
+from sglang_oscar.errors import Int2Error
+
+SERVED = frozenset({"GptOssForCausalLM"})
+
+REASONS: dict[str, str] = {
+    "Llama4": "iRoPE: its layers without RoPE scale queries by position, the others attend in chunks",
+    "Gemma4": "layers with a window have heads of another size, and some layers share a cache",
+    "MiMoV2": "heads of keys and values differ in size",
+    "MuseSpark": "several modalities and layers of other kinds",
+    "Inkling": "short convolutions keep states beside the cache",
+    "DeepseekV4": "compressed attention",
+    "Laguna": "a gate and other numbers of heads in layers with a window have not been tried",
+    "Step3p": "other numbers of heads in layers with a window have not been tried",
+}
+"""By the beginning of an architecture's name: what stands in the way of it."""
+ONE_POOL = ("Gemma2", "Gemma3")
+"""Beginnings of names of models whose layers SGLang keeps in one pool, those with a window among them."""
+UNTRIED = "it has not been tried"
+
+REFUSED: list[tuple[Callable[[Any], bool], str]] = [
+    (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
+    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
+    (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
+    # Their tiers and transfers know the INT2 pool alone, not the pair.
+    (
+        lambda a: argument(a, "enable_hierarchical_cache", False),
+        "with hierarchical caching; drop --enable-hierarchical-cache",
+    ),
+    (
+        lambda a: argument(a, "disaggregation_mode", "null") != "null",
+        "with prefill/decode disaggregation; drop --disaggregation-mode",
+    ),
+    (lambda a: (a.chunked_prefill_size or 1) < 0, "without chunked prefill; set --chunked-prefill-size"),
+]
+"""Arguments that are refused with these models only. Without chunks a prompt would need a window pool of its length."""
+
+
+def is_served(model: Any) -> bool:
+    """Whether a model has sliding-window layers beside others, and is served.
+
+    Args:
+        model: SGLang's ModelConfig.
+    """
+    return bool(model.is_hybrid_swa) and not SERVED.isdisjoint(model.hf_config.architectures)
+
+
+def check(model: Any, server_args: Any = None) -> None:
+    """Refuse models with sliding windows or sink logits that are not served, and arguments that do not go with others.
+
+    Args:
+        model: SGLang's ModelConfig.
+        server_args: None where there are none yet.
+
+    Raises:
+        Int2Error: naming the model and what stands in the way.
+    """
+    architecture = model.hf_config.architectures[0]
+    name = f"{model.model_path} ({architecture})"
+    if not is_served(model):
+        if architecture.startswith(ONE_POOL):
+            raise Int2Error(
+                f"--kv-cache-dtype int2 does not support this model with sliding-window attention layers (SGLang keeps "
+                f"them in one pool with the others): {name}; use --kv-cache-dtype auto"
+            )
+        if not (model.is_hybrid_swa or model.has_attention_sinks):
+            return
+        if architecture in SERVED:
+            raise Int2Error(f"--kv-cache-dtype int2 needs a pool for windows: {name}; drop --disable-hybrid-swa-memory")
+        why = next((why for begin, why in REASONS.items() if architecture.startswith(begin)), UNTRIED)
+        raise Int2Error(
+            f"--kv-cache-dtype int2 does not support this model with sliding-window attention layers ({why}): {name}; "
+            "use --kv-cache-dtype auto"
+        )
+    for refused, what in REFUSED:
+        if server_args is not None and refused(server_args):
+            raise Int2Error(
+                f"--kv-cache-dtype int2 does not support models with sliding-window attention layers {what}: {name}"
+            )
+
+
+def configure(args: Any) -> None:
+    """Leave the attention backend to SGLang, which layers with a window are served by; on a CPU name one it accepts.
+
+    Args:
+        args: server arguments as the operator gave them; they are written.
+    """
+    from sglang.srt.utils import is_cpu
+
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    if is_cpu() and not any(getattr(args, name) for name in names):
+        args.attention_backend = CPU_BACKENDS[0]
+
+
+CPU_BACKENDS = ("intel_amx", "torch_native")
+"""Names of SGLang's backends for CPUs, of which models with windows accept the first; where its kernels are missing
+SGLang takes the second in its place. :class:`sglang_oscar.cpu.window_attention.WindowAttention` answers to both."""
