@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oscar_rotation.cli import app
 from sglang_oscar.calibration.commands import add_driver_commands
-from sglang_oscar.doctor import doctor
+from sglang_oscar.doctor.command import doctor
 from sglang_oscar.evaluation.commands import add_evaluation_commands
 from sglang_oscar.evaluation.prove.command import add_prove_command
 

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
-from sglang_oscar import doctor
 from sglang_oscar.attach import failure
 from sglang_oscar.cli import app
-from sglang_oscar.doctor import Check
+from sglang_oscar.doctor import command, machine
+from sglang_oscar.doctor.check import Check, attempt
+from sglang_oscar.doctor.model import model_checks
 
 GIB = 1 << 30
 SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -38,7 +39,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 
 def test_a_fitting_model(model: Path) -> None:
-    checks = by_name(doctor.model_checks(str(model), 64, 8 * GIB))
+    checks = by_name(model_checks(str(model), 64, 8 * GIB))
     assert all(check.ok for check in checks.values()), checks
     assert "Qwen3ForCausalLM, 2 layers, 4 query and 2 kv heads of 128" in checks["model"].detail
     assert "2.50 bits per element" in checks["group size"].detail
@@ -50,7 +51,7 @@ def test_a_model_that_reads_images(model: Path) -> None:
     config = Qwen3VLConfig(text_config=SIZES | {"num_key_value_heads": 2, "head_dim": 128})
     config.architectures = ["Qwen3VLForConditionalGeneration"]
     config.save_pretrained(model)
-    checks = by_name(doctor.model_checks(str(model), 64, 8 * GIB))
+    checks = by_name(model_checks(str(model), 64, 8 * GIB))
     assert all(check.ok for check in checks.values()), checks
     assert "Qwen3VLForConditionalGeneration, 2 layers, 4 query and 2 kv heads of 128" in checks["model"].detail
     assert "tokens x 320 bytes" in checks["memory"].detail
@@ -69,7 +70,7 @@ def test_unsupported_model(model: Path) -> None:
     config = DeepseekV3Config(**SIZES, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64)
     config.architectures = ["DeepseekV3ForCausalLM"]
     config.save_pretrained(model)
-    line = failed(doctor.model_checks(str(model), None, 8 * GIB), "model")
+    line = failed(model_checks(str(model), None, 8 * GIB), "model")
     assert "latent attention" in line
     assert line.endswith("-> use --kv-cache-dtype auto")
 
@@ -83,7 +84,7 @@ def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     GptOssConfig(**sizes, hidden_size=2880, dtype="bfloat16", architectures=["GptOssForCausalLM"]).save_pretrained(
         tmp_path
     )
-    checks = by_name(doctor.model_checks(str(tmp_path), None, 80 * GIB))
+    checks = by_name(model_checks(str(tmp_path), None, 80 * GIB))
     assert all(check.ok for check in checks.values()), checks
     assert "24 layers (12 in 2 bits, 12 with a window of 128)" in checks["model"].detail
     assert "tokens x 3840 bytes" in checks["memory"].detail
@@ -92,41 +93,41 @@ def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert fewer is not None
     assert float(fewer[1]) > 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "on a GPU" in failed(doctor.model_checks(str(tmp_path), None, 80 * GIB), "model")
+    assert "on a GPU" in failed(model_checks(str(tmp_path), None, 80 * GIB), "model")
 
 
 def test_unreadable_model(tmp_path: Path) -> None:
-    assert str(tmp_path) in failed(doctor.model_checks(str(tmp_path), None, 8 * GIB), "model")
+    assert str(tmp_path) in failed(model_checks(str(tmp_path), None, 8 * GIB), "model")
 
 
 def test_draft_model(model: Path, tmp_path: Path) -> None:
     """Its cache is part of the account; a whole model does not draft."""
     folder, sizes = tmp_path / "draft", {"num_key_value_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
     Qwen3Config(**SIZES, **sizes, architectures=["LlamaForCausalLMEagle3"]).save_pretrained(folder)
-    checks = by_name(doctor.model_checks(str(model), 64, 8 * GIB, str(folder)))
+    checks = by_name(model_checks(str(model), 64, 8 * GIB, str(folder)))
     assert checks["draft model"].detail == "LlamaForCausalLMEagle3, 2048 bytes a token in torch.bfloat16"
     assert "tokens x 2048 bytes" in checks["memory"].detail
-    assert "whole model" in failed(doctor.model_checks(str(model), 64, 8 * GIB, str(model)), "draft model")
+    assert "whole model" in failed(model_checks(str(model), 64, 8 * GIB, str(model)), "draft model")
 
 
 def test_group_size(model: Path) -> None:
-    line = failed(doctor.model_checks(str(model), 48, 8 * GIB), "group size")
+    line = failed(model_checks(str(model), 48, 8 * GIB), "group size")
     assert "48" in line
     assert "power of two" in line
 
 
 def test_variables(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_OSCAR_V_CLIP_RATIO", "7")
-    assert "SGLANG_OSCAR_V_CLIP_RATIO='7'" in failed(doctor.model_checks(str(model), None, 8 * GIB), "variables")
+    assert "SGLANG_OSCAR_V_CLIP_RATIO='7'" in failed(model_checks(str(model), None, 8 * GIB), "variables")
 
 
 def test_prompts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU there is nothing to choose."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    checks = by_name(doctor.model_checks(str(model), None, 8 * GIB))
+    checks = by_name(model_checks(str(model), None, 8 * GIB))
     assert checks["prompts"].detail == "attention by the torch reference"
     monkeypatch.setenv("SGLANG_OSCAR_EXTEND_BACKEND", "triton")
-    assert "--device cuda" in failed(doctor.model_checks(str(model), None, 8 * GIB), "prompts")
+    assert "--device cuda" in failed(model_checks(str(model), None, 8 * GIB), "prompts")
 
 
 @pytest.mark.parametrize("value", [None, "/nonexistent/k.pt"])
@@ -134,7 +135,7 @@ def test_rotations(value: str | None, model: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("SGLANG_OSCAR_K_ROTATION_PATH")
     if value is not None:
         monkeypatch.setenv("SGLANG_OSCAR_K_ROTATION_PATH", value)
-    line = failed(doctor.model_checks(str(model), None, 8 * GIB), "rotations")
+    line = failed(model_checks(str(model), None, 8 * GIB), "rotations")
     assert "SGLANG_OSCAR_K_ROTATION_PATH" in line
     assert (value or "not set") in line
 
@@ -148,37 +149,37 @@ def test_sharing(per_head: bool, model: Path, tmp_path: Path, monkeypatch: pytes
         content = RotationSet(rotations if per_head else rotations[:, 0], metadata=RotationMetadata(side=side))
         save_rotation_file(path, content)
         monkeypatch.setenv(f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH", str(path))
-    check = by_name(doctor.model_checks(str(model), 64, 8 * GIB))["rotations"]
+    check = by_name(model_checks(str(model), 64, 8 * GIB))["rotations"]
     assert check.ok
     assert ("keys: rotations of two heads overlap by 0.0" in check.detail) == per_head
     assert ("warning: " in check.detail) == (not per_head)
 
 
 def test_too_little_memory(model: Path) -> None:
-    assert "too small" in failed(doctor.model_checks(str(model), None, GIB // 1024), "memory")
+    assert "too small" in failed(model_checks(str(model), None, GIB // 1024), "memory")
 
 
 def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "SGLANG_VERSIONS", ("9.9.8", "9.9.9"))
-    check = doctor.attempt("sglang", doctor.check_sglang)
+    check = attempt("sglang", machine.check_sglang)
     assert not check.ok
     assert check.change == 'pip install "sglang>=9.9.8,<=9.9.9"'
 
 
 def test_plugin_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.attempt("plugin", doctor.check_entry_point).ok
+    assert attempt("plugin", machine.check_entry_point).ok
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
-    check = doctor.attempt("plugin", doctor.check_entry_point)
+    check = attempt("plugin", machine.check_entry_point)
     assert not check.ok
     assert "SGLANG_PLUGINS=other" in check.detail
 
 
 def test_driver_without_usable_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "none")
-    assert "no GPU" in doctor.attempt("device", doctor.check_torch).detail
-    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path)
-    assert "driver" in doctor.attempt("device", doctor.check_torch).change
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "none")
+    assert "no GPU" in attempt("device", machine.check_torch).detail
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path)
+    assert "driver" in attempt("device", machine.check_torch).change
 
 
 @pytest.mark.parametrize(("capability", "ok"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
@@ -187,7 +188,7 @@ def test_compute_capability(capability: tuple[int, int], ok: bool, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    check = doctor.attempt("device", doctor.check_torch)
+    check = attempt("device", machine.check_torch)
     assert check.ok is ok
     assert "8.0" in check.line() or ok
 
@@ -197,8 +198,8 @@ def test_broken_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("libcuda.so.1 is missing")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
-    check = doctor.attempt("sgl_kernel", doctor.check_sgl_kernel)
+    monkeypatch.setattr(machine.importlib, "import_module", broken)
+    check = attempt("sgl_kernel", machine.check_sgl_kernel)
     assert not check.ok
     assert "libcuda.so.1" in check.detail
 
@@ -206,9 +207,9 @@ def test_broken_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("healthy", [True, False])
 def test_command(healthy: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text and JSON say the same; the exit status is 0 only if every check is fine."""
-    machine = [Check("sglang", True, "0.0"), Check("hooks", healthy, "found", "" if healthy else "do this")]
-    monkeypatch.setattr(doctor, "machine_checks", lambda: machine)
-    monkeypatch.setattr(doctor, "memory_bytes", lambda: 8 * GIB)
+    found = [Check("sglang", True, "0.0"), Check("hooks", healthy, "found", "" if healthy else "do this")]
+    monkeypatch.setattr(command, "machine_checks", lambda: found)
+    monkeypatch.setattr(command, "memory_bytes", lambda: 8 * GIB)
     arguments = ["doctor", str(model), "--kv-cache-quant-group-size", "128"]
     text = CliRunner().invoke(app, arguments)
     structured = CliRunner().invoke(app, [*arguments, "--json"])
@@ -223,9 +224,9 @@ def test_command(healthy: bool, model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_host_tier(model: Path) -> None:
     """Only where it is asked for; of bytes, or of the tokens on the device."""
-    assert "host tier" not in by_name(doctor.model_checks(str(model), 64, 8 * GIB))
-    checks = by_name(doctor.model_checks(str(model), 64, 8 * GIB, host_size=1))
+    assert "host tier" not in by_name(model_checks(str(model), 64, 8 * GIB))
+    checks = by_name(model_checks(str(model), 64, 8 * GIB, host_size=1))
     assert checks["host tier"].detail.startswith("host tier: 3105600 tokens x 322 bytes = 0.931 GiB of host memory")
-    twice = by_name(doctor.model_checks(str(model), 64, 8 * GIB, host_ratio=2.0))
+    twice = by_name(model_checks(str(model), 64, 8 * GIB, host_ratio=2.0))
     on_device = int(twice["memory"].detail.partition(" tokens x 320 bytes")[0].rpartition(" ")[2])
     assert f"host tier: {2 * on_device // 64 * 64 + 64} tokens" in twice["host tier"].detail

@@ -1,0 +1,1 @@
+"""What ``oscar doctor`` says of a machine, and of a model on it."""

@@ -1,0 +1,44 @@
+"""``oscar doctor``: can this machine, and this model on it, run int2 mode; if not, why, and what to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from sglang_oscar.doctor.machine import machine_checks, memory_bytes
+from sglang_oscar.doctor.model import model_checks
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or id; without it only the machine is checked.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--kv-cache-quant-group-size", help="Group size to check the model with.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option("--speculative-draft-model-path", help="Draft model to check with it; MODEL itself if it drafts."),
+    ] = None,
+    host_size: Annotated[
+        int, typer.Option("--hicache-size", help="Host memory of a hierarchical cache, 10^9 bytes a rank.")
+    ] = 0,
+    host_ratio: Annotated[
+        float, typer.Option("--hicache-ratio", help="The same as a multiple of the tokens on the device.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether this machine, and MODEL on it, can run int2 mode and, if not, why."""
+    checks = machine_checks()
+    if model is not None and all(check.ok for check in checks[:1]):
+        checks = [*checks, *model_checks(model, group_size, memory_bytes(), draft, host_size, host_ratio)]
+    ok = all(check.ok for check in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        for check in checks:
+            typer.echo(check.line())
+    raise typer.Exit(0 if ok else 1)

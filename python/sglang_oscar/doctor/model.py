@@ -1,0 +1,152 @@
+"""Checks of a model on this machine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_oscar.doctor.account import MEM_FRACTION, host_facts, memory_account, weight_bytes
+from sglang_oscar.doctor.check import Check, attempt, quiet
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.cached_layers import cached_layer_ids
+from sglang_oscar.weights.model_identity import model_identity
+
+
+def model_checks(
+    path: str,
+    group_size: int | None,
+    memory: int,
+    draft_path: str | None = None,
+    host_size: int = 0,
+    host_ratio: float = 0,
+) -> list[Check]:
+    """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account."""
+    import torch
+
+    from sglang_oscar.attach import refusals
+    from sglang_oscar.attention import extend_choice
+    from sglang_oscar.memory.plan import row_layout
+    from sglang_oscar.settings import Settings
+    from sglang_oscar.weights.rotations import load_formats
+
+    loaded: dict[str, Any] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments = SimpleNamespace(
+        device=device,
+        speculative_algorithm=None,
+        enable_torch_compile=False,
+        tp_size=1,
+        linear_attn_backend="triton",
+        enable_mixed_chunk=False,
+        enable_hierarchical_cache=False,
+        disaggregation_mode="null",
+        chunked_prefill_size=None,
+    )
+
+    def model() -> str:
+        config = loaded["model"] = model_config(path)
+        refusals.check_model(config, arguments)
+        heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
+        return f"{config.hf_config.architectures[0]}, {layer_facts(config)}, {heads} of {config.head_dim}"
+
+    def variables() -> str:
+        loaded["settings"] = Settings.from_env()
+        windows = loaded["settings"].windows
+        return f"windows of {windows.sink} first and {windows.recent} newest tokens"
+
+    def group() -> str:
+        args = SimpleNamespace(kv_cache_quant_group_size=group_size)
+        config = loaded["model"]
+        layout = row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
+        loaded["layout"] = layout
+        return f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
+
+    def prompts() -> str:
+        names = {None: "the torch reference", "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
+        return f"attention by {names[extend_choice.choose(loaded['settings'].extend_backend, device)]}"
+
+    def rotations() -> str:
+        config = loaded["model"]
+        identity = model_identity(path, config)
+        found = load_formats(loaded["settings"], loaded["layout"], cached_layer_ids(config), identity)
+        loaded["formats"] = found
+        return rotation_facts(loaded["settings"], found)
+
+    def account() -> str:
+        budget = int(MEM_FRACTION * memory) - sum(map(weight_bytes, {path, draft_path or path}))
+        return memory_account(loaded, budget)
+
+    def host_tier() -> str:
+        return host_facts(loaded, host_size, host_ratio)
+
+    checks = [attempt("model", model), attempt("variables", variables)]
+    if all(check.ok for check in checks):
+        checks.append(attempt("group size", group))
+        if "layout" in loaded:
+            checks.append(attempt("rotations", rotations))
+        checks.append(attempt("prompts", prompts))
+        if draft_path is not None:
+            checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
+    if "layout" in loaded:
+        checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))
+    if "tokens" in loaded and (host_size or host_ratio):
+        checks.append(attempt("host tier", host_tier))
+    return checks
+
+
+def model_config(path: str, **kwargs: Any) -> Any:
+    """SGLang's ModelConfig of a model.
+
+    Raises:
+        Int2Error: it cannot be read.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        with quiet():
+            return ModelConfig(path, **kwargs)
+    except Exception as error:  # whatever transformers raises for what it cannot read
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise Int2Error(f"{path}: cannot be read ({text}); name a model folder or an id of the Hub") from None
+
+
+def layer_facts(config: Any) -> str:
+    """How many layers a model has, and of which kind where there are several."""
+    layers, full = f"{config.num_hidden_layers} layers", len(cached_layer_ids(config))
+    if full == config.num_hidden_layers:
+        return layers
+    if not config.is_hybrid_swa:
+        return f"{layers}, {full} of them with full attention"
+    windows = f"{config.num_hidden_layers - full} with a window of {config.sliding_window_size}"
+    return f"{layers} ({full} in 2 bits, {windows})"
+
+
+def rotation_facts(settings: Any, formats: Any) -> str:
+    """Where rotations come from, and what is known of sharing one per layer among its kv heads."""
+    from oscar_kernels.format import code_widths, fingerprint, mean_bits
+    from oscar_rotation.recipes import BUILT_IN
+    from oscar_rotation.report.inspect import describe
+    from sglang_oscar.weights.sharing import sharing_warning
+
+    named = {"keys": settings.k_rotation, "values": settings.v_rotation}
+    facts = [", ".join(f"{side} {source}" for side, source in named.items()) + f", format {fingerprint(formats)[:12]}"]
+    facts.append(f"{mean_bits(formats.values()):.2f} bits per element, bits by layer: {code_widths(formats.values())}")
+    files = {side: source for side, source in named.items() if source not in BUILT_IN}
+    facts += [f"{side}: {remark}" for side, file in files.items() if (remark := describe(file)["sharing"])]
+    if (warning := sharing_warning(settings, formats)) is not None:
+        facts.append(f"warning: {warning}")
+    return "; ".join(facts)
+
+
+def draft_facts(path: str, loaded: dict[str, Any]) -> str:
+    """What a draft model costs beside the model of :func:`model_checks`; a token's bytes are kept for the account.
+
+    Raises:
+        Int2Error: it cannot be read, or its cache is of another kind.
+    """
+    from sglang_oscar.speculation import draft_model
+
+    config = model_config(path, is_draft_model=True)
+    draft_model.check(config, loaded["model"])
+    loaded["draft bytes"] = draft_model.cell_bytes(config, 1)
+    return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"
