@@ -1,8 +1,9 @@
 """What a step of verification costs in SGLang and what it brings, with BF16, FP8 and int2 caches, random weights.
 
-For every cache, a server without speculation and one with drafts of NGRAM, of which SGLang accepts as many as it is
-told (``SGLANG_SIMULATE_ACC_LEN``): the drafts themselves cost next to nothing, so this is what any way of drafting can
-gain at most. Prints milliseconds per step and tokens per second, as SGLang's log counts them.
+For every cache, a server without speculation and one with drafts, of which SGLang accepts as many as it is told
+(``SGLANG_SIMULATE_ACC_LEN``). Drafts come from NGRAM, which takes the host and no GPU, or from a layer of EAGLE3 with
+random weights, whose time and cache are those of a trained one. Prints milliseconds per step and tokens per second, as
+SGLang's log counts them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import decode_log
 import typer
 from bench_throughput import speed_of
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, Mode, write_model
+from subjects import MODES, SERVER, SHAPES, Mode, write_draft_model, write_model
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import serve
@@ -24,10 +25,14 @@ from sglang_oscar.local_server import serve
 WAYS = ("plain", "speculation")
 
 
-def speculation(drafts: int, accepted: float) -> tuple[list[str], dict[str, str]]:
+def speculation(algorithm: str, folder: Path, drafts: int, accepted: float) -> tuple[list[str], dict[str, str]]:
     """Flags and environment of a server that verifies chains of ``drafts`` tokens and keeps ``accepted`` on average."""
-    flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts),
-             "--speculative-ngram-max-bfs-breadth", "1"]  # fmt: skip
+    own = {
+        "NGRAM": ["--speculative-ngram-max-bfs-breadth", "1"],
+        "EAGLE3": ["--speculative-draft-model-path", str(folder), "--speculative-num-steps", str(drafts - 1),
+                   "--speculative-eagle-topk", "1"],
+    }  # fmt: skip
+    flags = ["--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts), *own[algorithm]]
     return flags, {"SGLANG_SIMULATE_ACC_LEN": str(accepted), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
 
 
@@ -53,6 +58,7 @@ def main(
     loads: Annotated[str, typer.Option(help="requests x tokens of a prompt, with commas")] = "1x100000,8x100000",
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2",
     ways: Annotated[str, typer.Option(help=f"of {', '.join(WAYS)}, with commas")] = ",".join(WAYS),
+    algorithm: Annotated[str, typer.Option(help="NGRAM or EAGLE3")] = "NGRAM",
     drafts: Annotated[int, typer.Option(help="tokens that a step verifies")] = 4,
     accepted: Annotated[float, typer.Option(help="tokens that a step keeps, on average")] = 2.5,
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 512,
@@ -60,14 +66,21 @@ def main(
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/speculation.json"),
 ) -> None:
     """Measure what speculation brings to long requests."""
-    result: dict[str, Any] = describe() | {"shape": shape, "drafts": drafts, "accepted": accepted}
+    result: dict[str, Any] = describe() | {
+        "shape": shape,
+        "algorithm": algorithm,
+        "drafts": drafts,
+        "accepted": accepted,
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     pairs = [(int(count), int(length)) for count, length in (load.split("x") for load in loads.split(","))]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as draft:
         write_model(Path(folder), shape)
+        write_draft_model(Path(draft), shape)
+        drafting = speculation(algorithm, Path(draft), drafts, accepted)
         for name in modes.split(","):
             for way in ways.split(","):
-                flags, env = speculation(drafts, accepted) if way == "speculation" else ([], {})
+                flags, env = drafting if way == "speculation" else ([], {})
                 log = out.with_suffix(f".{name}.{way}.log")
                 flags = [*server_args.split(), *flags]
                 result[f"{name}_{way}"] = measure(MODES[name], flags, env, folder, log, pairs, tokens)

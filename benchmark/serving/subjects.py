@@ -50,6 +50,13 @@ def write_model(folder: Path, shape: str) -> None:
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
 
 
+def write_draft_model(folder: Path, shape: str) -> None:
+    """The same for a draft layer of EAGLE3, which drafts from 32,000 of the model's tokens, as trained ones do."""
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config = COMMON | SHAPES[shape] | own | {"draft_vocab_size": 32000}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def asking(ids: list[int], tokens: int) -> dict[str, Any]:
     """Body of a request to /generate for exactly ``tokens`` tokens."""
     return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}

@@ -7,6 +7,7 @@ there is no GPU, and nowhere else: there the CPU is the device, and memory is as
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 _get_device_module, _tensor = torch.get_device_module, torch.tensor
 
 
+@cache  # as PyTorch's, whose compiler asks for what is wrapped
 def get_device_module(device: Any = None) -> ModuleType:
     """As PyTorch's: the module of a device, and of the CPU where none is named."""
     module: ModuleType = _get_device_module("cpu" if device is None else device)
