@@ -11,10 +11,10 @@ from transformers import (
     BertConfig,
     DeepseekV3Config,
     Gemma2Config,
+    Lfm2Config,
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
-    Qwen3NextConfig,
     Qwen3VLMoeConfig,
 )
 
@@ -163,7 +163,7 @@ MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "multimodal experts": (Qwen3VLMoeConfig, "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoe"),
     "embedding": (BertConfig, "BertModel", "embedding"),
     "reward": (lambda: Qwen3Config(**SMALL, head_dim=64), "Qwen3ForRewardModel", "reward"),
-    "hybrid": (lambda: Qwen3NextConfig(**SMALL, head_dim=64), "Qwen3NextForCausalLM", "hybrid linear"),
+    "hybrid": (lambda: Lfm2Config(**SMALL | {"hidden_size": 256}), "Lfm2ForCausalLM", "hybrid linear"),
     "head_dim": (lambda: Qwen3Config(**SMALL, head_dim=80), "Qwen3ForCausalLM", "head_dim"),
 }
 
