@@ -134,12 +134,23 @@ def _other_multimodal(model: Any) -> bool:
 MODELS: list[tuple[Check, str]] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
-    (_other_multimodal, "multimodal models other than Qwen2.5-VL and Qwen3-VL"),
+    (_other_multimodal, "multimodal models other than Qwen2.5-VL, Qwen3-VL and Qwen3.5/3.6"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
     (lambda m: m.v_head_dim != m.head_dim, "models whose value head_dim differs from the key head_dim"),
     (lambda m: m.head_dim not in (64, 128, 256), "a head_dim other than 64, 128 or 256"),
 ]
+
+
+ATTENTION: list[tuple[Check, str]] = [
+    (lambda layer: layer.logit_cap != 0, "logit soft-capping"),
+    (lambda layer: layer.sliding_window_size not in (-1, None), "sliding-window attention"),
+    (lambda layer: layer.is_cross_attention, "cross attention"),
+    (lambda layer: layer.attn_type.name != "DECODER", "bidirectional attention"),
+    (lambda layer: layer.xai_temperature_len > 0, "attention temperature"),
+    (lambda layer: layer.use_irope, "interleaved RoPE (iRoPE) chunked attention"),
+]
+"""Features of an attention layer that the kernels lack."""
 
 
 def check_arguments(server_args: Any) -> None:
@@ -195,16 +206,8 @@ def check_attention_layer(layer: Any) -> None:
     Raises:
         Int2Error: naming the layer and the feature.
     """
-    features = [
-        (layer.logit_cap != 0, "logit soft-capping"),
-        (layer.sliding_window_size not in (-1, None), "sliding-window attention"),
-        (layer.is_cross_attention, "cross attention"),
-        (layer.attn_type.name != "DECODER", "bidirectional attention"),
-        (layer.xai_temperature_len > 0, "attention temperature"),
-        (layer.use_irope, "interleaved RoPE (iRoPE) chunked attention"),
-    ]
-    for present, what in features:
-        if present:
+    for present, what in ATTENTION:
+        if present(layer):
             raise Int2Error(
                 f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id}); use --kv-cache-dtype auto"
             )

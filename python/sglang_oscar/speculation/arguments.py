@@ -152,16 +152,16 @@ def _named(*names: str) -> Callable[[Any], bool]:
 REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     (
         _named("STANDALONE"),
-        "a whole model's drafts, whose 16-bit cache would take what 2 bits save; drop --speculative-algorithm, or set "
-        "it to NGRAM",
+        "a whole model's drafts (STANDALONE), whose 16-bit cache would take what 2 bits save; drop "
+        "--speculative-algorithm, or set it to NGRAM",
     ),
     (
         _named("FROZEN_KV_MTP"),
-        "drafts that read the cache of the model; drop --speculative-algorithm, or set it to NGRAM",
+        "drafts that read the cache of the model (FROZEN_KV_MTP); drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
         lambda args: algorithm(args) is not None and not (drafts_with_model(args) or drafts_without_model(args)),
-        "this way of drafting; drop --speculative-algorithm, or set it to NGRAM",
+        "other drafts than those of NGRAM, EAGLE, EAGLE3 and NEXTN; drop --speculative-algorithm, or set it to NGRAM",
     ),
     (
         # A step of verification is no call of the operator that compiled steps are made around.
@@ -190,7 +190,7 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     ),
     (
         unknown_draft_backend,
-        "this attention backend for a draft model; set --speculative-draft-attention-backend "
+        "another attention backend for a draft model; set --speculative-draft-attention-backend "
         + " or ".join(f"{'/'.join(backends)} ({device})" for device, backends in DRAFT_BACKENDS.items()),
     ),
     (adapts, "a changing number of draft tokens; drop --speculative-adaptive"),

@@ -26,8 +26,7 @@ def _when(refused: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 UNKNOWN_STORAGE = (
-    "this storage, which wants to know more of a page than its bytes; set --hicache-storage-backend "
-    + " or ".join(STORAGE)
+    "storage that wants to know more of a page than its bytes; set --hicache-storage-backend " + " or ".join(STORAGE)
 )
 IN_PIECES = f"storage of pages that are not one piece of host memory; set --hicache-mem-layout {LAYOUTS[0]}"
 BY_HEADS = (
@@ -66,7 +65,7 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     ),
     (
         _when(lambda a: a.hicache_io_backend not in IO_BACKENDS),
-        "copies by another engine than these; set --hicache-io-backend " + " or ".join(IO_BACKENDS),
+        "copies of pages by another engine; set --hicache-io-backend " + " or ".join(IO_BACKENDS),
     ),
     (
         _when(lambda a: argument(a, "hicache_host_memory_mode", "cache") != "cache"),
