@@ -33,6 +33,7 @@ declare -A parts=(
   [cuda_decode]="test/kernels/test_cuda_decode.py"
   [cuda_store]="test/kernels/test_cuda_store.py"
   [servers]="test/gpu/test_servers.py"
+  [exact_rows]="test/gpu/test_exact_rows.py"
   [ranks2]="test/gpu/test_gpu_ranks.py -k [2]"
   [ranks4]="test/gpu/test_gpu_ranks.py -k [4]"
 )

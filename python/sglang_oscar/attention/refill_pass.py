@@ -52,12 +52,13 @@ def parts_of(refills: list[Refill], tokens: int, requests: int) -> Iterator[list
     at most ``requests`` blocks: SGLang has buffers for as many requests as may run.
     """
     part: list[Refill] = []
+    filled = 0
     for refill in refills:
-        full = len(part) == requests or sum(other.tokens for other in [*part, refill]) > tokens
-        if part and full:
+        if part and (len(part) == requests or filled + refill.tokens > tokens):
             yield part
-            part = []
+            part, filled = [], 0
         part.append(refill)
+        filled += refill.tokens
     if part:
         yield part
 

@@ -1,0 +1,164 @@
+"""Servers of every kind whose rows are left exact: over three turns their answers are those of stock SGLang.
+
+Nothing is rounded to two bits, so a wrong sink, ring, state, draft or page shows in log probabilities. A kind that is
+refused on a GPU is skipped, with the line that refuses it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from sglang_oscar.local_server import ServerFailedError
+from support import hybrid_models, models, vision_models
+from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
+from support.draft_models import llama_with_drafts
+from support.servers import HADAMARD, STRICT, Server, serve
+from support.speculation import per_step
+
+EXACT = HADAMARD | {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
+STOCK = ["--attention-backend", "triton" if torch.cuda.is_available() else "torch_native", "--disable-radix-cache"]
+COMMON = ["--enable-fp32-lm-head", "--dtype", "bfloat16"]
+IDS = ["--skip-tokenizer-init"]
+NEAR_TIE = DRIFT = 0.3
+"""In nats: kernels differ in the order of sums, and all sums are rounded to BF16."""
+TURNS, TOKENS, PAGE = 3, 70, 64
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
+Prompt = tuple[Any, list[str]]
+"""Token ids or text, and images."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How servers of one kind are started: a model, arguments of both servers, and those of int2 mode by the model."""
+
+    model: Callable[[Path], Path]
+    args: tuple[str, ...] = ()
+    int2: Callable[[Path], list[str]] = lambda model: []
+    images: bool = False
+
+
+def drafting(model: Path) -> list[str]:
+    flags = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(model.with_name("eagle"))]
+    return [*flags, "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
+
+
+KINDS = {
+    "dense": Kind(lambda folder: models.save("qwen3", folder), tuple(IDS)),
+    "drafts": Kind(lambda folder: llama_with_drafts(folder)[0], tuple(IDS), drafting),
+    "images_qwen2_5": Kind(lambda folder: vision_models.save("qwen2_5_vl", folder), images=True),
+    "images_qwen3": Kind(lambda folder: vision_models.save("qwen3_vl", folder), images=True),
+    "windows": Kind(lambda folder: models.save("gpt_oss", folder), (*IDS, "--moe-runner-backend", "triton")),
+    "hybrid_next": Kind(
+        lambda folder: hybrid_models.save("qwen3_next", folder),
+        tuple(IDS),
+        lambda model: ["--max-mamba-cache-size", "96", "--mamba-track-interval", str(PAGE)],
+    ),
+    "hybrid_3_5": Kind(
+        lambda folder: hybrid_models.save("qwen3_5", folder),
+        (),
+        lambda model: ["--max-mamba-cache-size", "96", "--mamba-track-interval", str(PAGE)],
+    ),
+    "host_tier": Kind(
+        lambda folder: models.save("qwen3", folder),
+        tuple(IDS),
+        # A pool for three of the conversations.
+        lambda model: ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "2560"],
+    ),
+}
+
+
+def ask(server: Server, prompts: list[Prompt], workers: int) -> list[dict[str, Any]]:
+    """Answers, ``workers`` at a time."""
+
+    def one(prompt: Prompt) -> dict[str, Any]:
+        said, images = prompt
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        body = {"text" if isinstance(said, str) else "input_ids": said, "sampling_params": sampling} | LOGPROBS
+        body |= {"image_data": images} if images else {}
+        reply = requests.post(f"{server.url}/generate", json=body, timeout=1500)
+        reply.raise_for_status()
+        return reply.json()
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(one, prompts))
+
+
+def opening(images: bool) -> list[Prompt]:
+    """First turns: of many lengths, some that part behind a common beginning; or of one text below different images."""
+    rng = random.Random(5)
+    if images:
+        question = "".join(rng.choices(LETTERS, k=400))
+        sizes = [(320, 256), (320, 256), (256, 320), (96, 64)]
+        seen = [vision_models.image(seed, *size) for seed, size in enumerate(sizes)]
+        return [(vision_models.IMAGE + question, [image]) for image in seen] + [(question, [])]
+    common = rng.choices(range(250), k=420)
+    alone = [rng.choices(range(250), k=length) for length in (1, 40, 63, 64, 130, 333, 600, 700)]
+    return [(ids, []) for ids in alone + [common + rng.choices(range(250), k=length) for length in (90, 150, 30)]]
+
+
+def next_turn(prompts: list[Prompt], answers: list[dict[str, Any]], seed: int) -> list[Prompt]:
+    """The same conversations with an answer and some more; text goes on with text, as answers may be no letters."""
+    rng, following = random.Random(seed), []
+    for (said, images), answer in zip(prompts, answers, strict=True):
+        count = rng.randrange(20, 150)
+        if isinstance(said, str):
+            following.append((said + "".join(rng.choices(LETTERS, k=count)), images))
+        else:
+            following.append((said + answer["output_ids"] + rng.choices(range(250), k=count), images))
+    return following
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    model = kind.model(tmp_path / "model")
+    args = [*INT2, *COMMON, *kind.args, *kind.int2(model)]
+    turns: list[tuple[list[Prompt], list[dict[str, Any]]]] = []
+    try:
+        with serve(model, tmp_path / "log", *args, env=EXACT | STRICT) as server:
+            prompts = opening(kind.images)
+            for turn in range(TURNS):
+                turns.append((prompts, ask(server, prompts, workers=1 + turn * 4)))
+                prompts = next_turn(prompts, turns[-1][1], seed=turn)
+            check_kind(name, server, [answer for _, answers in turns for answer in answers])
+            hits = [answer["meta_info"]["cached_tokens"] for answer in turns[-1][1]]
+            assert sum(hit >= PAGE for hit in hits) > len(hits) // 2, hits
+            server.flush()
+            assert server.alive()
+            assert "Traceback" not in server.text()
+    except ServerFailedError as error:
+        if refused := re.search(r"error: (.* on a GPU.*)", str(error)):
+            pytest.skip(refused[1])
+        raise
+    with serve(model, tmp_path / "stock", *STOCK, *COMMON, *kind.args) as server:
+        for number, (prompts, answers) in enumerate(turns):
+            expected = ask(server, prompts, workers=2)
+            print(f"{name}, turn {number}: drift {max(map(largest_drift, expected, answers)):.3f}")
+            assert_same(expected, answers, NEAR_TIE, DRIFT)
+            if kind.images and number == 0:
+                for x, y in itertools.combinations(expected, 2):
+                    assert first_difference(x, y), "images do not show in the answers"
+
+
+def check_kind(name: str, server: Server, answers: list[dict[str, Any]]) -> None:
+    """What a kind of server is there for has happened."""
+    if name == "drafts":
+        print(f"drafts: {per_step(answers):.2f} tokens a step")
+        assert per_step(answers) > 2
+    if name == "host_tier":
+        details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
+        assert sum(one["host"] for one in details if one) > 1000
+    if torch.cuda.is_available():
+        assert re.search(r"Decode batch.*cuda graph: True", server.text())
