@@ -31,8 +31,9 @@ INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enab
 STOCK = ["--attention-backend", "triton" if torch.cuda.is_available() else "torch_native", "--disable-radix-cache"]
 COMMON = ["--enable-fp32-lm-head", "--dtype", "bfloat16"]
 IDS = ["--skip-tokenizer-init"]
-NEAR_TIE = DRIFT = 0.3
-"""In nats: kernels differ in the order of sums, and all sums are rounded to BF16."""
+NEAR_TIE = DRIFT = 0.15
+"""In nats: kernels differ in the order of sums, and all sums are rounded to BF16, which on the CPU engine moves log
+probabilities by up to 0.03. Rows of 4 bits move them by 0.14 in the first turn and part at gaps of 0.3."""
 TURNS, TOKENS, PAGE = 3, 70, 64
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 Prompt = tuple[Any, list[str]]
