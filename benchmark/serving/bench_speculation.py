@@ -2,20 +2,26 @@
 
 For every cache, a server without speculation and one with drafts, of which SGLang accepts as many as it is told
 (``SGLANG_SIMULATE_ACC_LEN``). Drafts come from NGRAM, which takes the host and no GPU, or from a layer of EAGLE3 with
-random weights, whose time and cache are those of a trained one. Prints milliseconds per step and tokens per second, as
-SGLang's log counts them.
+random weights, whose time and cache are those of a trained one. Prompts are sent once before they are measured, so that
+they come from the prefix cache. Prints milliseconds per step and tokens per second, as SGLang's log counts them.
+
+Runs with one ``--lock FILE`` share a GPU: their servers start and compute prompts beside each other, and one at a time
+is measured. Hold the lock with flock(1) until all are ready.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import decode_log
 import typer
-from bench_throughput import speed_of
+from bench_throughput import ask, speed_of
 from machine import describe
 from subjects import MODES, SERVER, SHAPES, Mode, write_draft_model, write_model
 
@@ -36,8 +42,26 @@ def speculation(algorithm: str, folder: Path, drafts: int, accepted: float) -> t
     return flags, {"SGLANG_SIMULATE_ACC_LEN": str(accepted), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
 
 
+@contextlib.contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """While inside, nobody else holds the lock; None is no lock."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def measure(
-    mode: Mode, flags: list[str], env: dict[str, str], folder: str, log: Path, loads: list[tuple[int, int]], tokens: int
+    mode: Mode,
+    flags: list[str],
+    env: dict[str, str],
+    folder: str,
+    log: Path,
+    loads: list[tuple[int, int]],
+    tokens: int,
+    lock: Path | None,
 ) -> list[dict[str, Any]]:
     """One row for every load, of requests at once and tokens of a prompt.
 
@@ -46,8 +70,11 @@ def measure(
     """
     rows = []
     with serve(folder, log, [*SERVER, *decode_log.FLAGS, *mode.args, *flags], environment() | mode.env | env) as server:
+        # Shorter loads ask for the first of the same prompts.
+        ask(server, [max(length for _, length in loads)] * max(count for count, _ in loads), 1)
         for count, length in loads:
-            speed = speed_of(server, [length] * count, tokens)
+            with alone(lock):
+                speed = speed_of(server, [length] * count, tokens)
             rows.append({"requests": count, "length": length} | {k: round(v, 3) for k, v in speed._asdict().items()})
             print(log.name, rows[-1], flush=True)
     return rows
@@ -62,6 +89,7 @@ def main(
     drafts: Annotated[int, typer.Option(help="tokens that a step verifies")] = 4,
     accepted: Annotated[float, typer.Option(help="tokens that a step keeps, on average")] = 2.5,
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 512,
+    lock: Annotated[Path | None, typer.Option(help="file that is locked while speed is measured")] = None,
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/speculation.json"),
 ) -> None:
@@ -83,7 +111,7 @@ def main(
                 flags, env = drafting if way == "speculation" else ([], {})
                 log = out.with_suffix(f".{name}.{way}.log")
                 flags = [*server_args.split(), *flags]
-                result[f"{name}_{way}"] = measure(MODES[name], flags, env, folder, log, pairs, tokens)
+                result[f"{name}_{way}"] = measure(MODES[name], flags, env, folder, log, pairs, tokens, lock)
                 out.write_text(json.dumps(result, indent=2) + "\n")
 
 

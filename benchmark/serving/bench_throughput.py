@@ -23,6 +23,17 @@ from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 
+def ask(server: LocalServer, lengths: list[int], tokens: int) -> None:
+    """Send a request for every prompt length at once and wait for all.
+
+    Raises:
+        RuntimeError: the server refused requests.
+    """
+    refused = [status for status in asyncio.run(send_all(server.url, lengths, tokens)) if status != 200]
+    if refused:
+        raise RuntimeError(f"{len(refused)} of {len(lengths)} requests were refused, with HTTP status {refused[0]}")
+
+
 def speed_of(server: LocalServer, lengths: list[int], tokens: int) -> Speed:
     """Send a request for every prompt length at once and read the speed off the log.
 
@@ -31,9 +42,7 @@ def speed_of(server: LocalServer, lengths: list[int], tokens: int) -> Speed:
         ValueError: they generated too few tokens.
     """
     before = len(server.text())
-    refused = [status for status in asyncio.run(send_all(server.url, lengths, tokens)) if status != 200]
-    if refused:
-        raise RuntimeError(f"{len(refused)} of {len(lengths)} requests were refused, with HTTP status {refused[0]}")
+    ask(server, lengths, tokens)
     return steady(server.text()[before:])
 
 
