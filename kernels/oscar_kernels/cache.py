@@ -73,6 +73,11 @@ class LayerCache:
         return self.k_layout.head_dim
 
     @property
+    def exact(self) -> bool:
+        """Whether keys or values are left exact."""
+        return self.k_layout.exact or self.v_layout.exact
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """dtype of scales and zero points, for kernels that read both sides alike; bfloat16 where no side has any.
 

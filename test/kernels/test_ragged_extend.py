@@ -56,7 +56,8 @@ class TorchRagged:
             logits = torch.einsum("qhd,thd->hqt", q[own].float(), keys.repeat_interleave(heads, 1)) * sm_scale
             if causal:
                 count = own.stop - own.start
-                logits = logits.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+                later = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+                logits = logits.masked_fill(later, float("-inf"))
             values = values.repeat_interleave(heads, 1)
             out[own] = torch.einsum("hqt,thd->qhd", logits.softmax(-1), values).to(q.dtype)
             lse[own] = logits.logsumexp(-1).T * LOG2_E

@@ -30,6 +30,8 @@ from sglang_oscar.memory.layer import CachedLayer
 
 SHAPE = Shape(dtype=torch.float16, windows=Windows(sink=16, recent=24, ring=24))
 CPU = torch.device("cpu")
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where Triton runs; the reference stays on the CPU."""
 SM_SCALE = 0.1
 TOLERANCE = 0.02
 PAGES = 8
@@ -42,13 +44,14 @@ LIMITS = {
 }
 
 
-def layer_of(centered: bool) -> CachedLayer:
+def layer_of(centered: bool, device: torch.device = CPU) -> CachedLayer:
     """A layer with transforms for every kv head; a center shifts the logits of a query by far more than a sink."""
     generator = torch.Generator().manual_seed(6)
-    center = 3 * torch.randn(SHAPE.kv_heads, SHAPE.head_dim, generator=generator) if centered else None
-    key = SideTransform(*random_transform(SHAPE.head_dim, 4, SHAPE.kv_heads), center, 0.96, 0.98)
-    value = SideTransform(*random_transform(SHAPE.head_dim, 5, SHAPE.kv_heads), clip=0.92, gain=1.0)
-    return CachedLayer(empty_cache(SHAPE, 3 * PAGES + 1, 3, CPU, fill=float("nan")), SHAPE.format(key, value))
+    center = 3 * torch.randn(SHAPE.kv_heads, SHAPE.head_dim, generator=generator).to(device) if centered else None
+    matrices = [[x.to(device) for x in random_transform(SHAPE.head_dim, seed, SHAPE.kv_heads)] for seed in (4, 5)]
+    key = SideTransform(*matrices[0], center, 0.96, 0.98)
+    value = SideTransform(*matrices[1], clip=0.92, gain=1.0)
+    return CachedLayer(empty_cache(SHAPE, 3 * PAGES + 1, 3, device, fill=float("nan")), SHAPE.format(key, value))
 
 
 def kernels_of(way: str, layer: CachedLayer) -> Kernels:
@@ -57,29 +60,29 @@ def kernels_of(way: str, layer: CachedLayer) -> Kernels:
         return TorchKernels()
     made: Any = GpuKernels.__new__(GpuKernels)
     made._prepared = {id(layer): prepare(layer.format, SHAPE.dtype)}
-    made._decode, made._arranged, made._ragged = decode, None, None
+    made._decode, made._arranged, made._ragged = decode, {}, None
     if way != "triton":
         made._ragged = RaggedExtend(
-            SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS[way], CPU, TorchRagged, decode
+            SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged, decode
         )  # fmt: skip
     return made
 
 
-def batch_of(prefixes: list[int], lengths: list[int]) -> Batch:
+def batch_of(prefixes: list[int], lengths: list[int], device: torch.device) -> Batch:
     """The tables of a chunk per request, as the backend builds them."""
     count, windows = len(lengths), SHAPE.windows
-    own = torch.arange(1, count + 1, dtype=torch.int32)
-    pages = torch.arange(count * PAGES, dtype=torch.int32).view(count, PAGES) + 1
-    tables = BatchTables(
-        SHAPE.page_size, pages, torch.tensor(prefixes, dtype=torch.int32), own, torch.zeros_like(own), own
-    )
-    request = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
-    positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(prefixes, lengths, strict=True)])
+    own = torch.arange(1, count + 1, dtype=torch.int32, device=device)
+    pages = torch.arange(count * PAGES, dtype=torch.int32, device=device).view(count, PAGES) + 1
+    before = torch.tensor(prefixes, dtype=torch.int32, device=device)
+    tables = BatchTables(SHAPE.page_size, pages, before, own, torch.zeros_like(own), own)
+    request = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(device)
+    spans = [torch.arange(begin, begin + size) for begin, size in zip(prefixes, lengths, strict=True)]
+    positions = torch.cat(spans).to(device)
     row = pages[request, positions // SHAPE.page_size].long() * SHAPE.page_size + positions % SHAPE.page_size
     ring, sink = window_slots(positions, own.long()[request], own.long()[request], windows)
-    ends = torch.tensor([begin + size for begin, size in zip(prefixes, lengths, strict=True)])
+    ends = before + torch.tensor(lengths, device=device)
     ring = torch.where(positions >= ends[request] - windows.ring, ring, -1)
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     return Batch(tables, StoreSlots(row, ring, sink), lengths, starts, prefixes)
 
 
@@ -101,25 +104,25 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
     """Causal attention of the last tokens in float64, with sink logits as one more column."""
     heads = q.double().unflatten(1, (SHAPE.kv_heads, -1))
     logits = torch.einsum("qhgd,thd->qhgt", heads, k) * SM_SCALE
-    own = torch.arange(len(q)) + len(k) - len(q)
-    logits = logits.masked_fill((torch.arange(len(k)) > own[:, None])[:, None, None], float("-inf"))
+    own = torch.arange(len(q), device=q.device) + len(k) - len(q)
+    logits = logits.masked_fill((torch.arange(len(k), device=q.device) > own[:, None])[:, None, None], float("-inf"))
     if sinks is not None:
         column = sinks.double().view(1, SHAPE.kv_heads, -1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, column], -1)
     return torch.einsum("qhgt,thd->qhgd", logits.softmax(-1)[..., : len(k)], v).flatten(1, 2)
 
 
-def vectors(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def vectors(tokens: int, seed: int, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.kv_heads)
     q, k, v = (
-        random_vectors((tokens, count, SHAPE.head_dim), SHAPE.dtype, seed + i, CPU) for i, count in enumerate(heads)
+        random_vectors((tokens, count, SHAPE.head_dim), SHAPE.dtype, seed + i, device) for i, count in enumerate(heads)
     )
     return q, k, v
 
 
-def sinks_of(layer: CachedLayer) -> torch.Tensor:
+def sinks_of(device: torch.device) -> torch.Tensor:
     """Sink logits as strong as what a head attends to, of another strength for every head."""
-    return torch.linspace(1.0, 5.0, SHAPE.q_heads)
+    return torch.linspace(1.0, 5.0, SHAPE.q_heads, device=device)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -129,13 +132,14 @@ def test_every_exit(way: str, centered: bool) -> None:
 
     Each result is that of float64 over what the cache holds, and differs from one without sink logits.
     """
-    layer = layer_of(centered)
-    kernels, sinks = kernels_of(way, layer), sinks_of(layer)
+    device = CPU if way == "reference" else HERE
+    layer = layer_of(centered, device)
+    kernels, sinks = kernels_of(way, layer), sinks_of(device)
     prefixes = [0, 0, 0]
     for seed, lengths in enumerate([[5, 20, 50], [9, 8, 17], [1, 5, 1]]):
-        batch = batch_of(prefixes, lengths)
+        batch = batch_of(prefixes, lengths, device)
         batch.extend_plan = kernels.plan_extend(batch)
-        q, k, v = vectors(sum(lengths), 10 * seed)
+        q, k, v = vectors(sum(lengths), 10 * seed, device)
         before = [cached(layer, batch, request, prefix) for request, prefix in enumerate(prefixes)]
         out = kernels.extend(layer, batch, q, k, v, SM_SCALE, sinks)
         parts = [x.double().split(lengths) for x in (k, v)]
@@ -146,8 +150,8 @@ def test_every_exit(way: str, centered: bool) -> None:
                 seen[request] = cached(layer, batch, request, prefixes[request] + 1)
         check(out, q, seen, lengths, sinks)
         prefixes = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
-    batch = batch_of(prefixes, [1, 1, 1])
-    q, k, v = vectors(3, 90)
+    batch = batch_of(prefixes, [1, 1, 1], device)
+    q, k, v = vectors(3, 90, device)
     batch.tables.kv_lens.add_(1)
     out = kernels.decode(layer, batch, q, k, v, SM_SCALE, sinks)
     check(out, q, [cached(layer, batch, request, n + 1) for request, n in enumerate(prefixes)], [1, 1, 1], sinks)

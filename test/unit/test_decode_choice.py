@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from oscar_kernels.triton import decode as triton
 from sglang_oscar.attention import decode_choice
 from sglang_oscar.errors import Int2Error
 
-CACHE = SimpleNamespace(k_rows=torch.empty(0))
+CACHE = SimpleNamespace(k_rows=torch.empty(0), exact=False)
+EXACT = SimpleNamespace(k_rows=torch.empty(0), exact=True)
 
 
 def choose(setting: str, max_batch: int = 65, short_chunks: bool = False) -> object:
@@ -66,6 +68,24 @@ def test_elsewhere_triton_decodes_and_the_log_says_why(caplog: pytest.LogCapture
     assert "Triton kernel, because the GPU is not of compute capability 9.0" in caplog.text
     with pytest.raises(Int2Error, match=r"DECODE_BACKEND=cuda: the GPU is not .*; set it to auto or triton"):
         choose("cuda")
+
+
+def test_layers_that_are_left_exact_are_read_by_triton(
+    hopper: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside layers with codes, which keep the CUDA kernel; where there are no others, Triton decodes."""
+    with caplog.at_level(logging.INFO):
+        decode: Any = decode_choice.choose("auto", [EXACT, CACHE], 64, 32, torch.bfloat16, 65, False)  # type: ignore[list-item]
+    assert hopper == [False, 65]
+    assert "CUDA kernel, Triton kernel in layers with keys or values of 16 bits" in caplog.text
+    monkeypatch.setattr(decode_choice.triton, "decode", lambda cache, *args, lse: ("triton", cache))
+    monkeypatch.setattr(cuda, "decode", lambda cache, *args, workspace, lse: ("cuda", cache))
+    tables, q = SimpleNamespace(), torch.empty(0)
+    assert decode(EXACT, tables, q, 1.0) == ("triton", EXACT)
+    assert decode(CACHE, tables, q, 1.0) == ("cuda", CACHE)
+    monkeypatch.setattr(cuda, "unsupported", lambda *args: "the CUDA kernel does not support keys or values of 16 bits")
+    alone: Any = decode_choice.choose("auto", [EXACT], 64, 32, torch.bfloat16, 65, False)  # type: ignore[list-item]
+    assert alone is decode_choice.triton.decode
 
 
 def test_a_cpu_has_no_choice() -> None:

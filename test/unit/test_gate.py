@@ -11,7 +11,6 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
-from oscar_kernels.format import LayerFormat, SideFormat
 from sglang_oscar.attach import failure, flags, gate, releases
 from sglang_oscar.attention import backend
 from sglang_oscar.cpu import window_attention
@@ -112,12 +111,3 @@ def test_another_dtype_than_asked_for_is_refused() -> None:
     decided: Any = SimpleNamespace(kv_cache_dtype="fp8_e4m3")
     with pytest.raises(Int2Error, match="insists on --kv-cache-dtype fp8_e4m3"):
         gate.check(decided, SimpleNamespace(), None)  # type: ignore[arg-type]
-
-
-def test_sides_that_are_left_exact_are_for_cpus_so_far() -> None:
-    exact, codes = SideFormat(64, bits=16), SideFormat(64)
-    formats = {3: LayerFormat(1, 64, codes, codes), 4: LayerFormat(1, 64, codes, exact)}
-    gate.check_widths("cpu", formats)
-    gate.check_widths("cuda", {3: formats[3]})
-    with pytest.raises(Int2Error, match=r"16 bits are not supported on a GPU \(layer 4\)"):
-        gate.check_widths("cuda", formats)

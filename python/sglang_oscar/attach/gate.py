@@ -9,13 +9,11 @@ be called, and then nothing would have been refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from oscar_kernels.format import LayerFormat
-from oscar_kernels.layout import EXACT
 from sglang_oscar.attach import failure, refusals, releases
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
@@ -200,22 +198,8 @@ def check(args: Any, settings: Settings, model: Any) -> None:
         )
     decode_choice.check(settings.decode_backend, args.device)
     extend_choice.choose(settings.extend_backend, args.device)
-    check_widths(args.device, model_formats(args, settings, model))
+    model_formats(args, settings, model)
     logger.info("int2 settings: %s", " ".join(settings.lines()))
-
-
-def check_widths(device: str, formats: Mapping[int, LayerFormat]) -> None:
-    """Refuse widths that no GPU has read yet.
-
-    Raises:
-        Int2Error: keys or values of a layer are left exact, on a GPU.
-    """
-    exact = sorted(layer for layer, of in formats.items() if EXACT in (of.key.bits, of.value.bits))
-    if exact and device == "cuda":
-        raise Int2Error(
-            f"keys or values of 16 bits are not supported on a GPU (layer {exact[0]}); use at most 4: "
-            "`oscar fit --bits`, SGLANG_OSCAR_K_BITS, SGLANG_OSCAR_V_BITS"
-        )
 
 
 def check_device(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Which kernel decodes on a GPU: CUDA C++ on Hopper, Triton elsewhere.
+"""Which kernel decodes on a GPU: CUDA C++ on Hopper, Triton elsewhere and in layers that leave a side exact.
 
 The choice follows from the GPU and the shape of the model, is made once, at start-up, and said in the log.
 """
@@ -16,6 +16,7 @@ from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import decode as cuda
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH, Decode
+from oscar_kernels.triton import decode as triton
 from sglang_oscar.errors import Int2Error
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,10 @@ Verify = Callable[[LayerCache, BatchTables, torch.Tensor, torch.Tensor, float], 
 class CudaDecode:
     """The CUDA kernel with a workspace for batches of up to ``max_batch`` requests: launches follow each other.
 
+    It reads codes. Layers that leave keys or values exact are the Triton kernel's.
+
     Args:
-        caches: one layer of every kind of rows.
+        caches: one layer of every kind of rows that the CUDA kernel reads.
         q_heads: query heads on this rank.
         max_batch: requests of a batch at most.
     """
@@ -49,14 +52,17 @@ class CudaDecode:
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :func:`oscar_kernels.cuda.decode.decode`."""
+        if cache.exact:
+            return triton.decode(cache, tables, q_rot, sm_scale, lse=lse)
         return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse)
 
 
 class CudaVerify:
-    """The CUDA kernel for ``drafts`` new tokens of each of up to ``max_batch`` requests, with a workspace of its own.
+    """The CUDA kernel for ``drafts`` new tokens of each of up to ``max_batch`` requests, with a workspace of its own,
+    and the Triton kernel where that decodes.
 
     Args:
-        caches: one layer of every kind of rows.
+        caches: one layer of every kind of rows that the CUDA kernel reads.
         q_heads: query heads on this rank.
         max_batch: requests of a batch at most.
         drafts: new tokens of a request.
@@ -70,6 +76,8 @@ class CudaVerify:
         self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :func:`oscar_kernels.cuda.decode.verify`."""
+        if cache.exact:
+            return triton.verify(cache, tables, visible, q_rot, sm_scale)
         return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace)
 
 
@@ -104,7 +112,7 @@ def choose(
 
     Args:
         setting: of the variable.
-        caches: one layer of every kind of rows; one kernel reads them all.
+        caches: one layer of every kind of rows. Those with codes are read by one kernel.
         page_size: tokens of a page.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values.
@@ -114,20 +122,20 @@ def choose(
     Raises:
         Int2Error: ``cuda`` is asked for and cannot do this, or the kernel cannot be built on this machine.
     """
-    from oscar_kernels.triton import decode as triton
-
     reason = f"{VARIABLE}=triton"
     if setting != "triton":
-        reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch) for cache in caches)
+        coded = _coded(caches) or caches
+        reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch) for cache in coded)
         unsupported = next(filter(None, reasons), None)
         if unsupported is None:
             try:
-                for cache, lse in product(caches, (False, True) if short_chunks else (False,)):
+                for cache, lse in product(coded, (False, True) if short_chunks else (False,)):
                     cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
-            logger.info("int2 decode: CUDA kernel")
-            return CudaDecode(caches, q_heads, max(max_batch, SHORT_BATCH) if short_chunks else max_batch)
+            beside = "" if len(coded) == len(caches) else ", Triton kernel in layers with keys or values of 16 bits"
+            logger.info("int2 decode: CUDA kernel%s", beside)
+            return CudaDecode(coded, q_heads, max(max_batch, SHORT_BATCH) if short_chunks else max_batch)
         if setting == "cuda":
             raise Int2Error(f"{VARIABLE}=cuda: {unsupported}; set it to auto or triton")
         reason = unsupported
@@ -153,16 +161,15 @@ def choose_verify(
     Raises:
         Int2Error: the CUDA kernel decodes and cannot do this, or cannot be built on this machine.
     """
-    from oscar_kernels.triton import decode as triton
-
     if not isinstance(decode, CudaDecode):
         logger.info("int2 verification: Triton kernel, %d tokens of a request", drafts)
         return triton.verify
-    reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch, drafts) for cache in caches)
+    coded = _coded(caches)
+    reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch, drafts) for cache in coded)
     if (reason := next(filter(None, reasons), None)) is not None:
         raise Int2Error(f"{reason}; set {VARIABLE}=triton, or drop --speculative-algorithm")
     try:
-        variants = [cuda.variant_of(cache, page_size, q_heads, dtype, drafts=drafts) for cache in caches]
+        variants = [cuda.variant_of(cache, page_size, q_heads, dtype, drafts=drafts) for cache in coded]
         for variant in variants:
             cuda.prepare(variant)
     except KernelError as error:
@@ -172,4 +179,9 @@ def choose_verify(
         drafts,
         max(one.passes for one in variants),
     )
-    return CudaVerify(caches, q_heads, max_batch, drafts)
+    return CudaVerify(coded, q_heads, max_batch, drafts)
+
+
+def _coded(caches: Sequence[LayerCache]) -> list[LayerCache]:
+    """Those with codes on both sides."""
+    return [cache for cache in caches if not cache.exact]

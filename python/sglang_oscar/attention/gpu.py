@@ -60,11 +60,12 @@ class GpuKernels:
                 cache.rows.ring_start.shape[0] - 1,
                 drafts,
             )
-        self._arranged: dict[int, PreparedLayer] | None = None
+        self._arranged: dict[int, PreparedLayer] = {}
         if isinstance(self._decode, decode_choice.CudaDecode):
-            self._arranged = {key: cuda_store.arrange(prepared) for key, prepared in self._prepared.items()}
+            coded = [layer for layer in cache.layers.values() if not layer.cache.exact]
+            self._arranged = {id(layer): cuda_store.arrange(self._prepared[id(layer)]) for layer in coded}
             try:
-                for layer in cache.layers.values():
+                for layer in coded:
                     variant = cuda_store.variant_of(layer.cache, q_heads, cache.page_size, dtype)
                     cuda_store.prepare(variant, self._arranged[id(layer)])
             except KernelError as error:
@@ -103,10 +104,10 @@ class GpuKernels:
     ) -> torch.Tensor:
         """Store new tokens of a step; returns the rotated queries."""
         rotated: torch.Tensor | None
-        if self._arranged is None or len(q) > MOST_CUDA_TOKENS:
+        arranged = self._arranged.get(id(layer))
+        if arranged is None or len(q) > MOST_CUDA_TOKENS:
             rotated = store(layer.cache, batch.slots, k, v, self._prepared[id(layer)], q=q)
         else:
-            arranged = self._arranged[id(layer)]
             rotated = cuda_store.store(layer.cache, batch.slots, k, v, arranged, q, self._page_size, decoding=True)
         assert rotated is not None
         return rotated
