@@ -14,7 +14,10 @@ Writes RESULTS (JSON), benchmark/results/accuracy.md and figures beside it. Plot
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -227,6 +230,9 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
     results: dict[str, Any] = {
         "size": size_name,
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "command": shlex.join(["python", "benchmark/accuracy/run.py", *sys.argv[1:]]),
         "models": {},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
