@@ -60,7 +60,7 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     elif architecture == "gpt_oss":
         layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
         # Every token goes to all experts: noise in the last bit of a router would choose others.
-        experts = {"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 128}
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 128, "swiglu_limit": 7.0}
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         model = GptOssForCausalLM(
             GptOssConfig(**COMMON | layers | experts | {"sliding_window": 96, "rope_parameters": rope} | overrides)

@@ -163,7 +163,6 @@ def test_models_by_name() -> None:
         ({"speculative_algorithm": "NGRAM"}, "drop --speculative-algorithm"),
         ({"enable_torch_compile": True}, "drop --enable-torch-compile"),
         ({"enable_hierarchical_cache": True}, "drop --enable-hierarchical-cache"),
-        ({"device": "cuda"}, "on a GPU; use --kv-cache-dtype auto"),
         ({"disaggregation_mode": "decode"}, "drop --disaggregation-mode"),
     ],
 )

@@ -118,7 +118,6 @@ VISION_MODELS = frozenset({"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForCond
 tokens causally with grouped queries, in every layer; the attention of the vision tower keeps nothing in the cache."""
 
 VISION: list[tuple[Check, str]] = [
-    (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (disaggregation.disaggregated, "with disaggregation; drop --disaggregation-mode"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),

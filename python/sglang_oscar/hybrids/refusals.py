@@ -17,7 +17,6 @@ def _strategy(args: Any) -> str:
 
 
 ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
-    (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
     (lambda a: a.tp_size > 1, "on several ranks; set --tp-size 1"),
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),

@@ -169,10 +169,6 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         "speculative decoding inside torch.compile; drop --enable-torch-compile, or --speculative-algorithm",
     ),
     (
-        lambda args: drafts_with_model(args) and args.device not in ("cpu", None),
-        "a draft model on a GPU; drop --speculative-algorithm, or set it to NGRAM",
-    ),
-    (
         too_many_tokens,
         f"more than {MOST_TOKENS} tokens in a step of verification; set --speculative-num-draft-tokens {MOST_TOKENS}",
     ),

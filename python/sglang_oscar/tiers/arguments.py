@@ -57,7 +57,6 @@ def check_storage(backend: str, layout: str, cuts_heads: bool) -> None:
 
 
 REFUSED: list[tuple[Callable[[Any], bool], str]] = [
-    (_when(lambda a: a.device not in ("cpu", None)), f"hierarchical caching on a GPU; {DROP}"),
     (
         _when(lambda a: a.hicache_mem_layout not in LAYOUTS),
         "host memory in which rows are cut by heads (page_head, page_first_kv_split): equal slices of a row are not "
