@@ -221,6 +221,13 @@ def test_cache_salt(version: str) -> None:
 
 
 @releases
+def test_slots_of_kept_states(version: str) -> None:
+    """Where a batch does not say which slot it kept a state in, hybrid models are refused with overlap scheduling."""
+    attributes = sources(version).attributes(SRT + "managers.schedule_batch.ScheduleBatch")
+    assert ("mamba_track_buffer_indices" in attributes) == (version != "0.5.17")
+
+
+@releases
 def test_allocator_on_cpu(version: str) -> None:
     """Where the allocator says whether it uses Triton it has a way without."""
     attributes = sources(version).attributes(SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator")

@@ -19,6 +19,9 @@ from support.models import COMMON, build
 HIDDEN = COMMON["hidden_size"]
 OTHER_LAYERS, ATTENTION = 0.2, 16.0
 """What is left of the outputs of all layers but the first, and how much stronger the attention of that one gets."""
+READ = [0, 1]
+"""Layers whose outputs EAGLE3's drafts are made of. Unless told SGLang takes three, counted from either end of the
+model; in one of three layers that is also what goes into the first, which older releases cannot hand out."""
 
 
 def first_layer_leads(model: Any) -> Any:
@@ -65,10 +68,14 @@ def llama_with_drafts(folder: Path) -> tuple[Path, Path, Path]:
     weights = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
     weights |= {"midlayer.hidden_norm.weight": torch.ones(HIDDEN), "norm.weight": torch.ones(HIDDEN)}
     weights |= {
-        "fc.weight": torch.randn(HIDDEN, 3 * HIDDEN),
+        "fc.weight": torch.randn(HIDDEN, len(READ) * HIDDEN),
         "lm_head.weight": torch.randn(COMMON["vocab_size"], HIDDEN),
     }
-    extra = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": COMMON["vocab_size"]}
+    extra = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": COMMON["vocab_size"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": READ},
+    }
     eagle3 = write(folder / "eagle3", {name: tensor.bfloat16() for name, tensor in weights.items()}, config | extra)
     return folder / "model", eagle, eagle3
 

@@ -39,6 +39,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
 }
 MOE: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def build(architecture: str, **overrides: Any) -> PreTrainedModel:
@@ -60,11 +61,10 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     elif architecture == "gpt_oss":
         layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
         # Every token goes to all experts: noise in the last bit of a router would choose others.
-        experts = {"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 128, "swiglu_limit": 7.0}
-        rope = {"rope_type": "default", "rope_theta": 10000.0}
-        model = GptOssForCausalLM(
-            GptOssConfig(**COMMON | layers | experts | {"sliding_window": 96, "rope_parameters": rope} | overrides)
-        )
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 128}
+        # Published checkpoints state the limit, and SGLang reads it; not every transformers has a default for it.
+        own = {"sliding_window": 96, "swiglu_limit": 7.0, "rope_parameters": ROPE}
+        model = GptOssForCausalLM(GptOssConfig(**COMMON | layers | experts | own | overrides))
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):  # As strong as the logits of some ten tokens: dropping them must show.
                 torch.nn.init.normal_(parameter, mean=2.0)

@@ -51,7 +51,6 @@ FLAGS = [
     "--disaggregation-mode decode --disaggregation-decode-enable-radix-cache",
     "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache",
     "--enable-streaming-session",
-    "--enable-hierarchical-cache --device cuda",
     "--enable-hierarchical-cache --hicache-mem-layout page_head",
     "--enable-hierarchical-cache --hicache-mem-layout page_first_kv_split",
     "--enable-hierarchical-cache --hicache-io-backend kernel_ascend",

@@ -165,8 +165,14 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
 ALLOWED = {
     "tp_size": 1, "speculative_algorithm": None, "enable_torch_compile": False,
     "mamba_radix_cache_strategy": "auto", "linear_attn_backend": "triton", "enable_mixed_chunk": False,
-    "enable_hierarchical_cache": False, "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False, "disaggregation_mode": "null", "disable_radix_cache": False,
+    "disable_overlap_schedule": True,
 }  # fmt: skip
+
+
+def refused(**changed: Any) -> list[str]:
+    """Why a hybrid model is refused with these arguments."""
+    return [what for check, what in refusals.ARGUMENTS if check(SimpleNamespace(**ALLOWED | changed))]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +185,14 @@ ALLOWED = {
     ],
 )  # fmt: skip
 def test_refused(argument: str, value: Any) -> None:
-    def refused(**changed: Any) -> list[str]:
-        return [what for check, what in refusals.ARGUMENTS if check(SimpleNamespace(**ALLOWED | changed))]
-
     assert refused() == []
     assert len(refused(**{argument: value})) == 1
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_overlap_is_refused_where_states_are_mistaken(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "tells_kept_states_apart", lambda: apart)
+    lines = refused(disable_overlap_schedule=False)
+    assert [line.rpartition("; ")[2] for line in lines] == ([] if apart else ["set --disable-overlap-schedule"])
+    assert refused(disable_overlap_schedule=False, disable_radix_cache=True) == []
+    assert refused() == []

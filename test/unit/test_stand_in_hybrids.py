@@ -134,9 +134,12 @@ def test_norms_and_gates(stand_in: dict[str, ModuleType]) -> None:
     x, z, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     wanted = norm(x.double(), weight - 1) * z.double() * z.double().sigmoid()
     assert torch.allclose(layers.fused_rmsnorm_gated_cpu(x, weight, z, 1e-6).double(), wanted, atol=1e-5)
-    y = x.clone()
-    layers.fused_sigmoid_mul_cpu(y, z)
-    assert torch.allclose(y, x * z.sigmoid(), atol=1e-6)
+    for said in ({}, {"inplace": True}):  # as newer and as older releases of SGLang call it
+        y = x.clone()
+        assert layers.fused_sigmoid_mul_cpu(y, z, **said) is y
+        assert torch.allclose(y, x * z.sigmoid(), atol=1e-6)
+    with pytest.raises(NotImplementedError, match="inplace=False"):
+        layers.fused_sigmoid_mul_cpu(x.clone(), z, inplace=False)
     qkvz, ba = torch.randn(3, 2 * 2 * 8 + 2 * 4 * 6), torch.randn(3, 8)
     qkv, cut, b, a = layers.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 2, 4, 8, 6)
     assert torch.equal(torch.cat([qkv, cut.flatten(1)], 1), qkvz)

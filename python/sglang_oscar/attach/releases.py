@@ -155,6 +155,16 @@ def state_source(req: Any) -> Any:
     return holder.mamba_cow_src_index
 
 
+def tells_kept_states_apart() -> bool:
+    """Whether a batch remembers which of a request's two slots it kept a hybrid model's state in.
+
+    An older release alternates them when a result arrives, by the length that a request has then. With overlap
+    scheduling that may be one step ahead; where a prompt is computed in between, slots are exchanged twice for one
+    state, and the prefix cache gets the other slot, which holds an older state or none.
+    """
+    return exists("sglang.srt.managers.schedule_batch.ScheduleBatch.mamba_track_buffer_indices")
+
+
 def tracked_tokens(forward_batch: Any) -> Any:
     """Tokens of each chunk of a hybrid model behind which SGLang keeps the state: a tensor [batch]. Anything where it
     keeps none."""

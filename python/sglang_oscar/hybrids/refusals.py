@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar.attach.releases import argument
+from sglang_oscar.attach.releases import argument, tells_kept_states_apart
 from sglang_oscar.disaggregation.arguments import disaggregated
 
 MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
@@ -14,6 +14,11 @@ MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "
 
 def _strategy(args: Any) -> str:
     return str(argument(args, "mamba_radix_cache_strategy", "auto"))
+
+
+def _mistakes_states(args: Any) -> bool:
+    """Whether SGLang's prefix cache would get states of other positions than it says; so it does with any cache."""
+    return not (args.disable_overlap_schedule or args.disable_radix_cache or tells_kept_states_apart())
 
 
 ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
@@ -46,6 +51,11 @@ ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
         # They end within pages. SGLang then keeps a state for the page before, or, in older releases, one that it lost.
         lambda a: a.enable_mixed_chunk,
         "with mixed chunks, behind which states do not fit the pages; drop --enable-mixed-chunk",
+    ),
+    (
+        _mistakes_states,
+        "with overlap scheduling in SGLang 0.5.17, whose prefix cache then mistakes one state for another; set "
+        "--disable-overlap-schedule",
     ),
 ]
 """Arguments that are refused with a hybrid model only."""

@@ -16,6 +16,7 @@ FREE = (
     # Read by libraries when they are used, not when they are imported; SGLang sets them for its workers.
     *("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "TRTLLM_", "PROMETHEUS_"),
     *("TORCHINDUCTOR_CACHE_DIR=", "TRITON_CACHE_DIR=", "CUDA_CACHE_PATH=", "TILELANG_CACHE_DIR="),
+    "TORCH_EXTENSIONS_DIR=",
     # Read by CUTLASS and FlashInfer when imported, for what their compilers write: these do not run without a GPU.
     *("CUTE_DSL_LOG_", "FLASHINFER_WORKSPACE_BASE="),
     # Of pytest, the shell and the scripts.

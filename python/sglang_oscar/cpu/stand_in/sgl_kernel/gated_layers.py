@@ -48,9 +48,17 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     return q, k, gate.reshape(len(gate), -1)
 
 
-def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """x <- x sigmoid(gate), in place; ``gate`` has as many elements, by token and head."""
-    x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
+def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor, inplace: bool = True) -> torch.Tensor:
+    """x <- x sigmoid(gate), in place; ``gate`` has as many elements, by token and head.
+
+    Up to 0.5.18 SGLang says that it is in place, and goes on with what is returned; later it does neither.
+
+    Raises:
+        NotImplementedError: asked for a tensor besides ``x``, which no release does.
+    """
+    if not inplace:
+        raise NotImplementedError("fused_sigmoid_mul_cpu overwrites its argument; inplace=False is not implemented")
+    return x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
 
 
 def fused_rmsnorm_gated_cpu(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:

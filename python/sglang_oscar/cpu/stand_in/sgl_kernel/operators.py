@@ -17,7 +17,10 @@ for _schema, _function in (
         "bool use_qk_l2norm_in_kernel=True, float softplus_beta=1.0, float softplus_threshold=20.0) -> Tensor",
         delta_rule.fused_sigmoid_gating_delta_rule_update_cpu,
     ),
-    ("fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()", gated_layers.fused_sigmoid_mul_cpu),
+    (
+        "fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate, bool inplace=True) -> Tensor(a!)",
+        gated_layers.fused_sigmoid_mul_cpu,
+    ),
     (
         "fused_rmsnorm_gated_cpu(Tensor x, Tensor weight, Tensor gate, float eps) -> Tensor",
         gated_layers.fused_rmsnorm_gated_cpu,
