@@ -24,7 +24,8 @@ BLOCK_SCORES = 1 << 26
 """Scores of a block of queries: 256 MB in float32."""
 
 Quantizer = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer, [batch, kv_heads, n, head_dim]) -> float32 of the same shape: what the cache gives back for each token."""
+"""(layer, [batch, kv_heads, n, head_dim]) -> float32 of the same shape: what the cache gives back for each token.
+Layers are counted among those that attend to everything."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,25 @@ class CacheView:
 
 
 _view: CacheView | None = None
+_ordinals: dict[int, int] = {}
+"""Of the model that is read: its layers that attend to everything, counted from 0, by their place among all."""
+
+
+def attending_layers(model: Any) -> list[int]:
+    """Layers that attend to everything, by their place among all; in most models these are all."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
 
 @contextmanager
 def reading(model: Any, view: CacheView) -> Iterator[None]:
     """Let every attention layer of ``model`` read its keys and values through ``view``."""
-    global _view
+    global _view, _ordinals
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     _view = view
+    _ordinals = {layer: number for number, layer in enumerate(attending_layers(model))}
     try:
         yield
     finally:
@@ -138,9 +149,10 @@ def attend(
     """The attention function that transformers calls: q [batch, q_heads, n, d], k and v [batch, kv_heads, n, d]."""
     assert _view is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = _ordinals[module.layer_idx]
     if _view.observe is not None:
-        _view.observe(module.layer_idx, query, key, value, module)
-    out = composed_attention(module.layer_idx, query, key, value, scale, _view)
+        _view.observe(layer, query, key, value, module)
+    out = composed_attention(layer, query, key, value, scale, _view)
     return out.transpose(1, 2), None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from accuracy.attention import CacheView, Schedule, reading
+from accuracy.attention import CacheView, Schedule, attending_layers, reading
 from accuracy.calibration import LayerActivations
 
 
@@ -29,7 +29,7 @@ class Session:
     """Sequences of one length and schedule.
 
     Whatever the method, tokens that find an empty cache before them compute the same; their keys and values are kept
-    and the rest is run per method.
+    and the rest is run per method. Models with linear layers are run from the beginning.
 
     Args:
         model: a Hugging Face causal language model.
@@ -43,6 +43,8 @@ class Session:
         self.ids = ids.to(model.device)
         seen = (schedule.seen > 0).nonzero()
         self.first = min(int(seen[0]) if len(seen) else schedule.length - 1, schedule.decode_from)
+        if len(attending_layers(model)) < model.config.get_text_config().num_hidden_layers:
+            self.first = 0  # not every release of transformers goes on from the state of a linear layer
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.first:
             cache = DynamicCache()
@@ -53,12 +55,15 @@ class Session:
     @torch.no_grad()
     def run(self, view: CacheView, hidden: bool = False) -> Tail:
         """The tokens behind the exact beginning, through ``view``."""
-        cache = DynamicCache()
+        cache = DynamicCache() if self.prefix else None
         for layer, (k, v) in enumerate(self.prefix):
             cache.update(k, v, layer)
         with reading(self.model, view):
             out = self.model(
-                self.ids[:, self.first :], past_key_values=cache, use_cache=True, output_hidden_states=hidden
+                self.ids[:, self.first :],
+                past_key_values=cache,
+                use_cache=cache is not None,
+                output_hidden_states=hidden,
             )
         return Tail(out.logits.float(), out.hidden_states if hidden else ())
 

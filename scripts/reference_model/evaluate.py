@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 from torch.nn import functional
 
-from reference_model.model import ReferenceModel
 from reference_model.retrieval import WORDS, build_document, question
 
 RECENT = 256
@@ -92,7 +92,7 @@ def calibration_prompts(tokenizer: Tokenizer, documents: int = 8) -> torch.Tenso
 
 
 @torch.no_grad()
-def held_out_loss(model: ReferenceModel, tokens: np.ndarray, length: int) -> float:
+def held_out_loss(model: nn.Module, tokens: np.ndarray, length: int) -> float:
     """Mean negative log-likelihood in nats per token over windows of ``length``."""
     device = next(model.parameters()).device
     losses = []

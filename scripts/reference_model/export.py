@@ -26,14 +26,19 @@ def save_model(out: Path, config: ModelConfig, state: dict[str, torch.Tensor], t
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
+    save_tokenizer(out, tokenizer, config.max_positions)
+
+
+def save_tokenizer(out: Path, tokenizer: Tokenizer, max_positions: int) -> None:
+    """Write tokenizer, chat template and generation config into a model folder."""
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     end_of_turn = SPECIALS.index("<|im_end|>")
     files = {
-        "config.json": config.to_hf(),
         "generation_config.json": {"do_sample": False, "eos_token_id": [END_OF_TEXT, end_of_turn], "pad_token_id": 0},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.max_positions,
+            "model_max_length": max_positions,
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
             "additional_special_tokens": list(SPECIALS),
