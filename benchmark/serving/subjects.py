@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3-4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
@@ -48,6 +51,15 @@ MODES = {
 def write_model(folder: Path, shape: str) -> None:
     """A model folder that a server with :data:`SERVER` loads: a config without weights."""
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer beside a model of :func:`write_model`: every id is a word, so that every answer is text."""
+    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(int(COMMON["vocab_size"]))}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"w{COMMON['eos_token_id']}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
 def write_draft_model(folder: Path, shape: str) -> None:

@@ -32,6 +32,9 @@ def main() -> None:
             answers["conversations"] = golden.conversations(server)
         with serve(MODEL, folder / "chunked.log", *golden.ARGS, *golden.CHUNKED, env=golden.ROTATIONS) as server:
             answers["chunked"] = golden.conversations(server)
+        by_layer = golden.rotations_by_layer(folder)
+        with serve(MODEL, folder / "by_layer.log", *golden.ARGS, *golden.WHOLE, env=by_layer) as server:
+            answers["by_layer"] = golden.conversations(server)
     golden.save(answers)
     right = [
         golden_ids["output_ids"][: golden.DIGITS] == golden.token_ids(number)

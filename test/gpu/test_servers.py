@@ -137,6 +137,20 @@ def test_triton_kernels_only(fleet: Fleet, expected: dict) -> None:
     healthy(server)
 
 
+@pytest.mark.uses("by_layer", "by_layer_speculating")
+@pytest.mark.parametrize("name", ["by_layer", "by_layer_speculating"])
+def test_other_bits_in_every_layer(name: str, fleet: Fleet, expected: dict) -> None:
+    """On Hopper the CUDA kernel reads the layers with codes, the Triton kernel those with a side of 16 bits."""
+    server = fleet[name]
+    compare(name, expected["by_layer"], golden.conversations(server, expected["by_layer"]))
+    score = right(golden.many(server, workers=64))
+    print(f"{name}: {score} of 64 right")
+    assert score >= 56
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "int2 decode: CUDA kernel, Triton kernel in layers with keys or values of 16 bits" in server.text()
+    healthy(server)
+
+
 @pytest.mark.uses("online")
 def test_values_rotated_online(fleet: Fleet, expected: dict) -> None:
     server = fleet["online"]

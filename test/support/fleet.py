@@ -34,6 +34,7 @@ class Launch:
     args: tuple[str, ...] = golden.WHOLE
     env: dict[str, str] = field(default_factory=dict)
     model: Callable[[Path], Path] = lambda folder: MODEL
+    rotations: Callable[[Path], dict[str, str]] = lambda folder: golden.ROTATIONS
     running: int = 128
     """Requests at once; there are twice as many sink blocks."""
     texts: bool = False
@@ -47,6 +48,13 @@ def checked(*what: str) -> dict[str, str]:
 
 FLEET = {
     "plain": Launch(env=STRICT),
+    "by_layer": Launch(env=STRICT, rotations=golden.rotations_by_layer),
+    "by_layer_speculating": Launch(
+        args=(*golden.WHOLE, *ORACLE),
+        env=STRICT | checked("nan", "sync") | DRAFTED,
+        rotations=golden.rotations_by_layer,
+        texts=True,
+    ),
     "triton": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton", "SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
     "triton_extend": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton"}),
     "triton_decode": Launch(env={"SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
@@ -92,7 +100,7 @@ class Fleet:
         launch = FLEET[name]
         own = folder / name
         own.mkdir()
-        env = golden.ROTATIONS | launch.env
+        env = launch.rotations(own) | launch.env
         if launch.texts:
             (own / "texts.json").write_text(json.dumps(golden.texts()))
             env |= {"ORACLE_TEXTS": str(own / "texts.json")}

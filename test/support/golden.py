@@ -9,9 +9,11 @@ import gzip
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from support.compare import LOGPROBS
 from support.reference import DIGITS, question, token_ids
 from support.servers import Server
@@ -22,6 +24,8 @@ ROTATIONS = {
     f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(DATA / f"reference_{side.lower()}_rotation.safetensors") for side in "KV"
 }
 """Fitted once: eigenvectors of two machines differ in sign, and codes with them."""
+BY_LAYER = {"k": (16, 3, 2, 4), "v": (16, 2, 16, 2)}
+"""Bits of keys and values in every layer: an exact layer, an exact side, and codes of three kinds."""
 ARGS = ("--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-fp32-lm-head")
 WHOLE = ("--chunked-prefill-size", "-1")
 """Prompts are never cut, so that answers do not depend on what else runs."""
@@ -150,8 +154,20 @@ def save(answers: dict[str, list[dict[str, Any]]]) -> None:
     ANSWERS.write_bytes(gzip.compress(content.encode(), mtime=0))
 
 
+def rotations_by_layer(folder: Path) -> dict[str, str]:
+    """Variables of rotation files whose layers have other bits each (:data:`BY_LAYER`)."""
+    env = {}
+    for variable, path in ROTATIONS.items():
+        side = variable.split("_")[2].lower()
+        chosen = replace(read_rotation_file(path), bits=BY_LAYER[side])
+        env[variable] = str(folder / f"{side}_by_layer.safetensors")
+        save_rotation_file(env[variable], chosen)
+    return env
+
+
 def load() -> dict[str, list[dict[str, Any]]]:
-    """The kept answers: ``many``, ``conversations`` and ``chunked`` (the conversations with chunked prefill)."""
+    """The kept answers: ``many``, ``conversations``, ``chunked`` (the conversations with chunked prefill) and
+    ``by_layer`` (the conversations with :func:`rotations_by_layer`)."""
     return json.loads(gzip.decompress(ANSWERS.read_bytes()))
 
 
