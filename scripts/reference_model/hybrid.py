@@ -20,6 +20,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 6,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 3,  # the same once more, for servers that read this
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "head_dim": 256,

@@ -241,7 +241,6 @@ def arguments(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"device": "cuda"}, "on a GPU"),
         ({"speculative_algorithm": "NGRAM"}, "speculative"),
         ({"enable_torch_compile": True}, "torch.compile"),
         ({"enable_hierarchical_cache": True}, "hierarchical"),

@@ -74,9 +74,11 @@ class RotateKV(Method):
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [batch, heads, n, d] by tables [n, d]; the negative sine undoes it."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    """Rotary embedding of the first r of d channels, [batch, heads, n, d] by tables [n, r]; the negative sine undoes
+    it."""
+    turning, still = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turning.chunk(2, -1)
+    return torch.cat([turning * cos + torch.cat([-second, first], -1) * sin, still], -1)
 
 
 METHODS = [RotateKV]

@@ -29,7 +29,6 @@ ONE_POOL = ("Gemma2", "Gemma3")
 UNTRIED = "it has not been tried"
 
 REFUSED: list[tuple[Callable[[Any], bool], str]] = [
-    (lambda a: a.device not in ("cpu", None), "on a GPU; use --kv-cache-dtype auto"),
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     # Their tiers and transfers know the INT2 pool alone, not the pair.
