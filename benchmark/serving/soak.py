@@ -1,7 +1,8 @@
 """Soak test: thousands of mixed requests against one int2 server; nothing may break, leak or get worse.
 
-Requests are drawn from five kinds: retrieval questions on fresh documents, questions on documents asked before (prefix
-hits), second turns on generated text, long unscored prompts, and requests that the client abandons. The server
+Requests are drawn from eight kinds: retrieval questions on fresh documents, questions on documents asked before (prefix
+hits), second turns on generated text, long unscored prompts, requests that the client abandons, answers bound to a JSON
+schema or a regular expression, several sampled answers to a prompt, and answers with log probabilities. The server
 retracts requests at random (SGLANG_TEST_RETRACT) and checks its memory accounts strictly while idle and busy. The
 history pool is small against what passes through it, so prefixes are evicted and requests retracted for want of room
 all the time.
@@ -33,7 +34,19 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from reference_model.retrieval import DIGITS, Document, build_document, filler_lines, question  # noqa: E402
 
 MODEL = ROOT / "models" / "reference"
-KINDS = {"fresh": 0.35, "again": 0.3, "turns": 0.15, "long": 0.1, "abandoned": 0.1}
+KINDS = {
+    "fresh": 0.3, "again": 0.25, "turns": 0.1, "long": 0.1, "abandoned": 0.1, "bound": 0.05, "several": 0.05,
+    "logprobs": 0.05,
+}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["amber", "falcon", "tiger"]}, "known": {"type": "boolean"}},
+    "required": ["name", "known"],
+    "additionalProperties": False,
+}
+PATTERN = r"[A-Z][a-z]{2,6}-[0-9]{3}"
+SEVERAL = 3
+"""Answers to a prompt that asks for more than one."""
 SYSTEM_PROMPTS = 8
 FACTS = 4
 LARGEST_DROP = 3.0
@@ -75,12 +88,13 @@ class Client:
         session: HTTP session.
         seed: of the draw.
         longest: tokens of the longest unscored prompt.
+        model: folder of the model, for its tokenizer.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, seed: int, longest: int) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, seed: int, longest: int, model: Path) -> None:
         self.url, self.session, self.longest = url, session, longest
         self.rng = random.Random(seed)
-        self.tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.system = ["".join(self._lines(f"system {n}", 60)) for n in range(SYSTEM_PROMPTS)]
         self.known: list[tuple[str, Document]] = []
         self.tally = Tally()
@@ -107,6 +121,64 @@ class Client:
         self.tally.completion_tokens += answer["usage"]["completion_tokens"]
         return answer["choices"][0]["text"]
 
+    async def generate(self, prompt: str, **body: Any) -> Any:
+        """SGLang's own API, for what it answers beside text.
+
+        Raises:
+            RuntimeError: the server refused.
+        """
+        limit = aiohttp.ClientTimeout(total=600)
+        body = {"text": prompt} | body
+        async with self.session.post(f"{self.url}/generate", json=body, timeout=limit) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status}: {(await reply.text())[:200]}")
+            return await reply.json()
+
+    async def bound(self, prompt: str) -> None:
+        """An answer to a JSON schema or to a regular expression, by chance.
+
+        Raises:
+            RuntimeError: it does not keep to it.
+        """
+        sampling: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 200}
+        if self.rng.random() < 0.5:
+            answer = await self.generate(prompt, sampling_params=sampling | {"json_schema": json.dumps(SCHEMA)})
+            # White space is free, so that an answer may run out of tokens.
+            cut = answer["meta_info"]["finish_reason"]["type"] == "length"
+            right = cut or json.loads(answer["text"]).keys() == SCHEMA["properties"].keys()
+        else:
+            answer = await self.generate(prompt, sampling_params=sampling | {"regex": PATTERN})
+            right = re.fullmatch(PATTERN, answer["text"]) is not None
+        if not right:
+            raise RuntimeError(f"not as it must be: {answer['text']!r}")
+
+    async def several(self, prompt: str) -> None:
+        """More than one answer to a prompt.
+
+        Raises:
+            RuntimeError: there are fewer, or shorter ones.
+        """
+        sampling = {"temperature": 1.0, "n": SEVERAL, "max_new_tokens": 24, "ignore_eos": True}
+        answers = await self.generate(prompt, sampling_params=sampling)
+        lengths = [answer["meta_info"]["completion_tokens"] for answer in answers]
+        if lengths != [24] * SEVERAL:
+            raise RuntimeError(f"answers of {lengths} tokens")
+
+    async def logprobs(self, prompt: str) -> None:
+        """An answer with log probabilities of its tokens, the best of which is the greedy choice.
+
+        Raises:
+            RuntimeError: one is missing, or no log probability.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+        answer = await self.generate(prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
+        meta = answer["meta_info"]
+        own, best = meta["output_token_logprobs"], meta["output_top_logprobs"]
+        if len(own) != 16 or any(
+            not token[0] <= 0 or token[0] < top[0][0] - 1e-3 for token, top in zip(own, best, strict=True)
+        ):
+            raise RuntimeError(f"log probabilities {own}, best {best}")
+
     async def one(self, kind: str, number: int) -> None:
         """One request of a kind (two for ``turns``), scored where it has a right answer."""
         score: float | None = None
@@ -127,6 +199,8 @@ class Client:
             lines = self._lines(f"long {number}", self.rng.randrange(1, max(2, self.longest // 14)))
             ids = self.tokenizer.encode("".join(lines)).ids[: self.longest]
             await self.complete(self.tokenizer.decode(ids), 16)
+        elif kind in ("bound", "several", "logprobs"):
+            await getattr(self, kind)("".join(self._lines(f"{kind} {number}", self.rng.randrange(2, 200))))
         else:
             prompt = "".join(self._lines(f"gone {number}", self.rng.randrange(2, 400)))
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
@@ -153,6 +227,7 @@ class Client:
 def main(
     k_rotation: Annotated[str, typer.Option(help="rotation file or recipe for keys")],
     v_rotation: Annotated[str, typer.Option(help="rotation file or recipe for values")],
+    model: Annotated[Path, typer.Option(help="folder of a model that scripts/train_reference_model.py made")] = MODEL,
     requests: Annotated[int, typer.Option(min=10)] = 2000,
     concurrency: Annotated[int, typer.Option(min=1)] = 64,
     longest: Annotated[int, typer.Option(help="tokens of the longest prompt")] = 30000,
@@ -162,7 +237,7 @@ def main(
     server_args: Annotated[str, typer.Option(help="further flags for the server")] = "",
     out: Annotated[Path, typer.Option(help="result as JSON; the log goes beside it")] = Path("results/soak.json"),
 ) -> None:
-    """Run the soak test on the shipped model; the exit status is 0 if nothing broke."""
+    """Run the soak test, on the shipped model by default; the exit status is 0 if nothing broke."""
     env = environment() | {
         "SGLANG_OSCAR_K_ROTATION_PATH": k_rotation,
         "SGLANG_OSCAR_V_ROTATION_PATH": v_rotation,
@@ -178,10 +253,10 @@ def main(
 
     async def drive(url: str) -> Tally:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            return await Client(url, session, seed=0, longest=longest).run(requests, concurrency)
+            return await Client(url, session, seed=0, longest=longest, model=model).run(requests, concurrency)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with serve(MODEL, out.with_suffix(".log"), args, env) as server:
+    with serve(model, out.with_suffix(".log"), args, env) as server:
         begin = time.monotonic()
         tally = asyncio.run(drive(server.url))
         seconds = time.monotonic() - begin
@@ -191,6 +266,7 @@ def main(
     usage = [float(found) for found in re.findall(r"token usage: ([0-9.]+)", log)]
     result: dict[str, Any] = {
         **describe(),
+        "model": model.name,
         "requests": requests,
         "seconds": round(seconds, 1),
         "counts": tally.counts,
