@@ -6,6 +6,7 @@ Training needs transformers alone: it computes the gated delta rule in plain tor
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class HybridModel(nn.Module):
         """Write a Hugging Face folder in BF16; the model itself stays as it is."""
         out.mkdir(parents=True, exist_ok=True)
         rounded = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
-        self.model.config.dtype = torch.bfloat16
         self.model.save_pretrained(out, state_dict=rounded)
+        # transformers writes the model's own dtype, of which servers make one that conv states do not have.
+        config = json.loads((out / "config.json").read_text(encoding="utf-8")) | {"dtype": "bfloat16"}
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_tokenizer(out, tokenizer, self.model.config.max_position_embeddings)

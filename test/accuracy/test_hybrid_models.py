@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ def model(trained: HybridModel, tmp_path_factory: pytest.TempPathFactory) -> Any
     """As it is loaded from its folder, in float32; the training's weights were rounded to BF16 when it was saved."""
     folder = tmp_path_factory.mktemp("hybrid")
     trained.save(folder, load_tokenizer(ROOT / "models" / "reference"))
+    config = json.loads((folder / "config.json").read_text())
+    # What servers ask of it.
+    assert (config["dtype"], config["full_attention_interval"]) == ("bfloat16", FULL[0] + 1)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
