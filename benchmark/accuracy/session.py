@@ -29,7 +29,8 @@ class Session:
     """Sequences of one length and schedule.
 
     Whatever the method, tokens that find an empty cache before them compute the same; their keys and values are kept
-    and the rest is run per method. Models with linear layers are run from the beginning.
+    and the rest is run per method. Models with linear layers are run from the beginning, and tell as
+    much as others.
 
     Args:
         model: a Hugging Face causal language model.
@@ -42,7 +43,7 @@ class Session:
         self.model, self.schedule = model, schedule
         self.ids = ids.to(model.device)
         seen = (schedule.seen > 0).nonzero()
-        self.first = min(int(seen[0]) if len(seen) else schedule.length - 1, schedule.decode_from)
+        self.told = self.first = min(int(seen[0]) if len(seen) else schedule.length - 1, schedule.decode_from)
         if len(attending_layers(model)) < model.config.get_text_config().num_hidden_layers:
             self.first = 0  # not every release of transformers goes on from the state of a linear layer
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -65,14 +66,15 @@ class Session:
                 use_cache=cache is not None,
                 output_hidden_states=hidden,
             )
-        return Tail(out.logits.float(), out.hidden_states if hidden else ())
+        told = slice(self.told - self.first, None)
+        return Tail(out.logits[:, told].float(), tuple(x[:, told] for x in out.hidden_states) if hidden else ())
 
     def activations(self) -> list[tuple[LayerActivations, Any]]:
         """Exact q of the last m tokens, k and v of all, [batch, heads, tokens, d], and the module, layer by layer."""
         found: list[tuple[LayerActivations, Any]] = []
 
         def observe(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> None:
-            found.append((LayerActivations(q.float(), k.float(), v.float()), module))
+            found.append((LayerActivations(q[:, :, self.told - self.first :].float(), k.float(), v.float()), module))
 
         self.run(CacheView(observe=observe))
         return found

@@ -21,7 +21,9 @@ from reference_model.export import load_tokenizer  # noqa: E402
 from reference_model.hybrid import SHAPE, HybridModel  # noqa: E402
 
 FULL = [layer for layer, kind in enumerate(SHAPE["layer_types"]) if kind == "full_attention"]
-LENGTH, PREFILL, VOCABULARY = 96, 80, 512
+LENGTH, PREFILL, CHUNK, VOCABULARY = 96, 80, 32, 512
+TOLD = LENGTH - CHUNK
+"""Tokens that a session tells about: those that find something in the cache."""
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,12 @@ def test_a_folder_is_the_model_that_was_trained(trained: HybridModel, model: Any
 
 @torch.no_grad()
 def test_an_exact_cache_changes_nothing(model: Any, ids: torch.Tensor) -> None:
-    session = Session(model, ids, prefill_then_decode(LENGTH, PREFILL, 32))
-    torch.testing.assert_close(session.run(CacheView()).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
-    assert len(session.activations()) == len(FULL)
+    session = Session(model, ids, prefill_then_decode(LENGTH, PREFILL, CHUNK))
+    told, exact = session.run(CacheView(), hidden=True), model(ids, output_hidden_states=True)
+    torch.testing.assert_close(told.logits, exact.logits[:, -TOLD:], atol=1e-4, rtol=1e-4)
+    for x, y in zip(told.hidden, exact.hidden_states, strict=True):
+        torch.testing.assert_close(x, y[:, -TOLD:], atol=1e-4, rtol=1e-4)
+    assert [len(layer.q[0, 0]) for layer, _ in session.activations()] == [TOLD] * len(FULL)
     assert len(calibrate(model, ids).layers) == len(FULL)
 
 
@@ -71,13 +76,14 @@ def test_full_attention_layers_are_read_by_their_order(model: Any, ids: torch.Te
         asked.append(layer)
         return torch.zeros_like(x) if layer == 1 else x
 
-    schedule = prefill_then_decode(LENGTH, PREFILL, 32)
+    schedule = prefill_then_decode(LENGTH, PREFILL, CHUNK)
     exact = model(ids).logits
     window = sliding_window(schedule, 24)
     view = CacheView(coarse, coarse, 16, window, window)
-    read = Session(model, ids, schedule).run(view).logits
+    read, exact = Session(model, ids, schedule).run(view).logits, exact[:, -TOLD:]
     assert attending_layers(model) == FULL
     assert set(asked) == set(range(len(FULL)))
-    first = int((window > 16).nonzero()[0])
+    first = int((window > 16).nonzero()[0]) - CHUNK
+    assert first > 0
     torch.testing.assert_close(read[:, :first], exact[:, :first], atol=1e-4, rtol=1e-4)
     assert (read - exact)[:, -1].abs().max() > 1e-3
