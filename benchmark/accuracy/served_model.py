@@ -135,14 +135,15 @@ def nats(server: LocalServer, documents: list[list[int]], prefix: int, cache: st
     """Nats per token of the tokens behind a cached prefix, by document.
 
     Raises:
-        RuntimeError: the server did not take most of the prefix from its cache.
+        RuntimeError: an int2 server did not take most of the prefix from its cache. What a stock server computes again,
+            as it does where a hybrid model has kept no state, it reads in 16 bits all the same.
     """
     losses = []
     for ids in documents:
         generate(server, ids[:prefix], 1)
         meta = generate(server, ids, 1, return_logprob=True, logprob_start_len=prefix)["meta_info"]
         # int2 servers compute the recent window anew, see docs/design.md.
-        if meta["cached_tokens"] < prefix - 600:
+        if cache != "bf16" and meta["cached_tokens"] < prefix - 600:
             raise RuntimeError(f"{cache}: {meta['cached_tokens']} of {prefix} tokens came from the cache")
         scored = [entry[0] for entry in meta["input_token_logprobs"]][-(len(ids) - prefix - 1) :]
         losses.append(-sum(scored) / len(scored))
