@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_prompts_are_histories_and_questions(sessions: int, concurrency: int) ->
     for number, person in enumerate(people):
         mine = [prompt for prompt in prompts if prompt[:10] == tuple(person.history[:10])]
         assert len(mine) == TALK.turns, f"session {number} begins like another"
-        for before, after in zip(mine, mine[1:], strict=False):
+        for before, after in itertools.pairwise(mine):
             assert after[: len(before) + TALK.answer] == (*before, 7, 7)
         assert len(person.history) == TALK.longest
 
