@@ -166,7 +166,8 @@ def start(
         vocabulary: ids that prompts are made of.
 
     Returns:
-        seconds since the launch by stage; ``request_s`` of both requests; ``megabytes`` under ``home``, all in all and by folder.
+        seconds since the launch by stage; ``request_s`` of both requests; ``megabytes`` under ``home``, all in all and
+        by folder.
     """
     questions = [[token % vocabulary for token in prompt(seed, length)] for seed in (1, 2)]
     begin = time.monotonic()
