@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from sglang_oscar.cpu.server import has_gpu
+
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3-4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
     "qwen3-8b": {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
@@ -36,8 +38,8 @@ class Mode(NamedTuple):
     bits: float
 
 
-BASELINE = "flashinfer"
-"""Attention backend of stock SGLang; its best one for these shapes."""
+BASELINE = "flashinfer" if has_gpu() else "torch_native"
+"""Attention backend of stock SGLang: its best one for these shapes, and on a CPU one that runs on any."""
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 MODES = {
     "bf16": Mode(["--attention-backend", BASELINE], {}, 16.0),
