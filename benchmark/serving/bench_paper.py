@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from subjects import MODES, SHAPES, write_model, write_tokenizer
 
-from sglang_oscar.cpu.server import environment, has_gpu
+from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 COLD, HIT, OFF = "cold", "hit", "off"
@@ -178,13 +178,10 @@ def main(
         weights = [] if model else ["--load-format", "dummy"]
         flags = ["--mem-fraction-static", "0.85", *weights, *decode_log.FLAGS, *server_args.split()]
         for name in modes.split(","):
-            # Stock SGLang's kernels for BF16 and FP8 want a GPU; on a CPU it has others.
-            stock = not has_gpu() and "int2" not in MODES[name].args
-            own = ["--attention-backend", "torch_native"] if stock else MODES[name].args
             rows[name] = []
             for more, asked in servers(loads):
                 log = out.with_suffix(f".{name}{''.join(more)}.log")
-                with serve(served, log, [*flags, *own, *more], environment() | MODES[name].env) as server:
+                with serve(served, log, [*flags, *MODES[name].args, *more], environment() | MODES[name].env) as server:
                     for load in asked:
                         rows[name].append(measure(server, served, load))
                         print(name, rows[name][-1], flush=True)
