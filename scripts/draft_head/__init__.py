@@ -1,1 +1,0 @@
-"""A draft head for a small model: what it computes, and how it is trained."""
