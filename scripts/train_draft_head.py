@@ -36,7 +36,7 @@ def main(
     model: Annotated[Path, typer.Option(help="folder of the target")],
     out: Annotated[Path, typer.Option(help="folder for the head")],
     seconds: Annotated[float, typer.Option(help="train so long", min=1)] = Plan.seconds,
-    updates: Annotated[int | None, typer.Option(help="so many updates instead: the same head every time", min=1)] = None,
+    updates: Annotated[int | None, typer.Option(help="so many updates instead, always alike", min=1)] = None,
     lengths: Annotated[str, typer.Option(help="tokens of a text, in turn")] = ",".join(map(str, Plan.lengths)),
     batch_tokens: Annotated[int, typer.Option(help="tokens of an update")] = Plan.batch_tokens,
     steps: Annotated[int, typer.Option(help="drafts of a chain", min=1)] = Plan.steps,

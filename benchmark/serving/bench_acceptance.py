@@ -165,7 +165,7 @@ def check(modes: list[str], k_rotation: str, v_rotation: str) -> None:
     if unknown := [name for name in modes if name not in CACHES]:
         raise typer.BadParameter(f"no {unknown[0]}; there are {', '.join(CACHES)}", param_hint="--modes")
     if not has_gpu() and (stock := [name for name in modes if "int2" not in CACHES[name].args]):
-        text = f"stock SGLang does not speculate with a draft model on a CPU: {stock[0]} needs a GPU; take exact instead"
+        text = f"stock SGLang does not run draft models on a CPU: {stock[0]} needs a GPU; take exact instead"
         raise typer.BadParameter(text, param_hint="--modes")
     low = [name for name in modes if "int2" in CACHES[name].args and name != "exact"]
     for side in (k_rotation, v_rotation):

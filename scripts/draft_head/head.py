@@ -47,7 +47,7 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(q_width, config.hidden, bias=False)
 
     def project(self, x: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [batch, n, 2 hidden] at positions start.. -> q, k, v [batch, heads, n, head_dim], k and v once per q head."""
+        """x [batch, n, 2 hidden] at positions start.. -> q, k, v [batch, q_heads, n, head_dim]."""
         positions = torch.arange(start, start + x.shape[1], device=x.device)
         cos, sin = rope(positions, self.config.head_dim, self.config.rope_theta)
         q, k, v = (
