@@ -45,7 +45,7 @@ def main(
     corpus_mb: Annotated[float, typer.Option(help="source text to read")] = 60,
     workers: Annotated[int, typer.Option(help="processes that build texts")] = Plan.workers,
     work: Annotated[Path | None, typer.Option(help="folder for tokens, reused if filled (default: OUT/work)")] = None,
-    documents: Annotated[int, typer.Option(help="held-out documents of every length")] = 16,
+    documents: Annotated[int, typer.Option(help="held-out documents of every length")] = 8,
     held_out: Annotated[str, typer.Option(help="tokens of held-out documents, with commas")] = "600,1500",
     tokens: Annotated[int, typer.Option(help="tokens of an answer to them")] = 64,
     seed: Annotated[int, typer.Option(help="of weights and texts")] = Plan.seed,

@@ -43,7 +43,7 @@ class Plan:
     lengths: tuple[int, ...] = (1024, 4096)
     batch_tokens: int = 16384
     steps: int = 3
-    lr: float = 1e-3
+    lr: float = 2e-3
     retrieval: float = 0.5
     workers: int = 0
     seed: int = 1

@@ -40,7 +40,7 @@ def test_sglang_accepts_what_is_counted(tmp_path: Path) -> None:
     tokenizer, target = load_tokenizer(MODEL), Target(MODEL, "cpu")
     text = "".join(retrieval.filler_lines()[:6000])
     np.save(tmp_path / "tokens.npy", np.array(tokenizer.encode(text).ids, dtype=np.uint16))
-    plan = Plan(updates=60, lengths=(256,), batch_tokens=512, lr=2e-3)
+    plan = Plan(updates=60, lengths=(256,), batch_tokens=512, lr=4e-3)
     torch.manual_seed(plan.seed)
     head = target.new_head()
     train(head, target, texts(plan, tmp_path, tokenizer, ["alpha", "beta", "gamma", "delta"]), plan)
@@ -62,5 +62,5 @@ def test_sglang_accepts_what_is_counted(tmp_path: Path) -> None:
         assert server.alive()
     assert all(answer.right for answer in answers if answer.right is not None)
     # It has learned something, and each prompt takes the steps that were counted, near ties of a draft aside.
-    assert sum(counted) < 0.95 * len(prompts) * (TOKENS - 1)
+    assert sum(counted) < 0.85 * len(prompts) * (TOKENS - 1)
     assert sum(answer.steps for answer in answers) == pytest.approx(sum(counted), abs=2 * len(prompts))
