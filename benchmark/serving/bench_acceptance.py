@@ -1,7 +1,7 @@
 """Whether a 2-bit cache of the model costs drafts: tokens per step of verification with a trained draft head.
 
     python scripts/train_draft_head.py --model models/reference --out models/draft
-    python benchmark/serving/bench_acceptance.py --model models/reference --draft models/draft --group 64 \
+    python benchmark/serving/bench_acceptance.py --model models/reference --draft models/draft \
         --k-rotation rotations/{mode}_k.safetensors --v-rotation rotations/{mode}_v.safetensors
 
 One server per cache, all with the same head, whose own cache is in 16 bits. Documents are longer than the 16-bit
