@@ -16,6 +16,7 @@ import fcntl
 import json
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ import decode_log
 import typer
 from bench_throughput import ask, speed_of
 from machine import describe
+from step_profile import profile_steps
 from subjects import MODES, SERVER, SHAPES, Mode, write_draft_model, write_model
 
 from sglang_oscar.cpu.server import environment
@@ -62,8 +64,10 @@ def measure(
     loads: list[tuple[int, int]],
     tokens: int,
     lock: Path | None,
+    layers: int,
 ) -> list[dict[str, Any]]:
-    """One row for every load, of requests at once and tokens of a prompt.
+    """One row for every load, of requests at once and tokens of a prompt; with ``layers``, of the model, also where a
+    step goes.
 
     Raises:
         RuntimeError: the server refused requests.
@@ -75,7 +79,10 @@ def measure(
         for count, length in loads:
             with alone(lock):
                 speed = speed_of(server, [length] * count, tokens)
+                asking = partial(ask, server, [length] * count, tokens)
+                steps = {"step": profile_steps(server, asking, layers)} if layers else {}
             rows.append({"requests": count, "length": length} | {k: round(v, 3) for k, v in speed._asdict().items()})
+            rows[-1] |= steps
             print(log.name, rows[-1], flush=True)
     return rows
 
@@ -89,6 +96,7 @@ def main(
     drafts: Annotated[int, typer.Option(help="tokens that a step verifies")] = 4,
     accepted: Annotated[float, typer.Option(help="tokens that a step keeps, on average")] = 2.5,
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 512,
+    steps: Annotated[bool, typer.Option(help="profile where a step goes")] = False,
     lock: Annotated[Path | None, typer.Option(help="file that is locked while speed is measured")] = None,
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/speculation.json"),
@@ -101,6 +109,7 @@ def main(
         "accepted": accepted,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
+    layers = SHAPES[shape]["num_hidden_layers"] if steps else 0
     pairs = [(int(count), int(length)) for count, length in (load.split("x") for load in loads.split(","))]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as draft:
         write_model(Path(folder), shape)
@@ -111,7 +120,7 @@ def main(
                 flags, env = drafting if way == "speculation" else ([], {})
                 log = out.with_suffix(f".{name}.{way}.log")
                 flags = [*server_args.split(), *flags]
-                result[f"{name}_{way}"] = measure(MODES[name], flags, env, folder, log, pairs, tokens, lock)
+                result[f"{name}_{way}"] = measure(MODES[name], flags, env, folder, log, pairs, tokens, lock, layers)
                 out.write_text(json.dumps(result, indent=2) + "\n")
 
 
