@@ -20,15 +20,13 @@ from oscar_rotation.dump import DumpReader
 from sglang_oscar.weights.model_identity import config_hash
 from support.activations import Activations, activations, load
 from support.models import COMMON, VOCABULARY, save
-from support.servers import Server, serve
+from support.servers import TWO_CORES, TWO_RANKS, Server, serve
 
 pytestmark = pytest.mark.server
 
 STOCK = [] if torch.cuda.is_available() else ["--attention-backend", "torch_native"]
 LAYERS, KV_HEADS = COMMON["num_hidden_layers"], COMMON["num_key_value_heads"]
 LENGTHS = [300, 37, 520, 181, 260]
-TWO_RANKS = ["--tp-size", "2", "--disable-custom-all-reduce"]
-TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
 BF16_ERROR = 0.02
 
 

@@ -15,7 +15,7 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from support.compare import LOGPROBS, assert_same
 from support.models import COMMON, VOCABULARY, save
-from support.servers import HADAMARD, STRICT, Server, serve
+from support.servers import HADAMARD, STRICT, TWO_CORES, TWO_RANKS, Server, serve
 
 pytestmark = [
     pytest.mark.server,
@@ -23,8 +23,6 @@ pytestmark = [
 ]
 LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
 ARGS = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
-TWO_RANKS = ["--tp-size", "2", "--disable-custom-all-reduce"]
-TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
 NEAR_TIE = 0.05
 DRIFT = 0.08
 

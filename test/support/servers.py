@@ -19,6 +19,9 @@ from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 LAUNCH_TIMEOUT = 900.0
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 IDENTITY = {"SGLANG_OSCAR_K_ROTATION_PATH": "identity", "SGLANG_OSCAR_V_ROTATION_PATH": "identity"}
+TWO_RANKS = ["--tp-size", "2", "--disable-custom-all-reduce"]
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
+"""Environment of two ranks on a CPU."""
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 

@@ -22,7 +22,6 @@ def _mistakes_states(args: Any) -> bool:
 
 
 ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
-    (lambda a: a.tp_size > 1, "on several ranks; set --tp-size 1"),
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (
