@@ -163,7 +163,7 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
 
 
 ALLOWED = {
-    "tp_size": 1, "speculative_algorithm": None, "enable_torch_compile": False,
+    "speculative_algorithm": None, "enable_torch_compile": False,
     "mamba_radix_cache_strategy": "auto", "linear_attn_backend": "triton", "enable_mixed_chunk": False,
     "enable_hierarchical_cache": False, "disaggregation_mode": "null", "disable_radix_cache": False,
     "disable_overlap_schedule": True,
@@ -178,7 +178,7 @@ def refused(**changed: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("tp_size", 2), ("speculative_algorithm", "NGRAM"), ("enable_torch_compile", True),
+        ("speculative_algorithm", "NGRAM"), ("enable_torch_compile", True),
         ("mamba_radix_cache_strategy", "no_buffer"), ("mamba_radix_cache_strategy", "extra_buffer_lazy"),
         ("linear_attn_backend", "cutedsl"), ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),
         ("enable_mixed_chunk", True), ("enable_hierarchical_cache", True), ("disaggregation_mode", "prefill"),
