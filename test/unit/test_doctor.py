@@ -76,7 +76,7 @@ def test_unsupported_model(model: Path) -> None:
 
 
 def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss-20b's sizes: both halves in the account; a GPU is refused."""
+    """gpt-oss-20b's sizes: both halves in the account."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for side in "KV":
         monkeypatch.setenv(f"SGLANG_OSCAR_{side}_ROTATION_PATH", "hadamard")
@@ -92,8 +92,6 @@ def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fewer = re.search(r"would hold \d+ tokens, ([\d.]+) times fewer", checks["memory"].detail)
     assert fewer is not None
     assert float(fewer[1]) > 4
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "on a GPU" in failed(model_checks(str(tmp_path), None, 80 * GIB), "model")
 
 
 def test_unreadable_model(tmp_path: Path) -> None:
