@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from accuracy import plan  # noqa: E402
-from accuracy.attention import prefill_then_decode  # noqa: E402
+from accuracy.attention import attending_layers, prefill_then_decode  # noqa: E402
 from accuracy.calibration import Calibration, calibrate  # noqa: E402
 from accuracy.material import Material, RealMaterial, ShippedMaterial  # noqa: E402
 from accuracy.measures.language import Language  # noqa: E402
@@ -163,15 +163,16 @@ def measure_model(
 ) -> dict[str, Any]:
     """All regimes and methods on one model; ``save`` is given what there is after every row.
 
-    Regimes are of the shipped models; any other is measured as it is, on four kinds of text. Rows of ``known``, what an
-    earlier run saved, are kept and not measured again.
+    Regimes are of the shipped models whose layers all attend; any other is measured as it is, one that was not trained
+    here on four kinds of text. Rows of ``known``, what an earlier run saved, are kept and not measured again.
     """
     model, tokenizer = load(source, device)
     shipped = is_shipped(source)
     material: Material = (ShippedMaterial if shipped else RealMaterial)(tokenizer, split)
     trained = {name: tensor.clone() for name, tensor in model.state_dict().items()} if shipped else {}
     out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "regimes": {}, "split": split}
-    regimes = [r for r in REGIMES if r.name in size.regimes] if shipped else [REGIMES[0]]
+    dense = len(attending_layers(model)) == model.config.get_text_config().num_hidden_layers
+    regimes = [r for r in REGIMES if r.name in size.regimes] if shipped and dense else [REGIMES[0]]
     for regime in regimes:
         begin = time.time()
         if shipped:
