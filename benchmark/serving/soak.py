@@ -1,11 +1,11 @@
 """Soak test: thousands of mixed requests against one int2 server; nothing may break, leak or get worse.
 
 Requests are drawn from eight kinds: retrieval questions on fresh documents, questions on documents asked before (prefix
-hits), second turns on generated text, long unscored prompts, requests that the client abandons, answers bound to a JSON
-schema or a regular expression, several sampled answers to a prompt, and answers with log probabilities. The server
-retracts requests at random (SGLANG_TEST_RETRACT) and checks its memory accounts strictly while idle and busy. The
-history pool is small against what passes through it, so prefixes are evicted and requests retracted for want of room
-all the time.
+hits), second turns on generated text, unscored prompts of 10 to tens of thousands of tokens, requests that the client
+abandons, answers bound to a JSON schema or a regular expression, several sampled answers to a prompt, and answers with
+log probabilities. The server retracts requests at random (SGLANG_TEST_RETRACT) and checks its memory accounts strictly
+while idle and busy. The history pool is small against what passes through it, so prefixes are evicted and requests
+retracted for want of room all the time.
 """
 
 from __future__ import annotations
@@ -196,8 +196,9 @@ class Client:
             first = await self.complete(prompt, self.rng.randrange(50, 600))
             await self.complete(prompt + first + "".join(self._lines(f"next {number}", 40)), 32)
         elif kind == "long":
-            lines = self._lines(f"long {number}", self.rng.randrange(1, max(2, self.longest // 14)))
-            ids = self.tokenizer.encode("".join(lines)).ids[: self.longest]
+            # Uniform in the logarithm: of 10 to ``longest`` tokens, most of them few.
+            tokens = round(10 * (self.longest / 10) ** self.rng.random())
+            ids = self.tokenizer.encode("".join(self._lines(f"long {number}", tokens // 5 + 2))).ids[:tokens]
             await self.complete(self.tokenizer.decode(ids), 16)
         elif kind in ("bound", "several", "logprobs"):
             await getattr(self, kind)("".join(self._lines(f"{kind} {number}", self.rng.randrange(2, 200))))
@@ -249,7 +250,7 @@ def main(
     }
     args = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(group), "--max-total-tokens", str(tokens)]
     args += ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", "--enable-cache-report"]
-    args += ["--context-length", "32768", *server_args.split()]
+    args += ["--context-length", str(max(32768, longest + 2048)), *server_args.split()]
 
     async def drive(url: str) -> Tally:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
