@@ -198,6 +198,25 @@ def train_hybrid(
     seconds = time.time() - begin
     trained.save(args.out, tokenizer)
     nll = evaluate.held_out_loss(trained, corpus.held_out_tokens(tokenizer), 2048)
+    write_report(args, tokenizer, seconds, tokens, nll, config.max_positions, {})
+
+
+def lengths_up_to(longest: int) -> list[int]:
+    """Lengths of documents that a model is asked about."""
+    return [n for n in (512, 1024, 2048, 4096, 8192) if n <= longest]
+
+
+def write_report(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    seconds: float,
+    tokens: int,
+    nll: float,
+    longest: int,
+    own: dict[str, Any],
+) -> None:
+    """Write and print what training gave: how long, on how many tokens, the loss, what the saved model recalls, and
+    facts of ``own``."""
     model, _ = load(args.out, args.device)
     report = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -208,19 +227,10 @@ def train_hybrid(
         "held_out_nll": round(nll, 3),
         "outlier_factor": 1.0,
         "outlier_pairs": [],
-        "bf16_retrieval": {n: recall(model, tokenizer, n - 64, seed=1) for n in lengths_up_to(config.max_positions)},
+        **own,
+        "bf16_retrieval": {n: recall(model, tokenizer, n - 64, seed=1) for n in lengths_up_to(longest)},
     }
-    write_report(args.out, report)
-
-
-def lengths_up_to(longest: int) -> list[int]:
-    """Lengths of documents that a model is asked about."""
-    return [n for n in (512, 1024, 2048, 4096, 8192) if n <= longest]
-
-
-def write_report(out: Path, report: dict[str, Any]) -> None:
-    """Write and print what training gave."""
-    (out / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report), flush=True)
 
 
@@ -251,19 +261,8 @@ def main(argv: list[str] | None = None) -> None:
     model, _ = load(args.out, args.device)
     state, pairs = outlier_state(model, evaluate.calibration_prompts(tokenizer), Regime("", keys=args.outlier_factor))
     save_model(args.out, config, state, tokenizer)
-    report = {
-        "shape": asdict(config),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "seed": args.seed,
-        "stages": args.stages,
-        "train_seconds": round(seconds),
-        "tokens": tokens,
-        "held_out_nll": round(nll, 3),
-        "outlier_factor": args.outlier_factor,
-        "outlier_pairs": pairs,
-        "bf16_retrieval": {n: recall(model, tokenizer, n - 64, seed=1) for n in lengths_up_to(longest)},
-    }
-    write_report(args.out, report)
+    own = {"shape": asdict(config), "outlier_factor": args.outlier_factor, "outlier_pairs": pairs}
+    write_report(args, tokenizer, seconds, tokens, nll, longest, own)
 
 
 if __name__ == "__main__":

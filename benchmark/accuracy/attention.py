@@ -122,6 +122,11 @@ def attending_layers(model: Any) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
 
+def all_layers_attend(model: Any) -> bool:
+    """Whether a model has no linear layers."""
+    return len(attending_layers(model)) == int(model.config.get_text_config().num_hidden_layers)
+
+
 @contextmanager
 def reading(model: Any, view: CacheView) -> Iterator[None]:
     """Let every attention layer of ``model`` read its keys and values through ``view``."""

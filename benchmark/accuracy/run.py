@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from accuracy import plan  # noqa: E402
-from accuracy.attention import attending_layers, prefill_then_decode  # noqa: E402
+from accuracy.attention import all_layers_attend, prefill_then_decode  # noqa: E402
 from accuracy.calibration import Calibration, calibrate  # noqa: E402
 from accuracy.material import Material, RealMaterial, ShippedMaterial  # noqa: E402
 from accuracy.measures.language import Language  # noqa: E402
@@ -171,8 +171,7 @@ def measure_model(
     material: Material = (ShippedMaterial if shipped else RealMaterial)(tokenizer, split)
     trained = {name: tensor.clone() for name, tensor in model.state_dict().items()} if shipped else {}
     out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "regimes": {}, "split": split}
-    dense = len(attending_layers(model)) == model.config.get_text_config().num_hidden_layers
-    regimes = [r for r in REGIMES if r.name in size.regimes] if shipped and dense else [REGIMES[0]]
+    regimes = [r for r in REGIMES if r.name in size.regimes] if shipped and all_layers_attend(model) else [REGIMES[0]]
     for regime in regimes:
         begin = time.time()
         if shipped:

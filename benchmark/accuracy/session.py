@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from accuracy.attention import CacheView, Schedule, attending_layers, reading
+from accuracy.attention import CacheView, Schedule, all_layers_attend, reading
 from accuracy.calibration import LayerActivations
 
 
@@ -29,8 +29,7 @@ class Session:
     """Sequences of one length and schedule.
 
     Whatever the method, tokens that find an empty cache before them compute the same; their keys and values are kept
-    and the rest is run per method. Models with linear layers are run from the beginning, and tell as
-    much as others.
+    and the rest is run per method. Models with linear layers are run from the beginning, and tell as much as others.
 
     Args:
         model: a Hugging Face causal language model.
@@ -44,7 +43,7 @@ class Session:
         self.ids = ids.to(model.device)
         seen = (schedule.seen > 0).nonzero()
         self.told = self.first = min(int(seen[0]) if len(seen) else schedule.length - 1, schedule.decode_from)
-        if len(attending_layers(model)) < model.config.get_text_config().num_hidden_layers:
+        if not all_layers_attend(model):
             self.first = 0  # not every release of transformers goes on from the state of a linear layer
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.first:

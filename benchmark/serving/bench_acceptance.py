@@ -27,9 +27,10 @@ import typer
 from machine import describe
 from rich.console import Console
 from rich.table import Table
-from subjects import MODES, Mode, asking
+from subjects import MODES, Mode, asking, eagle3
 
 from sglang_oscar.cpu.server import environment, has_gpu
+from sglang_oscar.evaluation.intervals import RESAMPLES
 from sglang_oscar.local_server import LocalServer, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,6 @@ from reference_model.export import load_tokenizer  # noqa: E402
 CACHES = MODES | {"exact": Mode(MODES["int2"].args, MODES["int2"].env, 16.0)}
 HADAMARD, IDENTITY = "hadamard", "identity"
 """Recipes that need no file."""
-RESAMPLES = 2000
 WHOLE = "all"
 """Prompts of every kind and length."""
 
@@ -196,9 +196,7 @@ def main(
     check(names, k_rotation, v_rotation)
     sizes = [int(length) for length in lengths.split(",")]
     prompts = held_out_prompts(load_tokenizer(model), sizes, documents, questions, seed)
-    flags = ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", "--speculative-algorithm", "EAGLE3"]
-    flags += ["--speculative-draft-model-path", str(draft), "--speculative-num-steps", str(steps)]
-    flags += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
+    flags = ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", *eagle3(draft, steps + 1)]
     result: dict[str, Any] = describe() | {
         "model": model.name,
         "documents": documents,

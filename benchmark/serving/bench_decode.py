@@ -22,8 +22,9 @@ import requests
 import typer
 from decode_log import steady
 from machine import describe
+from shapes import SHAPES, config_of
 from step_profile import profile_steps
-from subjects import BASELINE, COMMON, MODES, SERVER, SHAPES, Mode, asking, prompt, write_model
+from subjects import BASELINE, MODES, Mode, Subject, asking, prompt, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -61,13 +62,13 @@ def ms_per_token(server: LocalServer, length: int) -> float:
 
 
 def measure(
-    mode: Mode, folder: str, server_args: list[str], extra: dict[str, str], log: Path, sizes: list[int], steps: int
+    mode: Mode, what: Subject, server_args: list[str], extra: dict[str, str], log: Path, sizes: list[int], steps: int
 ) -> dict[str, Any]:
     """Start a server in one mode and time it.
 
     Args:
         mode: the cache.
-        folder: of the model.
+        what: the model.
         server_args, extra: further flags and environment.
         log: of the server.
         sizes: context lengths.
@@ -75,7 +76,7 @@ def measure(
     """
     begin = time.monotonic()
     env = environment() | mode.env | extra
-    with serve(folder, log, [*SERVER, *decode_log.FLAGS, *server_args, *mode.args], env) as server:
+    with serve(what.folder, log, [*what.flags, *decode_log.FLAGS, *server_args, *mode.args], env) as server:
         result: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1)}
         result["ms"] = {length: ms_per_token(server, length) for length in sizes}
         print(result["ms"], flush=True)
@@ -109,17 +110,17 @@ def main(
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/decode.json"),
 ) -> None:
     """Measure decode latency of one request end to end."""
-    config = COMMON | SHAPES[shape]
+    config = config_of(shape)
     sizes = [int(part) for part in lengths.split(",")]
     extra = dict(pair.split("=", 1) for pair in server_env.split())
     out.parent.mkdir(parents=True, exist_ok=True)
     layers = config["num_hidden_layers"] if steps else 0
     measured: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape)
+        what = subject(None, shape, Path(folder))
         for name in modes.split(","):
             log = out.with_suffix(f".{name}.log")
-            measured[name] = measure(MODES[name], folder, server_args.split(), extra, log, sizes, layers)
+            measured[name] = measure(MODES[name], what, server_args.split(), extra, log, sizes, layers)
     result = describe() | {"shape": shape, "bandwidth_tb_s": bandwidth, "baseline": BASELINE}
     result["rows"] = [row(config, measured, length, bandwidth) for length in sizes]
     for line in result["rows"]:

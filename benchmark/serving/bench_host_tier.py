@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import requests
 import typer
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, asking, write_model
+from shapes import SHAPES
+from subjects import MODES, asking, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -104,19 +105,16 @@ def main(
     asked = [int(part) for part in lengths.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        write_model(place, shape)
-        served = model or place
-        vocabulary = json.loads((served / "config.json").read_text())["vocab_size"]
-        flags = ["--skip-tokenizer-init", "--mem-fraction-static", "0.85"] if model else SERVER
-        flags = [*flags, "--max-total-tokens", str(device_tokens), "--enable-hierarchical-cache"]
+        what = subject(model, shape, place)
+        flags = [*what.flags, "--max-total-tokens", str(device_tokens), "--enable-hierarchical-cache"]
         flags += ["--hicache-size", str(host_gigabytes), "--hicache-storage-backend", "file"]
         flags += ["--hicache-storage-prefetch-policy", "wait_complete", *server_args.split()]
         for name in modes.split(","):
             store = place / name
             store.mkdir()
             env = environment() | MODES[name].env | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
-            with serve(served, out.with_suffix(f".{name}.log"), [*flags, *MODES[name].args], env) as server:
-                result[name] = measure(server, asked, vocabulary, repeats, device_tokens, store)
+            with serve(what.folder, out.with_suffix(f".{name}.log"), [*flags, *MODES[name].args], env) as server:
+                result[name] = measure(server, asked, what.vocabulary, repeats, device_tokens, store)
             out.write_text(json.dumps(result, indent=2) + "\n")
 
 

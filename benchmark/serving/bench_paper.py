@@ -28,7 +28,8 @@ import typer
 from machine import describe
 from rich.console import Console
 from rich.table import Table
-from subjects import MODES, SHAPES, write_model, write_tokenizer
+from shapes import SHAPES, config_of, write_model, write_tokenizer
+from subjects import MODES
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -174,7 +175,7 @@ def main(
         served = model or Path(temporary)
         if not model:
             write_model(served, shape)
-            write_tokenizer(served)
+            write_tokenizer(served, config_of(shape))
         weights = [] if model else ["--load-format", "dummy"]
         flags = ["--mem-fraction-static", "0.85", *weights, *decode_log.FLAGS, *server_args.split()]
         for name in modes.split(","):

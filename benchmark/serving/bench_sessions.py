@@ -28,7 +28,8 @@ import typer
 from bench_host_tier import forget
 from conversations import Talk, account, converse
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, write_model
+from shapes import SHAPES
+from subjects import MODES, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -122,20 +123,17 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     most: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        write_model(Path(temporary), shape)
-        served = model or Path(temporary)
-        vocabulary = json.loads((served / "config.json").read_text())["vocab_size"]
-        flags = ["--skip-tokenizer-init", "--mem-fraction-static", "0.85"] if model else SERVER
-        flags = [*flags, "--max-total-tokens", str(device_tokens), "--enable-hierarchical-cache"]
+        what = subject(model, shape, Path(temporary))
+        flags = [*what.flags, "--max-total-tokens", str(device_tokens), "--enable-hierarchical-cache"]
         flags += ["--hicache-size", str(host_gigabytes)] if host_gigabytes else []
         for name in modes.split(","):
             given = [*flags, *MODES[name].args, *server_args.split()]
-            with serve(served, out.with_suffix(f".{name}.log"), given, environment() | MODES[name].env) as server:
+            with serve(what.folder, out.with_suffix(f".{name}.log"), given, environment() | MODES[name].env) as server:
                 result[f"{name}_host_tokens"] = host_tokens(server.text())
                 print(f"{name}: room for {result[f'{name}_host_tokens']} tokens on the host", flush=True)
                 print("  ".join(f"{column:>12}" for column in COLUMNS), flush=True)
-                warm_up(server, talk, vocabulary, concurrency, device_tokens)
-                result[name] = measure(server, counts, talk, vocabulary, concurrency, until)
+                warm_up(server, talk, what.vocabulary, concurrency, device_tokens)
+                result[name] = measure(server, counts, talk, what.vocabulary, concurrency, until)
             most[name] = kept(result[name], enough)
             result["kept"] = most
             out.write_text(json.dumps(result, indent=2) + "\n")

@@ -5,30 +5,21 @@ For every cache, a server without speculation and one with drafts, of which SGLa
 random weights, whose time and cache are those of a trained one. Prompts are sent once before they are measured, so that
 they come from the prefix cache. Prints milliseconds per step and tokens per second, as SGLang's log counts them.
 
-Runs with one ``--lock FILE`` share a GPU: their servers start and compute prompts beside each other, and one at a time
-is measured. Hold the lock with flock(1) until all are ready.
+Runs with one ``--lock FILE`` share a GPU, see ``one_gpu.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import tempfile
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import decode_log
 import typer
-from bench_throughput import ask, speed_of
 from machine import describe
-from step_profile import profile_steps
-from subjects import MODES, SERVER, SHAPES, Mode, write_draft_model, write_model
-
-from sglang_oscar.cpu.server import environment
-from sglang_oscar.local_server import serve
+from one_gpu import measure, parse_loads
+from shapes import SHAPES, config_of, write_draft_model
+from subjects import MODES, eagle3, subject
 
 WAYS = ("plain", "speculation")
 
@@ -36,55 +27,11 @@ WAYS = ("plain", "speculation")
 def speculation(algorithm: str, folder: Path, drafts: int, accepted: float) -> tuple[list[str], dict[str, str]]:
     """Flags and environment of a server that verifies chains of ``drafts`` tokens and keeps ``accepted`` on average."""
     own = {
-        "NGRAM": ["--speculative-ngram-max-bfs-breadth", "1"],
-        "EAGLE3": ["--speculative-draft-model-path", str(folder), "--speculative-num-steps", str(drafts - 1),
-                   "--speculative-eagle-topk", "1"],
+        "NGRAM": ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts),
+                  "--speculative-ngram-max-bfs-breadth", "1"],
+        "EAGLE3": eagle3(folder, drafts),
     }  # fmt: skip
-    flags = ["--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts), *own[algorithm]]
-    return flags, {"SGLANG_SIMULATE_ACC_LEN": str(accepted), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
-
-
-@contextlib.contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
-    """While inside, nobody else holds the lock; None is no lock."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def measure(
-    mode: Mode,
-    flags: list[str],
-    env: dict[str, str],
-    folder: str,
-    log: Path,
-    loads: list[tuple[int, int]],
-    tokens: int,
-    lock: Path | None,
-    layers: int,
-) -> list[dict[str, Any]]:
-    """One row for every load, of requests at once and tokens of a prompt; with ``layers``, of the model, also where a
-    step goes.
-
-    Raises:
-        RuntimeError: the server refused requests.
-    """
-    rows = []
-    with serve(folder, log, [*SERVER, *decode_log.FLAGS, *mode.args, *flags], environment() | mode.env | env) as server:
-        # Shorter loads ask for the first of the same prompts.
-        ask(server, [max(length for _, length in loads)] * max(count for count, _ in loads), 1)
-        for count, length in loads:
-            with alone(lock):
-                speed = speed_of(server, [length] * count, tokens)
-                asking = partial(ask, server, [length] * count, tokens)
-                steps = {"step": profile_steps(server, asking, layers)} if layers else {}
-            rows.append({"requests": count, "length": length} | {k: round(v, 3) for k, v in speed._asdict().items()})
-            rows[-1] |= steps
-            print(log.name, rows[-1], flush=True)
-    return rows
+    return own[algorithm], {"SGLANG_SIMULATE_ACC_LEN": str(accepted), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
 
 
 def main(
@@ -109,10 +56,9 @@ def main(
         "accepted": accepted,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    layers = SHAPES[shape]["num_hidden_layers"] if steps else 0
-    pairs = [(int(count), int(length)) for count, length in (load.split("x") for load in loads.split(","))]
+    layers = config_of(shape)["num_hidden_layers"] if steps else 0
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as draft:
-        write_model(Path(folder), shape)
+        what = subject(None, shape, Path(folder))
         write_draft_model(Path(draft), shape)
         drafting = speculation(algorithm, Path(draft), drafts, accepted)
         for name in modes.split(","):
@@ -120,7 +66,9 @@ def main(
                 flags, env = drafting if way == "speculation" else ([], {})
                 log = out.with_suffix(f".{name}.{way}.log")
                 flags = [*server_args.split(), *flags]
-                result[f"{name}_{way}"] = measure(MODES[name], flags, env, folder, log, pairs, tokens, lock, layers)
+                result[f"{name}_{way}"] = measure(
+                    MODES[name], what, flags, env, log, parse_loads(loads), tokens, lock, layers
+                )
                 out.write_text(json.dumps(result, indent=2) + "\n")
 
 

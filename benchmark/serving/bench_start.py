@@ -42,7 +42,8 @@ from typing import Annotated, Any
 import requests
 import typer
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, Mode, asking, prompt, write_model
+from shapes import SHAPES
+from subjects import MODES, Mode, Subject, asking, prompt, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import READY, serve
@@ -151,27 +152,24 @@ def plugin_bytes() -> dict[str, int]:
     return {"files": count, "bytes": total, "compressed_bytes": len(archive.getvalue())}
 
 
-def start(
-    mode: Mode, served: Path, flags: list[str], home: Path, log: Path, length: int, vocabulary: int
-) -> dict[str, Any]:
+def start(mode: Mode, what: Subject, flags: list[str], home: Path, log: Path, length: int) -> dict[str, Any]:
     """Start a server and ask it twice.
 
     Args:
         mode: the cache.
-        served: model folder.
+        what: the model.
         flags: of every server.
         home: its home folder.
         log: for its output.
         length: tokens of a prompt.
-        vocabulary: ids that prompts are made of.
 
     Returns:
         seconds since the launch by stage; ``request_s`` of both requests; ``megabytes`` under ``home``, all in all and
         by folder.
     """
-    questions = [[token % vocabulary for token in prompt(seed, length)] for seed in (1, 2)]
+    questions = [[token % what.vocabulary for token in prompt(seed, length)] for seed in (1, 2)]
     begin = time.monotonic()
-    with watched(log, begin) as seen, serve(served, log, flags, at_home(environment() | mode.env, home)) as server:
+    with watched(log, begin) as seen, serve(what.folder, log, flags, at_home(environment() | mode.env, home)) as server:
         took = [first_token(server.url, ids) for ids in questions]
     by_folder = written(home)
     return {
@@ -198,20 +196,17 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = [*STAGES, "first_token", "megabytes"]
     with tempfile.TemporaryDirectory() as temporary, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as homes:
-        write_model(Path(temporary), shape)
-        served = (model or Path(temporary)).absolute()
-        vocabulary = json.loads((served / "config.json").read_text())["vocab_size"]
-        flags = ["--skip-tokenizer-init", "--mem-fraction-static", "0.85"] if model else SERVER
+        what = subject(model and model.absolute(), shape, Path(temporary))
         reader = Path(homes) / "reader"
         reader.mkdir()
         subprocess.run([sys.executable, "-c", IMPORTS], env=at_home(environment(), reader), check=True)
         print("  ".join(f"{column:>11}" for column in ["", "", *columns]), flush=True)
         for name in modes.split(","):
-            home, given = Path(homes) / name, [*flags, *MODES[name].args, *server_args.split()]
+            home, given = Path(homes) / name, [*what.flags, *MODES[name].args, *server_args.split()]
             home.mkdir()
             for kind in ("cold", "warm"):
                 log = out.with_suffix(f".{name}.{kind}.log")
-                row = start(MODES[name], served, given, home, log, length, vocabulary)
+                row = start(MODES[name], what, given, home, log, length)
                 result[f"{name}_{kind}"] = row
                 cells = [name, kind, *("-" if row[column] is None else row[column] for column in columns)]
                 print("  ".join(f"{cell:>11}" for cell in cells), flush=True)

@@ -17,7 +17,8 @@ import decode_log
 import typer
 from decode_log import Speed, steady
 from machine import describe
-from subjects import MODES, SERVER, SHAPES, send_all, write_model
+from shapes import SHAPES
+from subjects import MODES, send_all, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -83,11 +84,11 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     counts = [int(part) for part in requests.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape)
-        common = [*SERVER, *decode_log.FLAGS, *server_args.split()]
+        what = subject(None, shape, Path(folder))
+        common = [*what.flags, *decode_log.FLAGS, *server_args.split()]
         for name in modes.split(","):
             mode, log = MODES[name], out.with_suffix(f".{name}.log")
-            with serve(folder, log, [*common, *mode.args], environment() | mode.env) as server:
+            with serve(what.folder, log, [*common, *mode.args], environment() | mode.env) as server:
                 result[name] = measure(server, counts, length, tokens)
     best = {name: max(row["tokens_per_s"] for row in result[name]) for name in modes.split(",")}
     if "bf16" in best:

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import typer
 from machine import describe, used_bytes
-from subjects import MODES, SERVER, SHAPES, send_all, write_model
+from shapes import SHAPES
+from subjects import MODES, send_all, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
@@ -78,10 +79,11 @@ async def load(url: str, tokens: int, requests: int, longest: int) -> tuple[int,
 
 def check(shape: str, fill: float, longest: int, server_args: list[str], folder: Path) -> dict[str, Any]:
     """Start, compare, load."""
-    write_model(folder, shape)
-    args, mode = [*SERVER, *server_args], MODES["int2"]
+    what, mode = subject(None, shape, folder), MODES["int2"]
     begin = time.monotonic()
-    with serve(folder, folder / f"{shape}.log", [*args, *mode.args], environment() | mode.env) as server:
+    with serve(
+        folder, folder / f"{shape}.log", [*what.flags, *server_args, *mode.args], environment() | mode.env
+    ) as server:
         row: dict[str, Any] = {"shape": shape, "start_s": round(time.monotonic() - begin, 1), **account(server.text())}
         row["difference"] = round(row["allocated_gib"] / row["account_gib"] - 1, 4)
         begin = time.monotonic()

@@ -1,5 +1,4 @@
-"""What the serving benchmarks measure, models of random weights in the shapes of real ones under both caches, and
-what they ask."""
+"""What the serving benchmarks measure, models and caches, and what they ask."""
 
 from __future__ import annotations
 
@@ -10,24 +9,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from shapes import has_images, write_model
 
 from sglang_oscar.cpu.server import has_gpu
 
-SHAPES: dict[str, dict[str, int]] = {
-    "qwen3-4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
-    "qwen3-8b": {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
-    "qwen3-32b": {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
-}
-COMMON = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8,
-    "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "eos_token_id": 151645, "bos_token_id": 151643,
-}  # fmt: skip
-SERVER = ["--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.85"]
+
+class Subject(NamedTuple):
+    """A model to serve: its name in results, its folder, flags of its servers, and ids that prompts are made of."""
+
+    name: str
+    folder: Path
+    flags: list[str]
+    vocabulary: int
+
+
+def subject(model: Path | None, shape: str, folder: Path) -> Subject:
+    """The model of a folder, or random weights in a shape, for which ``folder`` gets a config.
+
+    Raises:
+        ValueError: there is no such shape.
+    """
+    flags = ["--mem-fraction-static", "0.85"]
+    if model:
+        config = json.loads((model / "config.json").read_text())
+        return Subject(model.name, model, [*flags, "--skip-tokenizer-init"], config["vocab_size"])
+    write_model(folder, shape)
+    words = [] if has_images(shape) else ["--skip-tokenizer-init"]
+    return Subject(shape, folder, [*flags, "--load-format", "dummy", *words], 100_000)
 
 
 class Mode(NamedTuple):
@@ -44,31 +52,19 @@ HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION
 MODES = {
     "bf16": Mode(["--attention-backend", BASELINE], {}, 16.0),
     "fp8": Mode(["--attention-backend", BASELINE, "--kv-cache-dtype", "fp8_e4m3"], {}, 8.0),
+    "fa3": Mode(["--attention-backend", "fa3"], {}, 16.0),
+    "fa3_fp8": Mode(["--attention-backend", "fa3", "--kv-cache-dtype", "fp8_e4m3"], {}, 8.0),
     "int2": Mode(["--kv-cache-dtype", "int2"], HADAMARD, 2.25),
     "k3v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "3"}, 2.75),
     "k4v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "4"}, 3.25),
 }
 
 
-def write_model(folder: Path, shape: str) -> None:
-    """A model folder that a server with :data:`SERVER` loads: a config without weights."""
-    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer beside a model of :func:`write_model`: every id is a word, so that every answer is text."""
-    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(int(COMMON["vocab_size"]))}, unk_token="w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"w{COMMON['eos_token_id']}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
-
-
-def write_draft_model(folder: Path, shape: str) -> None:
-    """The same for a draft layer of EAGLE3, which drafts from 32,000 of the model's tokens, as trained ones do."""
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
-    config = COMMON | SHAPES[shape] | own | {"draft_vocab_size": 32000}
-    (folder / "config.json").write_text(json.dumps(config))
+def eagle3(draft: Path, drafts: int) -> list[str]:
+    """Flags of a server that verifies chains of ``drafts`` tokens of an EAGLE3 head."""
+    return ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft),
+            "--speculative-num-steps", str(drafts - 1), "--speculative-eagle-topk", "1",
+            "--speculative-num-draft-tokens", str(drafts)]  # fmt: skip
 
 
 def asking(ids: list[int], tokens: int) -> dict[str, Any]:

@@ -43,12 +43,10 @@ def held_out_prompts(
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     prompts = []
-    for length in lengths:
-        for _ in range(documents):
-            number = len({prompt.document for prompt in prompts})
-            document = build_document(lambda text: len(encode(text)), length, FACTS, seed * 10_007 + number)
-            prompts.append(Prompt(length, number, "continuation", encode(document.text), []))
-            for word, answer in list(document.facts.items())[:questions]:
-                ids = encode(document.text + question(word))
-                prompts.append(Prompt(length, number, "question", ids, encode(answer)))
+    for number, length in enumerate(length for length in lengths for _ in range(documents)):
+        document = build_document(lambda text: len(encode(text)), length, FACTS, seed * 10_007 + number)
+        prompts.append(Prompt(length, number, "continuation", encode(document.text), []))
+        for word, answer in list(document.facts.items())[:questions]:
+            ids = encode(document.text + question(word))
+            prompts.append(Prompt(length, number, "question", ids, encode(answer)))
     return prompts

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "benchmark/serving")]
 
 from bench_acceptance import ask_all, cache_settings  # noqa: E402
+from subjects import eagle3  # noqa: E402
 
 from draft_head.acceptance import right_drafts, steps_of_verification  # noqa: E402
 from draft_head.head import load_head  # noqa: E402
@@ -52,9 +53,7 @@ def test_sglang_accepts_what_is_counted(tmp_path: Path) -> None:
         answer = target.answer(prompt.ids, TOKENS + STEPS + 1)
         right = right_drafts(head, target, prompt.ids + answer, STEPS)
         counted.append(steps_of_verification(right, len(prompt.ids), TOKENS))
-    args = ["--kv-cache-dtype", "int2", "--speculative-algorithm", "EAGLE3"]
-    args += ["--speculative-draft-model-path", str(tmp_path / "draft"), "--speculative-num-steps", str(STEPS)]
-    args += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(STEPS + 1)]
+    args = ["--kv-cache-dtype", "int2", *eagle3(tmp_path / "draft", STEPS + 1)]
     env = cache_settings("exact", "", "") | STRICT
     env |= {"TORCH_COMPILE_DISABLE": "1"}
     with serve(MODEL, tmp_path / "log", *args, env=env) as server:

@@ -13,6 +13,14 @@ from bench_start import STAGES, at_home, plugin_bytes, watched, written
 from sglang_oscar.local_server import READY
 
 
+def wait_for(stage: str, seen: dict[str, float]) -> None:
+    """Wait until a stage is seen, and a little longer than seconds are rounded to."""
+    deadline = time.monotonic() + 120
+    while stage not in seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
 def test_stages_of_a_growing_log(tmp_path: Path) -> None:
     """A line counts when it is whole, the last of several counts, and what never comes has no time."""
     log = tmp_path / "log"
@@ -21,9 +29,10 @@ def test_stages_of_a_growing_log(tmp_path: Path) -> None:
     with watched(log, begin) as seen, log.open("w", buffering=1) as file:
         assert not seen
         file.write("Load weight begin. avail mem=1\nLoad weight end. elap")
-        time.sleep(0.2)
+        wait_for("imported", seen)
+        assert "weights" not in seen
         file.write("sed=1\nCapture decode CUDA graph begin.\nCapture decode CUDA graph end. 1 s\n")
-        time.sleep(0.2)
+        wait_for("graphs", seen)
         file.write(f"Capture prefill CUDA graph end. 1 s\n{READY}")
     assert set(STAGES) - set(seen) == {"pools"}
     assert seen["imported"] < seen["weights"] < seen["graphs"] <= seen["ready"] <= time.monotonic() - begin

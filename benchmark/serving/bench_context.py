@@ -1,0 +1,63 @@
+"""Very long requests, by cache: tokens per second behind 128K and 262K tokens, and how many tokens a card holds.
+
+    python benchmark/serving/bench_context.py --shape qwen3.6-35b-a3b:20 --loads 4x131072,1x262144
+    python benchmark/serving/bench_context.py --shape qwen3.6-35b-a3b --room       # tokens that fit, without prompts
+
+Weights are random; ``NAME:LAYERS`` is a model with fewer layers. Prompts are sent once before they are measured, so
+that they come from the prefix cache. Runs with one ``--lock FILE`` share a GPU, see ``one_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import requests
+import typer
+from machine import describe
+from one_gpu import measure, parse_loads
+from shapes import SHAPES
+from subjects import MODES, Mode, Subject, subject
+
+from sglang_oscar.cpu.server import environment
+from sglang_oscar.local_server import serve
+
+
+def room(mode: Mode, what: Subject, flags: list[str], log: Path) -> dict[str, int]:
+    """Tokens that a cache holds and requests that run at once, as a server says that has just started."""
+    with serve(what.folder, log, [*what.flags, *mode.args, *flags], environment() | mode.env) as server:
+        facts = requests.get(f"{server.url}/server_info", timeout=600).json()
+    running = facts["internal_states"][0]["effective_max_running_requests_per_dp"]
+    return {"tokens": facts["max_total_num_tokens"], "requests": running}
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"of {', '.join(SHAPES)}; or NAME:LAYERS")] = "qwen3-8b",
+    loads: Annotated[str, typer.Option(help="requests x tokens of a prompt, with commas")] = "4x131072,1x262144",
+    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2",
+    tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 256,
+    only_room: Annotated[bool, typer.Option("--room", help="only how many tokens fit")] = False,
+    lock: Annotated[Path | None, typer.Option(help="file that is locked while speed is measured")] = None,
+    server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
+    out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/context.json"),
+) -> None:
+    """Measure requests behind long contexts."""
+    result: dict[str, Any] = describe() | {"shape": shape}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    flags = server_args.split()
+    with tempfile.TemporaryDirectory() as folder:
+        what = subject(None, shape, Path(folder))
+        for name in modes.split(","):
+            mode, log = MODES[name], out.with_suffix(f".{name}.log")
+            if only_room:
+                result[name] = room(mode, what, flags, log)
+                print(name, result[name], flush=True)
+            else:
+                result[name] = measure(mode, what, flags, {}, log, parse_loads(loads), tokens, lock)
+            out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,46 @@
+"""Shapes of the serving benchmarks: what SGLang makes of their configs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "serving"))
+from shapes import SHAPES, config_of
+from subjects import subject
+
+KV_HEADS = {
+    "qwen3-4b": (36, 8, 128), "qwen3-8b": (36, 8, 128), "qwen3-32b": (64, 8, 128), "gpt-oss-20b": (24, 8, 64),
+    "qwen3-next-80b-a3b": (48, 2, 256), "qwen3.6-35b-a3b": (40, 2, 256), "qwen3.6-27b": (64, 4, 256),
+}  # fmt: skip
+"""Layers, kv heads, head_dim."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sglang_reads_every_shape(shape: str, tmp_path: Path) -> None:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    what = subject(None, shape, tmp_path)
+    config = ModelConfig(str(what.folder))
+    assert (config.num_hidden_layers, config.get_num_kv_heads(1), config.head_dim) == KV_HEADS[shape]
+    assert ("--skip-tokenizer-init" in what.flags) == (not config.is_multimodal)
+    assert config.context_len >= 131072
+
+
+def test_fewer_layers_keep_whole_periods() -> None:
+    layers = config_of("qwen3-next-80b-a3b:12")["layer_types"]
+    assert layers == (["linear_attention"] * 3 + ["full_attention"]) * 3
+    assert config_of("qwen3-8b:7")["num_hidden_layers"] == 7
+    for wrong in ("qwen3-next-80b-a3b:10", "qwen3-8b:37", "qwen3-8b:0", "qwen2"):
+        with pytest.raises(ValueError, match=r"layers|no shape"):
+            config_of(wrong)
+
+
+def test_a_model_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 12}))
+    what = subject(tmp_path, "qwen3-8b", tmp_path / "unused")
+    assert (what.name, what.vocabulary) == (tmp_path.name, 12)
+    assert "dummy" not in what.flags
