@@ -66,7 +66,8 @@ def measure(
     rows = []
     args = [*what.flags, *decode_log.FLAGS, *mode.args, *flags]
     with serve(what.folder, log, args, environment() | mode.env | env) as server:
-        ask(server, [max(length for _, length in loads)] * max(count for count, _ in loads), 1)
+        most = max(count for count, _ in loads)
+        ask(server, [max(length for count, length in loads if count > number) for number in range(most)], 1)
         for count, length in loads:
             with alone(lock):
                 speed = speed_of(server, [length] * count, tokens)

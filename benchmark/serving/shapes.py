@@ -153,5 +153,4 @@ def write_processor(folder: Path) -> None:
     """What a model of images makes of them, beside its tokenizer."""
     images = Qwen2VLImageProcessor(patch_size=16, size={"shortest_edge": 1 << 10, "longest_edge": 1 << 20})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(patch_size=16), template).save_pretrained(folder)
+    Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(patch_size=16)).save_pretrained(folder)

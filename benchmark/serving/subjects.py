@@ -34,8 +34,9 @@ def subject(model: Path | None, shape: str, folder: Path) -> Subject:
         config = json.loads((model / "config.json").read_text())
         return Subject(model.name, model, [*flags, "--skip-tokenizer-init"], config["vocab_size"])
     write_model(folder, shape)
-    words = [] if has_images(shape) else ["--skip-tokenizer-init"]
-    return Subject(shape, folder, [*flags, "--load-format", "dummy", *words], 100_000)
+    # A model of images cannot do without a tokenizer; its warm-up would ask for a text in words that this one has not.
+    own = ["--skip-server-warmup"] if has_images(shape) else ["--skip-tokenizer-init"]
+    return Subject(shape, folder, [*flags, "--load-format", "dummy", *own], 100_000)
 
 
 class Mode(NamedTuple):
