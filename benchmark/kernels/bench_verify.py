@@ -12,8 +12,19 @@ from __future__ import annotations
 import argparse
 
 import torch
-from bench_decode import KERNELS, PAGE, in_new_process, layers_of
-from harness import Heads, Layouts, layouts_of, random_cache, read_bandwidth, report, shuffled_tables, time_us
+from bench_decode import KERNELS, in_new_process
+from harness import (
+    PAGE,
+    Heads,
+    Layouts,
+    layers_of,
+    layouts_of,
+    random_cache,
+    read_bandwidth,
+    report,
+    shuffled_tables,
+    time_us,
+)
 
 from oscar_kernels.cache import BatchTables, Windows
 from oscar_kernels.visible import causal_words

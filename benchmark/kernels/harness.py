@@ -20,6 +20,8 @@ from oscar_kernels.layout import RowLayout
 from oscar_kernels.transform import SideTransform
 from oscar_rotation.fit.bit_goal import BitGoal
 
+PAGE = 64
+"""Tokens of a page of every cache."""
 COLD_BYTES = 400 << 20
 """Inputs of one graph replay together: several times the L2 cache of any current GPU."""
 
@@ -64,6 +66,23 @@ def read_bandwidth() -> float:
         for block, steps in ((8192, 4), (8192, 16), (4096, 8))
     )
     return x.numel() * 4 / best / 1e3
+
+
+def layers_of(size: int) -> int:
+    """Calls in a graph: as the layers of a model follow each other, and more than the L2 cache holds.
+
+    Args:
+        size: bytes that one call reads.
+    """
+    return min(max(4, -(-COLD_BYTES // size)), 8)
+
+
+def random_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Pages of a stock cache; converted some at a time, because a copy in BF16 might not fit beside it."""
+    pages = torch.empty(shape, device="cuda", dtype=dtype)
+    for some in pages.split(4096):
+        some.copy_(torch.randn(some.shape, device="cuda", dtype=torch.bfloat16))
+    return pages
 
 
 class Heads(NamedTuple):
