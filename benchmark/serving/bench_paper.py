@@ -72,7 +72,9 @@ PAPER: dict[str, dict[str, dict[str, str]]] = {
 """What the paper has, on an H100 of 80 GB: tokens per second of a user (U) and of the GPU (G), by shape and cache."""
 
 
-def generate(server: LocalServer, model: Path, load: Load, answer: int, flush: bool) -> dict[str, Any]:
+def generate(
+    server: LocalServer, model: Path, load: Load, answer: int, flush: bool, warm_up: bool = True
+) -> dict[str, Any]:
     """Send a load with ``sglang.bench_serving``; what it reports.
 
     Args:
@@ -81,6 +83,7 @@ def generate(server: LocalServer, model: Path, load: Load, answer: int, flush: b
         load: requests and prompts; the same load has the same prompts.
         answer: tokens of an answer.
         flush: whether the prefix cache is emptied before.
+        warm_up: whether a request is sent that does not count.
 
     Raises:
         RuntimeError: it failed, or requests did.
@@ -92,7 +95,8 @@ def generate(server: LocalServer, model: Path, load: Load, answer: int, flush: b
         command += ["--tokenize-prompt", "--random-input-len", str(load.prompt), "--random-output-len", str(answer)]
         command += ["--random-range-ratio", "1", "--num-prompts", str(load.requests), "--disable-tqdm"]
         command += ["--max-concurrency", str(load.requests), "--seed", str(load.prompt + load.requests)]
-        command += ["--output-file", str(report), "--warmup-requests", "1", *(["--flush-cache"] if flush else [])]
+        command += ["--output-file", str(report), "--warmup-requests", str(int(warm_up))]
+        command += ["--flush-cache"] if flush else []
         done = subprocess.run(
             command, env=environment(), capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
         )
@@ -116,7 +120,7 @@ def measure(server: LocalServer, model: Path, load: Load) -> dict[str, Any]:
     if load.cache == HIT:
         generate(server, model, load, 1, flush=True)
     before = len(server.text())
-    found = generate(server, model, load, load.answer, flush=load.cache == COLD)
+    found = generate(server, model, load, load.answer, flush=load.cache == COLD, warm_up=load.cache != HIT)
     log = server.text()[before:]
     cached = sum(int(n) for n in re.findall(r"#cached-token: (\d+)", log))
     running = max((int(n) for n in re.findall(r"Decode batch.*?#running-req: (\d+)", log)), default=0)

@@ -57,6 +57,22 @@ GPT_OSS = {
     "hidden_act": "silu", "swiglu_limit": 7.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "eos_token_id": 200002, "pad_token_id": 199999,
 }  # fmt: skip
+GLM_4_7 = QWEN3 | {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 5120,
+    "intermediate_size": 12288, "num_hidden_layers": 92, "num_attention_heads": 96, "attention_bias": True,
+    "use_qk_norm": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752,
+    "n_routed_experts": 160, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "eos_token_id": 151329, "bos_token_id": None,
+}  # fmt: skip
+MINIMAX_M2_7 = QWEN3 | {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072,
+    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "rotary_dim": 64,
+    "rope_theta": 5e6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    "max_position_embeddings": 196608, "num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid",
+    "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0,
+    "eos_token_id": 200020, "bos_token_id": 200019,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": QWEN3 | {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728,
                          "num_attention_heads": 32},
@@ -68,6 +84,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.6-35b-a3b": QWEN3_6_35B,
     "qwen3.6-27b": QWEN3_6_27B,
     "gpt-oss-20b": GPT_OSS,
+    "glm-4.7": GLM_4_7,
+    "minimax-m2.7": MINIMAX_M2_7,
 }  # fmt: skip
 ENTRY = {"qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration", "qwen3_5_text": "Qwen3_5ForConditionalGeneration"}
 """Classes of models with images around the text model, by the type of that."""

@@ -15,6 +15,7 @@ from subjects import subject
 KV_HEADS = {
     "qwen3-4b": (36, 8, 128), "qwen3-8b": (36, 8, 128), "qwen3-32b": (64, 8, 128), "gpt-oss-20b": (24, 8, 64),
     "qwen3-next-80b-a3b": (48, 2, 256), "qwen3.6-35b-a3b": (40, 2, 256), "qwen3.6-27b": (64, 4, 256),
+    "glm-4.7": (92, 8, 128), "minimax-m2.7": (62, 8, 128),
 }  # fmt: skip
 """Layers, kv heads, head_dim."""
 
