@@ -27,7 +27,7 @@ import typer
 from machine import describe
 from rich.console import Console
 from rich.table import Table
-from subjects import MODES, Mode, asking, eagle3
+from subjects import MODES, asking, eagle3
 
 from sglang_oscar.cpu.server import environment, has_gpu
 from sglang_oscar.evaluation.intervals import RESAMPLES
@@ -38,7 +38,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from draft_head.prompts import KINDS, Prompt, held_out_prompts  # noqa: E402
 from reference_model.export import load_tokenizer  # noqa: E402
 
-CACHES = MODES | {"exact": Mode(MODES["int2"].args, MODES["int2"].env, 16.0)}
 HADAMARD, IDENTITY = "hadamard", "identity"
 """Recipes that need no file."""
 WHOLE = "all"
@@ -60,14 +59,11 @@ def rotation_of(name: str, given: str) -> str:
 
 def cache_settings(name: str, k_rotation: str, v_rotation: str) -> dict[str, str]:
     """Variables of a server with a cache. Bits are told where a recipe is named; a rotation file says its own."""
-    mode = CACHES[name]
-    if "int2" not in mode.args:
+    mode = MODES[name]
+    if "int2" not in mode.args or name == "exact":
         return dict(mode.env)
     env = {}
     for side, given in (("K", k_rotation), ("V", v_rotation)):
-        if name == "exact":
-            env |= {f"SGLANG_OSCAR_{side}_ROTATION_PATH": IDENTITY, f"SGLANG_OSCAR_{side}_BITS": "16"}
-            continue
         rotation = rotation_of(name, given)
         env[f"SGLANG_OSCAR_{side}_ROTATION_PATH"] = rotation
         bits = f"SGLANG_OSCAR_{side}_BITS"
@@ -162,12 +158,12 @@ def check(modes: list[str], k_rotation: str, v_rotation: str) -> None:
     Raises:
         typer.BadParameter: an unknown mode, a stock cache on a CPU, or one rotation file for caches of different bits.
     """
-    if unknown := [name for name in modes if name not in CACHES]:
-        raise typer.BadParameter(f"no {unknown[0]}; there are {', '.join(CACHES)}", param_hint="--modes")
-    if not has_gpu() and (stock := [name for name in modes if "int2" not in CACHES[name].args]):
+    if unknown := [name for name in modes if name not in MODES]:
+        raise typer.BadParameter(f"no {unknown[0]}; there are {', '.join(MODES)}", param_hint="--modes")
+    if not has_gpu() and (stock := [name for name in modes if "int2" not in MODES[name].args]):
         text = f"stock SGLang does not run draft models on a CPU: {stock[0]} needs a GPU; take exact instead"
         raise typer.BadParameter(text, param_hint="--modes")
-    low = [name for name in modes if "int2" in CACHES[name].args and name != "exact"]
+    low = [name for name in modes if "int2" in MODES[name].args and name != "exact"]
     for side in (k_rotation, v_rotation):
         if len(low) > 1 and side not in (HADAMARD, IDENTITY) and "{mode}" not in side:
             text = "a rotation file is for one number of bits: put {mode} in its name, or ask for one mode with it"
@@ -177,7 +173,7 @@ def check(modes: list[str], k_rotation: str, v_rotation: str) -> None:
 def main(
     model: Annotated[Path, typer.Option(help="folder of the model")],
     draft: Annotated[Path, typer.Option(help="folder of its draft head")],
-    modes: Annotated[str, typer.Option(help=f"of {', '.join(CACHES)}, with commas")] = "bf16,int2,k3v2",
+    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,int2,k3v2",
     k_rotation: Annotated[str, typer.Option(help="file or recipe for keys; {mode} is the mode's name")] = HADAMARD,
     v_rotation: Annotated[str, typer.Option(help="file or recipe for values; {mode} is the mode's name")] = HADAMARD,
     group: Annotated[int, typer.Option(help="quantization group size")] = 128,
@@ -208,8 +204,8 @@ def main(
     answers: dict[str, list[Answer]] = {}
     caches: dict[str, Any] = {}
     for name in names:
-        low = ["--kv-cache-quant-group-size", str(group)] if "int2" in CACHES[name].args else []
-        args = [*flags, *CACHES[name].args, *low, *shlex.split(server_args)]
+        low = ["--kv-cache-quant-group-size", str(group)] if "int2" in MODES[name].args else []
+        args = [*flags, *MODES[name].args, *low, *shlex.split(server_args)]
         env = environment() | cache_settings(name, k_rotation, v_rotation)
         with serve(model, out.with_suffix(f".{name}.log"), args, env) as server:
             answers[name] = ask_all(server, prompts, tokens, workers)

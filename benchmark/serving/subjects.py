@@ -49,12 +49,19 @@ class Mode(NamedTuple):
 
 BASELINE = "flashinfer" if has_gpu() else "torch_native"
 """Attention backend of stock SGLang: its best one for these shapes, and on a CPU one that runs on any."""
+EXACT = {
+    f"SGLANG_OSCAR_{side}_{name}": value
+    for side in "KV"
+    for name, value in (("ROTATION_PATH", "identity"), ("BITS", "16"))
+}
+"""Int2 mode's rows with 16 bits a side, for the difference that its arithmetic alone makes."""
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 MODES = {
     "bf16": Mode(["--attention-backend", BASELINE], {}, 16.0),
     "fp8": Mode(["--attention-backend", BASELINE, "--kv-cache-dtype", "fp8_e4m3"], {}, 8.0),
     "fa3": Mode(["--attention-backend", "fa3"], {}, 16.0),
     "fa3_fp8": Mode(["--attention-backend", "fa3", "--kv-cache-dtype", "fp8_e4m3"], {}, 8.0),
+    "exact": Mode(["--kv-cache-dtype", "int2"], EXACT, 16.0),
     "int2": Mode(["--kv-cache-dtype", "int2"], HADAMARD, 2.25),
     "k3v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "3"}, 2.75),
     "k4v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "4"}, 3.25),
