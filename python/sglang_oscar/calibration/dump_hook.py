@@ -95,6 +95,24 @@ def configure(args: Any) -> None:
     logger.info("dumping q, k and v of %d tokens to %s", settings.tokens, settings.folder)
 
 
+def check_heads(args: Any, model: Any) -> None:
+    """Refuse ranks among which SGLang does not part or copy the heads of the model, but others that it adds to them.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+        model: SGLang's ModelConfig, as the checkpoint states it.
+
+    Raises:
+        Int2Error: on a CPU, where heads are filled up with empty ones to a multiple of the ranks.
+    """
+    heads = (model.num_attention_heads, model.get_total_num_kv_heads())
+    if args.device == "cpu" and any(count % args.tp_size for count in heads):
+        raise Int2Error(
+            f"DUMP_KVCACHE=1 does not work on a CPU with --tp-size {args.tp_size} and a model of {heads[0]} query and "
+            f"{heads[1]} kv heads, to which SGLang adds empty ones there; set a --tp-size that divides both"
+        )
+
+
 def weights_place(model_path: str) -> str:
     """Where a later fit finds the weights, whatever folder it runs in: a hub id as it is, a folder in full."""
     return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path
