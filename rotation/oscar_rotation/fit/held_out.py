@@ -52,7 +52,7 @@ def plan_held_out(dump: DumpReader, chunks: Sequence[int], why: str) -> dict[int
     return held
 
 
-def requests(chunk: DumpChunk, sinks: torch.Tensor | None) -> Iterator[Request]:
+def requests(chunk: DumpChunk, sinks: torch.Tensor | None = None) -> Iterator[Request]:
     """Every request of a chunk.
 
     Args:
