@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,21 @@ def test_scaled_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
     plain = 500000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
     torch.testing.assert_close(found.frequencies[0], plain[0], check_dtype=False)
     torch.testing.assert_close(found.frequencies[-1], plain[-1] / 8, check_dtype=False)
+
+
+def test_embedding_of_gpt_oss(tmp_path: Path) -> None:
+    """YaRN whose bounds are not rounded: fast pairs turn as without it, slow ones slower by the factor."""
+    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+               "original_max_position_embeddings": 4096}  # fmt: skip
+    found = rotary_positions(config(tmp_path, model_type="gpt_oss", rope_scaling=scaling, rope_theta=150000.0,
+                                    max_position_embeddings=131072), 64, None)  # fmt: skip
+    assert found
+    assert found.context == 32768
+    plain = 150000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    pairs = torch.arange(32, dtype=torch.float64)
+    low, high = (32 * math.log(4096 / (turns * 2 * math.pi)) / math.log(150000.0) for turns in (32.0, 1.0))
+    share = ((pairs - low) / (high - low)).clamp(0, 1)
+    torch.testing.assert_close(found.frequencies, plain * (1 - share) + plain / 32 * share, rtol=1e-5, atol=0)
 
 
 def test_unknown_embeddings(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def build(architecture: str) -> PreTrainedModel:
+def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     """A random model in BF16: ``qwen3_next`` or ``qwen3_5``."""
     torch.manual_seed(7)
-    options = COMMON | LAYERS | LINEAR
+    options = COMMON | LAYERS | LINEAR | overrides
     if architecture == "qwen3_next":
         model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**options, **EXPERTS, rope_parameters=ROPE))
     else:
@@ -62,9 +62,9 @@ def build(architecture: str) -> PreTrainedModel:
     return model.to(torch.bfloat16)
 
 
-def save(architecture: str, folder: Path) -> Path:
+def save(architecture: str, folder: Path, **overrides: Any) -> Path:
     """Write a random model to ``folder`` and return it."""
-    build(architecture).save_pretrained(folder)
+    build(architecture, **overrides).save_pretrained(folder)
     if architecture == "qwen3_5":
         save_processor("qwen3_vl", folder)
     return folder

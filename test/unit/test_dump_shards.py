@@ -17,9 +17,17 @@ HIDDEN, HEAD_DIM, Q_HEADS, TOKENS = 16, 8, 8, 5
 
 
 def rank_heads(
-    x: torch.Tensor, weights: dict[str, torch.Tensor], rank: int, size: int, patch: pytest.MonkeyPatch
+    x: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+    rank: int,
+    size: int,
+    patch: pytest.MonkeyPatch,
+    gated: bool = False,
 ) -> list[torch.Tensor]:
-    """q, k and v of one rank, computed by SGLang's own layer from the weights of the whole model."""
+    """q, k and v of one rank, computed by SGLang's own layer from the weights of the whole model.
+
+    Where outputs are ``gated``, every query head is followed by its gate, as in Qwen3-Next.
+    """
     from sglang.srt.layers import linear
 
     kv_heads = weights["k"].shape[0] // HEAD_DIM
@@ -30,28 +38,30 @@ def rank_heads(
         patch.setattr(linear, "_resolve_linear_group", lambda group: None)
         patch.setattr(linear, "get_group_rank_size", lambda group: (rank, size))
     layer = linear.QKVParallelLinear(
-        HIDDEN, HEAD_DIM, Q_HEADS, kv_heads, bias=False, params_dtype=torch.float32, **place
+        HIDDEN, HEAD_DIM, Q_HEADS * (1 + gated), kv_heads, bias=False, params_dtype=torch.float32, **place
     )
     for name, weight in weights.items():
         layer.weight_loader(layer.weight, weight, name)
     widths = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-    return list((x @ layer.weight.T).unflatten(-1, (-1, HEAD_DIM)).split(widths, 1))
+    q, k, v = (x @ layer.weight.T).unflatten(-1, (-1, HEAD_DIM)).split(widths, 1)
+    return [q[:, :: 1 + gated], k, v]
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 2), (2, 4), (2, 2), (4, 2), (4, 1), (8, 2), (8, 1)])
 def test_ranks_of_sglang_are_gathered(
-    tmp_path: Path, size: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, size: int, kv_heads: int, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    heads = {"q": Q_HEADS, "k": kv_heads, "v": kv_heads}
+    heads = {"q": Q_HEADS * (1 + gated), "k": kv_heads, "v": kv_heads}
     weights = {name: torch.randn(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}
     x = torch.randn(TOKENS, HIDDEN)
     for rank in range(size):
         writer = DumpWriter(tmp_path, total_kv_heads=kv_heads, tp_rank=rank, tp_size=size)
-        writer.write(0, 1, *rank_heads(x, weights, rank, size, monkeypatch), [TOKENS])
+        writer.write(0, 1, *rank_heads(x, weights, rank, size, monkeypatch, gated), [TOKENS])
     gathered = DumpReader(tmp_path).load(0, 1)
     for name, weight in weights.items():
-        expected = (x @ weight.T).unflatten(-1, (-1, HEAD_DIM))
+        expected = (x @ weight.T).unflatten(-1, (-1, HEAD_DIM))[:, :: 1 + (gated and name == "q")]
         assert torch.allclose(getattr(gathered, name), expected, atol=1e-6)
     assert len(list((tmp_path / "layer_0/k").iterdir())) == min(size, kv_heads)
 

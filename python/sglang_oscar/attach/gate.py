@@ -72,7 +72,10 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     if not is_int2(self):
         if getattr(self, GROUP_SIZE) is not None:
             raise Int2Error("--kv-cache-quant-group-size needs --kv-cache-dtype int2")
-        return original(self)
+        original(self)
+        if dump_hook.is_wanted():
+            dump_hook.check_heads(releases.resolved(self), releases.model_config(self))
+        return
     if (reason := failure.reason()) is not None:
         raise Int2Error(f"int2 mode cannot attach to SGLang: {reason}")
     settings = Settings.from_env()

@@ -95,6 +95,24 @@ def configure(args: Any) -> None:
     logger.info("dumping q, k and v of %d tokens to %s", settings.tokens, settings.folder)
 
 
+def check_heads(args: Any, model: Any) -> None:
+    """Refuse ranks among which SGLang does not part or copy the heads of the model, but others that it adds to them.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+        model: SGLang's ModelConfig, as the checkpoint states it.
+
+    Raises:
+        Int2Error: on a CPU, where heads are filled up with empty ones to a multiple of the ranks.
+    """
+    heads = (model.num_attention_heads, model.get_total_num_kv_heads())
+    if args.device == "cpu" and any(count % args.tp_size for count in heads):
+        raise Int2Error(
+            f"DUMP_KVCACHE=1 does not work on a CPU with --tp-size {args.tp_size} and a model of {heads[0]} query and "
+            f"{heads[1]} kv heads, to which SGLang adds empty ones there; set a --tp-size that divides both"
+        )
+
+
 def weights_place(model_path: str) -> str:
     """Where a later fit finds the weights, whatever folder it runs in: a hub id as it is, a folder in full."""
     return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path
@@ -179,15 +197,23 @@ class Dump:
         self.selected = torch.cat([torch.arange(*span) for span in spans]) if spans else None
         self.chunk += bool(spans)
 
-    def write(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
         """Write the selected tokens of one layer; the last layer completes the chunk. Layers without an INT2 cache are
-        left out."""
+        left out.
+
+        Args:
+            layer_id: of the model.
+            q, k, v: [tokens, heads of this rank, head_dim].
+            sinks: [q_heads of this rank], sink logits of the layer; None for a layer without.
+        """
         if self.selected is None or layer_id not in self.numbers:
             return
         number = self.numbers[layer_id]
         index = self.selected.to(q.device)
         writer = self.covariances or self.writer
-        writer.write(number, self.chunk, q[index], k[index], v[index], self.seq_lens)
+        writer.write(number, self.chunk, q[index], k[index], v[index], self.seq_lens, sinks)
         if number < len(self.numbers) - 1:
             return
         if self.chunk:
@@ -196,7 +222,8 @@ class Dump:
             if self.covariances:
                 self.covariances.finish()
             self._wait_for_other_ranks()
-            self.manifest = self.manifest.model_copy(update={"complete": True, "tokens": self.tokens})
+            facts = {"complete": True, "tokens": self.tokens, "sink_logits": tuple(sorted(self.writer.sink_layers))}
+            self.manifest = self.manifest.model_copy(update=facts)
             self._write_manifest()
             logger.info("dump complete: %d tokens in %s", self.tokens, self.settings.folder)
 
@@ -234,6 +261,7 @@ def before_attention(self: Any, q: Any, k: Any, v: Any, forward_batch: Any, *arg
             _dump.select(forward_batch)
         tokens = sum(forward_batch.extend_seq_lens_cpu)
         heads = [(q, self.tp_q_head_num), (k, self.tp_k_head_num), (v, self.tp_v_head_num)]
-        _dump.write(self.layer_id, *(x[:tokens].view(tokens, count, self.head_dim) for x, count in heads))
+        queries, keys, values = (x[:tokens].view(tokens, count, self.head_dim) for x, count in heads)
+        _dump.write(self.layer_id, queries, keys, values, kwargs.get("sinks"))
     except OSError as error:
         fatal(f"cannot write the dump to {_settings.folder}: {error}")

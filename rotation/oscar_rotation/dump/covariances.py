@@ -61,7 +61,14 @@ class CovarianceWriter:
         self.tokens = self.requests = 0
 
     def write(
-        self, layer: int, chunk: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]
+        self,
+        layer: int,
+        chunk: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        seq_lens: Sequence[int],
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Add one chunk of one layer; arguments as for a dump of activations. The warm-up chunk is left out."""
         if chunk == WARMUP_CHUNK:
@@ -71,7 +78,7 @@ class CovarianceWriter:
             self.layers[layer] = {
                 "qqt": QueryCovariance(*size),
                 "ktk": KeyCovariance(*size),
-                "sst": ScoreValueCovariance(*size, self.sm_scale),
+                "sst": ScoreValueCovariance(*size, self.sm_scale, sinks),
                 "vtv": ValueCovariance(*size),
             }
         for accumulator in self.layers[layer].values():

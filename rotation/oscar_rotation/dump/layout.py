@@ -6,6 +6,11 @@ A tensor-parallel server writes shards instead of q, k and v files: ``<chunk>.tp
 the heads. q has one shard per rank. k and v have one per *distinct* slice of kv heads, min(tp_size, kv_heads) in
 all, so heads that several ranks replicate are stored once. Every name states n: a lost shard shows. seq_lens is
 the same on all ranks and is written once, unsharded, by rank 0.
+
+    <root>/layer_<id>/sink_logits.pt
+
+Float [q_heads], where heads of the layer have sink logits: numbers that a softmax runs over besides the logits of the
+tokens. Ranks write ``sink_logits.tp<i>of<n>.pt``, as they write q.
 """
 
 from __future__ import annotations
@@ -33,4 +38,17 @@ def chunk_name(chunk: int, shard: int = 0, shards: int = 1) -> str:
     >>> chunk_name(3), chunk_name(3, 1, 4)
     ('3.pt', '3.tp1of4.pt')
     """
-    return f"{chunk}.pt" if shards == 1 else f"{chunk}.tp{shard}of{shards}.pt"
+    return _shard_name(str(chunk), shard, shards)
+
+
+def sink_logits_name(shard: int = 0, shards: int = 1) -> str:
+    """File name of a layer's sink logits, or of one of its shards.
+
+    >>> sink_logits_name(), sink_logits_name(1, 4)
+    ('sink_logits.pt', 'sink_logits.tp1of4.pt')
+    """
+    return _shard_name("sink_logits", shard, shards)
+
+
+def _shard_name(stem: str, shard: int, shards: int) -> str:
+    return f"{stem}.pt" if shards == 1 else f"{stem}.tp{shard}of{shards}.pt"

@@ -27,6 +27,8 @@ class DumpManifest(BaseModel):
         tokens: tokens per layer, all chunks together.
         tp_size: tensor-parallel ranks that wrote shards.
         sm_scale: factor on the attention logits; None for 1/sqrt(head_dim).
+        sink_logits: layers of the dump whose heads have sink logits, ascending; none while the dump is being written,
+            nor in a dump of covariances, which has counted them.
         complete: False while the dump is being written. A dump left so was interrupted.
     """
 
@@ -45,6 +47,7 @@ class DumpManifest(BaseModel):
     tokens: int = Field(default=0, ge=0)
     tp_size: int = Field(default=1, gt=0)
     sm_scale: float | None = Field(default=None, gt=0)
+    sink_logits: tuple[NonNegativeInt, ...] = ()
     complete: bool = True
 
     @model_validator(mode="after")

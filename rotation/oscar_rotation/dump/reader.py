@@ -16,6 +16,7 @@ from oscar_rotation.dump.layout import (
     WARMUP_CHUNK,
     chunk_name,
     layer_folder,
+    sink_logits_name,
 )
 from oscar_rotation.dump.manifest import MANIFEST_NAME, DumpManifest
 from oscar_rotation.errors import DumpError
@@ -149,6 +150,34 @@ class DumpReader:
             DumpError: a file that is not a list of lengths.
         """
         return self._lengths(self._path(layer, "seq_lens", chunk))
+
+    def sink_logits(self, layer: int) -> torch.Tensor | None:
+        """Sink logits of a layer, heads of all ranks gathered: float32 [q_heads]; None where it has none.
+
+        Raises:
+            DumpError: the manifest says that it has some and a file is missing; an unreadable file; other heads than
+                the dump's queries; NaN or infinite values.
+        """
+        shards = self._shards[layer, "q"][self.chunks[0]]
+        paths = [layer_folder(self.root, layer) / sink_logits_name(shard, shards) for shard in range(shards)]
+        stated = self.manifest is not None and layer in self.manifest.sink_logits
+        if not stated and not any(path.exists() for path in paths):
+            return None
+        parts = []
+        for path in paths:
+            if not path.exists():
+                raise DumpError(f"{path}: missing, the layer has sink logits; dump again")
+            part = _load_tensor(path)
+            if part.ndim != 1 or not part.is_floating_point():
+                raise DumpError(f"{path}: {part.dtype} {list(part.shape)}, expected floating-point [q_heads]")
+            if not bool(part.isfinite().all()):
+                raise DumpError(f"{path}: holds NaN or infinite values; dump again")
+            parts.append(part.float())
+        gathered = torch.cat(parts)
+        heads = self._geometry[0] if self._geometry else self.load(layer, self.chunks[0]).q.shape[1]
+        if len(gathered) != heads:
+            raise DumpError(f"{paths[0]}: sink logits of {len(gathered)} heads, the dump has {heads} q heads")
+        return gathered
 
     def _count_layers(self) -> int:
         found: dict[int, Path] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from oscar_rotation.atomic import write_atomically
-from oscar_rotation.dump.layout import chunk_name, layer_folder
+from oscar_rotation.dump.layout import chunk_name, layer_folder, sink_logits_name
 from oscar_rotation.errors import DumpError
 
 
@@ -51,6 +51,7 @@ class DumpWriter:
         replicas = tp_size // self.kv_shards
         self.kv_shard = tp_rank // replicas
         self.writes_kv = tp_rank % replicas == 0
+        self.sink_layers: set[int] = set()
 
     def write(
         self,
@@ -60,8 +61,9 @@ class DumpWriter:
         k: torch.Tensor,
         v: torch.Tensor,
         seq_lens: torch.Tensor | Sequence[int],
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """Write one chunk of one layer.
+        """Write one chunk of one layer, and with its first chunk the layer's sink logits.
 
         Args:
             layer: attention layer, from 0.
@@ -70,6 +72,7 @@ class DumpWriter:
             k: [tokens, kv_heads of this rank, head_dim], after RoPE.
             v: [tokens, kv_heads of this rank, head_dim].
             seq_lens: lengths of the requests, one after the other in the tokens; they sum to ``tokens``.
+            sinks: [q_heads of this rank], sink logits of the layer; None for a layer without.
 
         Raises:
             DumpError: if the shapes do not fit together.
@@ -78,6 +81,11 @@ class DumpWriter:
         lengths = torch.as_tensor(seq_lens).detach().to("cpu", torch.int64).flatten().clone()
         self._check(q, k, v, lengths)
         folder = layer_folder(self.root, layer)
+        if sinks is not None and layer not in self.sink_layers:
+            if sinks.shape != q.shape[1:2]:
+                raise DumpError(f"sink logits {list(sinks.shape)} do not fit q {list(q.shape)}")
+            _save(folder / sink_logits_name(self.tp_rank, self.tp_size), sinks)
+            self.sink_layers.add(layer)
         _save(folder / "q" / chunk_name(chunk, self.tp_rank, self.tp_size), q)
         if self.writes_kv:
             name = chunk_name(chunk, self.kv_shard, self.kv_shards)

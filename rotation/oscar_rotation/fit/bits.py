@@ -27,7 +27,7 @@ from oscar_rotation.fit.model_losses import load_model, model_losses
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult
 from oscar_rotation.fit.texts import TAIL
-from oscar_rotation.math.attention_weights import Exact, scores_of
+from oscar_rotation.math.attention_weights import Exact, attention_of, scores_of
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.positions import Positions
 from oscar_rotation.threads import one_thread
@@ -101,10 +101,10 @@ def measure(
     for (_, true, away), *others in zip(*blocks, strict=True):
         stop = true.shape[-1]
         read = ((away >= exact.recent) & (positions[:stop] >= exact.sink))[:, None]
-        p = true.softmax(-1)
+        p = attention_of(true, request.sinks)
         whole += energy(p.flatten(1, 2) @ v[:, :stop])
         for width, (_, seen, _) in enumerate(others):
-            changed = torch.where(read, seen, true).softmax(-1) - p
+            changed = attention_of(torch.where(read, seen, true), request.sinks) - p
             errors[0, width] += energy(changed.flatten(1, 2) @ v[:, :stop])
         quantized = (p * read).flatten(1, 2)
         for width, values in enumerate(coded_values):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,11 +26,13 @@ class Request:
     Attributes:
         q: float32 [kv_heads, n, group, head_dim], after RoPE.
         k, v: float32 [kv_heads, n, head_dim].
+        sinks: float32 [kv_heads, group], sink logits of the layer; None for a layer without.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    sinks: torch.Tensor | None = None
 
 
 def plan_held_out(dump: DumpReader, chunks: Sequence[int], why: str) -> dict[int, int]:
@@ -50,15 +52,22 @@ def plan_held_out(dump: DumpReader, chunks: Sequence[int], why: str) -> dict[int
     return held
 
 
-def requests(chunk: DumpChunk) -> Iterator[Request]:
-    """Every request of a chunk."""
+def requests(chunk: DumpChunk, sinks: torch.Tensor | None = None) -> Iterator[Request]:
+    """Every request of a chunk.
+
+    Args:
+        chunk: of a layer.
+        sinks: [q_heads], sink logits of the layer; None for a layer without.
+    """
     heads = chunk.k.shape[1]
+    by_head = None if sinks is None else sinks.float().to(chunk.q.device).view(heads, -1)
     if not chunk.seq_lens:
         return
     parts = (x.split(list(chunk.seq_lens)) for x in (chunk.q, chunk.k, chunk.v))
     for q, k, v in zip(*parts, strict=True):
         queries = q.unflatten(1, (heads, -1)).transpose(0, 1).float().contiguous()
-        yield Request(queries, *(x.transpose(0, 1).float().contiguous() for x in (k, v)))
+        keys, values = (x.transpose(0, 1).float().contiguous() for x in (k, v))
+        yield Request(queries, keys, values, by_head)
 
 
 def held_out_requests(dump: DumpReader, layer: int, held: Mapping[int, int], device: torch.device) -> list[Request]:
@@ -68,9 +77,10 @@ def held_out_requests(dump: DumpReader, layer: int, held: Mapping[int, int], dev
         DumpError: as :meth:`oscar_rotation.dump.DumpReader.load`.
     """
     found: list[Request] = []
+    sinks = dump.sink_logits(layer)
     for chunk, first in held.items():
         _, later = dump.load(layer, chunk).to(device).split(first)
-        found += requests(later)
+        found += requests(later, sinks)
     return found
 
 
@@ -82,5 +92,5 @@ def moved(held_out: Sequence[Request], positions: Positions | None) -> list[Requ
     out = []
     for offset, request in zip(positions.offsets(longest, len(held_out)), held_out, strict=True):
         cos, sin = (table[0].float().to(request.k.device) for table in positions.tables(offset[None]))
-        out.append(Request(turned(request.q, cos, sin), turned(request.k, cos, sin), request.v))
+        out.append(replace(request, q=turned(request.q, cos, sin), k=turned(request.k, cos, sin)))
     return out

@@ -113,14 +113,15 @@ class LayerFitter:
         if self.two_passes:
             self._pass(layer, queries)
             query_covariance = queries.per_head()
-        inputs = TargetInputs(self.kv_heads, self.head_dim, self.device, self.sm_scale, query_covariance)
+        sinks = self.reader.sink_logits(layer)
+        inputs = TargetInputs(self.kv_heads, self.head_dim, self.device, self.sm_scale, query_covariance, sinks)
         key, value = (target.make(inputs) if target.make else None for target in (self.key_target, self.value_target))
         running = [accumulator for accumulator in (key, value) if accumulator is not None]
         metrics: list[CovarianceAccumulator] = []
         if self.options.report:
             known = [queries] if self.two_passes else []
-            metrics = self._metrics(known + running, running)
-        samples = self._pass(layer, *running)
+            metrics = self._metrics(known + running, running, sinks)
+        samples = self._pass(layer, *running, sinks=sinks)
         sides = [self._rotation(key), self._rotation(value)]
         if not self.options.needs_samples:
             return LayerFit(sides[0], sides[1])
@@ -152,21 +153,22 @@ class LayerFitter:
         return LayerFit(sides[0], sides[1], report)
 
     def _metrics(
-        self, known: list[CovarianceAccumulator], running: list[CovarianceAccumulator]
+        self, known: list[CovarianceAccumulator], running: list[CovarianceAccumulator], sinks: torch.Tensor | None
     ) -> list[CovarianceAccumulator]:
         """C_Q and C_S, from what is accumulated anyway or, if need be, in addition to it."""
         metrics: list[CovarianceAccumulator] = []
-        for kind in (QueryCovariance, ScoreValueCovariance):
-            found = next((accumulator for accumulator in known if type(accumulator) is kind), None)
+        size = (self.kv_heads, self.head_dim, self.device)
+        for fresh in (QueryCovariance(*size), ScoreValueCovariance(*size, self.sm_scale, sinks)):
+            found = next((accumulator for accumulator in known if type(accumulator) is type(fresh)), None)
             if found is None:
-                found = kind(self.kv_heads, self.head_dim, self.device)
-                if isinstance(found, ScoreValueCovariance):
-                    found.sm_scale = self.sm_scale
+                found = fresh
                 running.append(found)
             metrics.append(found)
         return metrics
 
-    def _pass(self, layer: int, *accumulators: CovarianceAccumulator) -> list[HeadSample]:
+    def _pass(
+        self, layer: int, *accumulators: CovarianceAccumulator, sinks: torch.Tensor | None = None
+    ) -> list[HeadSample]:
         samples: list[HeadSample] = []
         for chunk_id in self.chunks:
             whole = next(self.stream)
@@ -177,7 +179,7 @@ class LayerFitter:
                 )
             if chunk_id in self.sampled:
                 fitted, kept = whole.split(self.sampled[chunk_id])
-                samples += head_samples(kept.q, kept.k, kept.v, kept.seq_lens, self.sm_scale)
+                samples += head_samples(kept.q, kept.k, kept.v, kept.seq_lens, self.sm_scale, sinks)
                 if self.options.fit_clip:
                     whole = fitted
             if whole.seq_lens:

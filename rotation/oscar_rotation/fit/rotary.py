@@ -13,7 +13,7 @@ from oscar_rotation.math.positions import Positions
 
 HALVES = (
     "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2",
-    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss",
 )  # fmt: skip
 """Model types whose rotary embedding pairs channel p with channel p + pairs. Those that read images turn text like the
 others: its tokens have three equal coordinates."""

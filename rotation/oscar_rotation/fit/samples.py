@@ -51,6 +51,8 @@ class HeadSample:
         q: [tokens, group, head_dim] float32, after RoPE.
         k, v: [tokens, head_dim] float32.
         exact: [tokens * group, head_dim] attention outputs without quantization.
+        sm_scale: factor on the logits.
+        sinks: [group], sink logits of the query heads; None for a layer without.
     """
 
     head: int
@@ -59,6 +61,7 @@ class HeadSample:
     v: torch.Tensor
     exact: torch.Tensor
     sm_scale: float
+    sinks: torch.Tensor | None = None
 
     @property
     def sink(self) -> int:
@@ -71,7 +74,7 @@ class HeadSample:
             exact if other is None else torch.cat([exact[: self.sink], other[self.sink :]])
             for exact, other in ((self.k, k), (self.v, v))
         )
-        return _outputs(self.q, keys, values, self.sm_scale)
+        return _outputs(self.q, keys, values, self.sm_scale, self.sinks)
 
     def error(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> float:
         """||outputs - exact||^2, summed over tokens, query heads and channels."""
@@ -84,7 +87,12 @@ class HeadSample:
 
 
 def head_samples(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int], sm_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: Sequence[int],
+    sm_scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> list[HeadSample]:
     """Split chunked requests into samples.
 
@@ -93,6 +101,7 @@ def head_samples(
         k, v: [tokens, kv_heads, head_dim].
         seq_lens: request lengths; they sum to tokens.
         sm_scale: factor on the logits.
+        sinks: [q_heads], sink logits of the layer; None for a layer without.
 
     Returns:
         one sample per request and kv head, requests cut to :data:`LONGEST` tokens.
@@ -100,17 +109,21 @@ def head_samples(
     samples, begin = [], 0
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
+    by_head = [None] * kv_heads if sinks is None else sinks.to(q.device).split(group)
     for length in seq_lens:
         span = slice(begin, begin + min(length, LONGEST))
         for head in range(kv_heads):
             queries = q[span, head * group : (head + 1) * group].float().contiguous()
             keys, values = k[span, head].float().contiguous(), v[span, head].float().contiguous()
-            exact = _outputs(queries, keys, values, sm_scale)
-            samples.append(HeadSample(head, queries, keys, values, exact, sm_scale))
+            exact = _outputs(queries, keys, values, sm_scale, by_head[head])
+            samples.append(HeadSample(head, queries, keys, values, exact, sm_scale, by_head[head]))
         begin += length
     return samples
 
 
-def _outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+def _outputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Attention outputs of one kv head of one request: [tokens * group, head_dim]."""
-    return torch.cat(list(attention_outputs(q[None], k[None], v[None], [len(k)], sm_scale)), 1)[0]
+    own = None if sinks is None else sinks[None]
+    return torch.cat(list(attention_outputs(q[None], k[None], v[None], [len(k)], sm_scale, own)), 1)[0]

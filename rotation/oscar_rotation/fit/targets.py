@@ -27,6 +27,7 @@ class TargetInputs:
         device: where to accumulate.
         sm_scale: factor on the attention logits; None for 1/sqrt(head_dim).
         query_covariance: C_Q per kv head of the whole calibration set, for targets that ask for it.
+        sinks: [q_heads], sink logits of the layer; None for a layer without.
     """
 
     kv_heads: int
@@ -34,6 +35,7 @@ class TargetInputs:
     device: torch.device
     sm_scale: float | None = None
     query_covariance: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ KEY_TARGETS: dict[str, Target] = {
 """Targets of keys: C_Q (the method's), K^T K, the quantizer's residual, and none."""
 
 VALUE_TARGETS: dict[str, Target] = {
-    "sst": Target(lambda x: ScoreValueCovariance(x.kv_heads, x.head_dim, x.device, x.sm_scale)),
+    "sst": Target(lambda x: ScoreValueCovariance(x.kv_heads, x.head_dim, x.device, x.sm_scale, x.sinks)),
     "proxy": Target(_make_proxy, needs_query_covariance=True),
     "vtv": Target(lambda x: ValueCovariance(x.kv_heads, x.head_dim, x.device)),
     "uresidual": Target(lambda x: ResidualCovariance("v", x.kv_heads, x.head_dim, x.device)),

@@ -10,6 +10,8 @@ is what the pair (i, j) counts: nothing where a query does not look, and nothing
 softmax does not notice. A value error reaches the output as p_ij e_j and counts p_ij^2.
 
 Pairs that a server reads in 16 bits do not count: keys of the sink, and keys within the recent window of the query.
+A sink logit is one more outcome of the softmax, which has no key and so no error: it takes its part of every p.
+
 Later keys of a request have fewer readers that far behind them than earlier ones; every u_ij is divided by the number
 of readers of its key, so that the end of a calibration request is worth as much as its beginning.
 """
@@ -88,6 +90,27 @@ def scores_of(
         yield rows, logits.masked_fill_(away[:, None] < 0, float("-inf")), away
 
 
+def with_sinks(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Logits that a softmax runs over.
+
+    Args:
+        logits: of tokens, [heads, rows, group, n].
+        sinks: [heads, group], sink logits; None for none.
+
+    Returns:
+        [heads, rows, group, n], or n + 1, the sink logit last.
+    """
+    if sinks is None:
+        return logits
+    return torch.cat([logits, sinks[:, None, :, None].to(logits).expand(*logits.shape[:3], 1)], -1)
+
+
+def attention_of(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """What tokens get of the attention, [heads, rows, group, n]; with sink logits less than 1 in all. Arguments as of
+    :func:`with_sinks`."""
+    return with_sinks(logits, sinks).softmax(-1)[..., : logits.shape[-1]]
+
+
 def sensitivity(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -123,7 +146,7 @@ def sensitivity(
     return Sensitivity(keys / readers, queries, values / readers)
 
 
-def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """What errors of keys count in one request: :attr:`Sensitivity.keys` alone, at half the price or less.
 
     Of a long request every second, third ... query is looked at, :data:`READERS` at most.
@@ -132,6 +155,7 @@ def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
         q: float32 [heads, n, group, d], after RoPE.
         k: float32 [heads, n, d], after RoPE.
         scale: factor on the logits.
+        sinks: [heads, group], sink logits; None for none.
 
     Returns:
         float32 [heads, n].
@@ -142,7 +166,7 @@ def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     first = exact.sink + exact.recent
     stride = max(1, -(-(n - first) // READERS))
     for _, logits, away in scores_of(q, k, scale, first, stride):
-        p = logits.softmax(-1)
+        p = attention_of(logits, sinks)
         p *= ((away >= exact.recent) & (positions[: p.shape[-1]] >= exact.sink))[:, None]
         out[:, : p.shape[-1]] += p.sum((1, 2)) - p.square_().sum((1, 2))
     reading = torch.arange(first, n, stride, device=q.device)
@@ -151,7 +175,12 @@ def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def attention_kl(
-    q: torch.Tensor, k: torch.Tensor, coded: torch.Tensor, scale: float, queries: int = 128
+    q: torch.Tensor,
+    k: torch.Tensor,
+    coded: torch.Tensor,
+    scale: float,
+    queries: int = 128,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """KL(p || p^) of attention where keys outside the 16-bit windows are ``coded``: mean over queries, [heads].
 
@@ -160,6 +189,7 @@ def attention_kl(
         k, coded: float32 [heads, n, d].
         scale: factor on the logits.
         queries: that are looked at, the last ones.
+        sinks: [heads, group], sink logits, whose part of the attention counts too; None for none.
     """
     n, exact = k.shape[1], Exact.of(k.shape[1])
     first = max(n - queries, min(exact.sink + exact.recent, n - 1))
@@ -169,7 +199,7 @@ def attention_kl(
         scores_of(q, k, scale, first), scores_of(q, coded, scale, first), strict=True
     ):
         read = ((away >= exact.recent) & (positions[: true.shape[-1]] >= exact.sink))[:, None]
-        p, other = true.log_softmax(-1), torch.where(read, seen, true).log_softmax(-1)
+        p, other = (with_sinks(x, sinks).log_softmax(-1) for x in (true, torch.where(read, seen, true)))
         total += (p.exp() * (p - other).nan_to_num_(0)).sum((1, 2, 3))
     return total / ((n - first) * q.shape[2])
 

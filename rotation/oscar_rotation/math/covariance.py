@@ -118,13 +118,20 @@ class ScoreValueCovariance(CovarianceAccumulator):
     Args:
         kv_heads, head_dim, device: as in the base class.
         sm_scale: factor on the logits; None for 1/sqrt(head_dim).
+        sinks: [q_heads], sink logits, which take their part of the attention; None for a layer without.
     """
 
     def __init__(
-        self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu", sm_scale: float | None = None
+        self,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | str = "cpu",
+        sm_scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__(kv_heads, head_dim, device)
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self.sinks = None if sinks is None else sinks.to(self.device).view(kv_heads, -1)
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""
@@ -132,7 +139,8 @@ class ScoreValueCovariance(CovarianceAccumulator):
         for heads in self._heads():
             queries = self._rows(q, heads).unflatten(1, (-1, group))
             keys, values = self._rows(k, heads), self._rows(v, heads)
-            for outputs in attention_outputs(queries, keys, values, seq_lens, self.sm_scale):
+            sinks = None if self.sinks is None else self.sinks[heads]
+            for outputs in attention_outputs(queries, keys, values, seq_lens, self.sm_scale, sinks):
                 self._add(heads, outputs)
         self.rows += q.shape[0] * group
 

@@ -49,10 +49,18 @@ class FocusMoments:
     Args:
         kv_heads, head_dim, device: as of :class:`oscar_rotation.math.covariance.CovarianceAccumulator`.
         scale: factor on the logits.
+        sinks: [q_heads], sink logits of the layer; None for a layer without.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, scale: float, device: torch.device | str = "cpu") -> None:
-        self.scale, size = scale, (kv_heads, head_dim, device)
+    def __init__(
+        self,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        device: torch.device | str = "cpu",
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.scale, self.sinks, size = scale, sinks, (kv_heads, head_dim, device)
         self.queries, self.values = QueryCovariance(*size), ValueCovariance(*size)
         # Of keys with weights, then of all alike: energy [2, heads, d, d], sum [2, heads, d], mass [2, heads].
         self.energy = torch.zeros(2, kv_heads, head_dim, head_dim, dtype=torch.float64, device=device)
@@ -64,11 +72,11 @@ class FocusMoments:
         """Add whole requests that keys are fitted on."""
         self.longest = max([self.longest, *chunk.seq_lens])
         self.queries.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
-        for request in requests(chunk):
+        for request in requests(chunk, self.sinks):
             q, k = request.q, request.k
             n = k.shape[1]
             sink = min(plus.SINK, n // 2)
-            weights = torch.stack([key_weights(q, k, self.scale), torch.ones_like(k[..., 0])])
+            weights = torch.stack([key_weights(q, k, self.scale, request.sinks), torch.ones_like(k[..., 0])])
             weights[:, :, :sink] = 0
             heavy = weights.double()[..., None] * k.double()
             self.energy += heavy.mT @ k.double()
@@ -162,7 +170,7 @@ def _loss(keys: Sequence[Balanced], center: torch.Tensor, held_out: Sequence[Req
         read = coded((k - middle) @ into, GROUP, *plus.KEY_ROWS[2]) @ back + middle
         n, exact = k.shape[1], Exact.of(k.shape[1])
         rows = n - max(n - QUERIES, min(exact.sink + exact.recent, n - 1))
-        total, count = total + rows * attention_kl(q, k, read, scale, QUERIES).cpu(), count + rows
+        total, count = total + rows * attention_kl(q, k, read, scale, QUERIES, request.sinks).cpu(), count + rows
     return total / count
 
 
@@ -200,6 +208,7 @@ def fit_focus(
     for layer in range(source.num_layers):
         moments: FocusMoments | None = None
         held_out: list[Request] = []
+        sinks = source.sink_logits(layer)
         for index, chunk in enumerate(source.iterate(layer, chunks)):
             geometry = (chunk.q.shape[1], *chunk.k.shape[1:])
             kv_heads, head_dim = geometry[1:]
@@ -207,7 +216,7 @@ def fit_focus(
                 raise DumpError(f"{source.root}: head_dim is {head_dim}; a Hadamard rotation needs a power of two")
             if moments is None:
                 stated = source.manifest.sm_scale if source.manifest else None
-                moments = FocusMoments(kv_heads, head_dim, stated or head_dim**-0.5, place)
+                moments = FocusMoments(kv_heads, head_dim, stated or head_dim**-0.5, place, sinks)
             if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
             placed = chunk.to(place)
@@ -215,7 +224,7 @@ def fit_focus(
             fitted, later = placed.split(held.get(chunks[index], len(chunk.seq_lens)))
             if fitted.seq_lens:
                 moments.update_keys(fitted)
-            held_out += requests(later)
+            held_out += requests(later, sinks)
             if progress is not None:
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
