@@ -197,13 +197,20 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
     side = rows[0].key
     config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=Qwen3Config(num_hidden_layers=2))
     args = SimpleNamespace(model_path="a", revision=None, quantization=None)
-    base: dict[str, Any] = {"rows": rows, "args": args, "config": config, "heads": slice(0, 2), "page_size": 64}
+    base: dict[str, Any] = {
+        "rows": rows,
+        "args": args,
+        "config": config,
+        "heads": slice(0, 2),
+        "ranks": 1,
+        "page_size": 64,
+    }
 
     def salt(**changes: Any) -> str:
         of = base | changes
         facts = model_facts(of["args"], of["config"])
         return storage_salt(
-            fingerprint(of["rows"]), facts, of["heads"], PageLayout.of_formats(of["rows"], of["page_size"])
+            fingerprint(of["rows"]), facts, of["heads"], of["ranks"], PageLayout.of_formats(of["rows"], of["page_size"])
         )
 
     def with_side(**changes: Any) -> dict[int, LayerFormat]:
@@ -224,6 +231,7 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
         {"config": SimpleNamespace(dtype=torch.float16, hf_text_config=config.hf_text_config)},
         {"config": SimpleNamespace(dtype=torch.bfloat16, hf_text_config=longer)},
         {"heads": slice(0, 1)},
+        {"ranks": 2},
         {"page_size": 128},
     ]
     salts = [salt(), *(salt(**changes) for changes in others)]

@@ -18,13 +18,14 @@ from sglang_oscar.tiers.pages import PAGE_VERSION, PageLayout
 from sglang_oscar.weights.rotations import model_formats
 
 
-def storage_salt(rows: str, model: dict[str, Any], heads: slice, page: PageLayout) -> str:
+def storage_salt(rows: str, model: dict[str, Any], heads: slice, ranks: int, page: PageLayout) -> str:
     """SHA-256, in hex, of what the bytes of a page mean.
 
     Args:
         rows: fingerprint of the formats of the whole model.
         model: what makes the model the same one (:func:`model_facts`).
         heads: kv heads of this tensor-parallel rank.
+        ranks: how many there are: with fewer kv heads than ranks, heads alone do not say.
         page: what is where in a page.
     """
     meaning = {
@@ -33,6 +34,7 @@ def storage_salt(rows: str, model: dict[str, Any], heads: slice, page: PageLayou
         "row bytes": page.row_bytes,
         "rows": rows,
         "heads": [heads.start, heads.stop],
+        "ranks": ranks,
         "model": model,
     }
     return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()
@@ -56,9 +58,10 @@ def model_facts(args: Any, model: Any) -> dict[str, Any]:
 
 def salt_of_this_process(page: PageLayout) -> str:
     """The salt of a worker's pages."""
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.runtime_context import get_parallel, get_server_args
 
     args = get_server_args()
     model = releases.model_config(args)
     rows = fingerprint(model_formats(args, of_this_process(), model))
-    return storage_salt(rows, model_facts(releases.resolved(args), model), own_heads(model), page)
+    ranks = get_parallel().attn_tp_size
+    return storage_salt(rows, model_facts(releases.resolved(args), model), own_heads(model), ranks, page)
