@@ -20,7 +20,7 @@ from support.api import loads, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
 from support.releases import environment, needs_newer_python, served
-from support.servers import HADAMARD, STRICT, TWO_CORES, TWO_RANKS, Server, refills, serve
+from support.servers import HADAMARD, STRICT, Server, refills, serve
 from support.speculation import plugins, with_plugins
 
 pytestmark = [
@@ -87,8 +87,6 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, str], int]] = {
         {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"},
         2,
     ),
-    # Each rank keeps rows of its own kv head; both must evict, write and load the same pages.
-    "two_ranks": (" ".join(TWO_RANKS), TWO_CORES, 2),
 }
 
 

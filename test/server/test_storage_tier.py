@@ -16,7 +16,7 @@ from support.api import wait_for
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
 from support.releases import environment, installed, needs_newer_python, served
-from support.servers import HADAMARD, IDENTITY, STRICT, TWO_CORES, TWO_RANKS, Server, refills, serve
+from support.servers import HADAMARD, IDENTITY, STRICT, Server, refills, serve
 from support.speculation import with_plugins
 
 pytestmark = [
@@ -143,25 +143,3 @@ def test_settings_share_a_folder_and_nothing_in_it(model: Path, tmp_path: Path) 
         assert "--hicache-storage-backend" in reply["message"]
         assert stored(ask(server, asked)) == [0]
     assert len(list(folder.glob("*.bin"))) == (len(OTHERS) + 1) * pages
-
-
-def test_ranks_find_what_as_many_ranks_have_stored(model: Path, tmp_path: Path) -> None:
-    """Rows of two ranks are of one kv head each: one rank's pages are none of theirs, those of two ranks before are."""
-    folder, asked = tmp_path / "store", prompts(2)
-    pages = len(asked) * (LENGTH // PAGE)
-    with server_on(folder, model, tmp_path / "one") as server:
-        write(folder, server, asked)
-    two = [*GROUP, *TWO_RANKS]
-    with server_on(folder, model, tmp_path / "two", *two, **TWO_CORES) as server:
-        computed = write(folder, server, asked)
-        assert [answer["meta_info"]["cached_tokens"] for answer in computed] == [0, 0]
-        device = ask(server, asked)
-        assert all(answer["meta_info"]["cached_tokens"] >= STORED for answer in device)
-        wait_for(lambda: len(list(folder.glob("*.bin"))) == 3 * pages, "pages of both ranks")
-    with server_on(folder, model, tmp_path / "again", *two, **TWO_CORES) as server:
-        again = ask(server, asked)
-        assert stored(again) == [STORED, STORED]
-        assert_same(device, again, NEAR_TIE, DRIFT)
-    with server_on(folder, model, tmp_path / "one again") as server:
-        assert stored(ask(server, asked)) == [STORED, STORED]
-    assert len(list(folder.glob("*.bin"))) == 3 * pages
