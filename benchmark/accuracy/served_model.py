@@ -131,12 +131,6 @@ def variables(args: argparse.Namespace, cache: str) -> dict[str, str]:
     return {names[side]: str(path) for side, path in paths.items()} | {"SGLANG_OSCAR_RECIPE": cache}
 
 
-def forget(server: LocalServer) -> None:
-    """Empty the prefix cache, once the server is idle."""
-    while not requests.post(f"{server.url}/flush_cache", timeout=600).ok:
-        time.sleep(0.2)
-
-
 def nats(server: LocalServer, documents: list[list[int]], prefix: int, cache: str) -> list[float]:
     """Nats per token of the tokens behind a cached prefix, by document.
 
@@ -174,7 +168,7 @@ def measure(args: argparse.Namespace, cache: str, corpus: Corpus) -> dict[str, A
         out["start_s"] = round(time.time() - begin, 1)
         for prefix in args.prefix:
             # Documents begin alike: a hybrid model goes on from the last state that a shorter one has left.
-            forget(server)
+            server.flush()
             share = -(-args.documents // len(KINDS))
             texts = [text_windows(corpus.tokens(k, "report"), (0, None), share, prefix + READ) for k in KINDS]
             documents = torch.cat(texts)[: args.documents].tolist()

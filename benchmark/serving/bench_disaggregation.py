@@ -28,7 +28,7 @@ import requests
 import typer
 from machine import describe
 from shapes import SHAPES
-from subjects import MODES, Mode, Subject, asking, prompt, subject
+from subjects import MODES, Mode, Subject, asking, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, free_port, serve
@@ -105,15 +105,15 @@ def received(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/rx_bytes").read_text())
 
 
-def measure(servers: Pair, lengths: list[int], repeats: int, vocabulary: int) -> list[dict[str, Any]]:
+def measure(servers: Pair, what: Subject, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
     """A row for every length: bytes sent, and milliseconds, medians over ``repeats`` prompts."""
     rows = []
     # Kernels are compiled, and the servers get to know each other.
-    servers.seconds([token % vocabulary for token in prompt(0, lengths[0])])
+    servers.seconds(what.prompt(0, lengths[0]))
     for length in lengths:
         took, sent = [], []
         for number in range(repeats):
-            ids = [token % vocabulary for token in prompt(1 + number + length, length)]
+            ids = what.prompt(1 + number + length, length)
             before, begin = received("lo"), time.perf_counter()
             took.append(servers.seconds(ids))
             between, after = received("lo"), time.perf_counter()
@@ -149,7 +149,7 @@ def main(
         for name in modes.split(","):
             print(name, flush=True)
             with pair(MODES[name], what, server_args.split(), out.with_suffix(f".{name}.log")) as servers:
-                result[name] = measure(servers, sizes, repeats, what.vocabulary)
+                result[name] = measure(servers, what, sizes, repeats)
             out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -38,15 +38,6 @@ def first_token(server: LocalServer, ids: list[int]) -> dict[str, Any]:
     return {"ms": round(1000 * took, 2)} | {tier: details.get(tier) or 0 for tier in TIERS}
 
 
-def forget(server: LocalServer) -> None:
-    """Empty device and host; storage keeps what it has."""
-    deadline = time.monotonic() + LONGEST_WAIT
-    while not requests.post(f"{server.url}/flush_cache", timeout=LONGEST_WAIT).ok:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the server never became idle")
-        time.sleep(0.2)
-
-
 def measure(
     server: LocalServer, lengths: list[int], vocabulary: int, repeats: int, others: int, folder: Path
 ) -> list[dict[str, Any]]:
@@ -73,7 +64,7 @@ def measure(
             first_token(server, fresh(length))
         found["host"] = first_token(server, ids)
         settle(folder)
-        forget(server)
+        server.flush(LONGEST_WAIT)
         found["storage"] = first_token(server, ids)
         rows += [{"length": length, "meant": meant} | row for meant, row in found.items()]
         for row in rows[-len(found) :]:

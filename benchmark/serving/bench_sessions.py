@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_host_tier import forget
 from conversations import Talk, account, converse
 from machine import describe
 from shapes import SHAPES
@@ -34,6 +33,8 @@ from subjects import MODES, subject
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
+LONGEST_WAIT = 3600
+"""Seconds until a server is idle, at most."""
 COLUMNS = ("sessions", "hit_rate", "device_rate", "host_rate", "ttft_p50_ms", "ttft_p99_ms", "tokens_per_s")
 _HOST_POOL = re.compile(r"Allocating .*host pool: (\d+) tokens")
 
@@ -68,7 +69,7 @@ def measure(
     """
     rows: list[dict[str, Any]] = []
     for count in counts:
-        forget(server)
+        server.flush(LONGEST_WAIT)
         turns, seconds = asyncio.run(converse(server.url, count, talk, vocabulary, concurrency))
         rows.append({"sessions": count} | account(turns, seconds, talk.answer))
         print("  ".join(f"{rows[-1][name]:>12}" for name in COLUMNS), flush=True)

@@ -43,7 +43,7 @@ import requests
 import typer
 from machine import describe
 from shapes import SHAPES
-from subjects import MODES, Mode, Subject, asking, prompt, subject
+from subjects import MODES, Mode, Subject, asking, subject
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import READY, serve
@@ -167,7 +167,7 @@ def start(mode: Mode, what: Subject, flags: list[str], home: Path, log: Path, le
         seconds since the launch by stage; ``request_s`` of both requests; ``megabytes`` under ``home``, all in all and
         by folder.
     """
-    questions = [[token % what.vocabulary for token in prompt(seed, length)] for seed in (1, 2)]
+    questions = [what.prompt(seed, length) for seed in (1, 2)]
     begin = time.monotonic()
     with watched(log, begin) as seen, serve(what.folder, log, flags, at_home(environment() | mode.env, home)) as server:
         took = [first_token(server.url, ids) for ids in questions]

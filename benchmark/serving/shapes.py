@@ -13,7 +13,6 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8,
@@ -119,9 +118,9 @@ def config_of(shape: str) -> dict[str, Any]:
     return config
 
 
-def has_images(shape: str) -> bool:
-    """Whether a shape is a text model within one of images, which needs its processor."""
-    return config_of(shape)["model_type"] in ENTRY
+def has_images(config: dict[str, Any]) -> bool:
+    """Whether a text model is within one of images, which needs its processor."""
+    return config["model_type"] in ENTRY
 
 
 def write_model(folder: Path, shape: str) -> None:
@@ -131,7 +130,7 @@ def write_model(folder: Path, shape: str) -> None:
         ValueError: as in :func:`config_of`.
     """
     config = config_of(shape)
-    if has_images(shape):
+    if has_images(config):
         write_tokenizer(folder, config)
         write_processor(folder)
         last = config["vocab_size"] - 1
@@ -169,6 +168,9 @@ def write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
 
 def write_processor(folder: Path) -> None:
     """What a model of images makes of them, beside its tokenizer."""
+    # Seconds to import, which models without images do not need.
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
     images = Qwen2VLImageProcessor(patch_size=16, size={"shortest_edge": 1 << 10, "longest_edge": 1 << 20})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(patch_size=16)).save_pretrained(folder)

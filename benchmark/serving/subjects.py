@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-from shapes import has_images, write_model
+from shapes import config_of, has_images, write_model
 
 from sglang_oscar.cpu.server import has_gpu
 
@@ -21,6 +21,10 @@ class Subject(NamedTuple):
     folder: Path
     flags: list[str]
     vocabulary: int
+
+    def prompt(self, seed: int, length: int) -> list[int]:
+        """As :func:`prompt`, of ids that the model has."""
+        return [token % self.vocabulary for token in prompt(seed, length)]
 
 
 def subject(model: Path | None, shape: str, folder: Path) -> Subject:
@@ -35,7 +39,7 @@ def subject(model: Path | None, shape: str, folder: Path) -> Subject:
         return Subject(model.name, model, [*flags, "--skip-tokenizer-init"], config["vocab_size"])
     write_model(folder, shape)
     # A model of images cannot do without a tokenizer; its warm-up would ask for a text in words that this one has not.
-    own = ["--skip-server-warmup"] if has_images(shape) else ["--skip-tokenizer-init"]
+    own = ["--skip-server-warmup"] if has_images(config_of(shape)) else ["--skip-tokenizer-init"]
     return Subject(shape, folder, [*flags, "--load-format", "dummy", *own], 100_000)
 
 

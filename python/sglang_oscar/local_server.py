@@ -73,6 +73,21 @@ class LocalServer:
         what = f"ended with status {status}" if status is not None else f"was not ready after {timeout:.0f} s"
         raise ServerFailedError(f"the server {what}; end of {self.log}:\n{self.text()[-4000:]}")
 
+    def flush(self, timeout: float = 600.0) -> None:
+        """Empty the prefix cache on device and host once no request runs; storage keeps what it has.
+
+        Raises:
+            TimeoutError: the server was not idle within ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            # SGLang answers with an error as long as requests run.
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(f"{self.url}/flush_cache", data=b"", timeout=timeout).close()
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"the cache cannot be flushed: requests still run after {timeout:.0f} s")
+
     def stop(self) -> None:
         """End the server and its workers."""
         with contextlib.suppress(ProcessLookupError):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,15 +56,6 @@ class Server(local_server.LocalServer):
         reply = requests.post(f"{self.url}/generate", json=body, timeout=1500)
         reply.raise_for_status()
         return reply.json()
-
-    def flush(self) -> None:
-        """Empty the prefix cache; the server must be idle."""
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            if requests.post(f"{self.url}/flush_cache", timeout=600).ok:
-                return
-            time.sleep(0.1)
-        raise AssertionError("the cache cannot be flushed: requests are still running")
 
     def alive(self) -> bool:
         """Whether the server process runs and answers."""
