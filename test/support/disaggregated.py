@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_oscar.local_server import free_port
 from support.servers import Server, serve
 
 INSTALLED = importlib.util.find_spec("mooncake") is not None
@@ -48,13 +48,6 @@ class Pair:
 
     def _meeting(self) -> dict[str, Any]:
         return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(self._rooms)}
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
