@@ -85,7 +85,7 @@ def watched(log: Path, begin: float) -> Iterator[dict[str, float]]:
     def look(text: str) -> None:
         for name, pattern in STAGES.items():
             if pattern.search(text):
-                seen[name] = round(time.monotonic() - begin, 2)
+                seen[name] = time.monotonic() - begin
 
     def follow() -> None:
         read, last = 0, False
@@ -173,7 +173,7 @@ def start(mode: Mode, what: Subject, flags: list[str], home: Path, log: Path, le
         took = [first_token(server.url, ids) for ids in questions]
     by_folder = written(home)
     return {
-        **{name: seen.get(name) for name in STAGES},
+        **{name: round(seen[name], 2) if name in seen else None for name in STAGES},
         "first_token": round(seen["ready"] + took[0], 2),
         "request_s": [round(seconds, 3) for seconds in took],
         "megabytes": round(sum(by_folder.values()), 3),
