@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from reference_model.retrieval import Document, build_document
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.evaluation.methods import bits_per_element
+from sglang_oscar.evaluation.prove.machine import machine
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 CALIBRATION_SEED = 1000
@@ -160,7 +161,9 @@ def main(
     except (ServerFailedError, subprocess.CalledProcessError) as error:
         console.print(f"[red]quickstart failed:[/red] {error}", highlight=False)
         raise typer.Exit(1) from None
-    (folder / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
+    command = shlex.join(["bash", "scripts/quickstart.sh", *sys.argv[1:]])
+    result = {**machine(), "command": command, "seconds": round(time.monotonic() - begin), "rows": rows}
+    (folder / "table.json").write_text(json.dumps(result, indent=2) + "\n")
     console.print(table(job, rows, sizes))
     console.print("bits/element: windows included, at 128K tokens. KV tokens: what fits in the same memory.")
     console.print(f"rotations: {rotations}\nresults and server logs: {folder}\ntook {time.monotonic() - begin:.0f} s")

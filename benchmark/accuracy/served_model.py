@@ -34,6 +34,7 @@ from accuracy.plan import text_windows  # noqa: E402
 from reference_model.evaluate import retrieval_questions  # noqa: E402
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu  # noqa: E402
 from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
+from sglang_oscar.evaluation.prove.machine import machine  # noqa: E402
 from sglang_oscar.local_server import LocalServer, serve  # noqa: E402
 
 CACHES = ("bf16", "naive", "plus", "focus")
@@ -215,9 +216,8 @@ def main(argv: list[str] | None = None) -> None:
     calibrate(args, corpus)
     results: dict[str, Any] = {
         "model": args.model.resolve().name,
-        "device": torch.cuda.get_device_name() if has_gpu() else "CPU",
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        **machine(),
+        "command": shlex.join(["python", "benchmark/accuracy/served_model.py", *(argv or sys.argv[1:])]),
         "group": args.group,
         "calibration": {"kinds": args.calibration, "tokens": args.calibration_tokens},
         "documents": args.documents,
