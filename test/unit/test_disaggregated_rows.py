@@ -15,7 +15,8 @@ from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.batch import refill_batch
 from sglang_oscar.disaggregation import handshake, waiting
 from sglang_oscar.disaggregation.arguments import waiting_rows
-from sglang_oscar.memory.plan import Geometry, make_plan
+from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_refill import Refill, SinkRefills

@@ -14,7 +14,8 @@ from oscar_kernels.layout import RowLayout
 from sglang_oscar.cpu.server import STAND_IN
 from sglang_oscar.errors import EXIT_CODE, Int2Error
 from sglang_oscar.memory import build, sizing
-from sglang_oscar.memory.plan import GIB, Geometry, make_plan
+from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.speculation import arguments, draft_model
 from sglang_oscar.speculation.verification import visible_words
 

@@ -13,7 +13,8 @@ from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.attention.extend_choice import Workspace, choose
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.plan import GIB, Geometry, make_plan
+from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.memory.plan import make_plan
 
 WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "fa2", 1 << 20, passes=8)
 

@@ -14,9 +14,10 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.hybrids import refusals, tracking
 from sglang_oscar.hybrids.kept_windows import KeptWindows
-from sglang_oscar.hybrids.states import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
 from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.memory.plan import Geometry, make_plan
+from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.side_buffers import SideBuffers
 
 WINDOWS = Windows(sink=4, recent=8, ring=8)

@@ -13,7 +13,8 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, GIB, SIDE_SHARE, Geometry, MemoryPlan, make_plan, row_layout
+from sglang_oscar.memory.geometry import GIB, Geometry, row_layout
+from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, SIDE_SHARE, MemoryPlan, make_plan
 from sglang_oscar.settings import Settings
 
 QWEN3_8B = Geometry.uniform(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)

@@ -245,7 +245,7 @@ def test_heads_of_a_rank(monkeypatch, total, ranks, kept, firsts):
 
     from sglang.srt import runtime_context
 
-    from sglang_oscar.memory.plan import own_heads
+    from sglang_oscar.memory.geometry import own_heads
 
     model = SimpleNamespace(get_total_num_kv_heads=lambda: total, get_num_kv_heads=lambda size: max(1, total // size))
     for rank, first in enumerate(firsts):

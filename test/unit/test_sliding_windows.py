@@ -20,7 +20,8 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.load import load_rotation, recipe_rotation
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.memory.plan import GIB, Geometry, make_plan
+from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.sliding_windows import attention, models, pool
 from sglang_oscar.sliding_windows.attention import WindowsBesideInt2, attend_within

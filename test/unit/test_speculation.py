@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.visible import causal_words, words_of
-from sglang_oscar.memory.plan import Geometry
+from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.speculation import arguments, commit, verification
 from sglang_oscar.speculation.verification import visible_words

@@ -12,7 +12,7 @@ from sglang_oscar.attention import refill_pass
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.cpu import engine, hybrid_models, transfer
 from sglang_oscar.disaggregation import handshake, retraction, waiting
-from sglang_oscar.hybrids import states
+from sglang_oscar.hybrids import sizing as hybrid_sizing
 from sglang_oscar.memory import sizing
 from sglang_oscar.requests import lifecycle
 from sglang_oscar.sliding_windows import attention as window_attention
@@ -87,7 +87,7 @@ TOUCHPOINTS: list[Touchpoint] = [
         sizing.after_pool_configurator,
     ),
     Touchpoint(at(CONFIGURATOR + "_profile_available_bytes"), AFTER, sizing.after_profile_available_bytes),
-    Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, states.around_handle_max_mamba_cache),
+    Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, hybrid_sizing.around_handle_max_mamba_cache),
     Touchpoint(at(CONFIGURATOR + "resolve_max_num_reqs"), AROUND, sizing.around_resolve_max_num_reqs),
     Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
     Touchpoint(

@@ -17,7 +17,7 @@ from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits
 from oscar_kernels.format import LayerFormat
 from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.plan import Geometry
+from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.workspace import Workspace
 
 if TYPE_CHECKING:

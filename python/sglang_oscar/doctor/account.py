@@ -20,7 +20,7 @@ def weight_bytes(model: str) -> int:
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
     """Costs of the model of :func:`sglang_oscar.doctor.model.model_checks`, also where its rotations cannot be had."""
-    from sglang_oscar.memory.plan import Geometry
+    from sglang_oscar.memory.geometry import Geometry
 
     settings, layers = loaded["settings"], cached_layer_ids(loaded["model"])
     windows = settings.windows, settings.window_torch_dtype
@@ -39,14 +39,14 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     Raises:
         Int2Error: there is too little.
     """
-    from sglang_oscar.hybrids import states
     from sglang_oscar.hybrids.layers import linear_config
+    from sglang_oscar.hybrids.state_slots import estimate
     from sglang_oscar.memory.plan import make_plan
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
     from sglang_oscar.sliding_windows.plan import window_pool
 
     geometry, linear = estimated_geometry(loaded), linear_config(loaded["model"])
-    slots = None if linear is None else states.estimate(linear, geometry, budget)
+    slots = None if linear is None else estimate(linear, geometry, budget)
     budget -= 0 if slots is None else slots.bytes
     draft, model, settings = loaded.get("draft bytes", 0), loaded["model"], loaded["settings"]
     windows = window_pool(model, settings, model.sliding_window_size, 1, DEFAULT_PAGE_SIZE, IN_FLIGHT, None)

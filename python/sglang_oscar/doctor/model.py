@@ -25,7 +25,7 @@ def model_checks(
 
     from sglang_oscar.attach import refusals
     from sglang_oscar.attention import extend_choice
-    from sglang_oscar.memory.plan import row_layout
+    from sglang_oscar.memory.geometry import row_layout
     from sglang_oscar.settings import Settings
     from sglang_oscar.weights.rotations import load_formats
 

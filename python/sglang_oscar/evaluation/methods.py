@@ -12,7 +12,7 @@ from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import FITTED, PUBLISHED
 from sglang_oscar.calibration.dump_driver import plain_backend
 from sglang_oscar.calibration.rotation_driver import rotation_files
-from sglang_oscar.memory.plan import Geometry
+from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.settings import Settings, variable
 from sglang_oscar.weights.rotations import load_formats
 

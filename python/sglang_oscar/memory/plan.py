@@ -6,88 +6,19 @@ of running requests is derived from the budget before the history pool is sized 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import torch
-
-from oscar_kernels.cache import Windows
-from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
-from oscar_kernels.layout import EXACT, EXACT_DTYPES, RowLayout
+from oscar_kernels.format import mean_bits
+from oscar_kernels.layout import EXACT
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.hybrids.state_slots import StateSlots
+from sglang_oscar.memory.geometry import GIB, Geometry
 from sglang_oscar.memory.workspace import Workspace
-from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
-from sglang_oscar.settings import Settings
 from sglang_oscar.sliding_windows.plan import WindowPool
-
-if TYPE_CHECKING:
-    from sglang_oscar.hybrids.states import StateSlots
 
 DEFAULT_MAX_RUNNING = 256
 SIDE_SHARE = 0.2
 """Largest share of the budget that side buffers take when --max-running-requests is not given."""
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What one token, one window and one sink block cost, over all layers of this rank.
-
-    Args:
-        formats: of the layers on this rank, with the heads of this rank, by global layer id. Rows may differ from layer
-            to layer and between keys and values.
-        windows: sizes of the 16-bit windows.
-        window_dtype: dtype of the windows.
-    """
-
-    formats: Mapping[int, LayerFormat]
-    windows: Windows
-    window_dtype: torch.dtype
-
-    @classmethod
-    def uniform(cls, layout: RowLayout, windows: Windows, window_dtype: torch.dtype, layers: int) -> Geometry:
-        """Of ``layers`` layers whose keys and values all have rows of one layout."""
-        side = SideFormat(layout.group_size, layout.scale_dtype, layout.bits, exact_dtype=layout.exact_dtype)
-        return cls(
-            dict.fromkeys(range(layers), LayerFormat(layout.kv_heads, layout.head_dim, side, side)),
-            windows,
-            window_dtype,
-        )
-
-    @property
-    def any_layer(self) -> LayerFormat:
-        """For what all layers of a model have in common."""
-        return next(iter(self.formats.values()))
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one token in the history pool: K and V rows of all layers."""
-        return sum(layer.cell_bytes for layer in self.formats.values())
-
-    @property
-    def elements(self) -> int:
-        """K and V channels of one token over all layers."""
-        return sum(layer.elements for layer in self.formats.values())
-
-    @property
-    def full_token_bytes(self) -> int:
-        """Bytes of one token in 16 bits: K and V of all layers."""
-        return self.elements * self.window_dtype.itemsize
-
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of one request's recent ring."""
-        return self.windows.ring * self.full_token_bytes
-
-    @property
-    def sink_bytes(self) -> int:
-        """Bytes of one sink block."""
-        return self.windows.sink * self.full_token_bytes
-
-    def bits_per_element(self, tokens: int) -> float:
-        """Effective bits per KV element of one request of ``tokens`` tokens, its windows included."""
-        return 8 * (tokens * self.cell_bytes + self.ring_bytes + self.sink_bytes) / (tokens * self.elements)
 
 
 @dataclass(frozen=True)
@@ -225,34 +156,3 @@ def make_plan(
             "SGLANG_MIXED_KV_RECENT_TOKENS or SGLANG_MIXED_KV_PREFIX_TOKENS, or raise --mem-fraction-static"
         )
     return plan
-
-
-def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowLayout:
-    """Row geometry from flags and model. A side that is left exact has the model's 16-bit dtype, or that of the windows
-    where the model computes in float32.
-
-    Raises:
-        Int2Error: --kv-cache-quant-group-size does not fit the model's head_dim.
-    """
-    group_size = getattr(args, GROUP_SIZE)
-    if group_size is None:
-        group_size = min(DEFAULT_GROUP_SIZE, model.head_dim)
-    exact = model.dtype if model.dtype in EXACT_DTYPES else settings.window_torch_dtype
-    try:
-        return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype, exact_dtype=exact)
-    except ValueError as error:
-        raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None
-
-
-def own_heads(model: Any) -> slice:
-    """The kv heads of a model that this tensor-parallel rank keeps.
-
-    Args:
-        model: SGLang's ModelConfig.
-    """
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    # Fewer kv heads than ranks: neighbouring ranks keep the same one.
-    first = parallel.attn_tp_rank * model.get_total_num_kv_heads() // parallel.attn_tp_size
-    return slice(first, first + model.get_num_kv_heads(parallel.attn_tp_size))

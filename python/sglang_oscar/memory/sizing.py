@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -12,39 +11,15 @@ from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.disaggregation.arguments import waiting_rows
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.hybrids.states import state_slots
-from sglang_oscar.memory.plan import Geometry, MemoryPlan, make_plan, own_heads
+from sglang_oscar.hybrids.sizing import state_slots
+from sglang_oscar.memory.configurator import find_plan, geometry_of, keep_plan, plan_of
+from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DTYPE, is_int2
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.sliding_windows.sizing import window_pool_of
 from sglang_oscar.speculation import draft_model
-from sglang_oscar.speculation.arguments import new_tokens, with_room
-from sglang_oscar.weights.rotations import model_formats
-
-_plans: WeakKeyDictionary[Any, MemoryPlan] = WeakKeyDictionary()
-"""By model: a process may have two, each with a pool of its own, and SGLang's configurator takes no attributes."""
-
-
-def geometry_of(configurator: Any) -> Geometry:
-    """Sizes of this rank from SGLang's KVCacheConfigurator.
-
-    Raises:
-        Int2Error: the rotations cannot be loaded, or are not of all layers.
-    """
-    settings, info, model = of_this_process(), configurator.layer_info, configurator.model_config
-    formats = model_formats(configurator.server_args, settings, model)
-    if info.end_layer > model.num_hidden_layers:
-        raise Int2Error(
-            f"--kv-cache-dtype int2 needs one attention layer per cache layer; SGLang has "
-            f"{info.end_layer - info.start_layer} for the {model.num_hidden_layers} of the model; use --kv-cache-dtype "
-            "auto"
-        )
-    ids = [layer_id for layer_id in formats if info.start_layer <= layer_id < info.end_layer]
-    heads = own_heads(configurator.model_config)
-    own = {layer_id: formats[layer_id].of_heads(heads) for layer_id in ids}
-    windows = with_room(settings.windows, new_tokens(releases.resolved(configurator.server_args)))
-    return Geometry(own, windows, settings.window_torch_dtype)
 
 
 def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -> Workspace | None:
@@ -124,19 +99,14 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
         plan = make_plan(geometry, available, running, self.page_size, extend, draft, waiting, states, windows)
     except Int2Error as error:
         fatal(error)
-    _plans[self.model] = plan
+    keep_plan(self, plan)
     return available - plan.fixed_bytes
-
-
-def plan_of(configurator: Any) -> MemoryPlan:
-    """The memory plan of the model that SGLang's KVCacheConfigurator is for."""
-    return _plans[configurator.model]
 
 
 def around_resolve_max_num_reqs(original: Callable[..., int], self: Any, token_capacity: int) -> int:
     """Admit no more requests than there are windows for."""
     limit = original(self, token_capacity)
-    plan = _plans.get(self.model)
+    plan = find_plan(self)
     return limit if plan is None else min(limit, plan.max_running)
 
 
@@ -162,8 +132,9 @@ def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwa
         return pool
 
     try:
-        pool = build_pool(self, _plans[self.model], kwargs["sizes"], kwargs["req_to_token_pool"])
-        if _plans[self.model].windows is not None:
+        plan = plan_of(self)
+        pool = build_pool(self, plan, kwargs["sizes"], kwargs["req_to_token_pool"])
+        if plan.windows is not None:
             return pair_with_windows(self, kwargs["sizes"], pool)
         return around_int2_pool(self, pool, kwargs["req_to_token_pool"])
     except Int2Error as error:

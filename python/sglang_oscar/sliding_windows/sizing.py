@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
 from sglang_oscar.attach import releases
+from sglang_oscar.memory.configurator import plan_of
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.names import is_int2
 from sglang_oscar.settings import of_this_process
@@ -73,6 +74,4 @@ def around_create_configurator(original: Callable[[Any], Any], kvc: Any) -> Any:
     """Size the pools of a model with windows in int2 mode by its plan."""
     if not is_int2(kvc.server_args) or kvc.is_draft_worker or not kvc.model_config.is_hybrid_swa:
         return original(kvc)
-    from sglang_oscar.memory.sizing import plan_of
-
     return WindowConfigurator(plan_of(kvc))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from oscar_kernels.format import LayerFormat
-from sglang_oscar.memory.plan import GIB
+from sglang_oscar.memory.geometry import GIB
 
 PAGE_VERSION = 1
 """Version of what a page holds where; part of every key of storage."""

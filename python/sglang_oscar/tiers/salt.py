@@ -12,7 +12,7 @@ from typing import Any
 
 from oscar_kernels.format import fingerprint
 from sglang_oscar.attach import releases
-from sglang_oscar.memory.plan import own_heads
+from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.tiers.pages import PAGE_VERSION, PageLayout
 from sglang_oscar.weights.rotations import model_formats

@@ -24,7 +24,7 @@ from oscar_kernels.transform import SideTransform
 from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.memory.plan import own_heads
+from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import Settings, of_this_process
 from sglang_oscar.weights.rotations import IDENTITY, model_formats
 

@@ -19,7 +19,7 @@ from oscar_rotation.load import load_rotation
 from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.memory.plan import row_layout
+from sglang_oscar.memory.geometry import row_layout
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 from sglang_oscar.weights.model_identity import model_identity
 

@@ -11,15 +11,12 @@ operator says --mamba-full-memory-ratio or --max-mamba-cache-size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.memory.plan import GIB, Geometry
-from sglang_oscar.names import is_int2
+from sglang_oscar.memory.geometry import GIB, Geometry
 
 PER_REQUEST = 5
 """State slots that SGLang reckons with for a running request: what it reads and writes, two to keep states in while it
@@ -94,26 +91,6 @@ def copy_bytes(geometry: Geometry, prefix_cache: bool) -> int:
     return geometry.ring_bytes + geometry.sink_bytes if prefix_cache else 0
 
 
-def state_slots(configurator: Any, geometry: Geometry) -> StateSlots | None:
-    """The state slots that SGLang has decided on; None for a model without linear layers.
-
-    Args:
-        configurator: SGLang's KVCacheConfigurator.
-        geometry: of this rank.
-    """
-    from sglang.srt.runtime_context import get_memory, get_schedule
-
-    linear = configurator.mambaish_config
-    if linear is None:
-        return None
-    return StateSlots(
-        slots=get_schedule().max_mamba_cache_size,
-        state_bytes=linear.mamba2_cache_params.mamba_cache_per_req,
-        copy_bytes=copy_bytes(geometry, not get_memory().disable_radix_cache),
-        per_request=configurator._calculate_mamba_ratio(),
-    )
-
-
 def estimate(linear: Any, geometry: Geometry, budget_bytes: int) -> StateSlots:
     """The state slots of a server of one rank with the defaults of SGLang.
 
@@ -130,31 +107,3 @@ def estimate(linear: Any, geometry: Geometry, budget_bytes: int) -> StateSlots:
     copy = copy_bytes(geometry, prefix_cache=True)
     slots = slots_within(budget_bytes, balanced_ratio(geometry), state + copy)
     return StateSlots(max(slots, 0), state, copy, PER_REQUEST)
-
-
-def around_handle_max_mamba_cache(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:
-    """Decide the number of slots, and take their copies of windows off the memory that is left; GiB in, GiB out."""
-    if not is_int2(self.server_args):
-        return original(self, total_rest_memory)
-    from sglang.srt.runtime_context import get_context, get_memory, get_schedule
-
-    from sglang_oscar.memory.sizing import geometry_of
-
-    try:
-        geometry, schedule = geometry_of(self), get_schedule()
-        beside = copy_bytes(geometry, not get_memory().disable_radix_cache)
-        if schedule.max_mamba_cache_size is None and not get_memory().disable_radix_cache:
-            ratio = balanced_ratio(geometry, schedule.mamba_full_memory_ratio)
-            slot = self.mambaish_config.mamba2_cache_params.mamba_cache_per_req + beside
-            slots, needed = slots_within(int(total_rest_memory * GIB), ratio, slot), self._calculate_mamba_ratio()
-            if slots < needed:
-                raise Int2Error(
-                    f"states of linear layers take {slot / GIB:.3f} GiB a slot, a request {needed} slots; there are "
-                    f"{total_rest_memory:.3f} GiB for states and cache; raise --mem-fraction-static or "
-                    "--mamba-full-memory-ratio"
-                )
-            get_context().override("int2.state_slots", max_mamba_cache_size=slots)
-    except Int2Error as error:
-        fatal(error)
-    left = original(self, total_rest_memory)
-    return left - (get_schedule().max_mamba_cache_size + 1) * beside / GIB
