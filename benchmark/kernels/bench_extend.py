@@ -70,7 +70,7 @@ class Case:
         return extend(self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
 
     def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
-        """Chunk and dequantized prefix by FlashInfer; prefixes of short chunks by the decode kernel."""
+        """Chunk and dequantized prefix by a stock kernel; prefixes of short chunks by the decode kernel."""
         plan = ragged.plan(self.tables, *self.lens)
 
         def call() -> object:
@@ -116,15 +116,19 @@ def sdpa_call(batch: int, prefix: int, chunk: int) -> Callable[[], object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--backend", choices=("auto", "flashinfer", "fa3", "triton"), default="auto", help="of INT2")
     args = parser.parse_args()
     limit = read_bandwidth()
     rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
     installed = flashinfer_baseline.available()
     ragged, cache = None, random_cache(PAGE, 1, LAYOUTS, WINDOWS)
-    decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=installed)
-    if installed:
+    backend = extend_choice.choose(args.backend, "cuda", HEAD_DIM)
+    assert backend is not None
+    stock = backend != "triton"
+    decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=stock)
+    if backend != "triton":
         geometry = Geometry.uniform(LAYOUT, WINDOWS, torch.bfloat16, layers=1)
-        size = extend_choice.workspace(geometry.formats[0], Q_HEADS, torch.bfloat16, BUDGET)
+        size = extend_choice.workspace(backend, geometry.formats[0], Q_HEADS, torch.bfloat16, BUDGET)
         ragged = extend_choice.ragged_extend(size, geometry, torch.device("cuda"), decode)
     rows: list[dict[str, object]] = []
     for batch, prefix, chunk in SHAPES:
@@ -141,7 +145,7 @@ def main() -> None:
         flops = 4 * batch * Q_HEADS * HEAD_DIM * chunk * (prefix + chunk / 2)
         rows.append({
             "batch": batch, "prefix": prefix, "chunk": chunk, "us": us, "store_us": store_us,
-            "TFLOP/s": flops / us / 1e6, "triton_us": triton_us,
+            "TFLOP/s": flops / us / 1e6, "backend": backend, "triton_us": triton_us,
             "baseline": "flashinfer" if installed else "torch", "baseline_us": baseline_us, "copy_us": copy_us,
             "speedup": baseline_us / us, "overhead": (us + store_us) / (baseline_us + copy_us) - 1,
         })  # fmt: skip

@@ -45,7 +45,7 @@ class Settings(BaseModel):
     absorb_v_rotation: bool = Field(True, alias="SGLANG_OSCAR_ABSORB_V_ROTATION")
     recompute_recent: bool = Field(True, alias="SGLANG_OSCAR_RECOMPUTE_RECENT")
     decode_backend: Literal["auto", "cuda", "triton"] = Field("auto", alias="SGLANG_OSCAR_DECODE_BACKEND")
-    extend_backend: Literal["auto", "flashinfer", "triton"] = Field("auto", alias="SGLANG_OSCAR_EXTEND_BACKEND")
+    extend_backend: Literal["auto", "flashinfer", "fa3", "triton"] = Field("auto", alias="SGLANG_OSCAR_EXTEND_BACKEND")
     windows_enabled: bool = Field(True, alias="SGLANG_ENABLE_MIXED_KV_WINDOWS")
     sink_tokens: int = Field(64, alias="SGLANG_MIXED_KV_PREFIX_TOKENS", ge=0, le=4096)
     recent_tokens: int = Field(256, alias="SGLANG_MIXED_KV_RECENT_TOKENS", ge=0, le=8192)

@@ -14,6 +14,7 @@ import pytest
 import requests
 import torch
 
+from sglang_oscar.attention.flash_attention3 import missing
 from support import golden
 from support.api import loads, retracted
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
@@ -115,6 +116,17 @@ def test_chunked_prefill(fleet: Fleet, expected: dict) -> None:
     """Prefixes that are not in the radix tree but come from earlier chunks, several loads of the workspace long."""
     server = fleet["chunked"]
     compare("chunked", expected["chunked"], golden.conversations(server, expected["chunked"]))
+    healthy(server)
+
+
+@pytest.mark.uses("fa3")
+@pytest.mark.skipif(missing(128) is not None, reason="needs FlashAttention-3 of sglang-kernel")
+def test_prompts_by_flash_attention_3(fleet: Fleet, expected: dict) -> None:
+    """Chunks and several loads of the workspace, padded batches, and no step that waits."""
+    server = fleet["fa3"]
+    assert "int2 extend: FlashAttention-3" in server.text()
+    compare("fa3", expected["chunked"], golden.conversations(server, expected["chunked"]))
+    compare_many("fa3", expected, golden.many(server, workers=64))
     healthy(server)
 
 

@@ -57,6 +57,7 @@ FLEET = {
     ),
     "triton": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton", "SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
     "triton_extend": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton"}),
+    "fa3": Launch(args=golden.CHUNKED, env=STRICT | checked("nan", "sync") | {"SGLANG_OSCAR_EXTEND_BACKEND": "fa3"}),
     "triton_decode": Launch(env={"SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
     "chunked": Launch(args=golden.CHUNKED, env=STRICT),
     "mixed": Launch(args=(*golden.CHUNKED, "--enable-mixed-chunk"), env=STRICT),

@@ -10,32 +10,32 @@ import torch
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.decode import decode
-from sglang_oscar.attention import extend_choice
+from sglang_oscar.attention import extend_choice, flash_attention3
 from sglang_oscar.attention.extend_choice import Workspace, choose
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
 
-WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "fa2", 1 << 20, passes=8)
+WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "flashinfer", "fa2", 1 << 20, plan_bytes=8 << 20, passes=8)
 
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_choice_on_a_gpu(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert choose("auto", "cuda") == ("flashinfer" if installed else "triton")
-    assert choose("triton", "cuda") == "triton"
+    assert choose("auto", "cuda", 128) == ("flashinfer" if installed else "triton")
+    assert choose("triton", "cuda", 128) == "triton"
     if installed:
-        assert choose("flashinfer", "cuda") == "flashinfer"
+        assert choose("flashinfer", "cuda", 128) == "flashinfer"
     else:
         with pytest.raises(Int2Error, match="not installed; pip install flashinfer-python"):
-            choose("flashinfer", "cuda")
+            choose("flashinfer", "cuda", 128)
 
 
 def test_a_cpu_has_no_choice() -> None:
-    assert choose("auto", "cpu") is None
-    for setting in ("triton", "flashinfer"):
+    assert choose("auto", "cpu", 128) is None
+    for setting in ("triton", "flashinfer", "fa3"):
         with pytest.raises(Int2Error, match=f"{extend_choice.VARIABLE}={setting} needs --device cuda"):
-            choose(setting, "cpu")
+            choose(setting, "cpu", 128)
 
 
 def test_workspace_is_in_the_account() -> None:
@@ -56,8 +56,18 @@ def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, mon
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("flashinfer.utils.determine_attention_backend", lambda *args, **options: "fa3")
     layer = Geometry.uniform(RowLayout(8, 128, 128), Windows(0, 0, 0), torch.bfloat16, 1).any_layer
-    made = extend_choice.workspace(layer, 32, torch.bfloat16, gib * GIB)
+    made = extend_choice.workspace("flashinfer", layer, 32, torch.bfloat16, gib * GIB)
     assert (made.tokens, made.passes) == (tokens, passes)
+
+
+def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Geometry.uniform(RowLayout(8, 128, 128), Windows(0, 0, 0), torch.bfloat16, 1).any_layer
+    made = extend_choice.workspace("fa3", layer, 32, torch.bfloat16, 100 * GIB)
+    assert (made.tokens, made.passes, made.total_bytes) == (65_536, 32, 65_536 * 4096)
+    monkeypatch.setattr(flash_attention3, "missing", lambda head_dim: None if head_dim == 128 else "not that")
+    assert choose("fa3", "cuda", 128) == "fa3"
+    with pytest.raises(Int2Error, match="EXTEND_BACKEND=fa3, but not that; unset it"):
+        choose("fa3", "cuda", 96)
 
 
 def test_a_budget_below_windows_and_workspace_is_refused() -> None:
@@ -71,7 +81,7 @@ def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatc
         def plan(self, *args: object, **options: object) -> None:
             raise RuntimeError("Could not find nvcc\nand more")
 
-    monkeypatch.setattr(extend_choice, "_wrappers", lambda size, device: Broken)
+    monkeypatch.setattr(extend_choice, "_kernels", lambda size, device: Broken)
     geometry = Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256), torch.bfloat16, 36)
     with pytest.raises(Int2Error, match=r"\(Could not find nvcc\); .*SGLANG_OSCAR_EXTEND_BACKEND=triton") as caught:
         extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode)

@@ -65,7 +65,7 @@ WRONG = {
     "SGLANG_OSCAR_ABSORB_V_ROTATION": ["2", "perhaps", ""],
     "SGLANG_OSCAR_RECOMPUTE_RECENT": ["2", ""],
     "SGLANG_OSCAR_DECODE_BACKEND": ["flashinfer", "CUDA", ""],
-    "SGLANG_OSCAR_EXTEND_BACKEND": ["fa3", "Triton", ""],
+    "SGLANG_OSCAR_EXTEND_BACKEND": ["fa4", "Triton", ""],
     "SGLANG_ENABLE_MIXED_KV_WINDOWS": ["2", ""],
     "SGLANG_MIXED_KV_PREFIX_TOKENS": ["-1", "4097", "64.5", "many"],
     "SGLANG_MIXED_KV_RECENT_TOKENS": ["-1", "8193", "1e3x", ""],

@@ -1,8 +1,8 @@
-"""Which kernels extend takes on a GPU, what memory they need, and FlashInfer's side of it.
+"""Which kernels extend takes on a GPU, and what memory they need.
 
-FlashInfer's ragged prefill attends to chunks and to dequantized prefixes where it is installed, the decode kernel to
-prefixes of short chunks; else our own Triton kernel does all of it. The choice is made once, at start-up, and said in
-the log.
+A stock kernel attends to chunks and to dequantized prefixes, FlashInfer's ragged prefill or FlashAttention-3, and the
+decode kernel to prefixes of short chunks; else our own Triton kernel does all of it. The choice is made once, at
+start-up, and said in the log.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits
+from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits, Ragged
 from oscar_kernels.format import LayerFormat
+from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.geometry import Geometry
@@ -33,15 +34,16 @@ FEWEST_PASSES, MOST_PASSES = 8, 32
 PLAN_SHARE = 1 / 256
 """Largest share of the KV budget that plans of more than the fewest passes take."""
 VARIABLE = "SGLANG_OSCAR_EXTEND_BACKEND"
-Choice = Literal["flashinfer", "triton"]
+Choice = Literal["flashinfer", "fa3", "triton"]
 
 
-def choose(setting: str, device: str) -> Choice | None:
+def choose(setting: str, device: str, head_dim: int) -> Choice | None:
     """The backend that a setting means on a device; None on a CPU, which has the torch reference only.
 
     Args:
-        setting: ``auto``, ``flashinfer`` or ``triton``.
+        setting: ``auto``, ``flashinfer``, ``fa3`` or ``triton``.
         device: SGLang's --device.
+        head_dim: channels of a head.
 
     Raises:
         Int2Error: a backend is asked for that cannot be had.
@@ -50,26 +52,45 @@ def choose(setting: str, device: str) -> Choice | None:
         if setting != "auto":
             raise Int2Error(f"{VARIABLE}={setting} needs --device cuda; unset it")
         return None
+    if setting == "fa3":
+        if (reason := flash_attention3.missing(head_dim)) is not None:
+            raise Int2Error(f"{VARIABLE}=fa3, but {reason}; unset it")
+        return "fa3"
     installed = importlib.util.find_spec("flashinfer") is not None
     if setting == "flashinfer" and not installed:
         raise Int2Error(f"{VARIABLE}=flashinfer, but FlashInfer is not installed; pip install flashinfer-python")
     return "flashinfer" if installed and setting != "triton" else "triton"
 
 
-def workspace(layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int) -> Workspace:
-    """What FlashInfer's kernels take of a KV budget on the current GPU.
+def workspace(
+    library: Literal["flashinfer", "fa3"], layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int
+) -> Workspace:
+    """What a stock kernel takes of a KV budget on the current GPU.
 
     Args:
+        library: that brings it.
         layer: of the cache on this rank: any, heads are those of all.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values.
         budget_bytes: of the KV cache.
     """
+    token_bytes = layer.elements * dtype.itemsize
+    most = min(LARGEST_WORKSPACE, int(WORKSPACE_SHARE * budget_bytes))
+    tokens = max(FEWEST_TOKENS, most // token_bytes)
+    if library == "fa3":
+        return Workspace(tokens, token_bytes, q_heads, dtype, "fa3", "fa3", 0, 0, MOST_PASSES)
+    kernels, scratch = _flashinfer_kernels(layer, q_heads, dtype)
+    passes = min(max(FEWEST_PASSES, int(PLAN_SHARE * budget_bytes) // INT_WORKSPACE_BYTES - 1), MOST_PASSES)
+    return Workspace(tokens, token_bytes, q_heads, dtype, "flashinfer", kernels, scratch, INT_WORKSPACE_BYTES, passes)
+
+
+def _flashinfer_kernels(layer: LayerFormat, q_heads: int, dtype: torch.dtype) -> tuple[Literal["fa2", "fa3"], int]:
+    """FlashInfer's family of kernels on this GPU, and bytes that it needs for partial results."""
     from flashinfer.utils import determine_attention_backend
 
     device = torch.device("cuda", torch.cuda.current_device())
     head_dim = layer.head_dim
-    kernels = determine_attention_backend(
+    kernels: Any = determine_attention_backend(
         device, 0, False, False, dtype, dtype, head_dim_qk=head_dim, head_dim_vo=head_dim
     )
     scratch = 1 << 20
@@ -77,44 +98,50 @@ def workspace(layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes
         # It splits long prefixes only while that takes no more than two blocks per multiprocessor, of 128 rows each.
         blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         scratch += blocks * -(-q_heads // layer.kv_heads) * 128 * (head_dim + 1) * 4
-    token_bytes = layer.elements * dtype.itemsize
-    most = min(LARGEST_WORKSPACE, int(WORKSPACE_SHARE * budget_bytes))
-    passes = min(max(FEWEST_PASSES, int(PLAN_SHARE * budget_bytes) // INT_WORKSPACE_BYTES - 1), MOST_PASSES)
-    return Workspace(max(FEWEST_TOKENS, most // token_bytes), token_bytes, q_heads, dtype, kernels, scratch, passes)
+    return kernels, scratch
 
 
 def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, decode: Decode) -> RaggedExtend:
-    """Extend through FlashInfer, its kernels compiled and loaded, and ``decode`` for chunks of few tokens.
+    """Extend through a stock kernel, compiled and loaded, and ``decode`` for chunks of few tokens.
 
     Raises:
-        Int2Error: FlashInfer cannot build its prefill kernels on this machine.
+        Int2Error: the kernel cannot be built or loaded on this machine.
     """
     from oscar_kernels.ragged_extend import RaggedExtend
 
     # FA2 splits long prefixes itself.
     fa3 = size.kernels == "fa3"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
-    wrappers = _wrappers(size, device)
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
     limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window)
-    made = RaggedExtend(
-        geometry.any_layer.key_layout, size.q_heads, size.dtype, limits, device, wrappers, decode, processors
-    )
+    layout = geometry.any_layer.key_layout
     try:
+        made = RaggedExtend(
+            layout, size.q_heads, size.dtype, limits, device, _kernels(size, device), decode, processors
+        )
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Int2Error(
-            f"FlashInfer cannot build its prefill kernels ({reason}); install the CUDA toolkit that it asks for, or "
-            f"set {VARIABLE}=triton"
-        ) from error
+        raise Int2Error(_unusable(size, reason)) from error
     return made
 
 
-def _wrappers(size: Workspace, device: torch.device) -> Callable[[], Any]:
+def _unusable(size: Workspace, reason: str) -> str:
+    if size.library == "fa3":
+        return f"FlashAttention-3 cannot be loaded ({reason}); set {VARIABLE}=flashinfer or triton"
+    return (
+        f"FlashInfer cannot build its prefill kernels ({reason}); install the CUDA toolkit that it asks for, or set "
+        f"{VARIABLE}=triton"
+    )
+
+
+def _kernels(size: Workspace, device: torch.device) -> Callable[[], Ragged]:
+    if size.library == "fa3":
+        return lambda: flash_attention3.FlashAttention3(device)
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
+    wrapper: Any = BatchPrefillWithRaggedKVCacheWrapper
     scratch = torch.empty(size.scratch_bytes, dtype=torch.uint8, device=device)
-    return lambda: BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend=size.kernels)
+    return lambda: wrapper(scratch, "NHD", backend=size.kernels)

@@ -1,4 +1,4 @@
-"""Store and attention on a GPU (:mod:`sglang_oscar.attention.layer_attention`): CUDA, Triton and FlashInfer."""
+"""Store and attention on a GPU (:mod:`sglang_oscar.attention.layer_attention`): CUDA, Triton, and stock kernels."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class GpuKernels:
         else:
             self._ragged = ragged_extend(plan.extend, plan.geometry, device, self._decode)
             logger.info(
-                "int2 extend: FlashInfer (%s) for chunk and dequantized prefix, decode kernel for that of short chunks",
-                plan.extend.kernels,
+                "int2 extend: %s for chunk and dequantized prefix, decode kernel for that of short chunks",
+                plan.extend.name,
             )
 
     def decode(

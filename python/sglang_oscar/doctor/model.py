@@ -62,8 +62,9 @@ def model_checks(
         return f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
 
     def prompts() -> str:
-        names = {None: "the torch reference", "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
-        return f"attention by {names[extend_choice.choose(loaded['settings'].extend_backend, device)]}"
+        names = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
+        chosen = extend_choice.choose(loaded["settings"].extend_backend, device, loaded["model"].head_dim)
+        return f"attention by {names[chosen] if chosen else 'the torch reference'}"
 
     def rotations() -> str:
         config = loaded["model"]

@@ -30,12 +30,12 @@ def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -
     """
     from sglang.srt.runtime_context import get_parallel
 
-    backend = extend_choice.choose(of_this_process().extend_backend, configurator.device)
-    if backend != "flashinfer":
+    layer, model = geometry.any_layer, configurator.model_config
+    backend = extend_choice.choose(of_this_process().extend_backend, configurator.device, layer.head_dim)
+    if backend is None or backend == "triton":
         return None
-    model = configurator.model_config
     q_heads = model.num_attention_heads // get_parallel().attn_tp_size
-    return extend_choice.workspace(geometry.any_layer, q_heads, model.dtype, budget_bytes)
+    return extend_choice.workspace(backend, layer, q_heads, model.dtype, budget_bytes)
 
 
 def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:

@@ -1,35 +1,41 @@
-"""Bytes that prompts take of the KV budget: FlashInfer's kernels and the prefixes that are dequantized for them."""
+"""Bytes that prompts take of the KV budget: a stock attention kernel and the prefixes that are dequantized for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-
-from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory of the FlashInfer backend.
+    """Memory of prompts that are attended to by a stock kernel.
 
     ``tokens`` of prefixes are dequantized at a time, up to ``passes`` times a layer, for ``q_heads`` query heads of
-    this rank, in ``dtype``; ``kernels`` is FlashInfer's name for its kernel family and ``scratch_bytes`` what those
-    need for partial results.
+    this rank, in ``dtype``. ``library`` brings the kernel, of the family ``kernels``, which needs ``scratch_bytes`` for
+    partial results and ``plan_bytes`` for every plan.
     """
 
     tokens: int
     token_bytes: int
     q_heads: int
     dtype: torch.dtype
-    kernels: str
+    library: Literal["flashinfer", "fa3"]
+    kernels: Literal["fa2", "fa3"]
     scratch_bytes: int
+    plan_bytes: int
     passes: int
 
     @property
     def total_bytes(self) -> int:
         """All of it, plans included."""
-        return self.tokens * self.token_bytes + self.scratch_bytes + (1 + self.passes) * INT_WORKSPACE_BYTES
+        return self.tokens * self.token_bytes + self.scratch_bytes + (1 + self.passes) * self.plan_bytes
+
+    @property
+    def name(self) -> str:
+        """The kernel's name for the log."""
+        return "FlashAttention-3" if self.library == "fa3" else f"FlashInfer ({self.kernels})"
 
     def line(self) -> str:
         """For the start-up account."""

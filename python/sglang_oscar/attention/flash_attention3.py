@@ -1,0 +1,73 @@
+"""FlashAttention-3 as the attention kernel of extend: the one that SGLang's own kernels bring, compiled.
+
+FlashInfer compiles its prefill at the first start of a server, for minutes; this one is there (``sgl_kernel``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CAPABILITIES = (8, 9)
+"""Major compute capabilities that SGLang's FlashAttention-3 is compiled for: Ampere, Ada and Hopper."""
+HEAD_DIMS = (64, 128, 256)
+LOG2_E = math.log2(math.e)
+
+
+def missing(head_dim: int) -> str | None:
+    """Why it cannot be had; None where it can.
+
+    Args:
+        head_dim: channels of a head.
+    """
+    spec = importlib.util.find_spec("sgl_kernel")
+    if spec is None or spec.origin is None or not any(Path(spec.origin).parent.glob("flash_ops.*")):
+        return "sglang-kernel with FlashAttention-3 (flash_ops) is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in CAPABILITIES:
+        return "it is not compiled for this GPU"
+    if head_dim not in HEAD_DIMS:
+        return f"it is not compiled for head_dim {head_dim}"
+    return None
+
+
+class FlashAttention3:
+    """Attention of several requests that lie one after the other (:class:`oscar_kernels.extend_plan.Ragged`).
+
+    Args:
+        device: where queries are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from sgl_kernel.flash_attn import flash_attn_varlen_func
+
+        self._attend, self._device = flash_attn_varlen_func, device
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim_qk: int, **options: Any,
+    ) -> None:  # fmt: skip
+        """Take note of where requests begin; int32 [requests + 1] on the host."""
+        self._starts = [x.to(self._device, non_blocking=True) for x in (qo_indptr, kv_indptr)]
+        self._longest = [int((x[1:] - x[:-1]).max()) for x in (qo_indptr, kv_indptr)]
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any) -> torch.Tensor:
+        """[tokens, q_heads, head_dim]."""
+        out: torch.Tensor = self._attend(
+            q, k, v, *self._starts, *self._longest, softmax_scale=options["sm_scale"], causal=causal
+        )
+        return out
+
+    def forward_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same and float32 [tokens, q_heads], the log2 of the sum of exp2 of the logits (times log2 e)."""
+        out, sums, *_ = self._attend(
+            q, k, v, *self._starts, *self._longest, softmax_scale=options["sm_scale"], causal=causal,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        # It returns natural logarithms, [q_heads, tokens].
+        return out, torch.mul(sums.T, LOG2_E, out=torch.empty(q.shape[:2], dtype=sums.dtype, device=sums.device))

@@ -1,0 +1,126 @@
+"""Extend through FlashAttention-3: on a GPU the real one, elsewhere torch in the shape of its interface."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import Shape, assert_as_good_as
+from test_extend import Chunks, exact, make
+from test_ragged_extend import LIMITS, TorchRagged
+
+from oscar_kernels import extend_plan
+from oscar_kernels.cache import Windows
+from oscar_kernels.extend_plan import Limits
+from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.triton.decode import decode
+from sglang_oscar.attention import flash_attention3
+from sglang_oscar.attention.flash_attention3 import FlashAttention3, missing
+
+SHAPES = [
+    Shape(),
+    Shape(gqa=1, kv_heads=3, head_dim=128, group=128, page_size=64),
+    Shape(kv_heads=2, head_dim=128, group=32, dtype=torch.float16, scale_dtype=torch.float16),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, scale_dtype=torch.float32),
+]
+
+
+def attend(q: Any, k: Any, v: Any, starts: Any, kv_starts: Any, longest: int, kv_longest: int, **options: Any) -> Any:
+    """``sgl_kernel.flash_attn.flash_attn_varlen_func`` in torch: natural logarithms, heads first."""
+    assert starts.dtype == kv_starts.dtype == torch.int32
+    assert [longest, kv_longest] == [int((x[1:] - x[:-1]).max()) for x in (starts, kv_starts)]
+    kernel = TorchRagged()
+    kernel.plan(starts.cpu(), kv_starts.cpu(), q.shape[1], *k.shape[1:], causal=options["causal"], q_data_type=q.dtype)
+    out, lse = kernel.forward_return_lse(q, k, v, options["causal"], options["softmax_scale"])
+    lse = (lse * math.log(2)).T.contiguous()
+    return (out, lse) if options.get("return_softmax_lse") else out
+
+
+@pytest.fixture
+def _kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cuda":
+        if (reason := missing(128)) is not None:
+            pytest.skip(reason)
+        return
+    module = ModuleType("sgl_kernel.flash_attn")
+    module.flash_attn_varlen_func = attend  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
+
+
+def check(case: Chunks, device: torch.device, limits: Limits = LIMITS) -> None:
+    shape, tables, sm_scale = case.batch.shape, case.batch.tables, 0.4 * case.q.shape[-1] ** -0.5
+    ragged = RaggedExtend(
+        shape.key_layout, shape.q_heads, shape.dtype, limits, device, lambda: FlashAttention3(device), decode, 132
+    )
+    ragged.warm_up()
+    plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
+    q_rot = case.q_rot if plan.has_prefix else None
+    out = ragged.run(plan, case.batch.cache, tables, case.q, case.k, case.v, case.indptr, q_rot, sm_scale)
+    assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunks_and_passes(shape: Shape, device: torch.device) -> None:
+    """Several passes, one that ends within a request, a short chunk, requests without prefix between them."""
+    check(make(shape, [0, 1, 30, 150, 70], [70, 64, 3, 66, 0], device), device)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_cut_keys_and_no_prefix(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without keys among those of a pass, and a piece that is empty."""
+    monkeypatch.setattr(extend_plan, "MIN_PIECE", 16)
+    check(make(Shape(), [150, 0, 3, 90], [64, 70, 64, 65], device), device, replace(LIMITS, capacity=1000))
+    check(make(Shape(), [0, 0], [70, 1], device), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_at_size(head_dim: int, device: torch.device) -> None:
+    shape = Shape(gqa=4, kv_heads=4, head_dim=head_dim, group=128, windows=Windows(64, 256, 256), page_size=64)
+    limits = Limits(8192, 8, 32, 2240)
+    check(make(shape, [0, 20_000, 3000, 4000, 1], [3000, 256, 1000, 10, 64], device), device, limits)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_sums_are_of_the_interface(device: torch.device) -> None:
+    """Base-2 logarithms, a row for every token, contiguous; -inf for no keys."""
+    kernel = FlashAttention3(device)
+    kernel.plan(torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([0, 4, 4], dtype=torch.int32), 4, 2, 64)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(*shape, generator=generator).bfloat16().to(device) for shape in ((5, 4, 64), (4, 2, 64), (4, 2, 64))
+    )
+    out, lse = kernel.forward_return_lse(q, k, v, causal=False, sm_scale=0.1)
+    logits = torch.einsum("qhd,khd->qhk", q[:3].double(), k.double().repeat_interleave(2, 1)) * 0.1
+    wanted = logits.logsumexp(-1) / math.log(2)
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((5, 4), torch.float32, True)
+    torch.testing.assert_close(lse[:3].double(), wanted, rtol=1e-3, atol=1e-3)
+    assert (lse[3:] == float("-inf")).all()
+    assert torch.equal(out, kernel.forward(q, k, v, causal=False, sm_scale=0.1))
+
+
+def test_why_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in str(missing(128))
+    spec = importlib.machinery.ModuleSpec("sgl_kernel", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert "not installed" in str(missing(128))
+    (tmp_path / "flash_ops.abi3.so").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert missing(128) is None
+    assert "head_dim 96" in str(missing(96))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert "not compiled for this GPU" in str(missing(128))
+    assert flash_attention3.CAPABILITIES == (8, 9)
