@@ -9,8 +9,8 @@ from itertools import product
 
 import pytest
 from kernel_cases import Shape
-from test_cuda_decode import variant
 from test_cuda_store import case_of
+from test_cuda_variants import variant
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.cuda.store import defines

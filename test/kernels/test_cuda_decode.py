@@ -1,4 +1,4 @@
-"""The Hopper decode kernel against float64 attention over the same codes; its variants compile without a GPU."""
+"""The Hopper decode kernel against float64 attention over the same codes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,20 +22,12 @@ from kernel_cases import (
     random_vectors,
     with_padding,
 )
-from kernel_cases import (
-    empty_cache as empty_layer_cache,
-)
 
 from oscar_kernels import reference
-from oscar_kernels.cache import LayerCache, StoreSlots, Windows
-from oscar_kernels.cuda import decode as cuda_decode
-from oscar_kernels.cuda import jit
-from oscar_kernels.cuda import store as cuda_store
-from oscar_kernels.cuda.decode import decode, make_workspace, unsupported
+from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.cuda.decode import decode, make_workspace
 from oscar_kernels.cuda.store import arrange, store
-from oscar_kernels.cuda.variant import MAX_BATCH, Variant
-from oscar_kernels.errors import KernelError
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.cuda.variant import MAX_BATCH
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store as triton_store
@@ -369,139 +359,3 @@ def test_decode_starts_while_the_store_before_it_runs(kernel: str, windows: Wind
     torch.cuda.synchronize()
     for out, wanted in zip(outs, want, strict=True):
         assert torch.equal(out, wanted)
-
-
-def variant(shape: Shape) -> Variant:
-    return Variant(
-        shape.key_layout, shape.value_layout, shape.windows, shape.gqa, shape.page_size, shape.dtype, shape.dtype
-    )
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "sglang-oscar"
-
-
-@pytest.mark.parametrize("shape", [MATRIX[0], MATRIX[17], SHAPES[0], *QWEN3], ids=str)
-def test_variants_compile(shape: Shape, empty_cache: Path) -> None:
-    """Also checks that the host launches with the shared memory that the kernel expects: the source asserts it."""
-    if variant(shape).unsupported():
-        pytest.fail(f"{shape}: {variant(shape).unsupported()}")
-    for lse in (False, True):
-        defines = dict(replace(variant(shape), lse=lse).defines())
-        assert jit.compile_source("decode.cu", defines)[:4] == b"\x7fELF"
-
-
-def test_compiled_code_is_kept(empty_cache: Path) -> None:
-    defines = dict(variant(SHAPES[0]).defines())
-    first = jit.compile_source("decode.cu", defines)
-    (file,) = empty_cache.iterdir()
-    assert file.read_bytes() == first
-    file.write_bytes(b"from the cache")
-    assert jit.compile_source("decode.cu", defines) == b"from the cache"
-    assert jit.compile_source("decode.cu", {**defines, "OSCAR_SINK": 8})[:4] == b"\x7fELF"
-
-
-def test_kept_code_may_be_read_by_whom_the_umask_allows(empty_cache: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        jit.compile_source("decode.cu", dict(variant(SHAPES[0]).defines()))
-    finally:
-        os.umask(before)
-    (file,) = empty_cache.iterdir()
-    assert file.stat().st_mode & 0o777 == 0o640
-
-
-def test_a_cache_that_cannot_be_used_is_no_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept file that cannot be read, a folder that cannot be made, no home directory."""
-    defines = dict(variant(SHAPES[0]).defines())
-    code = jit.compile_source("decode.cu", defines)
-    (file,) = empty_cache.iterdir()
-    file.unlink()
-    file.mkdir()
-    assert jit.compile_source("decode.cu", defines) == code
-    assert list(empty_cache.iterdir()) == [file]
-    (empty_cache.parent / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_cache.parent / "file"))
-    assert jit.compile_source("decode.cu", defines) == code
-
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(jit.Path, "home", no_home)
-    assert jit.cache_dir() is None
-    assert jit.compile_source("decode.cu", defines) == code
-
-
-def test_a_source_that_does_not_compile_is_one_line(empty_cache: Path) -> None:
-    with pytest.raises(KernelError, match=r"^decode\.cu does not compile: .*OSCAR_KV_HEADS.*$") as caught:
-        jit.compile_source("decode.cu", {})
-    assert "\n" not in str(caught.value)
-    assert len(caught.value.log.splitlines()) > 1
-
-
-@pytest.mark.parametrize("error", [ImportError("No module named 'cuda'"), RuntimeError("no libnvrtc\nlooked in ...")])
-def test_a_missing_compiler_is_one_line(error: Exception, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise error
-
-    monkeypatch.setattr(jit.importlib, "import_module", missing)
-    with pytest.raises(KernelError, match=r"^cuda\.bindings\.nvrtc cannot be used \([Nn]o .*\); install .*$") as caught:
-        jit.compile_source("decode.cu", {})
-    assert "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerCache:
-    """A cache that says it is on a GPU of compute capability 9.0, in a clean environment."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name in [name for name in os.environ if name.startswith("CUDA_MPS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(cuda_decode, "DEFAULT_MPS_PIPES", tmp_path)
-    cache = empty_layer_cache(SHAPES[0], 1, 1, torch.device("cpu"))
-    rows = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    return replace(cache, k_rows=rows)  # type: ignore[arg-type]
-
-
-def test_as_many_requests_as_fit_the_plan(on_hopper: LayerCache) -> None:
-    assert unsupported(on_hopper, 64, 32, BF16, MAX_BATCH) is None
-    assert "1024 requests at a time, not 1025" in (unsupported(on_hopper, 64, 32, BF16, MAX_BATCH + 1) or "")
-
-
-def test_sides_left_exact_are_not_read(on_hopper: LayerCache) -> None:
-    """Neither kernel is compiled for such a layer."""
-    exact = replace(on_hopper, v_layout=replace(on_hopper.v_layout, bits=16))
-    assert unsupported(exact, 64, 32, BF16) == "the CUDA kernel does not support keys or values of 16 bits"
-    assert unsupported(exact, 64, 32, BF16, drafts=4) is not None
-    shape = replace(SHAPES[0], v_bits=16)
-    with pytest.raises(ValueError, match="CUDA store kernel does not support keys or values of 16 bits"):
-        cuda_store.prepare(variant(shape), prepare(shape.format(), BF16))
-
-
-def test_multiprocessors_are_not_shared(on_hopper: LayerCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Blocks wait for each other: beside another process's blocks they might do so for ever."""
-    (tmp_path / "control").touch()
-    assert "Multi-Process Service" in (unsupported(on_hopper, 64, 32, BF16) or "")
-    (tmp_path / "control").unlink()
-    assert unsupported(on_hopper, 64, 32, BF16) is None
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
-    assert "(CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set)" in (unsupported(on_hopper, 64, 32, BF16) or "")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"gqa": 17}, "query heads"),
-        ({"key": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
-        ({"value": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
-        ({"key": RowLayout(17, 128, 128), "value": RowLayout(17, 128, 128)}, "kv heads"),
-        ({"page_size": 16}, "page size 16"),
-        ({"window_dtype": FP32}, "windows of"),
-    ],
-)
-def test_unsupported_variants_say_why(change: dict[str, object], reason: str) -> None:
-    base = variant(SHAPES[0])
-    assert base.unsupported() is None
-    assert reason in (replace(base, **change).unsupported() or "")
