@@ -43,6 +43,17 @@ current() {  # current NAME SUM: whether the environment was made for this check
   [ "$(cat "$venv/.oscar-$1" 2>/dev/null)" = "$2" ]
 }
 
+check_room() {
+  local folder free
+  folder=$(dirname "$venv")
+  while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
+  free=$(df --output=avail --block-size=1G "$folder" | tail -1)
+  if [ "$free" -lt 12 ]; then
+    echo "error: $venv takes 9 to 11 GB, and its disk has $((free)) GB left; make room, or set OSCAR_VENV to another place" >&2
+    return 1
+  fi
+}
+
 make_environment() {
   local python version packages project
   packages=$({ grep -E '^(dependencies|plots|eval|dev) ' "$root/pyproject.toml" && cat "$root/scripts/constraints/sglang$sglang"-*.txt && echo "$root ${PYTHON:-}"; } | sha256sum)
@@ -50,6 +61,7 @@ make_environment() {
   if ! current packages "$packages"; then
     python=$(find_python)
     version=$(version_of "$python")
+    [ -d "$venv" ] || check_room
     echo "making $venv with Python $version, SGLang $sglang and the pinned packages (9 to 11 GB, some minutes)"
     rm -rf "$venv"
     "$python" -m venv "$venv"

@@ -68,3 +68,17 @@ def test_a_python_that_a_release_does_not_take_is_one_line(release: str, tmp_pat
     wanted = " or ".join(releases()[release])
     assert done.stderr == f"error: SGLang {release} needs Python {wanted}, and {old} is not; set PYTHON to one\n"
     assert done.stdout == ""
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    df = tmp_path / "bin" / "df"
+    df.parent.mkdir()
+    df.write_text("#!/bin/sh\nprintf 'Avail\\n    3\\n'\n")
+    df.chmod(0o755)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 3.11\n")
+    python.chmod(0o755)
+    done = environment(tmp_path, SGLANG="0.5.17", PYTHON=str(python), PATH=f"{df.parent}:{os.environ['PATH']}")
+    assert done.returncode != 0
+    assert done.stderr.startswith(f"error: {tmp_path / 'venv'} takes 9 to 11 GB, and its disk has 3 GB left; make room")
+    assert done.stdout == ""
