@@ -86,3 +86,14 @@ def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Int2Error, match=r"\(Could not find nvcc\); .*SGLANG_OSCAR_EXTEND_BACKEND=triton") as caught:
         extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode)
     assert "\n" not in str(caught.value)
+
+
+def test_a_full_gpu_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def plan(self, *args: object, **options: object) -> None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(extend_choice, "_kernels", lambda size, device: Full)
+    geometry = Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256), torch.bfloat16, 36)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
+        extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode)

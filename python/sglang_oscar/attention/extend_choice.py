@@ -122,6 +122,8 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
         )
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
+    except torch.cuda.OutOfMemoryError:
+        raise  # says itself what is missing
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise Int2Error(_unusable(size, reason)) from error
