@@ -93,7 +93,6 @@ hybrids() {
   serving room_qwen3.6_35b_a3b bench_context --shape qwen3.6-35b-a3b --room
 }
 paper() {
-  serving step_qwen3_8b bench_step --modes "$caches"
   serving paper_qwen3_8b bench_paper table9,figure4,figure5,figure6 --modes "$caches"
   serving paper_qwen3_4b bench_paper table9,figure4,figure5,figure6 --modes "$caches" --shape qwen3-4b
 }

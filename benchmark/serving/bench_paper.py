@@ -7,11 +7,9 @@
     python benchmark/serving/bench_paper.py table9 --model models/reference --shrink 32  # smoke test on a CPU
     python benchmark/serving/bench_paper.py table9,figure4,figure5 --requests 1,8,32     # servers start once
 
-Table 8, where a step goes, is ``bench_step.py``; ``report_paper.py`` makes a page of both.
-
-Weights are random, as they do not change what a step costs; prompts are ``random-ids`` of ``sglang.bench_serving``,
-which sends them, waits, and counts. A batch that does not fit a cache at once is still served; its requests wait for
-each other, and ``running`` says how many ran.
+Table 8, where a step goes, is ``step_profile.py``. Weights are random, as they do not change what a step costs;
+prompts are ``random-ids`` of ``sglang.bench_serving``, which sends them, waits, and counts. A batch that does not fit a
+cache at once is still served; its requests wait for each other, and ``running`` says how many ran.
 
 A prompt of 100,000 tokens takes the better part of ten seconds to compute for 8 B parameters. A quarter of the layers
 in a quarter of the memory, ``--shape qwen3-8b:9 --server-args "--mem-fraction-static 0.22"``, keeps what fits and what
@@ -26,24 +24,52 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import decode_log
 import typer
 from machine import describe
-from paper import COLD, EXPERIMENTS, HIT, OFF, Load
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, config_of, has_images, write_model, write_tokenizer
+from shapes import SHAPES, config_of, write_model, write_tokenizer
 from subjects import MODES
 
 from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
+COLD, HIT, OFF = "cold", "hit", "off"
+"""The prefix cache before a measurement: empty; holding every prompt; switched off."""
 LIMIT = 7200
 """Seconds that a measurement may take."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are sent at once: how many, tokens of a prompt and of an answer, and the prefix cache before."""
+
+    requests: int
+    prompt: int
+    answer: int
+    cache: str = COLD
+
+
+EXPERIMENTS: dict[str, list[Load]] = {
+    "table9": [Load(32, 8192, 1024)],
+    "figure4": [Load(1, prompt, 1024, HIT) for prompt in (30_000, 60_000, 100_000)]
+    + [Load(requests, 100_000, 1024, HIT) for requests in (8, 32)],
+    "figure5": [Load(1 << power, 100_000, 1024) for power in range(9)],
+    "figure6": [Load(requests, 100_000, 1024, cache) for cache in (OFF, COLD, HIT) for requests in (1, 8, 16, 32)],
+}
+PAPER: dict[str, dict[str, dict[str, str]]] = {
+    "table9": {
+        "qwen3-4b": {"bf16": "U 41.1, G 1187.9", "int2": "U 63.3, G 1723.9"},
+        "qwen3-8b": {"bf16": "U 35.8, G 999.9", "int2": "U 52.5, G 1374.0"},
+    },
+    "figure4": {"qwen3-4b": {"int2": "1 request: 1.98, 2.52 and 3.08 times BF16 behind 30K, 60K and 100K tokens"}},
+}
+"""What the paper has, on an H100 of 80 GB: tokens per second of a user (U) and of the GPU (G), by shape and cache."""
 
 
 def generate(
@@ -144,13 +170,16 @@ def shrunk(load: Load, by: int) -> Load:
     return replace(load, prompt=max(64, load.prompt // by), answer=max(16, load.answer // by)) if by > 1 else load
 
 
-def show(rows: dict[str, list[dict[str, Any]]]) -> None:
-    """A table of all rows."""
+def show(rows: dict[str, list[dict[str, Any]]], paper: dict[str, dict[str, str]]) -> None:
+    """A table of all rows, and what the paper has."""
     table = Table("cache", *next(iter(rows.values()))[0])
     for mode, found in rows.items():
         for row in found:
             table.add_row(mode, *map(str, row.values()))
     Console(width=140).print(table)
+    for name, modes in paper.items():
+        for mode, text in modes.items():
+            print(f"the paper, H100 80 GB, {name}, {mode}: {text}")
 
 
 def main(
@@ -172,14 +201,15 @@ def main(
         raise typer.BadParameter(f"no {unknown[0]}; there are {', '.join(MODES)}", param_hint="--modes")
     out = out or Path("results") / f"{experiments.replace(',', '_')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
+    names = dict.fromkeys(name for name, _ in loads)
+    paper = {} if model else {name: PAPER[name][shape] for name in names if shape in PAPER.get(name, {})}
     result: dict[str, Any] = describe() | {"shape": model.name if model else shape}
     rows: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         served = model or Path(temporary)
         if not model:
             write_model(served, shape)
-            if not has_images(config_of(shape)):  # those have theirs
-                write_tokenizer(served, config_of(shape))
+            write_tokenizer(served, config_of(shape))
         weights = [] if model else ["--load-format", "dummy"]
         flags = ["--mem-fraction-static", "0.85", *weights, *decode_log.FLAGS, *server_args.split()]
         for mode in modes.split(","):
@@ -190,8 +220,8 @@ def main(
                     for name, load in asked:
                         rows[mode].append({"experiment": name} | measure(server, served, load))
                         print(mode, rows[mode][-1], flush=True)
-                        out.write_text(json.dumps(result | {"rows": rows}, indent=2) + "\n")
-    show(rows)
+                        out.write_text(json.dumps(result | {"rows": rows, "paper": paper}, indent=2) + "\n")
+    show(rows, paper)
 
 
 if __name__ == "__main__":
