@@ -74,7 +74,7 @@ class Result:
     def gpu(self) -> str:
         """The GPU, and how many of them."""
         count = self.facts.get("gpus") or 1
-        return (f"{count} x " if count > 1 else "") + str(self.facts["gpu"] or "none (CPU)")
+        return (f"{count} x " if count > 1 else "") + str(self.facts["gpu"] or "CPU")
 
     def label(self, mode: str) -> str:
         """A mode's name; stock SGLang has another backend without a GPU."""

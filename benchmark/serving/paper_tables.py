@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paper_figures import FIGURE4_BATCH, FIGURE4_CONTEXT, TABLE8, TABLE9
 from paper_loads import EXPERIMENTS, STEPS, Load
-from paper_results import BF16, FP8, Result
+from paper_results import BF16, FP8, Result, Row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from accuracy.report import table
@@ -36,7 +36,7 @@ def step_table(result: Result) -> Iterator[str]:
                 continue
             head = [str(load.requests), result.label(mode)]
             if not row["fits"]:
-                body.append(not_fitting(head, row["needed"], row["room"]))
+                body.append(not_fitting(head, row))
                 continue
             ratios = [
                 number(result.ratio(mode, bases, STEPS, load, kind, time=True), 2)
@@ -49,10 +49,12 @@ def step_table(result: Result) -> Iterator[str]:
     yield from table(STEP_HEAD, body)
 
 
-def not_fitting(head: list[str], needed: int, room: int) -> list[str]:
-    """A row of a load that does not fit the cache at once."""
-    why = f"does not fit: {needed:,} tokens in {room:,}" if needed > room else "does not fit: too many requests"
-    return [*head, why, *[NOTHING] * (len(STEP_HEAD) - 3)]
+def not_fitting(head: list[str], row: Row) -> list[str]:
+    """A row of a load that does not fit the cache at once, by its tokens or by how many requests ran."""
+    why = f"{row.get('running', row['room_requests'])} at once"
+    if row["needed"] > row["room"]:
+        why = f"{row['needed']:,} tokens in {row['room']:,}"
+    return [*head, f"does not fit: {why}", *[NOTHING] * (len(STEP_HEAD) - 3)]
 
 
 def paper_steps(result: Result, load: Load) -> list[list[str]]:

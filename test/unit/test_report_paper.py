@@ -36,7 +36,7 @@ def row(experiment: str, load: Load, mode: str) -> dict[str, Any]:
         return head | {"U": speed, "G": speed * load.requests / 2, "first_token_ms": 12.3, "seconds": 4.5,
                        "running": min(load.requests, 40), "cached_share": 0.0}  # fmt: skip
     if load.requests > 32 and mode in BF16:
-        return head | {"fits": False, "needed": 557_056, "room": 342_000, "room_requests": 256}
+        return head | {"fits": False, "needed": 557_056, "room": 342_000, "room_requests": 100}
     return head | step(load, 240 / SPEED[mode])
 
 
@@ -99,8 +99,11 @@ def test_ratios_are_to_the_faster_baseline(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
-    path, _ = result(tmp_path, "run", (STEPS,), ("bf16", "int2"))
+    path, data = result(tmp_path, "run", (STEPS,), ("bf16", "int2"))
+    data["rows"]["bf16"][-1] |= {"room": 2_000_000}
+    path.write_text(json.dumps(data))
     text = written([path], tmp_path / "paper.md")
+    assert cells(text, "128", "BF16, FlashInfer")[2] == "does not fit: 100 at once"
     refused = cells(text, "64", "BF16, FlashInfer")
     assert refused[2:] == ["does not fit: 557,056 tokens in 342,000", *"-" * 10]
     assert cells(text, "64", "INT2")[9:] == ["-"] * 4
