@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import requests
 import typer
 from machine import describe
 from one_gpu import measure, parse_loads
+from room import room_of
 from shapes import SHAPES
 from subjects import MODES, Mode, Subject, subject
 
@@ -28,9 +28,8 @@ from sglang_oscar.local_server import serve
 def room(mode: Mode, what: Subject, flags: list[str], log: Path) -> dict[str, int]:
     """Tokens that a cache holds and requests that run at once, as a server says that has just started."""
     with serve(what.folder, log, [*what.flags, *mode.args, *flags], environment() | mode.env) as server:
-        facts = requests.get(f"{server.url}/server_info", timeout=600).json()
-    running = facts["internal_states"][0]["effective_max_running_requests_per_dp"]
-    return {"tokens": facts["max_total_num_tokens"], "requests": running}
+        found = room_of(server)
+    return {"tokens": found.tokens, "requests": found.requests}
 
 
 def main(

@@ -24,6 +24,11 @@ class Speed(NamedTuple):
     accepted: float = 1.0
 
 
+def running_in(log: str) -> list[int]:
+    """Requests at once, of every line about decoding."""
+    return [int(running) for running, *_ in _LINE.findall(log)]
+
+
 def steady(log: str) -> Speed:
     """Median speed while most requests ran; the first line about them also counts the time of their prompts.
 

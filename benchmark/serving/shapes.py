@@ -123,15 +123,21 @@ def has_images(config: dict[str, Any]) -> bool:
     return config["model_type"] in ENTRY
 
 
-def write_model(folder: Path, shape: str) -> None:
+def write_model(folder: Path, shape: str, tokenizer: bool = False) -> None:
     """A model folder that a server with random weights loads: a config, and a processor where images need one.
+
+    Args:
+        folder: to write to.
+        shape: as in :func:`config_of`.
+        tokenizer: whether the model gets a tokenizer, too; one of images always does.
 
     Raises:
         ValueError: as in :func:`config_of`.
     """
     config = config_of(shape)
-    if has_images(config):
+    if tokenizer or has_images(config):
         write_tokenizer(folder, config)
+    if has_images(config):
         write_processor(folder)
         last = config["vocab_size"] - 1
         config = {

@@ -9,23 +9,29 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import requests
+from decode_log import running_in
 
 from sglang_oscar.local_server import LocalServer
 
 STEPS = 24
 """Decode steps that are recorded."""
+RECORDED = "Profiling done"
+"""What SGLang logs once it has written a trace."""
 
 KINDS = {
     "store": ("oscar_store", "_store", "set_kv_buffer", "store_kvcache", "store_cache"),
-    "attention": ("oscar_decode", "oscar_merge", "flashinfer::", "attn_fwd", "decode_att", "_fwd_kernel", "merge"),
+    "attention": ("oscar_decode", "oscar_merge", "flashinfer::", "attn_fwd", "decode_att", "_fwd_kernel", "merge",
+                  "flashattn", "prepare_varlen"),
     "matrix products": ("gemm", "gemv", "cutlass", "splitk", "nvjet", "dot_kernel"),
-}
-"""Parts of kernel names by kind, the first match counts; norms, rope, activations and sampling are what is left."""
+}  # fmt: skip
+"""Parts of kernel names by kind, the first match counts; norms, rope, activations and sampling are what is left.
+
+FlashAttention-3 is built with CUTLASS and has its name, too."""
 ELEMENTWISE = ("norm", "rope", "rotary", "act_and_mul", "silu")
 """Parts of names of what is left, whatever else the names say: FlashInfer's namespace is on all of its kernels."""
 INDUCTOR = re.compile(r"triton_[a-z]+_fused_(.*)")
@@ -93,15 +99,56 @@ def summarize(events: list[dict[str, Any]], layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def profile_steps(server: LocalServer, generate: Callable[[], object], layers: int) -> dict[str, Any]:
-    """Record decode steps while ``generate`` waits for a long enough answer on a cached prompt; see :func:`summarize`.
+class NeverAtOnceError(RuntimeError):
+    """Fewer requests than were sent were decoded at once: ``running`` at most."""
+
+    def __init__(self, running: int) -> None:
+        super().__init__(f"at most {running} requests were decoded at once")
+        self.running = running
+
+
+def wait_for_batch(server: LocalServer, before: int, asking: Future[object], running: int) -> None:
+    """Wait until the log tells of ``running`` requests that are decoded at once.
+
+    Args:
+        server: whose log.
+        before: characters of the log that do not count.
+        asking: what waits for the answers.
+        running: requests.
 
     Raises:
+        NeverAtOnceError: the answers came without.
+    """
+    most = 0
+    while most < running:
+        over = asking.done()
+        most = max(running_in(server.text()[before:]), default=0)
+        if over and most < running:
+            asking.result()
+            raise NeverAtOnceError(most)
+        time.sleep(0.05)
+
+
+def profile_steps(server: LocalServer, generate: Callable[[], object], layers: int, running: int = 0) -> dict[str, Any]:
+    """Record decode steps while ``generate`` waits for a long enough answer on a cached prompt; see :func:`summarize`.
+
+    Args:
+        server: to record, on a GPU: without one SGLang's profiler ends the server.
+        generate: asks, and returns once all answers are there.
+        layers: of the model.
+        running: requests that must be decoded at once before recording begins; 0 begins .3 s after asking.
+
+    Raises:
+        NeverAtOnceError: so many never were.
         TimeoutError: the server wrote no trace within a minute.
     """
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        before = len(server.text())
         asking = pool.submit(generate)
-        time.sleep(0.3)
+        if running:
+            wait_for_batch(server, before, asking, running)
+        else:
+            time.sleep(0.3)
         body = {"output_dir": folder, "num_steps": STEPS, "activities": ["GPU"], "with_stack": False}
         requests.post(f"{server.url}/start_profile", json=body, timeout=120).raise_for_status()
         asking.result()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "serving"))
-from shapes import SHAPES, config_of
+import shapes
+from shapes import SHAPES, config_of, write_model
 from subjects import subject
 
 KV_HEADS = {
@@ -45,3 +46,15 @@ def test_a_model_of_a_folder(tmp_path: Path) -> None:
     what = subject(tmp_path, "qwen3-8b", tmp_path / "unused")
     assert (what.name, what.vocabulary) == (tmp_path.name, 12)
     assert "dummy" not in what.flags
+
+
+@pytest.mark.parametrize(("shape", "images"), [("qwen3-4b:1", False), ("qwen3.6-27b:4", True)])
+def test_a_tokenizer_is_written_once(shape: str, images: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(shapes, "write_tokenizer", lambda folder, config: written.append(folder))
+    monkeypatch.setattr(shapes, "write_processor", lambda folder: None)
+    write_model(tmp_path, shape)
+    assert len(written) == images
+    written.clear()
+    write_model(tmp_path, shape, tokenizer=True)
+    assert len(written) == 1

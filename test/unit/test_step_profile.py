@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
 
-from step_profile import kind, summarize
+from step_profile import NeverAtOnceError, kind, summarize, wait_for_batch
+
+from sglang_oscar.local_server import LocalServer
 
 
 def kernel(name: str, begin: float, end: float) -> dict[str, Any]:
@@ -21,6 +24,11 @@ def test_kinds() -> None:
     assert kind("nvjet_sm90_tst_192x8_64x8_2x1_v_bz_TNT") == "matrix products"
     assert kind("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>") == "attention"
     assert kind("void flashinfer::norm::FusedAddRMSNormKernel<8u>") == "other"
+    mainloop = "cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloop>>>"
+    assert kind(f"void {mainloop}") == "attention"
+    assert kind("void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<...>>>") == "attention"
+    assert kind("void flash::prepare_varlen_num_blocks_kernel<1, true>(...)") == "attention"
+    assert kind("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>") == "matrix products"
     assert kind("oscar_decode") == "attention"
     assert kind("oscar_store") == "store"
     assert kind("void (anonymous namespace)::store_kvcache<2048l>") == "store"
@@ -78,3 +86,30 @@ def test_two_steps_of_two_layers() -> None:
 def test_a_trace_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="not one whole step of 36 layers"):
         summarize([kernel("gemm", 0, 1)], layers=36)
+
+
+class Log:
+    """A server of which only the log is asked; it grows by a line every time."""
+
+    def __init__(self, running: list[int]) -> None:
+        speed = "gen throughput (token/s): 9.0, #queue-req: 0"
+        self.lines = [f"Decode batch, #running-req: {count}, {speed}\n" for count in running]
+        self.asked = 0
+
+    def text(self) -> str:
+        self.asked += 1
+        return "".join(self.lines[: self.asked])
+
+
+def test_recording_waits_for_the_whole_batch() -> None:
+    asking: Future[object] = Future()
+    log = Log([4, 1, 2, 3, 4, 4])
+    wait_for_batch(cast(LocalServer, log), len(log.lines[0]), asking, 4)
+    assert log.asked == 5
+    asking.set_result(None)
+    with pytest.raises(NeverAtOnceError, match="at most 3 requests"):
+        wait_for_batch(cast(LocalServer, Log([3, 2])), 0, asking, 4)
+    failed: Future[object] = Future()
+    failed.set_exception(RuntimeError("refused"))
+    with pytest.raises(RuntimeError, match="refused"):
+        wait_for_batch(cast(LocalServer, Log([])), 0, failed, 4)
