@@ -93,8 +93,8 @@ hybrids() {
   serving room_qwen3.6_35b_a3b bench_context --shape qwen3.6-35b-a3b --room
 }
 paper() {
-  serving paper_qwen3_8b bench_paper table9,figure4,figure5,figure6 --modes "$caches"
-  serving paper_qwen3_4b bench_paper table9,figure4,figure5,figure6 --modes "$caches" --shape qwen3-4b
+  serving paper_qwen3_8b bench_paper table8,table9,figure4,figure5,figure6 --modes "$caches"
+  serving paper_qwen3_4b bench_paper table8,table9,figure4,figure5,figure6 --modes "$caches" --shape qwen3-4b
 }
 memory() {
   serving memory_qwen3_8b memory_account --shapes qwen3-8b --fill 0.15
