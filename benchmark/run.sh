@@ -29,7 +29,8 @@ failed=()
 measure() {  # measure NAME FLAG SCRIPT [ARGUMENT ...]: FLAG is how SCRIPT is told where its result goes
   local name=$1 flag=$2
   shift 2
-  local command=("$python" "$@" "$flag" "$OUT/$name.json")
+  # Scripts save as they go: what is not complete has another name, however the run ends.
+  local command=("$python" "$@" "$flag" "$OUT/$name.part.json")
   if [ "$list" = 1 ]; then
     local word line=
     for word in "${command[@]}"; do
@@ -46,11 +47,10 @@ measure() {  # measure NAME FLAG SCRIPT [ARGUMENT ...]: FLAG is how SCRIPT is to
   echo "$name: ${command[*]}"
   mkdir -p "$OUT"
   local begin=$SECONDS
-  # Scripts save as they go: what is not complete must not count as there.
   if "${command[@]}" >"$OUT/$name.out" 2>&1; then
+    mv "$OUT/$name.part.json" "$OUT/$name.json"
     echo "$name: $((SECONDS - begin)) s"
   else
-    [ ! -e "$OUT/$name.json" ] || mv "$OUT/$name.json" "$OUT/$name.part.json"
     failed+=("$name")
     echo "$name: failed after $((SECONDS - begin)) s; see $OUT/$name.out" >&2
   fi

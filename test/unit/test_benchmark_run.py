@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -17,7 +18,7 @@ FAKE = """#!/usr/bin/env bash
 echo "$@" >> "$CALLS"
 for last; do :; done
 echo '{}' > "$last"
-case "$*" in *store_k3v2*) exit 1 ;; esac
+case "$*" in *store_k3v2*) exit 1 ;; *"${KILLED:-nothing}"*) kill -9 "$PPID" ;; esac
 """
 
 
@@ -61,6 +62,15 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     asked = len((tmp_path / "calls").read_text().splitlines())
     assert run(tmp_path, "kernels").stdout.count("there already") == asked - 1
     assert len((tmp_path / "calls").read_text().splitlines()) == asked + 1
+
+
+def test_what_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    assert run(tmp_path, "kernels", KILLED="bench_extend").returncode == -signal.SIGKILL
+    out = tmp_path / "out"
+    assert (out / "kernels_extend.part.json").is_file()
+    assert not (out / "kernels_extend.json").exists()
+    run(tmp_path, "kernels")
+    assert (out / "kernels_extend.json").is_file()
 
 
 def test_unknown_parts(tmp_path: Path) -> None:
