@@ -124,8 +124,7 @@ def main() -> None:
     ragged, cache = None, random_cache(PAGE, 1, LAYOUTS, WINDOWS)
     backend = extend_choice.choose(args.backend, "cuda", HEAD_DIM)
     assert backend is not None
-    stock = backend != "triton"
-    decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=stock)
+    decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=backend != "triton")
     if backend != "triton":
         geometry = Geometry.uniform(LAYOUT, WINDOWS, torch.bfloat16, layers=1)
         size = extend_choice.workspace(backend, geometry.formats[0], Q_HEADS, torch.bfloat16, BUDGET)

@@ -6,21 +6,15 @@ FP8; to convert them, which SGLang does in every layer, is left out of the time.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from harness import PAGE, Heads, layers_of, random_pages, shuffled_tables
 
+from sglang_oscar.attention.flash_attention3 import installed as available
 
-def available() -> bool:
-    """Whether SGLang's kernels are installed with FlashAttention-3 among them."""
-    spec = importlib.util.find_spec("sgl_kernel")
-    if spec is None or spec.origin is None:
-        return False
-    return any(Path(spec.origin).parent.glob("flash_ops.*"))
+__all__ = ["available", "decode_calls"]
 
 
 def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> list[Callable[[], object]]:

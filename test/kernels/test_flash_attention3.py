@@ -12,25 +12,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import test_ragged_extend
 import torch
-from kernel_cases import Shape, assert_as_good_as
-from test_extend import Chunks, exact, make
-from test_ragged_extend import LIMITS, TorchRagged
+from kernel_cases import Shape
+from test_extend import Chunks, make
+from test_ragged_extend import LIMITS, SHAPES, TorchRagged
 
 from oscar_kernels import extend_plan
 from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import Limits
-from oscar_kernels.ragged_extend import RaggedExtend
-from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.flash_attention3 import FlashAttention3, missing
-
-SHAPES = [
-    Shape(),
-    Shape(gqa=1, kv_heads=3, head_dim=128, group=128, page_size=64),
-    Shape(kv_heads=2, head_dim=128, group=32, dtype=torch.float16, scale_dtype=torch.float16),
-    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, scale_dtype=torch.float32),
-]
 
 
 def attend(q: Any, k: Any, v: Any, starts: Any, kv_starts: Any, longest: int, kv_longest: int, **options: Any) -> Any:
@@ -57,19 +49,11 @@ def _kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(case: Chunks, device: torch.device, limits: Limits = LIMITS) -> None:
-    shape, tables, sm_scale = case.batch.shape, case.batch.tables, 0.4 * case.q.shape[-1] ** -0.5
-    ragged = RaggedExtend(
-        shape.key_layout, shape.q_heads, shape.dtype, limits, device, lambda: FlashAttention3(device), decode, 132
-    )
-    ragged.warm_up()
-    plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
-    q_rot = case.q_rot if plan.has_prefix else None
-    out = ragged.run(plan, case.batch.cache, tables, case.q, case.k, case.v, case.indptr, q_rot, sm_scale)
-    assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
+    test_ragged_extend.check(case, device, limits, attention=lambda: FlashAttention3(device))
 
 
 @pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 def test_chunks_and_passes(shape: Shape, device: torch.device) -> None:
     """Several passes, one that ends within a request, a short chunk, requests without prefix between them."""
     check(make(shape, [0, 1, 30, 150, 70], [70, 64, 3, 66, 0], device), device)

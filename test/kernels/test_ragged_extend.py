@@ -75,14 +75,18 @@ def attention_kernel(device: torch.device) -> Any:
     return lambda: BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD")
 
 
-def ragged_extend_of(case: Chunks, limits: Limits, device: torch.device, kernel: Decode = decode) -> RaggedExtend:
-    shape, attention = case.batch.shape, attention_kernel(device)
+def ragged_extend_of(
+    case: Chunks, limits: Limits, device: torch.device, kernel: Decode = decode, attention: Any = None
+) -> RaggedExtend:
+    shape, attention = case.batch.shape, attention or attention_kernel(device)
     return RaggedExtend(shape.key_layout, shape.q_heads, shape.dtype, limits, device, attention, kernel, 132)
 
 
-def run(case: Chunks, limits: Limits, device: torch.device, sm_scale: float, kernel: Decode) -> torch.Tensor:
+def run(
+    case: Chunks, limits: Limits, device: torch.device, sm_scale: float, kernel: Decode, attention: Any
+) -> torch.Tensor:
     tables = case.batch.tables
-    ragged = ragged_extend_of(case, limits, device, kernel)
+    ragged = ragged_extend_of(case, limits, device, kernel, attention)
     ragged.warm_up()
     plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.tokens == len(case.q)
@@ -90,9 +94,11 @@ def run(case: Chunks, limits: Limits, device: torch.device, sm_scale: float, ker
     return ragged.run(plan, case.batch.cache, tables, case.q, case.k, case.v, case.indptr, q_rot, sm_scale)
 
 
-def check(case: Chunks, device: torch.device, limits: Limits = LIMITS, kernel: Decode = decode) -> None:
+def check(
+    case: Chunks, device: torch.device, limits: Limits = LIMITS, kernel: Decode = decode, attention: Any = None
+) -> None:
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
-    out = run(case, limits, device, sm_scale, kernel)
+    out = run(case, limits, device, sm_scale, kernel, attention)
     assert out.dtype == case.q.dtype
     assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
 

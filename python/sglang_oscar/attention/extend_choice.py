@@ -19,7 +19,7 @@ from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.geometry import Geometry
-from sglang_oscar.memory.workspace import Workspace
+from sglang_oscar.memory.workspace import StockBackend, Workspace
 
 if TYPE_CHECKING:
     from oscar_kernels.ragged_extend import RaggedExtend
@@ -63,12 +63,12 @@ def choose(setting: str, device: str, head_dim: int) -> Choice | None:
 
 
 def workspace(
-    library: Literal["flashinfer", "fa3"], layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int
+    backend: StockBackend, layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int
 ) -> Workspace:
     """What a stock kernel takes of a KV budget on the current GPU.
 
     Args:
-        library: that brings it.
+        backend: that brings it.
         layer: of the cache on this rank: any, heads are those of all.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values.
@@ -77,11 +77,11 @@ def workspace(
     token_bytes = layer.elements * dtype.itemsize
     most = min(LARGEST_WORKSPACE, int(WORKSPACE_SHARE * budget_bytes))
     tokens = max(FEWEST_TOKENS, most // token_bytes)
-    if library == "fa3":
-        return Workspace(tokens, token_bytes, q_heads, dtype, "fa3", "fa3", 0, 0, MOST_PASSES)
+    if backend == "fa3":
+        return Workspace(tokens, token_bytes, q_heads, dtype, backend, "fa3", 0, 0, MOST_PASSES)
     kernels, scratch = _flashinfer_kernels(layer, q_heads, dtype)
     passes = min(max(FEWEST_PASSES, int(PLAN_SHARE * budget_bytes) // INT_WORKSPACE_BYTES - 1), MOST_PASSES)
-    return Workspace(tokens, token_bytes, q_heads, dtype, "flashinfer", kernels, scratch, INT_WORKSPACE_BYTES, passes)
+    return Workspace(tokens, token_bytes, q_heads, dtype, backend, kernels, scratch, INT_WORKSPACE_BYTES, passes)
 
 
 def _flashinfer_kernels(layer: LayerFormat, q_heads: int, dtype: torch.dtype) -> tuple[Literal["fa2", "fa3"], int]:
@@ -131,7 +131,7 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
 
 
 def _unusable(size: Workspace, reason: str) -> str:
-    if size.library == "fa3":
+    if size.backend == "fa3":
         return f"FlashAttention-3 cannot be loaded ({reason}); set {VARIABLE}=flashinfer or triton"
     return (
         f"FlashInfer cannot build its prefill kernels ({reason}); install the CUDA toolkit that it asks for, or set "
@@ -140,7 +140,7 @@ def _unusable(size: Workspace, reason: str) -> str:
 
 
 def _kernels(size: Workspace, device: torch.device) -> Callable[[], Ragged]:
-    if size.library == "fa3":
+    if size.backend == "fa3":
         return lambda: flash_attention3.FlashAttention3(device)
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 

@@ -6,16 +6,24 @@ FlashInfer compiles its prefill at the first start of a server, for minutes; thi
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from oscar_kernels.reference import LOG2_E
+
 CAPABILITIES = (8, 9)
 """Major compute capabilities that SGLang's FlashAttention-3 is compiled for: Ampere, Ada and Hopper."""
 HEAD_DIMS = (64, 128, 256)
-LOG2_E = math.log2(math.e)
+
+
+def installed() -> bool:
+    """Whether SGLang's kernels are there with FlashAttention-3 among them; nothing of theirs is imported."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    if spec is None or spec.origin is None:
+        return False
+    return any(Path(spec.origin).parent.glob("flash_ops.*"))
 
 
 def missing(head_dim: int) -> str | None:
@@ -24,8 +32,7 @@ def missing(head_dim: int) -> str | None:
     Args:
         head_dim: channels of a head.
     """
-    spec = importlib.util.find_spec("sgl_kernel")
-    if spec is None or spec.origin is None or not any(Path(spec.origin).parent.glob("flash_ops.*")):
+    if not installed():
         return "sglang-kernel with FlashAttention-3 (flash_ops) is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in CAPABILITIES:
         return "it is not compiled for this GPU"

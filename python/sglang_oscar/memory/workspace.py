@@ -7,13 +7,16 @@ from typing import Literal
 
 import torch
 
+StockBackend = Literal["flashinfer", "fa3"]
+"""Backends of extend whose attention kernel is not ours."""
+
 
 @dataclass(frozen=True)
 class Workspace:
     """Memory of prompts that are attended to by a stock kernel.
 
     ``tokens`` of prefixes are dequantized at a time, up to ``passes`` times a layer, for ``q_heads`` query heads of
-    this rank, in ``dtype``. ``library`` brings the kernel, of the family ``kernels``, which needs ``scratch_bytes`` for
+    this rank, in ``dtype``. ``backend`` brings the kernel, of the family ``kernels``, which needs ``scratch_bytes`` for
     partial results and ``plan_bytes`` for every plan.
     """
 
@@ -21,7 +24,7 @@ class Workspace:
     token_bytes: int
     q_heads: int
     dtype: torch.dtype
-    library: Literal["flashinfer", "fa3"]
+    backend: StockBackend
     kernels: Literal["fa2", "fa3"]
     scratch_bytes: int
     plan_bytes: int
@@ -35,7 +38,7 @@ class Workspace:
     @property
     def name(self) -> str:
         """The kernel's name for the log."""
-        return "FlashAttention-3" if self.library == "fa3" else f"FlashInfer ({self.kernels})"
+        return "FlashAttention-3" if self.backend == "fa3" else f"FlashInfer ({self.kernels})"
 
     def line(self) -> str:
         """For the start-up account."""
