@@ -78,10 +78,10 @@ decode() {
   serving decode_qwen3_4b bench_decode --shape qwen3-4b
 }
 throughput() {
-  serving throughput_qwen3_8b bench_throughput --modes "$caches" --requests 8,45,90,128
-  # A prompt of 100K tokens takes a quarter of the time with a quarter of the layers.
-  serving throughput_100k_qwen3_8b_9_layers bench_throughput --shape qwen3-8b:9 --length 100000 --modes "$caches" \
-    --requests 1,8,32
+  serving throughput_qwen3_8b bench_throughput --modes "$caches" --requests 8,45,full
+  # A prompt of 100K tokens takes a quarter of the time with a quarter of the layers, in a quarter of the memory.
+  SERVER_ARGS="--mem-fraction-static 0.22${SERVER_ARGS:+ $SERVER_ARGS}" serving throughput_100k_qwen3_8b_9_layers \
+    bench_throughput --shape qwen3-8b:9 --length 100000 --modes "$caches" --requests 1,8,full
 }
 speculation() {
   serving speculation_ngram_qwen3_8b bench_speculation

@@ -6,7 +6,7 @@
     python benchmark/serving/bench_paper.py figure5 --shape qwen3-4b    # 100K tokens in, up to 256 requests
     python benchmark/serving/bench_paper.py figure6                     # 100K in: no cache, cold, everything a hit
     python benchmark/serving/bench_paper.py table9 --model models/reference --shrink 32  # smoke test on a CPU
-    python benchmark/serving/bench_paper.py table8,table9,figure4 --requests 1,32        # servers start once
+    python benchmark/serving/bench_paper.py table8:1+32,table9,figure4:1  # some of their loads; servers start once
     python benchmark/serving/report_paper.py results/*.json             # the page beside the paper's figures
 
 Weights are random, as they do not change what a step costs; prompts are ``random-ids`` of ``sglang.bench_serving``,
@@ -45,6 +45,8 @@ from sglang_oscar.local_server import serve
 
 Rows = dict[str, list[dict[str, Any]]]
 """Rows of a result by cache."""
+NO_FILE_NAME = str.maketrans({",": "_", ":": "-"})
+"""What experiments have in their names and files should not."""
 
 
 def servers(loads: list[tuple[str, Load]]) -> Iterator[tuple[list[str], list[tuple[str, Load]]]]:
@@ -73,23 +75,24 @@ def show(rows: Rows) -> None:
 
 
 def main(
-    experiments: Annotated[str, typer.Argument(help=f"of {', '.join(EXPERIMENTS)}, with commas")],
+    experiments: Annotated[
+        str, typer.Argument(help=f"of {', '.join(EXPERIMENTS)}, with commas; NAME:1+32 is some of its requests at once")
+    ],
     shape: Annotated[str, typer.Option(help=f"of {', '.join(SHAPES)}; or NAME:LAYERS")] = "qwen3-8b",
     model: Annotated[Path | None, typer.Option(help="model folder in place of a shape")] = None,
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2,k3v2",
-    requests: Annotated[str, typer.Option(help="only loads of so many requests at once, with commas")] = "",
     shrink: Annotated[int, typer.Option(help="divides prompts and answers; for a smoke test", min=1)] = 1,
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
     out: Annotated[Path | None, typer.Option(help="result as JSON; default: results/EXPERIMENTS.json")] = None,
 ) -> None:
     """Measure experiments with every cache, on one server each where all want the same one."""
     try:
-        loads = chosen(experiments, requests, shrink)
+        loads = chosen(experiments, shrink)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if unknown := [name for name in modes.split(",") if name not in MODES]:
         raise typer.BadParameter(f"no {unknown[0]}; there are {', '.join(MODES)}", param_hint="--modes")
-    out = out or Path("results") / f"{experiments.replace(',', '_')}.json"
+    out = out or Path("results") / f"{experiments.translate(NO_FILE_NAME)}.json"
     result: dict[str, Any] = describe() | {"shape": model.name if model else shape}
     result["weights"] = "those of the model" if model else "random"
     rows: Rows = {}

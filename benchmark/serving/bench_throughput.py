@@ -1,8 +1,8 @@
 """Tokens per second of many long requests at once: stock SGLang with BF16 or FP8 against int2 mode, random weights.
 
 For every number of requests, all are sent at once, each with a prompt of its own, and SGLang's own count of generated
-tokens per second is read off its log while as many of them run as fit. A cache that holds fewer than were sent ends the
-list: more would not run faster. Prints tokens per second and milliseconds per step.
+tokens per second is read off its log while as many of them run as fit. ``full`` is as many as fit. A cache that holds
+fewer than were sent ends the list: more would not run faster. Prints tokens per second and milliseconds per step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import decode_log
 import typer
 from decode_log import Speed, steady
 from machine import describe
+from room import Room, room_of
 from shapes import SHAPES
 from subjects import MODES, send_all, subject
 
@@ -47,14 +48,24 @@ def speed_of(server: LocalServer, lengths: list[int], tokens: int) -> Speed:
     return steady(server.text()[before:])
 
 
-def measure(server: LocalServer, counts: list[int], length: int, tokens: int) -> list[dict[str, Any]]:
-    """One row for every number of requests, up to the first that does not fit.
+FULL = "full"
+"""As many requests as fit."""
+
+
+def fitting(room: Room, length: int) -> int:
+    """Requests of ``length`` tokens, prompt and answer, that run at once."""
+    return min(room.requests, room.tokens // room.needed(1, length))
+
+
+def measure(server: LocalServer, counts: list[str], length: int, tokens: int) -> list[dict[str, Any]]:
+    """One row for every number of requests, or :data:`FULL`, up to the first that does not fit.
 
     Raises:
         RuntimeError: the server refused requests.
     """
     rows = []
-    for count in counts:
+    for asked in counts:
+        count = fitting(room_of(server), length + tokens) if asked == FULL else int(asked)
         speed = speed_of(server, [length] * count, tokens)
         rows.append(
             {
@@ -73,7 +84,7 @@ def measure(server: LocalServer, counts: list[int], length: int, tokens: int) ->
 def main(
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "qwen3-8b",
     length: Annotated[int, typer.Option(help="tokens of a prompt")] = 16_384,
-    requests: Annotated[str, typer.Option(help="numbers of requests, separated by commas")] = "8,48,128",
+    requests: Annotated[str, typer.Option(help=f"numbers of requests, or {FULL}, separated by commas")] = "8,48,128",
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 192,
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, separated by commas")] = "bf16,int2",
     server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
@@ -82,7 +93,7 @@ def main(
     """Measure how many tokens per second a full card generates."""
     result: dict[str, Any] = describe() | {"shape": shape, "length": length}
     out.parent.mkdir(parents=True, exist_ok=True)
-    counts = [int(part) for part in requests.split(",")]
+    counts = requests.split(",")
     with tempfile.TemporaryDirectory() as folder:
         what = subject(None, shape, Path(folder))
         common = [*what.flags, *decode_log.FLAGS, *server_args.split()]
@@ -90,10 +101,12 @@ def main(
             mode, log = MODES[name], out.with_suffix(f".{name}.log")
             with serve(what.folder, log, [*common, *mode.args], environment() | mode.env) as server:
                 result[name] = measure(server, counts, length, tokens)
+            out.write_text(json.dumps(result, indent=2) + "\n")
     best = {name: max(row["tokens_per_s"] for row in result[name]) for name in modes.split(",")}
-    if "bf16" in best:
-        result["speedup"] = {name: round(best[name] / best["bf16"], 2) for name in best if name != "bf16"}
-        print(f"as many tokens per second as BF16, times: {result['speedup']}", flush=True)
+    for base in ("bf16", "fp8", "fa3", "fa3_fp8"):
+        if base in best:
+            result[f"over_{base}"] = {name: round(best[name] / best[base], 2) for name in best if name != base}
+            print(f"as many tokens per second as {base}, times: {result[f'over_{base}']}", flush=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -40,26 +40,26 @@ SHORTEST_ANSWER = {STEPS: 160}
 some lines of the server's log while all requests run."""
 
 
-def chosen(experiments: str, requests: str, shrink: int) -> list[tuple[str, Load]]:
+def chosen(experiments: str, shrink: int) -> list[tuple[str, Load]]:
     """Loads by experiment.
 
     Args:
-        experiments: names with commas.
-        requests: numbers of requests at once, with commas; empty for all.
+        experiments: names with commas; ``NAME:1+32`` is only the loads of 1 and 32 requests at once.
         shrink: divides prompts and answers.
 
     Raises:
-        ValueError: there is no such experiment, or nothing is left.
+        ValueError: there is no such experiment, or it has no load of so many requests.
     """
-    counts = {int(part) for part in requests.split(",")} if requests else None
     loads = []
-    for name in experiments.split(","):
+    for part in experiments.split(","):
+        name, _, counts = part.partition(":")
         if name not in EXPERIMENTS:
             raise ValueError(f"no {name}; there are {', '.join(EXPERIMENTS)}")
-        asked = [load for load in EXPERIMENTS[name] if not counts or load.requests in counts]
-        loads += [(name, shrunk(load, shrink, SHORTEST_ANSWER.get(name, 16))) for load in asked]
-    if not loads:
-        raise ValueError(f"no load of {requests} requests in {experiments}")
+        asked = {int(count) for count in counts.split("+")} if counts else {load.requests for load in EXPERIMENTS[name]}
+        if unknown := asked - {load.requests for load in EXPERIMENTS[name]}:
+            raise ValueError(f"{name} has no load of {min(unknown)} requests")
+        found = [load for load in EXPERIMENTS[name] if load.requests in asked]
+        loads += [(name, shrunk(load, shrink, SHORTEST_ANSWER.get(name, 16))) for load in found]
     return loads
 
 

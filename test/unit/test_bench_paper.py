@@ -71,21 +71,21 @@ def measured(server: Served, room: Room, layers: int = 2) -> dict[str, Any]:
 
 
 def test_loads_by_name() -> None:
-    steps = chosen(STEPS, "", 1)
+    steps = chosen(STEPS, 1)
     assert [load.requests for _, load in steps] == [1, 8, 16, 32, 64, 128]
     assert {(load.prompt, load.cache) for _, load in steps} == {(8192, HIT)}
-    both = chosen("table8,table9,figure4", "1,32", 1)
+    both = chosen("table8:1+32,table9,figure4:1+32", 1)
     assert [name for name, _ in both] == [STEPS, STEPS, "table9", *["figure4"] * 4]
-    assert all(load.answer == 160 and load.prompt == 64 for _, load in chosen(STEPS, "", 999))
-    assert {load.answer for _, load in chosen("figure6", "", 999)} == {16}
+    assert all(load.answer == 160 and load.prompt == 64 for _, load in chosen(STEPS, 999))
+    assert {load.answer for _, load in chosen("figure6", 999)} == {16}
     with pytest.raises(ValueError, match="no table10; there are table8, table9, figure4"):
-        chosen("table10", "", 1)
-    with pytest.raises(ValueError, match="no load of 7 requests"):
-        chosen(STEPS, "7", 1)
+        chosen("table10", 1)
+    with pytest.raises(ValueError, match="table8 has no load of 7 requests"):
+        chosen(f"{STEPS}:7", 1)
 
 
 def test_one_server_for_loads_with_a_prefix_cache() -> None:
-    loads = chosen("table8,figure6", "1", 1)
+    loads = chosen("table8:1,figure6:1", 1)
     without, with_cache = bench_paper.servers(loads)
     assert without == (["--disable-radix-cache"], [("figure6", Load(1, 100_000, 1024, OFF))])
     assert [load.cache for _, load in with_cache[1]] == [HIT, COLD, HIT]
