@@ -43,7 +43,9 @@ def test_benchmarks_take_the_commands(tmp_path: Path) -> None:
     assert not (tmp_path / "calls").exists()
     scripts = {script for script, *_ in listed}
     assert len(listed) > 20
-    assert all("--page-size 64 --x" in line for line in listed if line[0].startswith("benchmark/serving"))
+    for line in listed:
+        if line[0].startswith("benchmark/serving"):
+            assert any(word.endswith("--page-size 64 --x") for word in line)
     assert {"benchmark/serving/bench_paper.py", "benchmark/kernels/bench_decode.py"} <= scripts
     for script, *arguments in listed:
         source = (ROOT / script).read_text(encoding="utf-8")
