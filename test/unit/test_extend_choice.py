@@ -70,6 +70,20 @@ def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -
         choose("fa3", "cuda", 96)
 
 
+@pytest.mark.parametrize(("capability", "taken"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+def test_flash_attention_3_is_taken_unasked_on_hopper(
+    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is compiled for the heads; elsewhere FlashInfer stays."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash_attention3, "installed", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert choose("auto", "cuda", 128) == ("fa3" if taken else "flashinfer")
+    assert choose("auto", "cuda", 96) == "flashinfer"
+    assert choose("flashinfer", "cuda", 128) == "flashinfer"
+
+
 def test_a_budget_below_windows_and_workspace_is_refused() -> None:
     geometry = Geometry.uniform(RowLayout(1, 64, 64), Windows(0, 0, 0), torch.bfloat16, layers=1)
     with pytest.raises(Int2Error, match="too small"):

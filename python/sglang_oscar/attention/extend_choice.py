@@ -52,9 +52,9 @@ def choose(setting: str, device: str, head_dim: int) -> Choice | None:
         if setting != "auto":
             raise Int2Error(f"{VARIABLE}={setting} needs --device cuda; unset it")
         return None
-    if setting == "fa3":
-        if (reason := flash_attention3.missing(head_dim)) is not None:
-            raise Int2Error(f"{VARIABLE}=fa3, but {reason}; unset it")
+    if setting == "fa3" and (reason := flash_attention3.missing(head_dim)) is not None:
+        raise Int2Error(f"{VARIABLE}=fa3, but {reason}; unset it")
+    if setting == "fa3" or (setting == "auto" and flash_attention3.preferred(head_dim)):
         return "fa3"
     installed = importlib.util.find_spec("flashinfer") is not None
     if setting == "flashinfer" and not installed:

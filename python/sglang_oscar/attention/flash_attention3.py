@@ -16,6 +16,8 @@ from oscar_kernels.reference import LOG2_E
 CAPABILITIES = (8, 9)
 """Major compute capabilities that SGLang's FlashAttention-3 is compiled for: Ampere, Ada and Hopper."""
 HEAD_DIMS = (64, 128, 256)
+MEASURED = 9
+"""Major compute capability on which it is taken unasked: the one on which it has run here."""
 
 
 def installed() -> bool:
@@ -39,6 +41,16 @@ def missing(head_dim: int) -> str | None:
     if head_dim not in HEAD_DIMS:
         return f"it is not compiled for head_dim {head_dim}"
     return None
+
+
+def preferred(head_dim: int) -> bool:
+    """Whether it is taken where nobody says which kernel.
+
+    Args:
+        head_dim: channels of a head.
+    """
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == MEASURED
+    return hopper and missing(head_dim) is None
 
 
 class FlashAttention3:
