@@ -40,7 +40,7 @@ from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, ServerFailedError, free_port, serve
 
 TRANSFERS = ("mooncake_tcp", "nixl")
-OVER_TCP = {"MC_FORCE_TCP": "1"}
+ON_THIS_MACHINE = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": "127.0.0.1"}
 LOOPBACK = "lo"
 TOKENS = 2
 """One of each server."""
@@ -131,7 +131,7 @@ def pair(mode: Mode, what: Subject, transfer: str, gpus: list[str], flags: list[
     ends = {"prefill": ["--disaggregation-bootstrap-port", str(port)], "decode": []}
     for own, gpu in zip(ends.values(), gpus, strict=False):
         own += ["--base-gpu-id", gpu]
-    env = environment() | mode.env | OVER_TCP
+    env = environment() | mode.env | ON_THIS_MACHINE
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         started = []
         for end, own in ends.items():

@@ -1,4 +1,4 @@
-"""A prefill and a decode server that exchange caches through Mooncake over TCP, asked as a router asks them."""
+"""A prefill and a decode server that exchange caches through Mooncake over TCP or nixl, asked as a router asks them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sglang_oscar.local_server import free_port
 from support.servers import Server, serve
 
-INSTALLED = importlib.util.find_spec("mooncake") is not None
-COMMON = ("--disaggregation-transfer-backend", "mooncake_tcp")
-ENVIRONMENT = {
-    "MC_FORCE_TCP": "1",
-}
+BACKENDS = {"mooncake_tcp": "mooncake", "nixl": "nixl"}
+"""What transfers, and the package that it needs."""
+MISSING = {name: package for name, package in BACKENDS.items() if importlib.util.find_spec(package) is None}
+ENVIRONMENT = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": "127.0.0.1"}
+
+
+def over(backend: str) -> tuple[str, str]:
+    """Arguments of a server that transfers by a backend."""
+    return "--disaggregation-transfer-backend", backend
+
+
+def backend_params() -> list[Any]:
+    """A parameter for each backend, skipped where its package is missing."""
+    why = "needs {}; scripts/test_disaggregation.sh installs it"
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(name in MISSING, reason=why.format(package)))
+        for name, package in BACKENDS.items()
+    ]
 
 
 @dataclass
@@ -55,8 +70,10 @@ def serve_pair(
     model: Path,
     folder: Path,
     *args: str,
+    backend: str,
     env: dict[str, str],
     prefill: tuple[str, ...] = (),
+    decode: tuple[str, ...] = (),
     of_decode: dict[str, str] | None = None,
 ) -> Iterator[Pair]:
     """Start both at once.
@@ -65,14 +82,15 @@ def serve_pair(
         model: what both serve.
         folder: for their logs.
         args: of both.
+        backend: what transfers, of ``BACKENDS``.
         env: of both.
-        prefill: further arguments of the prefill server.
+        prefill, decode: further arguments of one server.
         of_decode: further variables of the decode server.
     """
-    port, common = free_port(), (*COMMON, *args)
+    port, common = free_port(), (*over(backend), *args)
     bootstrap = ("--disaggregation-bootstrap-port", str(port))
     first = ("--disaggregation-mode", "prefill", *bootstrap, *common, *prefill)
-    second = ("--disaggregation-mode", "decode", *common)
+    second = ("--disaggregation-mode", "decode", *common, *decode)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         started = [
             pool.submit(stack.enter_context, serve(model, folder / log, *arguments, env=env | ENVIRONMENT | own))

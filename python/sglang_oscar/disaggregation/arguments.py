@@ -10,7 +10,7 @@ from sglang_oscar.cpu import transfer
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import Settings
 
-BACKENDS = ("mooncake", "mooncake_tcp")
+BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 BACKUP = "disaggregation_decode_retraction_backup"
 
 
@@ -62,12 +62,8 @@ def _both(what: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     (
-        _both(lambda a: a.device not in ("cpu", None)),
-        "prefill/decode disaggregation on a GPU; drop --disaggregation-mode",
-    ),
-    (
         _both(lambda a: a.disaggregation_transfer_backend not in BACKENDS),
-        f"disaggregation over other ways than {BACKENDS[0]}; set --disaggregation-transfer-backend {BACKENDS[0]}",
+        "disaggregation over other ways than mooncake and nixl; set --disaggregation-transfer-backend mooncake",
     ),
     (
         _both(lambda a: a.enable_hierarchical_cache),
