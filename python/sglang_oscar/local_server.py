@@ -101,8 +101,13 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+_claims: list[socket.socket] = []
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on, out of those that no outgoing connection takes before the server does.
+
+    A server may listen minutes later only: until this process ends, no other call gets the port.
 
     Raises:
         OSError: none was found.
@@ -112,8 +117,26 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(10_000, 32_768)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+            _claim(port)
             return port
     raise OSError("no free TCP port between 10000 and 32767")
+
+
+def _claim(port: int) -> None:
+    """Keep other processes, too, from a port that is not listened on yet, by a name that the kernel frees at our end.
+
+    Raises:
+        OSError: somebody has claimed it.
+    """
+    if sys.platform != "linux":
+        return
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0sglang-oscar port {port}")
+    except OSError:
+        claim.close()
+        raise
+    _claims.append(claim)
 
 
 def launch_command(model: Path | str, port: int, args: Sequence[str] = ()) -> list[str]:

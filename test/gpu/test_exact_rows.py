@@ -1,7 +1,7 @@
 """Servers of every kind whose rows are left exact: over three turns their answers are those of stock SGLang.
 
 Nothing is rounded to two bits, so a wrong sink, ring, state, draft or page shows in log probabilities. A kind that is
-refused on a GPU is skipped, with the line that refuses it.
+refused on a GPU is skipped, with the line that refuses it. On two GPUs a draft is accepted by each rank on its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,16 @@ from sglang_oscar.local_server import ServerFailedError
 from support import hybrid_models, models, vision_models
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.draft_models import glm_with_draft_layer, llama_with_drafts
-from support.servers import HADAMARD, STRICT, Server, serve
+from support.fleet import checked
+from support.gpu_answers import assert_ranks_agree
+from support.servers import HADAMARD, STRICT, Server, ranked, serve
 from support.speculation import per_step
+from support.together import Together
 
 EXACT = HADAMARD | {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
 STOCK = ["--attention-backend", "triton" if torch.cuda.is_available() else "torch_native", "--disable-radix-cache"]
-COMMON = ["--enable-fp32-lm-head", "--dtype", "bfloat16"]
+COMMON = ["--enable-fp32-lm-head", "--dtype", "bfloat16", "--max-running-requests", "32"]
 IDS = ["--skip-tokenizer-init"]
 NEAR_TIE = DRIFT = 0.15
 """In nats: kernels differ in the order of sums, and all sums are rounded to BF16, which on the CPU engine moves log
@@ -51,6 +55,7 @@ class Kind:
     images: bool = False
     per_step: float = 0.0
     """Tokens of a step of verification at least; 0 without drafts."""
+    ranks: tuple[int, ...] = (1, 2)
 
 
 def drafting(algorithm: str, drafts: int, name: str = "") -> Callable[[Path], list[str]]:
@@ -68,6 +73,11 @@ def states(model: Path) -> list[str]:
     """Of a hybrid model, which one release serves without overlap scheduling only."""
     overlap = [] if tells_kept_states_apart() else ["--disable-overlap-schedule"]
     return ["--max-mamba-cache-size", "96", "--mamba-track-interval", str(PAGE), *overlap]
+
+
+def experts(folder: Path) -> Path:
+    """A model whose tokens go to all experts: rounding must not choose between them."""
+    return models.save("glm4_moe", folder, n_routed_experts=2)
 
 
 KINDS = {
@@ -93,6 +103,8 @@ KINDS = {
         (),
         states,
     ),
+    # Ranks have experts of their own, and hand each other activations in equal shares: odd chunks are padded.
+    "experts": Kind(experts, (*IDS, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
     "host_tier": Kind(
         lambda folder: models.save("qwen3", folder),
         tuple(IDS),
@@ -143,45 +155,65 @@ def next_turn(prompts: list[Prompt], answers: list[dict[str, Any]], seed: int) -
     return following
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
+def cases() -> list[Any]:
+    """Every kind with every number of ranks that it is served with."""
+    made = []
+    for name, kind in KINDS.items():
+        for ranks in kind.ranks:
+            few = pytest.mark.skipif(0 < torch.cuda.device_count() < ranks, reason=f"needs {ranks} GPUs")
+            made.append(pytest.param(name, ranks, marks=few, id=name if ranks == 1 else f"{name}_on_{ranks}"))
+    return made
+
+
+@pytest.mark.parametrize(("name", "ranks"), cases())
+def test_answers_are_those_of_stock(name: str, ranks: int, tmp_path: Path) -> None:
     kind = KINDS[name]
     model = kind.model(tmp_path / "model")
-    args = [*INT2, *COMMON, *kind.args, *kind.int2(model)]
-    turns: list[tuple[list[Prompt], list[dict[str, Any]]]] = []
-    try:
-        with serve(model, tmp_path / "log", *args, env=EXACT | STRICT) as server:
-            prompts = opening(kind.images)
-            for turn in range(TURNS):
-                turns.append((prompts, ask(server, prompts, workers=1 + turn * 4)))
-                prompts = next_turn(prompts, turns[-1][1], seed=turn)
-            check_kind(name, server, [answer for _, answers in turns for answer in answers])
-            hits = [answer["meta_info"]["cached_tokens"] for answer in turns[-1][1]]
-            assert sum(hit >= PAGE for hit in hits) > len(hits) // 2, hits
-            server.flush()
-            assert server.alive()
-            assert "Traceback" not in server.text()
-    except ServerFailedError as error:
-        if refused := re.search(r"error: (.* on a GPU.*)", str(error)):
-            pytest.skip(refused[1])
-        raise
-    with serve(model, tmp_path / "stock", *STOCK, *COMMON, *kind.args) as server:
+    both = [*COMMON, *kind.args, *ranked(ranks)]
+    env = EXACT | STRICT | (checked("ranks", "padding") if ranks > 1 else {})
+    starts = {
+        "int2": partial(serve, model, tmp_path / "log", *INT2, *both, *kind.int2(model), env=env),
+        "stock": partial(serve, model, tmp_path / "stock", *STOCK, *both),
+    }
+    with Together(starts) as servers:
+        try:
+            server = servers["int2"]
+        except ServerFailedError as error:
+            if refused := re.search(r"error: (.* on a GPU.*)", str(error)):
+                pytest.skip(refused[1])
+            raise
+        turns: list[tuple[list[Prompt], list[dict[str, Any]]]] = []
+        prompts = opening(kind.images)
+        for turn in range(TURNS):
+            turns.append((prompts, ask(server, prompts, workers=1 + turn * 4)))
+            prompts = next_turn(prompts, turns[-1][1], seed=turn)
+        hits = [answer["meta_info"]["cached_tokens"] for answer in turns[-1][1]]
+        assert sum(hit >= PAGE for hit in hits) > len(hits) // 2, hits
+        server.flush()
+        check_kind(name, ranks, server, [answer for _, answers in turns for answer in answers])
         for number, (prompts, answers) in enumerate(turns):
-            expected = ask(server, prompts, workers=2)
-            print(f"{name}, turn {number}: drift {max(map(largest_drift, expected, answers)):.3f}")
+            expected = ask(servers["stock"], prompts, workers=2)
+            print(f"{name} on {ranks}, turn {number}: drift {max(map(largest_drift, expected, answers)):.3f}")
             assert_same(expected, answers, NEAR_TIE, DRIFT)
             if kind.images and number == 0:
                 for x, y in itertools.combinations(expected, 2):
                     assert first_difference(x, y), "images do not show in the answers"
 
 
-def check_kind(name: str, server: Server, answers: list[dict[str, Any]]) -> None:
-    """What a kind of server is there for has happened."""
+def check_kind(name: str, ranks: int, server: Server, answers: list[dict[str, Any]]) -> None:
+    """Nothing broke, ranks agree, and what a kind of server is there for has happened."""
+    assert server.alive()
+    text = server.text()
+    assert "Traceback" not in text
+    if ranks > 1:
+        assert_ranks_agree(text, ranks, passes=2 * TURNS)
     if KINDS[name].per_step:
         print(f"{name}: {per_step(answers):.2f} tokens a step")
         assert per_step(answers) >= KINDS[name].per_step
+    if name == "experts":
+        assert "gpu_checks: padded extend" in text
     if name == "host_tier":
         details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
         assert sum(one["host"] for one in details if one) > 1000
     if torch.cuda.is_available():
-        assert re.search(r"Decode batch.*cuda graph: True", server.text())
+        assert re.search(r"Decode batch.*cuda graph: True", text)

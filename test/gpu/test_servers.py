@@ -1,6 +1,6 @@
 """Servers on the GPU give the CPU server's answers: through graphs, prefix hits, chunks, retraction and load.
 
-The CPU server computes in float32 where the GPU has BF16, so log probabilities drift a little and near-ties flip.
+Some are started on two GPUs, too; test_gpu_ranks.py has what is particular to several.
 """
 
 from __future__ import annotations
@@ -14,74 +14,18 @@ import pytest
 import requests
 import torch
 
-from sglang_oscar.attention.flash_attention3 import missing
 from support import golden
-from support.api import loads, retracted
-from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
-from support.fleet import FLASHINFER, Fleet
-from support.reference import token_ids
-from support.servers import Server, compiled_calls
+from support.api import retracted
+from support.compare import LOGPROBS, assert_same, first_difference
+from support.fleet import EXTEND, FLEET, STOCK_KERNELS, Fleet, each, prompts_by_default
+from support.gpu_answers import DRIFT, NEAR_TIE, compare, compare_many, healthy, right, uncertain
+from support.servers import compiled_calls, refills
+from support.speculation import per_step
 
-NEAR_TIE = 2.0
-DRIFT = 1.3
-"""In nats, twice what one rounding to BF16 does. A CPU server with that noise on queries, keys and values (the check
-``noise`` of the test plugin) parts from the one without at gaps of up to 1.03 where it is free to choose a word, at the
-very tokens at which a GPU parts, and moves log probabilities by up to 0.66 (three seeds): a code that flips moves a
-channel by a third of its group's range."""
 LAYERS = 4
 """Of the reference model."""
-CERTAIN = 3.0
-"""Gap, in nats, between the two best tokens of the CPU server beyond which no rounding explains another choice."""
-
-
-@pytest.fixture(scope="session")
-def expected() -> dict[str, list[dict[str, Any]]]:
-    return golden.load()
-
-
-def compare(name: str, wanted: list[dict[str, Any]], got: list[dict[str, Any]]) -> None:
-    """Assert agreement, and print how far it goes."""
-    found = enumerate(map(first_difference, wanted, got))
-    parted = {number: (part.index, round(part.gap, 3)) for number, part in found if part}
-    drift = max(map(largest_drift, wanted, got))
-    print(f"{name}: {len(wanted)} answers, largest drift {drift:.3f}, part (token, gap): {parted}")
-    assert_same(wanted, got, NEAR_TIE, DRIFT)
-
-
-def compare_many(name: str, expected: dict, got: list[dict[str, Any]]) -> None:
-    """The same for ``golden.many``, without the answers that rounding decides."""
-    compare(name, golden.stable(expected["many"]), golden.stable(got))
-
-
-def uncertain(wanted: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[int, tuple[int, float]]:
-    """Answers whose digits differ from digits that the CPU server was certain of: number -> (token, gap)."""
-    wrong = {}
-    for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
-        for token in range(0 if number in golden.UNSTABLE else golden.DIGITS):
-            top = want["meta_info"]["output_top_logprobs"][token]
-            if top[0][0] - top[1][0] < CERTAIN:
-                break
-            if want["output_ids"][token] != have["output_ids"][token]:
-                wrong[number] = (token, round(top[0][0] - top[1][0], 2))
-                break
-    return wrong
-
-
-def healthy(server: Server) -> None:
-    """Nothing broke, leaked or is left."""
-    server.flush()
-    assert loads(server) == (0, 0)
-    assert server.alive()
-    text = server.text()
-    assert "Traceback" not in text
-    assert "leak" not in text
-
-
-def right(answers: list[dict[str, Any]]) -> int:
-    """How many of ``golden.many``'s questions are answered rightly."""
-    asked = golden.prompts(range(8))
-    pairs = zip(answers, asked, strict=True)
-    return sum(answer["output_ids"][: golden.DIGITS] == token_ids(number) for answer, (_, number) in pairs)
+WATCHED = r"gpu_checks: nan,(ranks,)?sync"
+"""What a server says whose padded rows are NaN and that may not wait; several ranks are compared, too."""
 
 
 @pytest.mark.uses("plain")
@@ -96,7 +40,7 @@ def test_conversations_through_graphs_and_prefix_hits(fleet: Fleet, expected: di
     assert sum(answer["meta_info"]["cached_tokens"] > 0 for answer in got) > len(golden.LENGTHS)
     text = server.text()
     assert re.search(r"Decode batch.*cuda graph: True", text)
-    assert ("int2 extend: FlashInfer" in text) == FLASHINFER
+    assert f"int2 extend: {prompts_by_default()}" in text
     assert ("int2 decode: CUDA" in text) == (torch.cuda.get_device_capability() == (9, 0))
     assert "absorbed into the weights" in text
     healthy(server)
@@ -119,15 +63,15 @@ def test_chunked_prefill(fleet: Fleet, expected: dict) -> None:
     healthy(server)
 
 
-@pytest.mark.uses("fa3")
-@pytest.mark.skipif(missing(128) is not None, reason="needs FlashAttention-3 of sglang-kernel")
-def test_prompts_by_flash_attention_3(fleet: Fleet, expected: dict) -> None:
+@each("fa3", "fa3_on_2", "flashinfer")
+def test_prompts_by_a_kernel_that_is_named(name: str, fleet: Fleet, expected: dict) -> None:
     """Chunks and several loads of the workspace, padded batches, and no step that waits."""
-    server = fleet["fa3"]
-    assert "int2 extend: FlashAttention-3" in server.text()
-    compare("fa3", expected["chunked"], golden.conversations(server, expected["chunked"]))
-    compare_many("fa3", expected, golden.many(server, workers=64))
-    healthy(server)
+    server, (said, _) = fleet[name], STOCK_KERNELS[FLEET[name].env[EXTEND]]
+    assert f"int2 extend: {said}" in server.text()
+    assert re.search(WATCHED, server.text())
+    compare(name, expected["chunked"], golden.conversations(server, expected["chunked"]))
+    compare_many(name, expected, golden.many(server, workers=64))
+    healthy(server, FLEET[name].ranks)
 
 
 @pytest.mark.uses("mixed")
@@ -149,8 +93,7 @@ def test_triton_kernels_only(fleet: Fleet, expected: dict) -> None:
     healthy(server)
 
 
-@pytest.mark.uses("by_layer", "by_layer_speculating")
-@pytest.mark.parametrize("name", ["by_layer", "by_layer_speculating"])
+@each("by_layer", "by_layer_speculating", "by_layer_speculating_on_2")
 def test_other_bits_in_every_layer(name: str, fleet: Fleet, expected: dict) -> None:
     """On Hopper the CUDA kernel reads the layers with codes, the Triton kernel those with a side of 16 bits."""
     server = fleet[name]
@@ -160,7 +103,7 @@ def test_other_bits_in_every_layer(name: str, fleet: Fleet, expected: dict) -> N
     assert score >= 56
     if torch.cuda.get_device_capability() == (9, 0):
         assert "int2 decode: CUDA kernel, Triton kernel in layers with keys or values of 16 bits" in server.text()
-    healthy(server)
+    healthy(server, FLEET[name].ranks)
 
 
 @pytest.mark.uses("online")
@@ -184,8 +127,7 @@ def test_decoding_inside_torch_compile(fleet: Fleet, expected: dict) -> None:
     healthy(server)
 
 
-@pytest.mark.uses("plain", "triton", "triton_extend", "triton_decode")
-@pytest.mark.parametrize("name", ["plain", "triton", "triton_extend", "triton_decode"])
+@each("plain", "flashinfer", "triton", "triton_extend", "triton_decode")
 def test_any_load_gives_the_certain_digits(name: str, fleet: Fleet, expected: dict) -> None:
     """Batches of ever other sizes, prompts arriving while others decode: a race or a wrong row would show."""
     server, wrong = fleet[name], []
@@ -196,22 +138,23 @@ def test_any_load_gives_the_certain_digits(name: str, fleet: Fleet, expected: di
     healthy(server)
 
 
-@pytest.mark.uses("retract")
-def test_retraction(fleet: Fleet, expected: dict) -> None:
+@each("retract", "retract_on_2")
+def test_retraction(name: str, fleet: Fleet, expected: dict) -> None:
     """A retracted request computes its newest tokens again, from a prefix in 2 bits: certain digits stay."""
-    server = fleet["retract"]
+    server = fleet[name]
     got = golden.many(server, workers=64)
-    print(f"retraction: {retracted(server)} retractions, {right(got)} right")
+    print(f"{name}: {retracted(server)} retractions, {right(got)} right")
     assert retracted(server) > 3
     assert uncertain(expected["many"], got) == {}
-    healthy(server)
+    # The prompts fill eight passes, and more than three retractions make one each.
+    healthy(server, FLEET[name].ranks, passes=12)
 
 
 @pytest.mark.uses("watched")
 def test_padded_rows_are_harmless_and_no_step_waits(fleet: Fleet, expected: dict) -> None:
     """Dummy page, ring row and sink block are NaN before every pass; PyTorch raises where the backend waits."""
     server = fleet["watched"]
-    assert "gpu_checks: nan,sync" in server.text()
+    assert re.search(WATCHED, server.text())
     compare("watched", expected["conversations"], golden.conversations(server, expected["conversations"]))
     # 3, 5 and 7 at once are padded to the next size of a graph.
     for workers in (3, 5, 7, 64):
@@ -219,28 +162,22 @@ def test_padded_rows_are_harmless_and_no_step_waits(fleet: Fleet, expected: dict
     healthy(server)
 
 
-def refills(server: Server) -> int:
-    """Sink blocks computed again, by the server's log."""
-    found = re.findall(r"int2 sink refill: \d+ blocks computed again \((\d+) since the start\)", server.text())
-    return int(found[-1]) if found else 0
-
-
-@pytest.mark.uses("refilled")
-def test_lost_sinks_are_computed_again(fleet: Fleet, expected: dict) -> None:
+@each("refilled", "refilled_on_2")
+def test_lost_sinks_are_computed_again(name: str, fleet: Fleet, expected: dict) -> None:
     """Four sink blocks, many beginnings: every document hits when it is asked about again, and new blocks are NaN."""
-    server = fleet["refilled"]
-    compare_many("refilled, cold", expected, golden.many(server, workers=2))
+    server = fleet[name]
+    compare_many(f"{name}, cold", expected, golden.many(server, workers=2))
     before = refills(server)
     again = golden.many(server, workers=2, flush=False)
-    compare_many("refilled, hits", expected, again)
+    compare_many(f"{name}, hits", expected, again)
     # A hit leaves the recent window to be computed.
     long = [answer for answer in again if answer["meta_info"]["prompt_tokens"] >= 256 + 64]
     cached = [answer["meta_info"]["cached_tokens"] for answer in long]
-    print(f"refilled: {refills(server)} blocks computed again, {before} of them cold; cached tokens {cached}")
+    print(f"{name}: {refills(server)} blocks computed again, {before} of them cold; cached tokens {cached}")
     assert len(long) > 40
     assert min(cached) > 0
     assert refills(server) > before + 40
-    healthy(server)
+    healthy(server, FLEET[name].ranks)
 
 
 @pytest.mark.uses("many_beginnings")
@@ -265,26 +202,20 @@ def test_a_thousand_beginnings_hit(fleet: Fleet) -> None:
     healthy(server)
 
 
-def accepted(answers: list[dict[str, Any]]) -> float:
-    """Tokens that a step of verification gave, on average."""
-    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    return sum(len(answer["output_ids"]) for answer in answers) / steps
-
-
-@pytest.mark.uses("speculating")
-def test_speculation(fleet: Fleet, expected: dict) -> None:
+@each("speculating", "speculating_on_2")
+def test_speculation(name: str, fleet: Fleet, expected: dict) -> None:
     """Drafts that are right or wrong by plan, in trees, through graphs; what pads them is NaN, and nothing waits."""
-    server = fleet["speculating"]
-    assert "gpu_checks: nan,sync" in server.text()
+    server = fleet[name]
+    assert re.search(WATCHED, server.text())
     answers = golden.conversations(server, expected["conversations"])
-    compare("speculating", expected["conversations"], answers)
+    compare(name, expected["conversations"], answers)
     for workers in (3, 7, 64):
         answers += golden.many(server, workers)
-        compare_many(f"speculating, {workers} at once", expected, answers[-64:])
-    print(f"speculating: {accepted(answers):.2f} tokens a step")
-    assert accepted(answers) > 1.5
+        compare_many(f"{name}, {workers} at once", expected, answers[-64:])
+    print(f"{name}: {per_step(answers):.2f} tokens a step")
+    assert per_step(answers) > 1.5
     assert re.search(r"Decode batch.*cuda graph: True", server.text())
-    healthy(server)
+    healthy(server, FLEET[name].ranks)
 
 
 @pytest.mark.uses("speculating_triton")
@@ -292,7 +223,7 @@ def test_speculation_in_triton_with_chunks_and_retraction(fleet: Fleet, expected
     server = fleet["speculating_triton"]
     compare("speculating, chunked", expected["chunked"], golden.conversations(server, expected["chunked"]))
     got = golden.many(server, workers=64)
-    print(f"speculating: {retracted(server)} retractions, {right(got)} right, {accepted(got):.2f} tokens a step")
+    print(f"speculating: {retracted(server)} retractions, {right(got)} right, {per_step(got):.2f} tokens a step")
     assert retracted(server) > 3
     assert uncertain(expected["many"], got) == {}
     healthy(server)
@@ -322,8 +253,7 @@ def test_waiting_would_show(fleet: Fleet) -> None:
         raise AssertionError("nobody noticed that the backend waits")
 
 
-@pytest.mark.uses("fp8_block", "fp8_tensor")
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor"])
+@each("fp8_block", "fp8_tensor")
 def test_fp8_weights(name: str, fleet: Fleet) -> None:
     """Quantized projections keep their weights; values are rotated online, and the answers are right."""
     server = fleet[name]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 
+import pytest
+
+from sglang_oscar.attention.flash_attention3 import missing
 from support import golden
-from support.reference import MODEL
-from support.servers import STRICT, Server, serve
+from support.reference import MODEL, fit_rotations
+from support.servers import STRICT, Server, ranked, serve
+from support.together import Together
 
 from reference_model.quantize_fp8 import quantize  # isort: skip (support.reference finds it)
 
@@ -24,7 +29,13 @@ DRAFTS = 8
 """Tokens that a step verifies."""
 ORACLE = ("--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(DRAFTS))
 ORACLE += ("--speculative-ngram-max-trie-depth", "100000")
-FLASHINFER = importlib.util.find_spec("flashinfer") is not None
+EXTEND = "SGLANG_OSCAR_EXTEND_BACKEND"
+STOCK_KERNELS = {
+    "fa3": ("FlashAttention-3", missing(128)),
+    "flashinfer": ("FlashInfer", None if importlib.util.find_spec("flashinfer") else "FlashInfer is not installed"),
+}
+"""Kernels for prompts that int2 mode takes from others, the better one first: their names in logs, and why they cannot
+be had here for the reference model."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,9 @@ class Launch:
     rotations: Callable[[Path], dict[str, str]] = lambda folder: golden.ROTATIONS
     running: int = 128
     """Requests at once; there are twice as many sink blocks."""
+    tokens: int = 262144
+    """Tokens that the pool holds."""
+    ranks: int = 1
     texts: bool = False
     """Whether it gets the CPU server's answers to draft from (``support/oracle_plugin``)."""
 
@@ -46,8 +60,23 @@ def checked(*what: str) -> dict[str, str]:
     return PLUGIN | {"GPU_CHECKS": ",".join(what)}
 
 
+def focused(own: Path) -> dict[str, str]:
+    """Rotation files of the recipe focus, with a transform for every kv head: fitted once, for all of the fleet."""
+    with _fitting:
+        return _fit_focused(own.parent)
+
+
+_fitting = Lock()
+
+
+@cache
+def _fit_focused(folder: Path) -> dict[str, str]:
+    return fit_rotations(folder, recipe="focus")
+
+
 FLEET = {
     "plain": Launch(env=STRICT),
+    "per_head": Launch(env=STRICT, rotations=focused),
     "by_layer": Launch(env=STRICT, rotations=golden.rotations_by_layer),
     "by_layer_speculating": Launch(
         args=(*golden.WHOLE, *ORACLE),
@@ -55,9 +84,10 @@ FLEET = {
         rotations=golden.rotations_by_layer,
         texts=True,
     ),
-    "triton": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton", "SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
-    "triton_extend": Launch(env={"SGLANG_OSCAR_EXTEND_BACKEND": "triton"}),
-    "fa3": Launch(args=golden.CHUNKED, env=STRICT | checked("nan", "sync") | {"SGLANG_OSCAR_EXTEND_BACKEND": "fa3"}),
+    "triton": Launch(env={EXTEND: "triton", "SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
+    "triton_extend": Launch(env={EXTEND: "triton"}),
+    "fa3": Launch(args=golden.CHUNKED, env=STRICT | checked("nan", "sync") | {EXTEND: "fa3"}),
+    "flashinfer": Launch(args=golden.CHUNKED, env=STRICT | checked("nan", "sync") | {EXTEND: "flashinfer"}),
     "triton_decode": Launch(env={"SGLANG_OSCAR_DECODE_BACKEND": "triton"}),
     "chunked": Launch(args=golden.CHUNKED, env=STRICT),
     "mixed": Launch(args=(*golden.CHUNKED, "--enable-mixed-chunk"), env=STRICT),
@@ -81,41 +111,63 @@ FLEET = {
     "fp8_block": Launch(model=lambda folder: quantize("block", folder / "block")),
     "fp8_tensor": Launch(model=lambda folder: quantize("tensor", folder / "tensor")),
 }
-MEMORY = ("--mem-fraction-static", "0.85", "--max-total-tokens", "262144")
-"""The pools are small; the fraction is of what the GPU has free while the rest of the fleet is on it, too."""
+ON_RANKS = {
+    # Far less than 64 documents take: prefixes and sink blocks are evicted all the time.
+    "plain": (replace(FLEET["plain"], running=8, tokens=24576), (2, 4)),
+    "refilled": (FLEET["refilled"], (2,)),
+    "per_head": (FLEET["per_head"], (2,)),
+    "by_layer_speculating": (FLEET["by_layer_speculating"], (2,)),
+    "fa3": (FLEET["fa3"], (2,)),
+    "retract": (FLEET["retract"], (2,)),
+    "speculating": (FLEET["speculating"], (2,)),
+}
+"""Servers that are started on several GPUs, too, and on how many."""
+
+
+def on_ranks(launch: Launch, ranks: int) -> Launch:
+    """The server on several GPUs, each of which says what it believes."""
+    checks = filter(None, (launch.env.get("GPU_CHECKS"), "ranks"))
+    return replace(launch, ranks=ranks, env=PLUGIN | launch.env | {"GPU_CHECKS": ",".join(checks)})
+
+
+FLEET |= {f"{name}_on_{n}": on_ranks(launch, n) for name, (launch, numbers) in ON_RANKS.items() for n in numbers}
 LOG = ("--decode-log-interval", "1", "--enable-cache-report")
 
 
-class Fleet:
-    """Starts servers together; each is waited for when it is asked for."""
+def prompts_by_default() -> str:
+    """The kernel for prompts that a server takes here unless it is told, as its log names it."""
+    return next((said for said, reason in STOCK_KERNELS.values() if reason is None), "Triton")
+
+
+def lacking(launch: Launch) -> str | None:
+    """Why a server cannot have the kernel that it asks for by name."""
+    return STOCK_KERNELS.get(launch.env.get(EXTEND, ""), ("", None))[1]
+
+
+class Fleet(Together):
+    """Starts servers of :data:`FLEET` by their names."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
-        self._stack = contextlib.ExitStack()
-        self._starters = ThreadPoolExecutor(len(names) or 1)
-        self._servers: dict[str, Future[Server]] = {
-            name: self._starters.submit(self._start, name, folder) for name in names
-        }
+        super().__init__({name: partial(start, name, folder) for name in names})
         self.logs = {name: folder / f"{name}.log" for name in names}
 
-    def _start(self, name: str, folder: Path) -> Server:
-        launch = FLEET[name]
-        own = folder / name
-        own.mkdir()
-        env = launch.rotations(own) | launch.env
-        if launch.texts:
-            (own / "texts.json").write_text(json.dumps(golden.texts()))
-            env |= {"ORACLE_TEXTS": str(own / "texts.json")}
-        running = ("--max-running-requests", str(launch.running))
-        args = (*golden.ARGS, *launch.args, *MEMORY, *running, *LOG)
-        server = serve(launch.model(own), folder / f"{name}.log", *args, env=env)
-        return self._stack.enter_context(server)
 
-    def __getitem__(self, name: str) -> Server:
-        return self._servers[name].result()
+def each(*names: str) -> pytest.MarkDecorator:
+    """The test is run for each of these servers."""
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.uses(name)) for name in names])
 
-    def close(self) -> None:
-        """Stop all servers."""
-        for server in self._servers.values():
-            with contextlib.suppress(Exception):
-                server.result()
-        self._stack.close()
+
+def start(name: str, folder: Path) -> AbstractContextManager[Server]:
+    """Start a server of the fleet; its files are in ``folder``."""
+    launch = FLEET[name]
+    own = folder / name
+    own.mkdir()
+    env = launch.rotations(own) | launch.env
+    if launch.texts:
+        (own / "texts.json").write_text(json.dumps(golden.texts()))
+        env |= {"ORACLE_TEXTS": str(own / "texts.json")}
+    # Pools are small; the fraction is of what the GPU has free while the rest of the fleet is on it, too.
+    memory = ("--mem-fraction-static", "0.85", "--max-total-tokens", str(launch.tokens))
+    running = ("--max-running-requests", str(launch.running))
+    args = (*golden.ARGS, *launch.args, *memory, *running, *ranked(launch.ranks), *LOG)
+    return serve(launch.model(own), folder / f"{name}.log", *args, env=env)

@@ -36,6 +36,11 @@ def server_environment(extra: dict[str, str]) -> dict[str, str]:
     return env | extra | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+def ranked(ranks: int) -> list[str]:
+    """Arguments of a server with so many tensor-parallel ranks, without sums for which FlashInfer would compile."""
+    return ["--tp-size", str(ranks), "--enforce-disable-flashinfer-allreduce-fusion"] if ranks > 1 else []
+
+
 def small_sizes(args: tuple[str, ...]) -> list[str]:
     """Arguments that keep a server small, unless ``args`` say otherwise; OSCAR_TEST_SERVER_ARGS adds to them."""
     sizes = ["--random-seed", "0"]
@@ -64,8 +69,13 @@ class Server(local_server.LocalServer):
 
 @contextlib.contextmanager
 def serve(model: Path | str, log: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Start a server of test size, wait until it is ready, stop it and all its children afterwards."""
-    with local_server.serve(model, log, small_sizes(args), server_environment(dict(env or {}))) as started:
+    """Start a server of test size, wait until it is ready, stop it and all its children afterwards.
+
+    Its ranks meet at a port that no other server gets: of those that start at once, two might choose the same.
+    """
+    meeting = ["--nccl-port", str(local_server.free_port())]
+    arguments = [*meeting, *small_sizes(args)]
+    with local_server.serve(model, log, arguments, server_environment(dict(env or {}))) as started:
         yield Server(started.url, started.log, started.process)
 
 

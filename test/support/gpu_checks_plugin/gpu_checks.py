@@ -6,7 +6,9 @@
 ``wait``: the backend waits for the GPU in every decode step; a fault, to prove that this is noticed.
 ``noise``: queries, keys and values change by what one rounding to BF16 may change, as on another machine.
 ``sinks``: a sink block is NaN from when it is handed out until it is filled.
-``ranks``: every pass over a prompt prints a digest of what this tensor-parallel rank believes about sinks and rows.
+``ranks``: every pass over a prompt prints a digest of what this tensor-parallel rank believes about sinks and rows, and
+one of the lengths that requests had in all passes so far, those that verify drafts included.
+``padding``: a pass over a prompt whose tokens are padded for exchange between ranks prints a line.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ CHECKS = set(filter(None, os.environ.get("GPU_CHECKS", "").split(",")))
 BACKEND = "sglang_oscar.attention.backend.OscarAttentionBackend."
 ROUNDING = 2.0**-8
 calls = 0
+lengths = hashlib.sha256()
 
 
 def poison(state) -> None:
@@ -63,14 +66,23 @@ def digest(state) -> str:
     return hashlib.sha256(repr((parts, sorted(state.rows._block_of_row.items()))).encode()).hexdigest()[:16]
 
 
+def note_lengths(batch) -> None:
+    """Take the lengths of a batch's requests into the digest: how many drafts a rank accepts shows in them."""
+    if (lens := getattr(batch, "seq_lens", None)) is not None:
+        lengths.update(repr(lens.tolist()).encode())
+
+
 def metadata(original, self, *args, **kwargs):
     """Around the building of a batch's tables."""
     global calls
     calls += 1
     if calls == 1:
         print(f"gpu_checks: {','.join(sorted(CHECKS))}", flush=True)
-    if "ranks" in CHECKS and original.__name__ == "init_forward_metadata":
-        print(f"gpu_checks: rank {torch.distributed.get_rank()} {digest(self.cache)}", flush=True)
+    if "ranks" in CHECKS and not kwargs.get("in_capture"):
+        note_lengths(args[0])
+        if original.__name__ == "init_forward_metadata":
+            said = f"{digest(self.cache)} {lengths.hexdigest()[:16]}"
+            print(f"gpu_checks: rank {torch.distributed.get_rank()} {said}", flush=True)
     if "sinks" in CHECKS and self.cache.sinks.handed_out:
         poison_new_sinks(self.cache)
     if "nan" in CHECKS or "nan_everywhere" in CHECKS:
@@ -80,6 +92,9 @@ def metadata(original, self, *args, **kwargs):
 
 def attention(original, self, q, k, v, *args, **kwargs):
     """Around attention."""
+    # The batch says so: some releases hand attention the real rows only.
+    if "padding" in CHECKS and original.__name__ == "forward_extend" and len(args[1].input_ids) > self.batch.tokens:
+        print("gpu_checks: padded extend", flush=True)
     if "noise" in CHECKS:
         q, k, v = (
             (x.float() * (1 + ROUNDING * (2 * torch.rand_like(x, dtype=torch.float32) - 1))).to(x.dtype)

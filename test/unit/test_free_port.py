@@ -1,0 +1,32 @@
+"""Ports that are given out and not yet listened on are nobody else's, in this process and in others."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from sglang_oscar import local_server
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="claims are names of Linux's kernel")
+def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = local_server.free_port()
+    other = local_server.free_port()
+    draws = iter([port, port, other, 12_345])
+    monkeypatch.setattr(random, "SystemRandom", type("Drawn", (), {"randrange": lambda *_: next(draws)}))
+    assert local_server.free_port() == 12_345
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="claims are names of Linux's kernel")
+def test_another_process_does_not_get_it() -> None:
+    """And gets it once the one that has claimed it is gone."""
+    claim = "import sys\nfrom sglang_oscar.local_server import _claim\n_claim(int(sys.argv[1]))"
+    port = local_server.free_port()
+    ours = subprocess.run([sys.executable, "-c", claim, str(port)], capture_output=True, text=True, check=False)
+    assert "Address already in use" in ours.stderr
+    theirs = str(random.SystemRandom().randrange(40_000, 60_000))
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", claim, theirs], check=False).returncode == 0
