@@ -122,7 +122,7 @@ def main() -> None:
     rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0].float().cuda()
     installed = flashinfer_baseline.available()
     ragged, cache = None, random_cache(PAGE, 1, LAYOUTS, WINDOWS)
-    backend = extend_choice.choose(args.backend, "cuda", HEAD_DIM)
+    backend = extend_choice.choose(args.backend, "cuda", HEAD_DIM, sink_logits=False)
     assert backend is not None
     decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=backend != "triton")
     if backend != "triton":

@@ -22,20 +22,20 @@ WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "flashinfer", "fa2", 1 
 @pytest.mark.parametrize("installed", [False, True])
 def test_choice_on_a_gpu(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert choose("auto", "cuda", 128) == ("flashinfer" if installed else "triton")
-    assert choose("triton", "cuda", 128) == "triton"
+    assert choose("auto", "cuda", 128, False) == ("flashinfer" if installed else "triton")
+    assert choose("triton", "cuda", 128, False) == "triton"
     if installed:
-        assert choose("flashinfer", "cuda", 128) == "flashinfer"
+        assert choose("flashinfer", "cuda", 128, False) == "flashinfer"
     else:
         with pytest.raises(Int2Error, match="not installed; pip install flashinfer-python"):
-            choose("flashinfer", "cuda", 128)
+            choose("flashinfer", "cuda", 128, False)
 
 
 def test_a_cpu_has_no_choice() -> None:
-    assert choose("auto", "cpu", 128) is None
+    assert choose("auto", "cpu", 128, False) is None
     for setting in ("triton", "flashinfer", "fa3"):
         with pytest.raises(Int2Error, match=f"{extend_choice.VARIABLE}={setting} needs --device cuda"):
-            choose(setting, "cpu", 128)
+            choose(setting, "cpu", 128, False)
 
 
 def test_workspace_is_in_the_account() -> None:
@@ -65,9 +65,9 @@ def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -
     made = extend_choice.workspace("fa3", layer, 32, torch.bfloat16, 100 * GIB)
     assert (made.tokens, made.passes, made.total_bytes) == (65_536, 32, 65_536 * 4096)
     monkeypatch.setattr(flash_attention3, "missing", lambda head_dim: None if head_dim == 128 else "not that")
-    assert choose("fa3", "cuda", 128) == "fa3"
+    assert choose("fa3", "cuda", 128, False) == "fa3"
     with pytest.raises(Int2Error, match="EXTEND_BACKEND=fa3, but not that; unset it"):
-        choose("fa3", "cuda", 96)
+        choose("fa3", "cuda", 96, False)
 
 
 @pytest.mark.parametrize(("capability", "taken"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
@@ -79,9 +79,12 @@ def test_flash_attention_3_is_taken_unasked_on_hopper(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(flash_attention3, "installed", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert choose("auto", "cuda", 128) == ("fa3" if taken else "flashinfer")
-    assert choose("auto", "cuda", 96) == "flashinfer"
-    assert choose("flashinfer", "cuda", 128) == "flashinfer"
+    assert choose("auto", "cuda", 128, False) == ("fa3" if taken else "flashinfer")
+    assert choose("auto", "cuda", 96, False) == "flashinfer"
+    assert choose("auto", "cuda", 128, sink_logits=True) == "flashinfer"
+    if taken:
+        assert choose("fa3", "cuda", 128, sink_logits=True) == "fa3"
+    assert choose("flashinfer", "cuda", 128, False) == "flashinfer"
 
 
 def test_a_budget_below_windows_and_workspace_is_refused() -> None:

@@ -200,7 +200,7 @@ def check(args: Any, settings: Settings, model: Any) -> None:
             f"SGLang insists on attention backend {args.attention_backend} for this model; use --kv-cache-dtype auto"
         )
     decode_choice.check(settings.decode_backend, args.device)
-    extend_choice.choose(settings.extend_backend, args.device, model.head_dim)
+    extend_choice.choose(settings.extend_backend, args.device, model.head_dim, model.has_attention_sinks)
     model_formats(args, settings, model)
     logger.info("int2 settings: %s", " ".join(settings.lines()))
 

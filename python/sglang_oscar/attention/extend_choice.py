@@ -37,13 +37,15 @@ VARIABLE = "SGLANG_OSCAR_EXTEND_BACKEND"
 Choice = Literal["flashinfer", "fa3", "triton"]
 
 
-def choose(setting: str, device: str, head_dim: int) -> Choice | None:
+def choose(setting: str, device: str, head_dim: int, sink_logits: bool) -> Choice | None:
     """The backend that a setting means on a device; None on a CPU, which has the torch reference only.
 
     Args:
         setting: ``auto``, ``flashinfer``, ``fa3`` or ``triton``.
         device: SGLang's --device.
         head_dim: channels of a head.
+        sink_logits: whether the model has them; then FlashAttention-3, of which that is not known to be right, is taken
+            where it is asked for only.
 
     Raises:
         Int2Error: a backend is asked for that cannot be had.
@@ -54,7 +56,7 @@ def choose(setting: str, device: str, head_dim: int) -> Choice | None:
         return None
     if setting == "fa3" and (reason := flash_attention3.missing(head_dim)) is not None:
         raise Int2Error(f"{VARIABLE}=fa3, but {reason}; unset it")
-    if setting == "fa3" or (setting == "auto" and flash_attention3.preferred(head_dim)):
+    if setting == "fa3" or (setting == "auto" and not sink_logits and flash_attention3.preferred(head_dim)):
         return "fa3"
     installed = importlib.util.find_spec("flashinfer") is not None
     if setting == "flashinfer" and not installed:

@@ -63,7 +63,10 @@ def model_checks(
 
     def prompts() -> str:
         names = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
-        chosen = extend_choice.choose(loaded["settings"].extend_backend, device, loaded["model"].head_dim)
+        config = loaded["model"]
+        chosen = extend_choice.choose(
+            loaded["settings"].extend_backend, device, config.head_dim, config.has_attention_sinks
+        )
         return f"attention by {names[chosen] if chosen else 'the torch reference'}"
 
     def rotations() -> str:

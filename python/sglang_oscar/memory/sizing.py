@@ -31,7 +31,9 @@ def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -
     from sglang.srt.runtime_context import get_parallel
 
     layer, model = geometry.any_layer, configurator.model_config
-    backend = extend_choice.choose(of_this_process().extend_backend, configurator.device, layer.head_dim)
+    backend = extend_choice.choose(
+        of_this_process().extend_backend, configurator.device, layer.head_dim, model.has_attention_sinks
+    )
     if backend is None or backend == "triton":
         return None
     q_heads = model.num_attention_heads // get_parallel().attn_tp_size

@@ -89,7 +89,9 @@ def check(model: Any, server_args: Any = None) -> None:
 
 
 def configure(args: Any) -> None:
-    """Leave the attention backend to SGLang, which layers with a window are served by; on a CPU name one it accepts.
+    """Name the attention backend that layers with a window are served by where the operator does not.
+
+    SGLang's own choice on Hopper is FlashAttention-3, with which answers have not been found to be those of Triton.
 
     Args:
         args: server arguments as the operator gave them; they are written.
@@ -97,10 +99,11 @@ def configure(args: Any) -> None:
     from sglang.srt.utils import is_cpu
 
     names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    if is_cpu() and not any(getattr(args, name) for name in names):
-        args.attention_backend = CPU_BACKENDS[0]
+    if not any(getattr(args, name) for name in names):
+        args.attention_backend = CPU_BACKENDS[0] if is_cpu() else GPU_BACKEND
 
 
+GPU_BACKEND = "triton"
 CPU_BACKENDS = ("intel_amx", "torch_native")
 """Names of SGLang's backends for CPUs, of which models with windows accept the first; where its kernels are missing
 SGLang takes the second in its place. :class:`sglang_oscar.cpu.window_attention.WindowAttention` answers to both."""
