@@ -21,7 +21,7 @@ REAL_MODEL, SHIPPED_MODEL = ("SmolLM2-135M-Instruct", "as trained"), ("reference
 """Model and regime of results of ``accuracy/run.py``."""
 BITS_AT = "131072"
 """Tokens of context at which mean bits are counted."""
-DECODE, SERVING = "h200_kernels_decode.json", "h200_serving_decode_qwen3_8b.json"
+DECODE, SERVING = "h200_kernels_decode_stock.json", "h200_serving_decode_qwen3_8b.json"
 BATCH = 32
 """Requests of the attention panel."""
 MEMORY, BF16_TOKEN_BYTES = "h200_memory_qwen3_8b.json", 2 * 36 * 8 * 128 * 2
@@ -169,7 +169,7 @@ def draw_speed(folder: Path, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     rows = [row for row in decode["rows"] if row["batch"] == BATCH]
     lengths = [row["length"] / 1000 for row in rows]
-    lines = ("baseline_us", "BF16"), ("flashinfer_fp8_us", "FP8"), ("cuda:k4v2_us", "K4V2"), ("cuda:k3v2_us", "K3V2")
+    lines = ("baseline_us", "BF16"), ("fa3_fp8_us", "FP8"), ("cuda:k4v2_us", "K4V2"), ("cuda:k3v2_us", "K3V2")
     for key, style in (*lines, ("cuda_us", "INT2"), ("limit_us", "bound")):
         left.plot(lengths, [row[key] for row in rows], **STYLES[style])
     left.set_title(f"Attention of one layer, {BATCH} requests, microseconds")
@@ -221,7 +221,7 @@ def draw_memory(folder: Path, path: Path) -> None:
 
 STYLES: dict[str, dict[str, Any]] = {
     "BF16": {"label": "BF16, stock SGLang (FlashInfer)", "color": "#34495e", "marker": "s"},
-    "FP8": {"label": "FP8, FlashInfer", "color": "#7f8c8d", "marker": "D"},
+    "FP8": {"label": "FP8, stock SGLang (FlashAttention-3)", "color": "#7f8c8d", "marker": "D"},
     "K4V2": {"label": "keys in 4 bits, values in 2", "color": "#8e44ad", "marker": "^"},
     "K3V2": {"label": "keys in 3 bits, values in 2", "color": "#2471a3", "marker": "v"},
     "INT2": {"label": "INT2", "color": "#c0392b", "marker": "o"},
