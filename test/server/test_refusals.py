@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from sglang_oscar.attach.refusals import ARGUMENTS, MODELS
@@ -69,6 +70,8 @@ def outcomes(model: Path, files: dict[str, tuple[str, str]], tmp_path_factory: p
     stream = {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
     cases["plan stream"] = {"argv": [*base, "--speculative-algorithm", "NGRAM"], "env": stream}
     cases["accepted", "plan stream"] = {"argv": base, "env": stream}
+    recorded = {"SGLANG_ENABLE_METADATA_GLUE_GRAPH": "1"}
+    cases["recorded preparation"] = {"argv": base, "env": recorded}
     cases["unset K"] = {"argv": base, "unset": [K]}
     cases["unset V"] = {"argv": base, "unset": [V]}
     plain = ["--model-path", str(model), "--device", "cpu", "--skip-tokenizer-init"]
@@ -97,6 +100,15 @@ def test_flags(flags: str, outcomes: dict) -> None:
 def test_a_stream_of_plans(outcomes: dict) -> None:
     """Refused with speculation; without it SGLang has no use for it."""
     assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in refusal(outcomes["plan stream"])
+
+
+def test_recorded_preparation(outcomes: dict) -> None:
+    """Tables of rings and sinks would be those of the step that was recorded; older releases cannot do it."""
+    outcome = outcomes["recorded preparation"]
+    if hasattr(envs, "SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
+        assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH" in refusal(outcome)
+    else:
+        assert outcome["status"] == 0, outcome["error"]
 
 
 def test_every_refused_argument_is_among_the_flags(outcomes: dict) -> None:

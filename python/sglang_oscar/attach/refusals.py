@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar.attach.releases import argument
+from sglang_oscar.attach.releases import argument, switched_on
 from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.hybrids import refusals as hybrids
@@ -32,6 +32,12 @@ def _compiles_nothing(args: Any) -> bool:
 def _captures_whole_prefills(args: Any) -> bool:
     """A graph of a whole forward pass would keep the tables and the plan of the batch that it was captured with."""
     return _graph_backend(args, "prefill", args.cuda_graph_backend_prefill) == "full"
+
+
+def _records_preparation(args: Any) -> bool:
+    """What SGLang records of a step's preparation is replayed without its host part, which says where rings and sinks
+    are."""
+    return switched_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH")
 
 
 def _context_parallel(args: Any) -> bool:
@@ -79,6 +85,7 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.enable_memory_saver, "the memory saver; drop --enable-memory-saver"),
     (_compiles_nothing, "torch.compile without full CUDA graphs of decode steps; drop --enable-torch-compile"),
     (lambda a: a.enable_torch_compile and a.device == "cpu", "torch.compile on a CPU; drop --enable-torch-compile"),
+    (_records_preparation, "steps whose preparation is recorded; unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
     (_captures_whole_prefills, "full CUDA graphs of prefills; drop --cuda-graph-backend-prefill full"),
     (lambda a: a.load_format == "presharded", "saving weights as they are served; drop --load-format presharded"),
     (

@@ -71,6 +71,18 @@ def model_config(server_args: Any) -> Any:
     return server_args.get_model_config() if of is None else of(server_args)
 
 
+def switched_on(variable: str) -> bool:
+    """Whether a variable of SGLang's environment that is a switch is on; not in a release that has no such switch.
+
+    Args:
+        variable: its name.
+    """
+    from sglang.srt.environ import envs
+
+    switch = getattr(envs, variable, None)
+    return switch is not None and bool(switch.get())
+
+
 def argument(server_args: Any, name: str, absent: Any) -> Any:
     """A server argument that not all releases have.
 

@@ -104,10 +104,7 @@ def too_many_tokens(args: Any) -> bool:
 
 def plan_stream(args: Any) -> bool:
     """Whether SGLang prepares a step on a stream of its own, which would overwrite tables that are still read."""
-    from sglang.srt.environ import envs
-
-    flag = getattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", None)
-    return algorithm(args) is not None and flag is not None and bool(flag.get())
+    return algorithm(args) is not None and releases.switched_on("SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
 
 
 def adapts(args: Any) -> bool:
