@@ -85,7 +85,7 @@ throughput() {
 }
 speculation() {
   serving speculation_ngram_qwen3_8b bench_speculation
-  serving speculation_eagle3_qwen3_8b bench_speculation --algorithm EAGLE3
+  serving speculation_eagle3_qwen3_8b bench_speculation --algorithm EAGLE3 --modes fa3,fa3_fp8,int2
 }
 hybrids() {
   serving context_qwen3.6_35b_a3b bench_context --shape qwen3.6-35b-a3b:20
@@ -105,6 +105,19 @@ tiers() {
   serving sessions_qwen3_8b bench_sessions
 }
 start() { serving start_qwen3_8b bench_start; }
+two_gpus() {
+  [ "$list" = 1 ] || [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ] || {
+    echo "two_gpus: this machine has one GPU"
+    return
+  }
+  local shape
+  for shape in qwen3-32b glm-4.7:10; do
+    SERVER_ARGS="--tp-size 2${SERVER_ARGS:+ $SERVER_ARGS}" serving "throughput_tp2_${shape/:/_layers_}" bench_throughput \
+      --shape "$shape" --modes fa3,fa3_fp8,int2 --requests 8,full
+  done
+  serving disaggregation_qwen3_8b bench_disaggregation --gpus 0,1 --transfers mooncake_tcp,nixl --modes fa3,int2 \
+    --lengths 2048,8192,32768
+}
 soak() {
   serving soak soak "${reference[@]}" --requests 10000 --part 1000 --longest 60000 --tokens 131072
 }
@@ -113,7 +126,7 @@ fit() {
   measure fit_focus --out benchmark/rotation/bench_fit.py --recipe focus
 }
 
-parts=(kernels decode throughput speculation hybrids paper memory tiers start soak fit)
+parts=(kernels decode throughput speculation hybrids paper memory tiers two_gpus start soak fit)
 for part in "$@"; do
   [[ " ${parts[*]} " == *" $part "* ]] || {
     echo "error: no part is named $part; there are: ${parts[*]}" >&2
