@@ -14,7 +14,7 @@ from threading import Lock
 
 import pytest
 
-from sglang_oscar.attention.flash_attention3 import missing
+from sglang_oscar.attention.flash_attention3 import missing, preferred
 from support import golden
 from support.reference import MODEL, fit_rotations
 from support.servers import STRICT, Server, ranked, serve
@@ -34,7 +34,7 @@ STOCK_KERNELS = {
     "fa3": ("FlashAttention-3", missing(128)),
     "flashinfer": ("FlashInfer", None if importlib.util.find_spec("flashinfer") else "FlashInfer is not installed"),
 }
-"""Kernels for prompts that int2 mode takes from others, the better one first: their names in logs, and why they cannot
+"""Kernels for prompts that int2 mode takes from others: their names in logs, and why they cannot
 be had here for the reference model."""
 
 
@@ -136,7 +136,9 @@ LOG = ("--decode-log-interval", "1", "--enable-cache-report")
 
 def prompts_by_default() -> str:
     """The kernel for prompts that a server takes here unless it is told, as its log names it."""
-    return next((said for said, reason in STOCK_KERNELS.values() if reason is None), "Triton")
+    name = "fa3" if preferred(128) else "flashinfer"
+    said, reason = STOCK_KERNELS[name]
+    return said if reason is None else "Triton"
 
 
 def lacking(launch: Launch) -> str | None:

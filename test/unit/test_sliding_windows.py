@@ -271,3 +271,13 @@ def test_files_of_some_layers(tmp_path: Path) -> None:
     for ids in ((3, 1), (1, 1), (1,), (-1, 2)):
         with pytest.raises(RotationFileError, match="layer ids"):
             save_rotation_file(path, replace(rotations, layer_ids=ids))
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "triton"), ("fa3", "fa3")])
+def test_windows_on_a_gpu_are_tritons_unless_told(
+    asked: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.utils.is_cpu", lambda: False)
+    args = SimpleNamespace(attention_backend=asked, prefill_attention_backend=None, decode_attention_backend=None)
+    models.configure(args)
+    assert args.attention_backend == expected
