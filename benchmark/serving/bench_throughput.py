@@ -17,7 +17,7 @@ import decode_log
 import typer
 from decode_log import Speed, steady
 from machine import describe
-from room import Room, room_of
+from room import room_of
 from shapes import SHAPES
 from subjects import MODES, send_all, subject
 
@@ -52,11 +52,6 @@ FULL = "full"
 """As many requests as fit."""
 
 
-def fitting(room: Room, length: int) -> int:
-    """Requests of ``length`` tokens, prompt and answer, that run at once."""
-    return min(room.requests, room.tokens // room.needed(1, length))
-
-
 def measure(server: LocalServer, counts: list[str], length: int, tokens: int) -> list[dict[str, Any]]:
     """One row for every number of requests, or :data:`FULL`, up to the first that does not fit.
 
@@ -65,7 +60,7 @@ def measure(server: LocalServer, counts: list[str], length: int, tokens: int) ->
     """
     rows = []
     for asked in counts:
-        count = fitting(room_of(server), length + tokens) if asked == FULL else int(asked)
+        count = room_of(server).fitting(length + tokens) if asked == FULL else int(asked)
         speed = speed_of(server, [length] * count, tokens)
         rows.append(
             {

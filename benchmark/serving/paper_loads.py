@@ -55,8 +55,9 @@ def chosen(experiments: str, shrink: int) -> list[tuple[str, Load]]:
         name, _, counts = part.partition(":")
         if name not in EXPERIMENTS:
             raise ValueError(f"no {name}; there are {', '.join(EXPERIMENTS)}")
-        asked = {int(count) for count in counts.split("+")} if counts else {load.requests for load in EXPERIMENTS[name]}
-        if unknown := asked - {load.requests for load in EXPERIMENTS[name]}:
+        offered = {load.requests for load in EXPERIMENTS[name]}
+        asked = {int(count) for count in counts.split("+")} if counts else offered
+        if unknown := asked - offered:
             raise ValueError(f"{name} has no load of {min(unknown)} requests")
         found = [load for load in EXPERIMENTS[name] if load.requests in asked]
         loads += [(name, shrunk(load, shrink, SHORTEST_ANSWER.get(name, 16))) for load in found]

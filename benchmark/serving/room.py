@@ -21,9 +21,13 @@ class Room(NamedTuple):
         """Tokens that so many requests of ``length`` tokens, prompt and answer, take in whole pages."""
         return requests * -(-length // self.page) * self.page
 
+    def fitting(self, length: int) -> int:
+        """Requests of ``length`` tokens, prompt and answer, that run at once."""
+        return min(self.requests, self.tokens // self.needed(1, length))
+
     def holds(self, requests: int, length: int) -> bool:
-        """Whether they run at once."""
-        return requests <= self.requests and self.needed(requests, length) <= self.tokens
+        """Whether so many of them run at once."""
+        return requests <= self.fitting(length)
 
 
 def room_of(server: LocalServer) -> Room:

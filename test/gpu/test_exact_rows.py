@@ -27,11 +27,10 @@ from support.compare import LOGPROBS, assert_same, first_difference, largest_dri
 from support.draft_models import glm_with_draft_layer, llama_with_drafts
 from support.fleet import checked
 from support.gpu_answers import assert_ranks_agree
-from support.servers import HADAMARD, STRICT, Server, ranked, serve
+from support.servers import EXACT, STRICT, Server, ranked, serve
 from support.speculation import per_step
 from support.together import Together
 
-EXACT = HADAMARD | {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
 STOCK = ["--attention-backend", "triton" if torch.cuda.is_available() else "torch_native", "--disable-radix-cache"]
 COMMON = ["--enable-fp32-lm-head", "--dtype", "bfloat16", "--max-running-requests", "32"]

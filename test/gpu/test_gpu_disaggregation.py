@@ -23,10 +23,9 @@ from support import models
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.disaggregated import Pair, backend_params, serve_pair
 from support.fleet import checked
-from support.servers import HADAMARD, STRICT, Server, refills, serve
+from support.servers import EXACT, HADAMARD, STRICT, Server, refills, serve
 from support.together import Together
 
-EXACT = HADAMARD | {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}
 INT2 = ("--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-cache-report")
 STOCK = ("--attention-backend", "triton", "--page-size", "64")
 COMMON: tuple[str, ...] = (

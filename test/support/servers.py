@@ -17,6 +17,8 @@ from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 
 LAUNCH_TIMEOUT = 900.0
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
+EXACT = HADAMARD | {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}
+"""Rows of 16 bits, which are the model's own keys and values."""
 IDENTITY = {"SGLANG_OSCAR_K_ROTATION_PATH": "identity", "SGLANG_OSCAR_V_ROTATION_PATH": "identity"}
 TWO_RANKS = ["--tp-size", "2", "--disable-custom-all-reduce"]
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
