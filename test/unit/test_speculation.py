@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.visible import causal_words, words_of
+from sglang_oscar.attention.backend import OscarAttentionBackend
+from sglang_oscar.attention.batch import Batch, DecodeTables
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.side_buffers import SideBuffers
+from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.speculation import arguments, commit, verification
 from sglang_oscar.speculation.verification import visible_words
 
@@ -113,6 +118,95 @@ def test_masks_of_either_form_give_the_same_words() -> None:
     assert torch.equal(verification._of_whole_rows(whole.custom_mask, padded, tokens)[:3], words_of(seen))
     chain = visible_words(SimpleNamespace(custom_mask=None), lens, tokens)
     assert torch.equal(chain, causal_words(tokens, "cpu").expand(3, tokens))
+
+
+LONGEST = 4096
+
+
+def tables_cache() -> Any:
+    """What tables of a step need of a cache of four rows, each with slots, a ring start and a sink block of its own."""
+    rows = RowTables(4, "cpu")
+    for row in range(1, 4):
+        rows.assign(row, ring_start=row, sink_block=row + 1)
+    slots = torch.arange(4 * LONGEST, dtype=torch.int32).view(4, LONGEST)
+    pool, plan = (
+        SimpleNamespace(req_to_token=slots),
+        SimpleNamespace(geometry=SimpleNamespace(windows=Windows(16, 24, 32))),
+    )
+    return SimpleNamespace(rows=rows, page_size=64, req_to_token_pool=pool, plan=plan)
+
+
+def step(spec_info: Any, lens: Sequence[int] = (200, 9), on_host: bool = False) -> Any:
+    """SGLang's batch of a step that verifies two requests of such lengths."""
+    mode = SimpleNamespace(is_target_verify=lambda: True, is_idle=lambda: False, is_decode=lambda: False)
+    device = torch.tensor(lens)
+    return SimpleNamespace(
+        forward_mode=mode, batch_size=2, req_pool_indices=torch.tensor([2, 1]), seq_lens=device,
+        seq_lens_cpu=device if on_host else None, spec_info=spec_info,
+    )  # fmt: skip
+
+
+def backend_of(cache: Any, tokens: int) -> OscarAttentionBackend:
+    """A backend that fills tables of such steps."""
+    made: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
+    made.cache, made.req_to_token_pool, made.new_tokens, made._refilled = cache, cache.req_to_token_pool, tokens, None
+    made.init_cuda_graph_state(8, 8 * tokens)
+    return made
+
+
+def contents(batch: Batch, lens: list[int]) -> list[Any]:
+    """What kernels read of the tables."""
+    tables, pages = batch.tables, [table[: -(-n // 64)] for table, n in zip(batch.tables.page_table, lens, strict=True)]
+    small = (tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, batch.slots.ring, batch.slots.sink)
+    return [one.tolist() for one in (*pages, *small, batch.visible) if one is not None]
+
+
+def test_a_graph_records_what_an_eager_step_writes() -> None:
+    """With and without lengths on the host, and again for another step in the same tables."""
+    made, chain = backend_of(tables_cache(), 4), SimpleNamespace(custom_mask=torch.zeros(9, dtype=torch.bool), topk=1)
+    for lens in ([200, 9], [64, 300]):
+        made.init_forward_metadata(step(chain, lens, on_host=True))
+        assert made.batch is not None
+        expected = contents(made.batch, lens)
+        replayed = step(chain, lens)
+        made.init_forward_metadata_out_graph(replayed)
+        made.init_forward_metadata_in_graph(replayed)
+        assert contents(made.batch, lens) == expected
+    assert made.batch is not None
+    assert torch.equal(made.batch.visible, causal_words(4, "cpu").expand(2, 4))
+    assert made.batch.tables.ring_start.tolist() == [2, 1]
+
+
+def test_a_step_of_chains_launches_nothing_before_its_graph() -> None:
+    """Each operation would be a launch that the GPU waits for."""
+    seen: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    made, replayed = backend_of(tables_cache(), 4), step(SimpleNamespace(custom_mask=torch.ones(9), topk=1))
+    made.init_forward_metadata_out_graph(replayed)  # the first step has changes of rows to upload
+    with Operations():
+        made.init_forward_metadata_out_graph(replayed)
+    assert not seen
+
+
+def test_trees_replace_the_words_of_chains_and_chains_those_of_trees() -> None:
+    tables, seen = DecodeTables(tables_cache(), 8, drafts=4), torch.rand(2, 4, 4) < 0.5
+    tree, chain = step(SimpleNamespace(custom_mask=seen.flatten())), step(SimpleNamespace(custom_mask=None))
+    for batch, words in ((chain, causal_words(4, "cpu").expand(2, 4)), (tree, words_of(seen))) * 2:
+        assert torch.equal(tables.prepare(batch).visible, words)  # type: ignore[arg-type]
+
+
+def test_only_masks_of_trees_are_read() -> None:
+    """SGLang makes those of chains as small as it can, in no buffer of ours; nor does it send lengths to the host."""
+    mask = verification.unread_mask(SimpleNamespace(speculative_algorithm="EAGLE3"), torch.device("cpu"))
+    assert (mask.mode.name, mask.is_read, mask.fits(1)) == ("QLEN_ONLY", False, False)
+    for name in (None, "NGRAM"):
+        assert verification.unread_mask(SimpleNamespace(speculative_algorithm=name), torch.device("cpu")) is None
+    assert OscarAttentionBackend.needs_cpu_seq_lens is False
 
 
 def test_without_speculation_windows_are_what_they_were() -> None:

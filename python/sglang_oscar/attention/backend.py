@@ -24,6 +24,7 @@ from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.names import BACKEND
 from sglang_oscar.requests.sink_refill import Refill
 from sglang_oscar.speculation.arguments import new_tokens
+from sglang_oscar.speculation.verification import unread_mask
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,10 @@ class OscarAttentionBackend(AttentionBackend):
     has_sink_logits = False
     """Whether layers of the model come with sink logits (:mod:`oscar_kernels.sink_logits`)."""
 
+    needs_cpu_seq_lens = False
+    """SGLang waits for the verification of a step before it prepares the next one where a backend asks for lengths on
+    the host. Tables are filled from those on the device."""
+
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         cache = cache_of(model_runner.token_to_kv_pool)
@@ -58,6 +63,9 @@ class OscarAttentionBackend(AttentionBackend):
         self.has_sink_logits = model_runner.model_config.has_attention_sinks
         server_args = releases.resolved(model_runner.server_args)
         self.new_tokens = new_tokens(server_args)
+        self._verify_mask = unread_mask(server_args, cache.rows.device)
+        # SGLang sizes a mask with it where it knows no lengths on the host.
+        self.max_context_len = model_runner.model_config.context_len
         try:
             q_heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
             self.kernels = layer_attention.for_device(cache, model_runner.dtype, q_heads, self.new_tokens)
@@ -106,11 +114,25 @@ class OscarAttentionBackend(AttentionBackend):
         if not (mode.is_target_verify() if self.new_tokens else mode.is_decode()):
             return self.init_forward_metadata(forward_batch)
         assert self.graph_tables is not None
-        self.batch = self.graph_tables.fill(forward_batch, self._longest(forward_batch))
+        if self.new_tokens:
+            self.batch = self.graph_tables.prepare(forward_batch)
+        else:
+            self.batch = self.graph_tables.fill(forward_batch, self._longest(forward_batch))
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record the rest of verification's tables, for any lengths: the host is what a step with drafts waits for."""
+        if self.new_tokens and forward_batch.forward_mode.is_target_verify():
+            assert self.graph_tables is not None
+            self.graph_tables.write(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the fixed tables."""
         self.graph_tables = DecodeTables(self.cache, max_bs, drafts=self.new_tokens)
+
+    @property
+    def verify_mask(self) -> Any:
+        """How SGLang is to lay out the mask of a step's new tokens; None where it decides."""
+        return self._verify_mask
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded rows: one token, in the dummy row, page and block 0."""

@@ -12,9 +12,10 @@ import torch
 from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.tables import Requests, fill_decode_tables, page_numbers, window_slots
+from oscar_kernels.visible import causal_words
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.requests.sink_refill import Refill
-from sglang_oscar.speculation.verification import visible_words
+from sglang_oscar.speculation.verification import is_chain, visible_words
 
 
 @dataclass
@@ -62,7 +63,10 @@ class DecodeTables:
         self.ints = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
         self.drafts = drafts
         self.longs = torch.full((2, max_batch * max(drafts, 1)), -1, dtype=torch.int64, device=device)
-        self.visible = torch.ones(max_batch, drafts, dtype=torch.int64, device=device)
+        # Words of chains never change: they are written once, and only those of trees in every step.
+        self.visible = causal_words(drafts, device).repeat(max_batch, 1) if drafts else None
+        self._holds_chains = True
+        self._views: dict[int, Batch] = {}
         self.ints[0] = 1
         self._fill = fill_decode_tables
         if device.type == "cuda":
@@ -71,14 +75,16 @@ class DecodeTables:
             self._fill = tables.fill_decode_tables
 
     def view(self, batch_size: int) -> Batch:
-        """The tables as a batch of ``batch_size``; the caller fills in the history slots."""
-        kv_lens, ring_row, ring_start, sink_block = self.ints[:, :batch_size]
-        tables = BatchTables(
-            self.cache.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block
-        )
-        ring, sink = self.longs[:, : batch_size * max(self.drafts, 1)]
-        visible = self.visible[:batch_size] if self.drafts else None
-        return Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink), visible=visible)
+        """The tables as a batch of ``batch_size``, the same at every call; the caller fills in the history slots."""
+        if batch_size not in self._views:
+            kv_lens, ring_row, ring_start, sink_block = self.ints[:, :batch_size]
+            tables = BatchTables(
+                self.cache.page_size, self.page_table[:batch_size], kv_lens, ring_row, ring_start, sink_block
+            )
+            ring, sink = self.longs[:, : batch_size * max(self.drafts, 1)]
+            visible = None if self.visible is None else self.visible[:batch_size]
+            self._views[batch_size] = Batch(tables, StoreSlots(row=ring, ring=ring, sink=sink), visible=visible)
+        return self._views[batch_size]
 
     def fill(self, forward_batch: Any, max_tokens: int) -> Batch:
         """Write the tables of a step.
@@ -90,17 +96,28 @@ class DecodeTables:
         Returns:
             the view of them.
         """
+        batch = self.prepare(forward_batch)
+        self.write(forward_batch, max_tokens)
+        return batch
+
+    def prepare(self, forward_batch: Any) -> Batch:
+        """The part of :meth:`fill` that no graph can record: what the host has decided, and masks of trees."""
+        self.cache.rows.upload()
+        batch = self.view(len(forward_batch.req_pool_indices))
+        if batch.visible is not None and not (self._holds_chains and is_chain(forward_batch.spec_info)):
+            self._holds_chains = False
+            batch.visible.copy_(visible_words(forward_batch.spec_info, forward_batch.seq_lens, self.drafts))
+        return batch
+
+    def write(self, forward_batch: Any, max_tokens: int) -> None:
+        """The other part, which a graph may record: it reads tensors on the device, and ``max_tokens``."""
         cache = self.cache
-        cache.rows.upload()
         requests = Requests(
             forward_batch.req_pool_indices.long(), forward_batch.seq_lens, cache.req_to_token_pool.req_to_token,
             cache.rows.ring_start, cache.rows.sink_block,
         )  # fmt: skip
         batch = self.view(len(requests.rows))
         self._fill(requests, cache.plan.geometry.windows, max_tokens, batch.tables, batch.slots, self.drafts)
-        if batch.visible is not None:
-            batch.visible.copy_(visible_words(forward_batch.spec_info, forward_batch.seq_lens, self.drafts))
-        return batch
 
 
 def extend_batch(cache: Int2Cache, forward_batch: Any) -> Batch:
