@@ -1,6 +1,6 @@
 """Very long requests, by cache: tokens per second behind 128K and 262K tokens, and how many tokens a card holds.
 
-    python benchmark/serving/bench_context.py --shape qwen3.6-35b-a3b:20 --loads 4x131072,1x262144
+    python benchmark/serving/bench_context.py --shape qwen3.6-35b-a3b:20 --loads 4x131072,1x261888
     python benchmark/serving/bench_context.py --shape qwen3.6-35b-a3b --room       # tokens that fit, without prompts
 
 Weights are random; ``NAME:LAYERS`` is a model with fewer layers. Prompts are sent once before they are measured, so
@@ -34,7 +34,7 @@ def room(mode: Mode, what: Subject, flags: list[str], log: Path) -> dict[str, in
 
 def main(
     shape: Annotated[str, typer.Option(help=f"of {', '.join(SHAPES)}; or NAME:LAYERS")] = "qwen3-8b",
-    loads: Annotated[str, typer.Option(help="requests x tokens of a prompt, with commas")] = "4x131072,1x262144",
+    loads: Annotated[str, typer.Option(help="requests x tokens of a prompt, with commas")] = "4x131072,1x261888",
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2",
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 256,
     only_room: Annotated[bool, typer.Option("--room", help="only how many tokens fit")] = False,

@@ -7,6 +7,7 @@ refused on a GPU is skipped, with the line that refuses it. On two GPUs a draft 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
 from collections.abc import Callable
@@ -39,6 +40,8 @@ NEAR_TIE = DRIFT = 0.15
 """In nats: kernels differ in the order of sums, and all sums are rounded to BF16, which on the CPU engine moves log
 probabilities by up to 0.03. Rows of 4 bits move them by 0.14 in the first turn and part at gaps of 0.3."""
 TURNS, TOKENS, PAGE = 3, 70, 64
+TRAINED = os.environ.get("OSCAR_TEST_HYBRID", "")
+"""Folder of a model that ``scripts/train_reference_model.py --preset hybrid`` has trained."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 Prompt = tuple[Any, list[str]]
 """Token ids or text, and images."""
@@ -102,6 +105,7 @@ KINDS = {
         (),
         states,
     ),
+    "hybrid_trained": Kind(lambda folder: Path(TRAINED), tuple(IDS), states, ranks=(1,)),
     # Ranks have experts of their own, and hand each other activations in equal shares: odd chunks are padded.
     "experts": Kind(experts, (*IDS, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
     "host_tier": Kind(
@@ -159,8 +163,10 @@ def cases() -> list[Any]:
     made = []
     for name, kind in KINDS.items():
         for ranks in kind.ranks:
-            few = pytest.mark.skipif(0 < torch.cuda.device_count() < ranks, reason=f"needs {ranks} GPUs")
-            made.append(pytest.param(name, ranks, marks=few, id=name if ranks == 1 else f"{name}_on_{ranks}"))
+            marks = [pytest.mark.skipif(0 < torch.cuda.device_count() < ranks, reason=f"needs {ranks} GPUs")]
+            if name == "hybrid_trained":
+                marks.append(pytest.mark.skipif(not TRAINED, reason="OSCAR_TEST_HYBRID names no trained hybrid model"))
+            made.append(pytest.param(name, ranks, marks=marks, id=name if ranks == 1 else f"{name}_on_{ranks}"))
     return made
 
 
