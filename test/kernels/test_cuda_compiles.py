@@ -50,6 +50,17 @@ def test_wide_queries_spill_little(gqa: int, most: int, kv_heads: int) -> None:
     assert spilled_bytes("decode.cu", dict(variant(heads).defines())) <= most
 
 
+@pytest.mark.parametrize("gqa", [4, 12, 16])
+@pytest.mark.parametrize("bits", WIDTHS, ids=str)
+def test_sixteen_columns_spill_next_to_nothing(gqa: int, bits: tuple[int, int]) -> None:
+    """Four tokens of 4 query heads in verification, and many heads in decoding: the next keys fit beside the sums."""
+    tokens = 4 if gqa == 4 else 1
+    windows = Windows(64, 256, 256 + tokens)
+    found = variant(replace(shape_of(gqa, 128, bits), windows=windows))
+    found = replace(found, drafts=tokens, queries=tokens) if tokens > 1 else found
+    assert spilled_bytes("decode.cu", dict(found.defines())) <= 16
+
+
 def test_what_is_spilled_is_counted() -> None:
     """Eight query heads to a kv head of 128 channels need a few more registers than there are."""
     assert 0 < spilled_bytes("decode.cu", dict(variant(shape_of(8, 128, (2, 2))).defines())) < 512

@@ -22,6 +22,7 @@ from kernel_cases import (
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.cuda.decode import decode, variant_of, verify
+from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.visible import words_of
 from support.cuda_emulator import COMPILER, emulated
 
@@ -61,6 +62,20 @@ def test_verify(shape: Shape, tokens: int) -> None:
     assert torch.equal(out, again)
     exact = verify_exact(batch, seen, q, sm_scale, torch.float64)
     assert_as_good_as(out, exact, verify_exact(batch, seen, q, sm_scale, shape.dtype))
+
+
+@pytest.mark.parametrize("shape", [QWEN3, replace(QWEN3, gqa=1, head_dim=256), replace(QWEN3, gqa=1)], ids=str)
+def test_sums_make_room_between_runs(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of two stages in place of hundreds: float and integer sums, beside the next keys and after their own."""
+    defines = Variant.defines
+    monkeypatch.setattr(Variant, "defines", lambda self: (*defines(self), ("OSCAR_RUN_STAGES", 2)))
+    lengths, tokens = [700, 131, 40], 4
+    batch, seen = with_new_tokens(filled_batch(shape, lengths, DEVICE), tokens), random_trees(len(lengths), tokens)
+    q = random_vectors((len(lengths) * tokens, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
+    with running():
+        out = verify(batch.cache, batch.tables, words_of(seen).to(DEVICE), q, 0.04)
+    exact = verify_exact(batch, seen, q, 0.04, torch.float64)
+    assert_as_good_as(out, exact, verify_exact(batch, seen, q, 0.04, shape.dtype))
 
 
 def test_ring_starts_and_padding() -> None:

@@ -8,6 +8,22 @@
 #include "merge.cuh"
 #include "window.cuh"
 
+#ifndef OSCAR_RUN_STAGES  // tests have shorter runs
+#define OSCAR_RUN_STAGES Values::RUN_STAGES
+#endif
+
+// The stage whose keys have been multiplied and whose values have not.
+struct Behind {
+  u32 values = 0;  // where this warp's tile of them begins
+  int stage = -1;
+
+  DEVICE bool nothing() const { return stage < 0; }
+  DEVICE void release(u32 base, int lane) const {
+    __syncwarp();
+    if (lane == 0 && stage >= 0) barrier_arrive(empty_barrier(base, stage));
+  }
+};
+
 DEVICE void attend(
     float sm_scale, int batch, const Partials& partials, const Result& result, const Plan& plan, char* shared) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -37,15 +53,36 @@ DEVICE void attend(
       // In runs, so that what keeps sums in bounds is not part of the loop over stages.
       bool spilled = false;
       for (int stage = segment.history_begin;;) {
-        int stop = min(segment.history_end, (stage / Values::RUN_STAGES + 1) * Values::RUN_STAGES);
+        int stop = min(segment.history_end, (stage / OSCAR_RUN_STAGES + 1) * OSCAR_RUN_STAGES);
+        Values::Columns columns;
+        Behind behind;
+        if (OVERLAPPED) columns.clear();
         for (; stage < stop; stage++, turn.advance()) {
           u32 keys = stage_address(base, turn.stage), values_at = keys + KEY_BYTES + part * TILE * ValueRows::ROW_BYTES;
           keys += part * TILE * KeyRows::ROW_BYTES;
           barrier_wait(full_barrier(base, turn.stage), turn.parity);
-          attend_history(softmax, values, codes, at, keys, values_at, live_begin, live_end);
-          __syncwarp();
-          if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
+          Scores scores;
+          scores.multiply(codes, at, keys, values_at);
+          // Products with values wait for weights, and these for products with keys. Where few warps share a scheduler, the
+          // values of one stage are multiplied beside the keys of the next; beside the first, weights of zero.
+          if (OVERLAPPED) {
+            if (behind.nothing()) behind.values = values_at;
+            values.add(columns, at, behind.values + at.value_even, behind.values + at.value_odd);
+            behind.release(base, lane);
+            behind = {values_at, turn.stage};
+          }
+          scores.keep(live_begin, live_end);
+          scores.weigh(columns, softmax, values, codes);
+          if (!OVERLAPPED) {
+            values.add(columns, at, values_at + at.value_even, values_at + at.value_odd);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
+          }
           live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
+        }
+        if (OVERLAPPED) {
+          values.add(columns, at, behind.values + at.value_even, behind.values + at.value_odd);
+          behind.release(base, lane);
         }
         if (stage == segment.history_end) break;
         values.make_room(softmax, partials.own_spill(warp), !spilled);

@@ -88,41 +88,46 @@ struct ValuesOf<false> {
 };
 using Values = ValuesOf<PAIRED>::type;
 
-// The tile's tokens [live_begin, live_end) count; the rest of the tile may hold anything.
-DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, const Lane& lane, u32 keys, u32 values,
-                           int live_begin, int live_end) {
-  Param value_params[TOKENS][V_GROUPS];
-  auto load_value_params = [&](int i) {
-    load_params(value_params[i], values + lane.value_params + 8 * i * ValueRows::ROW_BYTES);
-  };
+// What a tile's keys say, before anything is weighed.
+struct Scores {
   float logits[TOKENS][QK_BLOCKS];  // in sixteenths of the query's units
+  Param value_params[TOKENS][V_GROUPS];
+
+  DEVICE void multiply(const QueryCodes& q, const Lane& lane, u32 keys, u32 values) {
+    auto load_value_params = [&](int i) {
+      load_params(value_params[i], values + lane.value_params + 8 * i * ValueRows::ROW_BYTES);
+    };
 #pragma unroll
-  for (int i = 0; i < TOKENS; i += 2) {
-    KeyWords words;
-    words.load(lane, keys + lane.key + 8 * i * KeyRows::ROW_BYTES);
-    Param key_params[2][K_GROUPS];
+    for (int i = 0; i < TOKENS; i += 2) {
+      KeyWords words;
+      words.load(lane, keys + lane.key + 8 * i * KeyRows::ROW_BYTES);
+      Param key_params[2][K_GROUPS];
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      load_params(key_params[j], keys + lane.key_params + 8 * (i + j) * KeyRows::ROW_BYTES);
-      if (!WIDE) load_value_params(i + j);
-      for (float& x : logits[i + j]) x = 0;
+      for (int j = 0; j < 2; j++) {
+        load_params(key_params[j], keys + lane.key_params + 8 * (i + j) * KeyRows::ROW_BYTES);
+        if (!WIDE) load_value_params(i + j);
+        for (float& x : logits[i + j]) x = 0;
+      }
+#pragma unroll
+      for (int g = 0; g < K_GROUPS; g++) {
+        KeyProducts products;
+        products.add(words, q, g);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+          for (int b = 0; b < QK_BLOCKS; b++)
+            logits[i + j][b] += key_params[j][g].scale * (products.whole(b, j) - key_params[j][g].zero * q.sums[b][g]);
+      }
     }
+    // Later where registers are short.
 #pragma unroll
-    for (int g = 0; g < K_GROUPS; g++) {
-      KeyProducts products;
-      products.add(words, q, g);
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-#pragma unroll
-        for (int b = 0; b < QK_BLOCKS; b++)
-          logits[i + j][b] += key_params[j][g].scale * (products.whole(b, j) - key_params[j][g].zero * q.sums[b][g]);
-    }
+    for (int i = 0; i < TOKENS; i++)
+      if (WIDE) load_value_params(i);
   }
-  // Later where registers are short.
-#pragma unroll
-  for (int i = 0; i < TOKENS; i++)
-    if (WIDE) load_value_params(i);
-  if (live_begin > 0 || live_end < TILE) {
+
+  // Only the tile's tokens [live_begin, live_end) count; the others may hold anything.
+  DEVICE void keep(int live_begin, int live_end) {
+    if (live_begin <= 0 && live_end >= TILE) return;
 #pragma unroll
     for (int i = 0; i < TOKENS; i++) {
       int token = token_of_row(threadIdx.x % 32 / 4) + 8 * i;
@@ -133,39 +138,39 @@ DEVICE void attend_history(Softmax& softmax, Values& sums, const QueryCodes& q, 
     }
   }
 
-  float weights[TOKENS][QK_BLOCKS];
-  Values::Columns columns;
-  for (bool raised = false;; raised = true) {
+  // Weights of the tile's values, which count in the softmax from now on.
+  DEVICE void weigh(Values::Columns& columns, Softmax& softmax, Values& sums, const QueryCodes& q) const {
+    float weights[TOKENS][QK_BLOCKS];
+    for (bool raised = false;; raised = true) {
 #pragma unroll
-    for (int i = 0; i < TOKENS; i++)
+      for (int i = 0; i < TOKENS; i++)
 #pragma unroll
-      for (int b = 0; b < QK_BLOCKS; b++) weights[i][b] = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
-    bool fits = sums.round(columns, weights, value_params);
-    // Weights times value scales far above their maximum so far are rare after the first tiles.
-    if (raised || !__any_sync(FULL_WARP, !fits)) break;
-    float peak[QK_BLOCKS], largest = 0;
-    for (int b = 0; b < QK_BLOCKS; b++) {
-      peak[b] = LOWEST;
-      for (int i = 0; i < TOKENS; i++) peak[b] = fmaxf(peak[b], logits[i][b] * q.unit[b]);
-    }
-    Softmax::Fade fade = softmax.raise(peak);
-    for (int i = 0; i < TOKENS; i++)
+        for (int b = 0; b < QK_BLOCKS; b++) weights[i][b] = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
+      bool fits = sums.round(columns, weights, value_params);
+      // Weights times value scales far above their maximum so far are rare after the first tiles.
+      if (raised || !__any_sync(FULL_WARP, !fits)) break;
+      float peak[QK_BLOCKS], largest = 0;
       for (int b = 0; b < QK_BLOCKS; b++) {
-        float weight = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
-        for (int g = 0; g < V_GROUPS; g++) largest = fmaxf(largest, weight * value_params[i][g].scale);
+        peak[b] = LOWEST;
+        for (int i = 0; i < TOKENS; i++) peak[b] = fmaxf(peak[b], logits[i][b] * q.unit[b]);
       }
-    for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-    sums.scale(fade, largest);
-  }
-
-#pragma unroll
-  for (int i = 0; i < TOKENS; i++)
-#pragma unroll
-    for (int b = 0; b < QK_BLOCKS; b++) {
-      softmax.total[b] += weights[i][b];
-#pragma unroll
-      for (int g = 0; g < V_GROUPS; g++)
-        softmax.shift[b][g] += weights[i][b] * value_params[i][g].scale * value_params[i][g].zero;
+      Softmax::Fade fade = softmax.raise(peak);
+      for (int i = 0; i < TOKENS; i++)
+        for (int b = 0; b < QK_BLOCKS; b++) {
+          float weight = exp2_fast(logits[i][b] * q.unit[b] - softmax.top[b]);
+          for (int g = 0; g < V_GROUPS; g++) largest = fmaxf(largest, weight * value_params[i][g].scale);
+        }
+      for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
+      sums.scale(fade, largest);
     }
-  sums.add(columns, lane, values + lane.value_even, values + lane.value_odd);
-}
+#pragma unroll
+    for (int i = 0; i < TOKENS; i++)
+#pragma unroll
+      for (int b = 0; b < QK_BLOCKS; b++) {
+        softmax.total[b] += weights[i][b];
+#pragma unroll
+        for (int g = 0; g < V_GROUPS; g++)
+          softmax.shift[b][g] += weights[i][b] * value_params[i][g].scale * value_params[i][g].zero;
+      }
+  }
+};
