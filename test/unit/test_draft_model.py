@@ -11,6 +11,7 @@ import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
+from sglang_oscar.attention import flash_attention3
 from sglang_oscar.cpu.server import STAND_IN
 from sglang_oscar.errors import EXIT_CODE, Int2Error
 from sglang_oscar.memory import build, sizing
@@ -63,6 +64,17 @@ def test_drafts_are_a_chain_unless_told_otherwise(monkeypatch: pytest.MonkeyPatc
     ngram = asked(speculative_algorithm="NGRAM")
     arguments.configure(ngram)
     assert ngram == asked(speculative_algorithm="NGRAM")
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "fa3"), (None, "fa3"), ("cpu", "torch_native")])
+def test_drafts_attend_by_flash_attention_3_where_prompts_do(
+    device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(flash_attention3, "preferred", lambda head_dim: True)
+    args = asked(device=device)
+    arguments.configure(args)
+    assert args.speculative_draft_attention_backend == backend
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch_native"), ("cuda", "fa3"), (None, "triton")])

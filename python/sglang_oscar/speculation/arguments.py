@@ -14,6 +14,7 @@ import torch
 from oscar_kernels.cache import Windows
 from oscar_kernels.visible import MOST_TOKENS
 from sglang_oscar.attach import releases
+from sglang_oscar.attention import flash_attention3
 from sglang_oscar.names import BACKEND
 
 DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN")
@@ -22,7 +23,10 @@ brings along."""
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 """Drafts of a step unless the operator says how many: SGLang's own defaults are trees for some models."""
 DRAFT_BACKENDS = {"cpu": ("torch_native",), "cuda": ("flashinfer", "fa3", "triton")}
-"""Attention backends of a draft model by device, the default first where it is installed."""
+"""Attention backends of a draft model by device. By default the first that is installed, and FlashAttention-3 where
+prompts take it: FlashInfer plans its kernels on the host, which waits for lengths in every step."""
+DRAFT_HEAD_DIM = 128
+"""What draft models have; others of :data:`flash_attention3.HEAD_DIMS` do as well."""
 RING_STEP = 8
 """Ring sizes that recent window and new tokens are rounded up to, tokens."""
 
@@ -72,6 +76,8 @@ def _draft_backend(device: str | None) -> str:
     """The attention backend of a draft model; SGLang picks the device where the operator does not."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and flash_attention3.preferred(DRAFT_HEAD_DIM):
+        return "fa3"
     first, *others = DRAFT_BACKENDS.get(device, DRAFT_BACKENDS["cuda"])
     return others[-1] if others and importlib.util.find_spec(first) is None else first
 
