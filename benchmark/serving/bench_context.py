@@ -18,7 +18,7 @@ import typer
 from machine import describe
 from one_gpu import measure, parse_loads
 from room import room_of
-from shapes import SHAPES
+from shapes import SHAPES, attending_layers
 from subjects import MODES, Mode, Subject, subject
 
 from sglang_oscar.cpu.server import environment
@@ -37,6 +37,7 @@ def main(
     loads: Annotated[str, typer.Option(help="requests x tokens of a prompt, with commas")] = "4x131072,1x261888",
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2",
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 256,
+    steps: Annotated[bool, typer.Option(help="profile where a step goes")] = False,
     only_room: Annotated[bool, typer.Option("--room", help="only how many tokens fit")] = False,
     lock: Annotated[Path | None, typer.Option(help="file that is locked while speed is measured")] = None,
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
@@ -45,7 +46,7 @@ def main(
     """Measure requests behind long contexts."""
     result: dict[str, Any] = describe() | {"shape": shape}
     out.parent.mkdir(parents=True, exist_ok=True)
-    flags = server_args.split()
+    flags, layers = server_args.split(), attending_layers(shape) if steps else 0
     with tempfile.TemporaryDirectory() as folder:
         what = subject(None, shape, Path(folder))
         for name in modes.split(","):
@@ -54,7 +55,7 @@ def main(
                 result[name] = room(mode, what, flags, log)
                 print(name, result[name], flush=True)
             else:
-                result[name] = measure(mode, what, flags, {}, log, parse_loads(loads), tokens, lock)
+                result[name] = measure(mode, what, flags, {}, log, parse_loads(loads), tokens, lock, layers)
             out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -118,6 +118,17 @@ def config_of(shape: str) -> dict[str, Any]:
     return config
 
 
+def attending_layers(shape: str) -> int:
+    """Layers of a shape that attend to everything; others are linear or see a window.
+
+    Raises:
+        ValueError: as in :func:`config_of`.
+    """
+    config = config_of(shape)
+    kinds: list[str] = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    return kinds.count("full_attention")
+
+
 def has_images(config: dict[str, Any]) -> bool:
     """Whether a text model is within one of images, which needs its processor."""
     return config["model_type"] in ENTRY
