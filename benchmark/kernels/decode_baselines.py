@@ -8,12 +8,15 @@ from collections.abc import Callable
 
 import fa3_baseline
 import torch
+import xqa_baseline
 from harness import PAGE, Heads, layers_of, random_pages, shuffled_tables
 
 Calls = list[Callable[[], object]]
 DTYPES = {"": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Caches by what follows the underscore in a name."""
-NAMES = ("flashinfer", "flashinfer_fp8", "fa3", "fa3_fp8", "torch")
+NAMES = ("flashinfer", "flashinfer_fp8", "fa3", "fa3_fp8", "xqa", "xqa_fp8", "torch")
+NEEDED = {"fa3": "sgl_kernel with flash_ops", "xqa": "flashinfer with xqa"}
+"""What a package's baselines take, where it is not the package alone."""
 
 
 def flashinfer_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> Calls:
@@ -55,15 +58,15 @@ def calls_of(name: str, heads: Heads, batch: int, length: int) -> Calls:
     package, _, cache = name.partition("_")
     if package == "torch":
         return sdpa_calls(heads, batch, length)
-    make = fa3_baseline.decode_calls if package == "fa3" else flashinfer_calls
-    return make(heads, batch, length, DTYPES[cache])
+    made = {"fa3": fa3_baseline.decode_calls, "xqa": xqa_baseline.decode_calls, "flashinfer": flashinfer_calls}
+    return made[package](heads, batch, length, DTYPES[cache])
 
 
 def installed(name: str) -> bool:
     """Whether what a baseline takes is here."""
-    if name.startswith("fa3"):
-        return fa3_baseline.available()
-    return importlib.util.find_spec(name.partition("_")[0]) is not None
+    package = name.partition("_")[0]
+    special = {"fa3": fa3_baseline.available, "xqa": xqa_baseline.available}
+    return special[package]() if package in special else importlib.util.find_spec(package) is not None
 
 
 def default() -> list[str]:
@@ -82,6 +85,7 @@ def chosen(text: str) -> list[str]:
         if name not in NAMES:
             raise ValueError(f"no baseline {name!r}: there are {', '.join(NAMES)}")
         if not installed(name):
-            missing = "sgl_kernel with flash_ops" if name.startswith("fa3") else name.partition("_")[0]
+            package = name.partition("_")[0]
+            missing = NEEDED.get(package, package)
             raise ValueError(f"baseline {name}: {missing} is not installed")
     return names

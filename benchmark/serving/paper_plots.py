@@ -19,6 +19,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "fa3": {"color": "#34495e", "marker": "s", "linestyle": "--"},
     "fp8": {"color": "#7f8c8d", "marker": "D"},
     "fa3_fp8": {"color": "#7f8c8d", "marker": "D", "linestyle": "--"},
+    "xqa": {"color": "#34495e", "marker": "s", "linestyle": ":"},
+    "xqa_fp8": {"color": "#7f8c8d", "marker": "D", "linestyle": ":"},
     "exact": {"color": "#27ae60", "marker": "P"},
     "k4v2": {"color": "#8e44ad", "marker": "^"},
     "k3v2": {"color": "#2471a3", "marker": "v"},

@@ -13,13 +13,15 @@ from shapes import SHAPES
 Row = dict[str, Any]
 HEAD = ("gpu", "python", "sglang", "torch", "triton", "command", "shape", "rows")
 """What a result has."""
-BF16, FP8 = ("bf16", "fa3"), ("fp8", "fa3_fp8")
+BF16, FP8 = ("bf16", "fa3", "xqa"), ("fp8", "fa3_fp8", "xqa_fp8")
 """Modes with a cache of 16 and of 8 bits: the faster one is what others are compared to."""
 NAMES = {
     "bf16": "BF16, FlashInfer",
     "fa3": "BF16, FlashAttention-3",
     "fp8": "FP8, FlashInfer",
     "fa3_fp8": "FP8, FlashAttention-3",
+    "xqa": "BF16, XQA",
+    "xqa_fp8": "FP8, XQA",
     "exact": "int2 mode, 16 bits",
     "k4v2": "K4V2",
     "k3v2": "K3V2",

@@ -33,3 +33,16 @@ def test_flash_attention_is_looked_for_in_the_package(monkeypatch: pytest.Monkey
     (package / "flash_ops.abi3.so").touch()
     assert fa3_baseline.available()
     assert decode_baselines.chosen("fa3") == ["fa3"]
+
+
+def test_xqa_is_looked_for_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Older releases of FlashInfer have none."""
+    package = tmp_path / "flashinfer"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    with pytest.raises(ValueError, match="baseline xqa_fp8: flashinfer with xqa is not installed"):
+        decode_baselines.chosen("xqa_fp8")
+    (package / "xqa.py").touch()
+    assert decode_baselines.chosen("xqa_fp8,xqa") == ["xqa_fp8", "xqa"]

@@ -1,0 +1,52 @@
+"""XQA's paged decode as a baseline of the kernel benchmarks, called as SGLang's trtllm_mha backend calls it on Hopper.
+
+FlashInfer brings its sources and compiles them at the first call. An FP8 cache takes queries in BF16, which the kernel
+converts; it computes in FP8 then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from harness import PAGE, Heads, layers_of, random_pages, shuffled_tables
+
+WORKSPACE = 512 << 20
+"""Bytes, as SGLang gives it: counters, which are zero before the first call, and partial results."""
+
+
+def available() -> bool:
+    """Whether FlashInfer is here and has it; nothing is imported."""
+    spec = importlib.util.find_spec("flashinfer")
+    return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "xqa.py").exists()
+
+
+def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Layers of decode over keys and values of ``dtype``, BF16 or FP8."""
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    tables, slots = shuffled_tables([length] * batch, PAGE)
+    shape = (slots // PAGE, PAGE, heads.kv, heads.head_dim)
+    layers = layers_of(2 * dtype.itemsize * math.prod(shape))
+    # Pages hold tokens of all heads; the kernel is told of them head by head.
+    pools = [tuple(random_pages(shape, dtype).permute(0, 2, 1, 3) for _ in range(2)) for _ in range(layers)]
+    q = torch.randn(batch, heads.query, heads.head_dim, device="cuda").bfloat16()
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+    def call(cache: tuple[torch.Tensor, ...]) -> object:
+        return trtllm_batch_decode_with_kv_cache(
+            query=q,
+            kv_cache=cache,
+            workspace_buffer=workspace,
+            block_tables=tables.page_table,
+            seq_lens=tables.kv_lens,
+            max_seq_len=tables.page_table.shape[1] * PAGE,
+            bmm1_scale=heads.sm_scale,
+            bmm2_scale=1.0,
+            out_dtype=q.dtype,
+        )
+
+    return [lambda p=pool: call(p) for pool in pools]
