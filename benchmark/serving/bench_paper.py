@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import decode_log
+import load_generator
 import typer
 from machine import describe
 from paper_loads import EXPERIMENTS, OFF, STEPS, Load, chosen
@@ -105,6 +106,7 @@ def main(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         out.parent.mkdir(parents=True, exist_ok=True)
+        load_generator.prepare()
         weights = [] if model else ["--load-format", "dummy"]
         flags = ["--mem-fraction-static", "0.85", *weights, *decode_log.FLAGS, *server_args.split()]
         for mode in modes.split(","):

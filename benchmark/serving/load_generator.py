@@ -1,11 +1,17 @@
-"""Loads sent with SGLang's own load generator, ``sglang.bench_serving``."""
+"""Loads sent with SGLang's own load generator, ``sglang.bench_serving``.
+
+It takes seconds to import, as long as many loads take. So one process imports it, and every load is a fork of that.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
+import multiprocessing
+import os
+import runpy
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,25 @@ from sglang_oscar.local_server import LocalServer
 
 LIMIT = 7200
 """Seconds that a load may take."""
+GENERATOR = "sglang.bench_serving"
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload([GENERATOR])
+
+
+def _run(arguments: list[str], env: dict[str, str], log: str) -> None:
+    """Be ``python -m sglang.bench_serving``, with all that it prints in a file."""
+    with open(log, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [GENERATOR, *arguments]
+    runpy.run_module(GENERATOR, run_name="__main__")
+
+
+def prepare() -> None:
+    """Begin to import the load generator, while a server starts."""
+    forkserver.ensure_running()
 
 
 def generate(
@@ -35,19 +60,20 @@ def generate(
         RuntimeError: it failed, or requests did.
     """
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.jsonl"
-        command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url]
-        command += ["--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids"]
-        command += ["--tokenize-prompt", "--random-input-len", str(load.prompt), "--random-output-len", str(answer)]
-        command += ["--random-range-ratio", "1", "--num-prompts", str(load.requests), "--disable-tqdm"]
-        command += ["--max-concurrency", str(load.requests), "--seed", str(load.prompt + load.requests)]
-        command += ["--output-file", str(report), "--warmup-requests", str(int(warm_up))]
-        command += ["--flush-cache"] if flush else []
-        done = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
-        )
-        if done.returncode or not report.is_file():
-            raise RuntimeError(f"sglang.bench_serving failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        report, log = Path(folder) / "report.jsonl", Path(folder) / "log"
+        arguments = ["--backend", "sglang", "--base-url", server.url, "--model", str(model), "--tokenizer", str(model)]
+        arguments += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-input-len", str(load.prompt)]
+        arguments += ["--random-output-len", str(answer), "--random-range-ratio", "1", "--disable-tqdm"]
+        arguments += ["--num-prompts", str(load.requests), "--max-concurrency", str(load.requests)]
+        arguments += ["--seed", str(load.prompt + load.requests), "--warmup-requests", str(int(warm_up))]
+        arguments += ["--output-file", str(report), *(["--flush-cache"] if flush else [])]
+        process = _forks.Process(target=_run, args=(arguments, environment(), str(log)), daemon=True)
+        process.start()
+        process.join(LIMIT)
+        if process.exitcode != 0 or not report.is_file():
+            process.kill()
+            said = log.read_text(errors="replace")[-3000:] if log.is_file() else ""
+            raise RuntimeError(f"{GENERATOR} failed, with status {process.exitcode}:\n{said}")
         found: dict[str, Any] = json.loads(report.read_text().splitlines()[-1])
     if found["completed"] != load.requests:
         raise RuntimeError(f"{load.requests - found['completed']} of {load.requests} requests failed; see {server.log}")
