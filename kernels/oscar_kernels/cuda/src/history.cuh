@@ -164,13 +164,15 @@ struct Scores {
       sums.scale(fade, largest);
     }
 #pragma unroll
-    for (int i = 0; i < TOKENS; i++)
+    for (int i = 0; i < TOKENS; i++) {
 #pragma unroll
-      for (int b = 0; b < QK_BLOCKS; b++) {
-        softmax.total[b] += weights[i][b];
+      for (int b = 0; b < QK_BLOCKS; b++) softmax.total[b] += weights[i][b];
 #pragma unroll
-        for (int g = 0; g < V_GROUPS; g++)
-          softmax.shift[b][g] += weights[i][b] * value_params[i][g].scale * value_params[i][g].zero;
+      for (int g = 0; g < V_GROUPS; g++) {
+        float offset = value_params[i][g].scale * value_params[i][g].zero;
+#pragma unroll
+        for (int b = 0; b < QK_BLOCKS; b++) softmax.shift[b][g] += weights[i][b] * offset;
       }
+    }
   }
 };
