@@ -88,8 +88,11 @@ speculation() {
   serving speculation_eagle3_qwen3_8b bench_speculation --algorithm EAGLE3 --modes fa3,fa3_fp8,int2
 }
 hybrids() {
-  serving context_qwen3.6_35b_a3b bench_context --shape qwen3.6-35b-a3b:20
-  serving context_qwen3_next bench_context --shape qwen3-next-80b-a3b:16
+  # With few layers a step waits for the host, whatever the cache: 70 and 53 GB of weights.
+  serving context_qwen3.6_35b_a3b bench_context --shape qwen3.6-35b-a3b --modes fa3,fa3_fp8,int2 --steps
+  serving context_qwen3_next bench_context --shape qwen3-next-80b-a3b:16 --modes fa3,fa3_fp8,int2 --steps
+  SERVER_ARGS="--moe-runner-backend triton${SERVER_ARGS:+ $SERVER_ARGS}" serving context_gpt_oss_20b bench_context \
+    --shape gpt-oss-20b --loads 4x130816,1x130816 --modes fa3,fa3_fp8,int2
   serving room_qwen3.6_35b_a3b bench_context --shape qwen3.6-35b-a3b --room
 }
 paper() {
