@@ -12,15 +12,15 @@
 #define OSCAR_RUN_STAGES Values::RUN_STAGES
 #endif
 
-// The stage whose keys have been multiplied and whose values have not.
+// A stage whose keys have been multiplied and whose values have not.
 struct Behind {
   u32 values = 0;  // where this warp's tile of them begins
-  int stage = -1;
+  int stage = -1;  // none: the tile is there and its weights are zero
 
-  DEVICE bool nothing() const { return stage < 0; }
-  DEVICE void release(u32 base, int lane) const {
+  DEVICE void finish(Values& sums, const Values::Columns& columns, const Lane& at, u32 base) const {
+    sums.add(columns, at, values + at.value_even, values + at.value_odd);
     __syncwarp();
-    if (lane == 0 && stage >= 0) barrier_arrive(empty_barrier(base, stage));
+    if (threadIdx.x % 32 == 0 && (!OVERLAPPED || stage >= 0)) barrier_arrive(empty_barrier(base, stage));
   }
 };
 
@@ -54,9 +54,8 @@ DEVICE void attend(
       bool spilled = false;
       for (int stage = segment.history_begin;;) {
         int stop = min(segment.history_end, (stage / OSCAR_RUN_STAGES + 1) * OSCAR_RUN_STAGES);
-        Values::Columns columns;
+        Values::Columns columns = {};
         Behind behind;
-        if (OVERLAPPED) columns.clear();
         for (; stage < stop; stage++, turn.advance()) {
           u32 keys = stage_address(base, turn.stage), values_at = keys + KEY_BYTES + part * TILE * ValueRows::ROW_BYTES;
           keys += part * TILE * KeyRows::ROW_BYTES;
@@ -66,24 +65,16 @@ DEVICE void attend(
           // Products with values wait for weights, and these for products with keys. Where few warps share a scheduler, the
           // values of one stage are multiplied beside the keys of the next; beside the first, weights of zero.
           if (OVERLAPPED) {
-            if (behind.nothing()) behind.values = values_at;
-            values.add(columns, at, behind.values + at.value_even, behind.values + at.value_odd);
-            behind.release(base, lane);
-            behind = {values_at, turn.stage};
+            if (behind.stage < 0) behind.values = values_at;
+            behind.finish(values, columns, at, base);
           }
+          behind = {values_at, turn.stage};
           scores.keep(live_begin, live_end);
           scores.weigh(columns, softmax, values, codes);
-          if (!OVERLAPPED) {
-            values.add(columns, at, values_at + at.value_even, values_at + at.value_odd);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
-          }
+          if (!OVERLAPPED) behind.finish(values, columns, at, base);
           live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
         }
-        if (OVERLAPPED) {
-          values.add(columns, at, behind.values + at.value_even, behind.values + at.value_odd);
-          behind.release(base, lane);
-        }
+        if (OVERLAPPED) behind.finish(values, columns, at, base);
         if (stage == segment.history_end) break;
         values.make_room(softmax, partials.own_spill(warp), !spilled);
         spilled = true;

@@ -32,11 +32,6 @@ struct FixedValues {
 
   struct Columns {
     u32 number[TOKENS][V_GROUPS];  // the low 16 bits
-
-    DEVICE void clear() {
-      for (auto& token : number)
-        for (u32& x : token) x = 0;
-    }
   };
 
   DEVICE void clear() {

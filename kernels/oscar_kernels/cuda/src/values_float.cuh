@@ -16,12 +16,6 @@ struct FloatValues {
   // Weights times value scale as columns of the products: column 2 c is head c of an output block, column 2 c + 1 head 4 + c.
   struct Columns {
     u32 pair[TOKENS][V_GROUPS][PV_BLOCKS];  // two float16 numbers
-
-    DEVICE void clear() {
-      for (auto& token : pair)
-        for (auto& group : token)
-          for (u32& x : group) x = 0;
-    }
   };
 
   DEVICE void clear() {
