@@ -15,8 +15,8 @@ Calls = list[Callable[[], object]]
 DTYPES = {"": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Caches by what follows the underscore in a name."""
 NAMES = ("flashinfer", "flashinfer_fp8", "fa3", "fa3_fp8", "xqa", "xqa_fp8", "torch")
-NEEDED = {"fa3": "sgl_kernel with flash_ops", "xqa": "flashinfer with xqa"}
-"""What a package's baselines take, where it is not the package alone."""
+MODULES = {"fa3": fa3_baseline, "xqa": xqa_baseline}
+"""Where baselines are that have a module of their own, by what stands before the underscore."""
 
 
 def flashinfer_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> Calls:
@@ -58,15 +58,14 @@ def calls_of(name: str, heads: Heads, batch: int, length: int) -> Calls:
     package, _, cache = name.partition("_")
     if package == "torch":
         return sdpa_calls(heads, batch, length)
-    made = {"fa3": fa3_baseline.decode_calls, "xqa": xqa_baseline.decode_calls, "flashinfer": flashinfer_calls}
-    return made[package](heads, batch, length, DTYPES[cache])
+    make = MODULES[package].decode_calls if package in MODULES else flashinfer_calls
+    return make(heads, batch, length, DTYPES[cache])
 
 
 def installed(name: str) -> bool:
     """Whether what a baseline takes is here."""
     package = name.partition("_")[0]
-    special = {"fa3": fa3_baseline.available, "xqa": xqa_baseline.available}
-    return special[package]() if package in special else importlib.util.find_spec(package) is not None
+    return MODULES[package].available() if package in MODULES else importlib.util.find_spec(package) is not None
 
 
 def default() -> list[str]:
@@ -86,6 +85,6 @@ def chosen(text: str) -> list[str]:
             raise ValueError(f"no baseline {name!r}: there are {', '.join(NAMES)}")
         if not installed(name):
             package = name.partition("_")[0]
-            missing = NEEDED.get(package, package)
+            missing = MODULES[package].NEEDED if package in MODULES else package
             raise ValueError(f"baseline {name}: {missing} is not installed")
     return names

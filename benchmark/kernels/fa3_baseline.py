@@ -6,25 +6,23 @@ FP8; to convert them, which SGLang does in every layer, is left out of the time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
-from harness import PAGE, Heads, layers_of, random_pages, shuffled_tables
+from harness import PAGE, Heads, stock_layers
 
 from sglang_oscar.attention.flash_attention3 import installed as available
 
-__all__ = ["available", "decode_calls"]
+__all__ = ["NEEDED", "available", "decode_calls"]
+NEEDED = "sgl_kernel with flash_ops"
+"""What it takes."""
 
 
 def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Layers of decode over keys and values of ``dtype``, BF16 or FP8."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
-    tables, slots = shuffled_tables([length] * batch, PAGE)
-    shape = (slots // PAGE, PAGE, heads.kv, heads.head_dim)
-    layers = layers_of(2 * dtype.itemsize * math.prod(shape))
-    pools = [(random_pages(shape, dtype), random_pages(shape, dtype)) for _ in range(layers)]
+    tables, pools = stock_layers(heads, batch, length, dtype)
     q = torch.randn(batch, heads.query, heads.head_dim, device="cuda").bfloat16().to(dtype)
     starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
     scale = torch.ones(1, device="cuda").expand(batch, heads.kv) if dtype.itemsize == 1 else None

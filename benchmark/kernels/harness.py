@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import sys
@@ -165,6 +166,16 @@ def shuffled_tables(lengths: list[int], page_size: int, seed: int = 0) -> tuple[
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     tables = BatchTables(page_size, pages.cuda(), kv_lens, owner, start, owner.clone())
     return tables, (sum(counts) + 1) * page_size
+
+
+def stock_layers(
+    heads: Heads, batch: int, length: int, dtype: torch.dtype
+) -> tuple[BatchTables, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tables of requests; keys and values of every layer in a stock cache, [pages, page_size, kv heads, head_dim]."""
+    tables, slots = shuffled_tables([length] * batch, PAGE)
+    shape = (slots // PAGE, PAGE, heads.kv, heads.head_dim)
+    layers = layers_of(2 * dtype.itemsize * math.prod(shape))
+    return tables, [(random_pages(shape, dtype), random_pages(shape, dtype)) for _ in range(layers)]
 
 
 def report(name: str, rows: list[dict[str, object]], limit: float, path: str | None) -> None:

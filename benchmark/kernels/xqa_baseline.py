@@ -7,13 +7,14 @@ converts; it computes in FP8 then.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import PAGE, Heads, layers_of, random_pages, shuffled_tables
+from harness import PAGE, Heads, stock_layers
 
+NEEDED = "flashinfer with xqa"
+"""What it takes."""
 WORKSPACE = 512 << 20
 """Bytes, as SGLang gives it: counters, which are zero before the first call, and partial results."""
 
@@ -28,11 +29,7 @@ def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> l
     """Layers of decode over keys and values of ``dtype``, BF16 or FP8."""
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
-    tables, slots = shuffled_tables([length] * batch, PAGE)
-    shape = (slots // PAGE, PAGE, heads.kv, heads.head_dim)
-    layers = layers_of(2 * dtype.itemsize * math.prod(shape))
-    # Pages hold tokens of all heads; the kernel is told of them head by head.
-    pools = [tuple(random_pages(shape, dtype).permute(0, 2, 1, 3) for _ in range(2)) for _ in range(layers)]
+    tables, pools = stock_layers(heads, batch, length, dtype)
     q = torch.randn(batch, heads.query, heads.head_dim, device="cuda").bfloat16()
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
 
@@ -49,4 +46,6 @@ def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> l
             out_dtype=q.dtype,
         )
 
-    return [lambda p=pool: call(p) for pool in pools]
+    # Pages hold tokens of all heads; the kernel is told of them head by head.
+    by_head = [tuple(side.permute(0, 2, 1, 3) for side in pool) for pool in pools]
+    return [lambda p=pool: call(p) for pool in by_head]

@@ -3,8 +3,9 @@
     python benchmark/serving/bench_context.py --shape qwen3.6-35b-a3b:20 --loads 4x131072,1x261888
     python benchmark/serving/bench_context.py --shape qwen3.6-35b-a3b --room       # tokens that fit, without prompts
 
-Weights are random; ``NAME:LAYERS`` is a model with fewer layers. Prompts are sent once before they are measured, so
-that they come from the prefix cache. Runs with one ``--lock FILE`` share a GPU, see ``one_gpu.py``.
+Weights are random; ``NAME:LAYERS`` is a model with fewer layers. With few of them a step waits for the host, whatever
+the cache: ``--steps`` shows it. Prompts are sent once before they are measured, so that they come from the prefix
+cache. Runs with one ``--lock FILE`` share a GPU, see ``one_gpu.py``.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ STOCK_KERNELS = {
     "fa3": ("FlashAttention-3", missing(128)),
     "flashinfer": ("FlashInfer", None if importlib.util.find_spec("flashinfer") else "FlashInfer is not installed"),
 }
-"""Kernels for prompts that int2 mode takes from others: their names in logs, and why they cannot
-be had here for the reference model."""
+"""Kernels for prompts that int2 mode takes from others: their names in logs, and why they cannot be had here for the
+reference model."""
 
 
 @dataclass(frozen=True)
