@@ -14,6 +14,7 @@ from typing import Any
 
 import decode_log
 from bench_throughput import ask, speed_of
+from room import room_of
 from step_profile import NeverAtOnceError, profile_steps
 from subjects import Mode, Subject
 
@@ -48,7 +49,8 @@ def measure(
     lock: Path | None,
     layers: int = 0,
 ) -> list[dict[str, Any]]:
-    """One row for every load, of requests at once and tokens of a prompt: speed of decoding behind cached prompts.
+    """One row for every load, of requests at once and tokens of a prompt: speed of decoding behind cached prompts, and
+    how many tokens the cache has room for.
 
     Args:
         mode: the cache.
@@ -66,7 +68,7 @@ def measure(
     rows = []
     args = [*what.flags, *decode_log.FLAGS, *mode.args, *flags]
     with serve(what.folder, log, args, environment() | mode.env | env) as server:
-        most = max(count for count, _ in loads)
+        room, most = room_of(server).tokens, max(count for count, _ in loads)
         ask(server, [max(length for count, length in loads if count > number) for number in range(most)], 1)
         for count, length in loads:
             with alone(lock):
@@ -76,7 +78,10 @@ def measure(
                 if layers:
                     with contextlib.suppress(NeverAtOnceError):
                         steps["step"] = profile_steps(server, asking, layers, count)
-            rows.append({"requests": count, "length": length} | {k: round(v, 3) for k, v in speed._asdict().items()})
+            rows.append(
+                {"requests": count, "length": length, "room": room}
+                | {k: round(v, 3) for k, v in speed._asdict().items()}
+            )
             rows[-1] |= steps
             print(log.name, rows[-1], flush=True)
     return rows

@@ -29,7 +29,7 @@ from support.draft_models import glm_with_draft_layer, llama_with_drafts
 from support.fleet import checked
 from support.gpu_answers import assert_ranks_agree
 from support.servers import EXACT, STRICT, Server, ranked, serve
-from support.speculation import per_step
+from support.speculation import per_step, with_plugins
 from support.together import Together
 
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-cache-report"]
@@ -43,6 +43,7 @@ TURNS, TOKENS, PAGE = 3, 70, 64
 TRAINED = os.environ.get("OSCAR_TEST_HYBRID", "")
 """Folder of a model that ``scripts/train_reference_model.py --preset hybrid`` has trained."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
+HOST_TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "2560"]
 Prompt = tuple[Any, list[str]]
 """Token ids or text, and images."""
 
@@ -58,6 +59,8 @@ class Kind:
     per_step: float = 0.0
     """Tokens of a step of verification at least; 0 without drafts."""
     ranks: tuple[int, ...] = (1, 2)
+    plugins: tuple[str, ...] = ()
+    """Test plugins of int2 mode's server."""
 
 
 def drafting(algorithm: str, drafts: int, name: str = "") -> Callable[[Path], list[str]]:
@@ -112,7 +115,9 @@ KINDS = {
         lambda folder: models.save("qwen3", folder),
         tuple(IDS),
         # A pool for three of the conversations.
-        lambda model: ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "2560"],
+        lambda model: HOST_TIER,
+        # Rows from the host are NaN until somebody has waited for them.
+        plugins=("late_host_plugin",),
     ),
 }
 
@@ -176,6 +181,7 @@ def test_answers_are_those_of_stock(name: str, ranks: int, tmp_path: Path) -> No
     model = kind.model(tmp_path / "model")
     both = [*COMMON, *kind.args, *ranked(ranks)]
     env = EXACT | STRICT | (checked("ranks", "padding") if ranks > 1 else {})
+    env = with_plugins(env, *kind.plugins)
     starts = {
         "int2": partial(serve, model, tmp_path / "log", *INT2, *both, *kind.int2(model), env=env),
         "stock": partial(serve, model, tmp_path / "stock", *STOCK, *both),
@@ -203,6 +209,19 @@ def test_answers_are_those_of_stock(name: str, ranks: int, tmp_path: Path) -> No
             if kind.images and number == 0:
                 for x, y in itertools.combinations(expected, 2):
                     assert first_difference(x, y), "images do not show in the answers"
+
+
+def test_who_does_not_wait_for_the_host_is_seen(tmp_path: Path) -> None:
+    """The check can fail: attention that does not wait reads rows that are not there yet."""
+    env = with_plugins(EXACT | {"LATE_HOST_NOBODY_WAITS": "1"}, "late_host_plugin")
+    model, args = models.save("qwen3", tmp_path / "model"), [*INT2, *COMMON, *IDS, *HOST_TIER]
+    with serve(model, tmp_path / "log", *args, env=env) as server:
+        prompts = [prompt for prompt in opening(images=False) if len(prompt[0]) > 300]
+        ask(server, prompts, workers=1)
+        broken = ask(server, prompts, workers=1)
+    assert any((one["meta_info"]["cached_tokens_details"] or {}).get("host") for one in broken)
+    with pytest.raises(AssertionError, match="probabilities are not numbers"):
+        assert_same(broken, broken, NEAR_TIE, DRIFT)
 
 
 def check_kind(name: str, ranks: int, server: Server, answers: list[dict[str, Any]]) -> None:

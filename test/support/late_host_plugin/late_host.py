@@ -2,14 +2,20 @@
 
 On a CPU a copy is done when it is asked for, so nobody would notice a reader that does not wait. Here every layer's
 rows are loaded, put aside and overwritten, and come back when its attention waits; lossless ones are NaN until then.
+On a GPU all layers' rows are overwritten before the first is loaded, and every load comes late, by some milliseconds
+of its stream.
 """
 
 from __future__ import annotations
 
 import os
 
+LATE_CYCLES = 40_000_000
+"""Of the GPU's clock, about 20 ms: by then a reader that does not wait has read."""
+
 
 def register():
+    import torch
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
 
     from sglang_oscar.attention.backend import OscarAttentionBackend
@@ -18,9 +24,20 @@ def register():
     load, complete, wait = Int2HostPool.load_to_device_per_layer, LayerLoadingEvent.complete, LayerLoadingEvent.wait
     loaded = []
 
+    def load_slowly(self, pages, layer_id):
+        for layer in range(self.layer_num) if layer_id == 0 else ():
+            for side in (0, 1):
+                rows = self._device_pages.item(side, layer)
+                rows[pages.to(rows.device)] = 0xFF
+        torch.cuda._sleep(LATE_CYCLES)
+
     def load_late(self, device_pool, host_indices, device_indices, layer_id, io_backend, **kwargs):
-        load(self, device_pool, host_indices, device_indices, layer_id, io_backend, **kwargs)
         pages = self._numbers(device_indices)
+        if self._device_pages.item(0, layer_id).is_cuda:
+            load_slowly(self, pages, layer_id)
+            load(self, device_pool, host_indices, device_indices, layer_id, io_backend, **kwargs)
+            return
+        load(self, device_pool, host_indices, device_indices, layer_id, io_backend, **kwargs)
         for side in (0, 1):
             rows = self._device_pages.item(side, layer_id)
             loaded.append((rows, pages, rows[pages].clone()))
