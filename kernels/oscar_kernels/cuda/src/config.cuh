@@ -96,10 +96,6 @@ constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
 // More columns of queries than a lane has registers for beside its sums: the warps of a kv head read them from shared memory.
 constexpr bool WIDE = HEAD_DIM * COLUMNS > 2048;
 
-// Whether keys of a stage are multiplied beside values of the one before. Two warps to a scheduler do not hide each other's
-// waiting, and have registers for it, except where these are short anyway.
-constexpr bool OVERLAPPED = MATH_WARPS <= 8 && !WIDE;
-
 // Shared memory: what the warps of a head exchange, queries, the plan, barriers, and stages.
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
 constexpr int PARTIAL_FLOATS = 4 * PARTIAL_ROW;  // four heads are exchanged at a time

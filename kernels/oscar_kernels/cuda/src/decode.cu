@@ -12,18 +12,6 @@
 #define OSCAR_RUN_STAGES Values::RUN_STAGES
 #endif
 
-// A stage whose keys have been multiplied and whose values have not.
-struct Behind {
-  u32 values = 0;  // where this warp's tile of them begins
-  int stage = -1;  // none: the tile is there and its weights are zero
-
-  DEVICE void finish(Values& sums, const Values::Columns& columns, const Lane& at, u32 base) const {
-    sums.add(columns, at, values + at.value_even, values + at.value_odd);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0 && (!OVERLAPPED || stage >= 0)) barrier_arrive(empty_barrier(base, stage));
-  }
-};
-
 DEVICE void attend(
     float sm_scale, int batch, const Partials& partials, const Result& result, const Plan& plan, char* shared) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -54,27 +42,20 @@ DEVICE void attend(
       bool spilled = false;
       for (int stage = segment.history_begin;;) {
         int stop = min(segment.history_end, (stage / OSCAR_RUN_STAGES + 1) * OSCAR_RUN_STAGES);
-        Values::Columns columns = {};
-        Behind behind;
         for (; stage < stop; stage++, turn.advance()) {
           u32 keys = stage_address(base, turn.stage), values_at = keys + KEY_BYTES + part * TILE * ValueRows::ROW_BYTES;
           keys += part * TILE * KeyRows::ROW_BYTES;
           barrier_wait(full_barrier(base, turn.stage), turn.parity);
           Scores scores;
           scores.multiply(codes, at, keys, values_at);
-          // Products with values wait for weights, and these for products with keys. Where few warps share a scheduler, the
-          // values of one stage are multiplied beside the keys of the next; beside the first, weights of zero.
-          if (OVERLAPPED) {
-            if (behind.stage < 0) behind.values = values_at;
-            behind.finish(values, columns, at, base);
-          }
-          behind = {values_at, turn.stage};
           scores.keep(live_begin, live_end);
+          Values::Columns columns;
           scores.weigh(columns, softmax, values, codes);
-          if (!OVERLAPPED) behind.finish(values, columns, at, base);
+          values.add(columns, at, values_at + at.value_even, values_at + at.value_odd);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(empty_barrier(base, turn.stage));
           live_begin -= STAGE_TOKENS, live_end -= STAGE_TOKENS;
         }
-        if (OVERLAPPED) behind.finish(values, columns, at, base);
         if (stage == segment.history_end) break;
         values.make_room(softmax, partials.own_spill(warp), !spilled);
         spilled = true;
