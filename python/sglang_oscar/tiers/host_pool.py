@@ -143,8 +143,8 @@ class Int2HostPool(HostKVCache):
         return self.pages.page(int(index) // self.page_size)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """Room for a page from storage."""
-        return torch.zeros(self.page_layout.page_bytes, dtype=torch.uint8, pin_memory=self.pin_memory)
+        """Room for a page from storage on its way to the host tier: pinning it would take longer than reading it."""
+        return torch.empty(self.page_layout.page_bytes, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: int | torch.Tensor, data_page: torch.Tensor) -> None:
         """Put a page from storage where the page that begins at a slot is."""

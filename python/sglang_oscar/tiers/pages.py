@@ -17,7 +17,7 @@ import torch
 from oscar_kernels.format import LayerFormat
 from sglang_oscar.memory.geometry import GIB
 
-PAGE_VERSION = 1
+PAGE_VERSION = 2
 """Version of what a page holds where; part of every key of storage."""
 PAGE_FIRST = ("page_first", "page_first_direct")
 """SGLang's names of layouts in which a page is one piece of host memory; to us they are the same."""
@@ -133,7 +133,8 @@ class HostPages:
     def set_page(self, number: int, data: torch.Tensor) -> None:
         """Overwrite a page with uint8 [page_bytes]."""
         if self.page_first:
-            self.buffer.view(self.count, -1)[number] = data
+            # PyTorch would share out a copy of a megabyte among all cores and wait for the busiest.
+            self.buffer.view(self.count, -1)[number].numpy()[:] = data.numpy()
             return
         for item in self.layout.items:
             self._items[item.side, item.layer][number] = data[item.offset : item.offset + item.size]
