@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,30 @@ def test_damaged_pages_are_missed(how: str, store: CheckedStorage, caplog: pytes
     assert not store.exists(KEYS[1])
     assert store.set(KEYS[1], written[1].clone())
     assert torch.equal(store.get(KEYS[1], room(1)[0]), written[1])
+
+
+def test_many_pages_come_back_in_order(store: CheckedStorage) -> None:
+    """Several threads read them: each into its own room, a missing one for itself."""
+    keys, written = [f"{number:064x}" for number in range(1, 65)], pages(64)
+    store.batch_set(keys, written)
+    missing = set(random.Random(3).sample(range(64), 9))
+    for number in missing:
+        os.remove(Path(store.file_path, f"{store._get_suffixed_key(store.key(keys[number]))}.bin"))
+    places = room(64)
+    for number, got in enumerate(store.batch_get(keys, places)):
+        assert got is None if number in missing else (got is places[number] and torch.equal(got, written[number]))
+
+
+def test_other_backends_are_asked_by_one_thread(tmp_path: Path) -> None:
+    """Whether others may be asked by several threads at once is not known."""
+    seen = set()
+
+    class Backend:
+        def get(self, key: str, *_: Any) -> None:
+            seen.add(threading.get_ident())
+
+    CheckedStorage(Backend(), Pool(), SALT).batch_get([f"{number:064x}" for number in range(64)])  # type: ignore[arg-type]
+    assert seen == {threading.get_ident()}
 
 
 def test_a_page_under_another_key_is_missed(store: CheckedStorage) -> None:
