@@ -20,10 +20,16 @@ def register() -> None:
     try:
         # On another release nothing is touched: a hook may fit by name and mean something else.
         if failure.unsupported_release() is None:
-            from sglang_oscar.attach import flags, touchpoints
+            from sglang_oscar.attach import bindings, flags, processes, touchpoints
 
             flags.install()
-            failure.expect(touchpoints.register_all(touchpoints.wanted()))
+            processes.begin()
+            points, later = touchpoints.of_arguments(), touchpoints.of_scheduler(processes.may_serve_int2())
+            if processes.schedules():
+                points, later = points + later, []
+            targets = touchpoints.register_all(points)
+            bindings.install(targets)
+            failure.expect(targets, lambda: touchpoints.absent(later))
             return
     except Exception as error:
         failure.remember(error)

@@ -20,7 +20,8 @@ from support.syntax import SourceTree
 
 PLUGIN = Path(touchpoints.__file__).parents[1]
 SRT = "sglang.srt."
-ALL = touchpoints.TOUCHPOINTS + touchpoints.CPU_TOUCHPOINTS + touchpoints.DUMP_TOUCHPOINTS
+LISTS = ("ARGUMENTS", "SERVING", "DUMPING", "CPU_ARGUMENTS", "CPU_SERVING", "CPU_MODELS")
+ALL: list[touchpoints.Touchpoint] = [point for name in LISTS for point in getattr(touchpoints, name)]
 
 RECENT_IMPORTS = {
     "sglang.srt.managers.io_struct.BeginWeightUpdateReqOutput",  # beside a touch point that is as recent
@@ -106,6 +107,7 @@ PARAMETERS: dict[str, str] = {
     "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": "sizes req_to_token_pool",
     "configs.load_config.LoadConfig": "load_format",
     "model_loader.loader.get_model_loader": "load_config model_config",
+    "plugins.hook_registry._propagate_patch": "original wrapped source_module",
     "models.utils.apply_qk_norm": "q k q_norm k_norm head_dim alt_stream allow_inplace",
     "managers.io_struct.BeginWeightUpdateReqOutput": "success message",
 }

@@ -19,9 +19,7 @@ from sglang_oscar import SGLANG_VERSIONS, plugin
 from sglang_oscar.attach import failure, flags, refusals, releases, touchpoints
 from sglang_oscar.errors import Int2Error
 
-ALL = touchpoints.TOUCHPOINTS + touchpoints.DUMP_TOUCHPOINTS
-
-
+ALL = touchpoints.ARGUMENTS + touchpoints.SERVING + touchpoints.CPU_SERVING + touchpoints.DUMPING
 HOOKED = [point for point in ALL if point.target() is not None]
 
 
@@ -75,12 +73,16 @@ def test_a_dropped_hook_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs and forgets a hook that it cannot attach; int2 mode must not start then."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    targets = [str(point.target()) for point in touchpoints.TOUCHPOINTS]
+    targets = [str(point.target()) for point in touchpoints.SERVING]
     monkeypatch.setattr(failure, "_error", None)
     monkeypatch.setattr(failure, "_expected", ())
+    monkeypatch.setattr(failure, "_absent", list)
     failure.expect(targets)
     monkeypatch.setattr(HookRegistry, "_patched", set(targets))
     assert failure.reason() is None
+    failure.expect(targets, lambda: ["sglang.nowhere"])
+    assert failure.reason() == "not attached: sglang.nowhere"
+    failure.expect(targets)
     monkeypatch.setattr(HookRegistry, "_patched", set(targets[1:]))
     assert failure.reason() == f"not attached: {targets[0]}"
     monkeypatch.setattr(failure, "SGLANG_VERSIONS", ("9.9.8", "9.9.9"))
@@ -116,10 +118,32 @@ def test_what_goes_wrong_is_told_only_to_who_asks(
 
 def test_attention_is_hooked_only_for_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DUMP_KVCACHE", raising=False)
-    assert touchpoints.wanted() == touchpoints.TOUCHPOINTS
+    without = touchpoints.of_scheduler(int2=True)
     monkeypatch.setenv("DUMP_KVCACHE", "1")
-    assert touchpoints.wanted() == ALL
-    assert any("RadixAttention.forward" in point.name for point in touchpoints.DUMP_TOUCHPOINTS)
+    assert touchpoints.of_scheduler(int2=True) == without + touchpoints.DUMPING
+    assert any("RadixAttention.forward" in point.name for point in touchpoints.DUMPING)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_only_int2_mode_hooks_a_scheduler(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what models need on a CPU in any mode."""
+    monkeypatch.delenv("DUMP_KVCACHE", raising=False)
+    monkeypatch.setattr("sglang.srt.utils.is_cpu", lambda: on_cpu)
+    cpu = touchpoints.CPU_MODELS if on_cpu else []
+    assert touchpoints.of_scheduler(int2=False) == cpu
+    serving = touchpoints.SERVING + (touchpoints.CPU_SERVING if on_cpu else [])
+    assert touchpoints.of_scheduler(int2=True) == serving + cpu
+    assert touchpoints.of_arguments() == touchpoints.ARGUMENTS + (touchpoints.CPU_ARGUMENTS if on_cpu else [])
+
+
+def test_what_workers_would_miss_is_told_where_the_server_is_launched() -> None:
+    kind, hook = HookType.BEFORE, print
+    rows = [
+        touchpoints.Touchpoint(("sglang.srt.server_args.nowhere",), kind, hook),
+        touchpoints.Touchpoint(("sglang.srt.server_args.prepare_server_args",), kind, hook),
+        touchpoints.Touchpoint(("sglang.srt.server_args.later",), kind, hook, recent=True),
+    ]
+    assert touchpoints.absent(rows) == ["sglang.srt.server_args.nowhere"]
 
 
 if hasattr(ServerArgs, "resolve_once"):

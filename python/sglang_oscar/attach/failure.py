@@ -6,12 +6,13 @@ A server that does not ask for int2 must not notice that the plugin is installed
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_oscar import SGLANG_VERSIONS
 
 _error: str | None = None
 _expected: tuple[str, ...] = ()
+_absent: Callable[[], list[str]] = list
 
 
 def remember(error: BaseException) -> None:
@@ -20,10 +21,15 @@ def remember(error: BaseException) -> None:
     _error = f"{type(error).__name__}: {error}"
 
 
-def expect(targets: Iterable[str]) -> None:
-    """Name the functions of SGLang that :func:`reason` must find hooked."""
-    global _expected
-    _expected = tuple(targets)
+def expect(targets: Iterable[str], absent: Callable[[], list[str]] = list) -> None:
+    """Say what :func:`reason` must find.
+
+    Args:
+        targets: functions of SGLang that are to be hooked in this process.
+        absent: finds those that are not there for a worker to hook. Asked only when a reason is: it imports them.
+    """
+    global _expected, _absent
+    _expected, _absent = tuple(targets), absent
 
 
 def unsupported_release() -> str | None:
@@ -49,7 +55,7 @@ def reason() -> str | None:
     early = unsupported_release() or _error
     if early is not None:
         return early
-    missing = [target for target in _expected if target not in HookRegistry._patched]
+    missing = [target for target in _expected if target not in HookRegistry._patched] or _absent()
     return f"not attached: {', '.join(missing)}" if missing else None
 
 

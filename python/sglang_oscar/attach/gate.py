@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_oscar.attach import failure, refusals, releases
+from sglang_oscar.attach import failure, processes, refusals, releases
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.disaggregation import arguments as disaggregation
@@ -68,10 +68,13 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     Raises:
         Int2Error: int2 mode cannot run like this.
     """
+    processes.declare(is_int2(self))
     dump_hook.configure(self)
     if not is_int2(self):
         if getattr(self, GROUP_SIZE) is not None:
             raise Int2Error("--kv-cache-quant-group-size needs --kv-cache-dtype int2")
+        if dump_hook.is_wanted() and (reason := failure.reason()) is not None:
+            raise Int2Error(f"DUMP_KVCACHE=1 cannot attach to SGLang: {reason}")
         original(self)
         if dump_hook.is_wanted():
             dump_hook.check_heads(releases.resolved(self), releases.model_config(self))

@@ -1,4 +1,9 @@
-"""Every place where int2 mode touches SGLang, as a list. Nothing else in this package patches anything."""
+"""Every place where int2 mode touches SGLang, as lists: what is hooked in which processes of a server.
+
+A hook costs the start of a process: SGLang's module is imported, and every module is searched for other names of the
+function. So the process that launches a server gets only what it runs itself, and a server that does not ask for int2
+nothing else (:mod:`sglang_oscar.attach.processes`).
+"""
 
 from __future__ import annotations
 
@@ -69,11 +74,24 @@ def at(*targets: str) -> tuple[str, ...]:
     return targets
 
 
-TOUCHPOINTS: list[Touchpoint] = [
-    # Arguments: defaults and refusals.
+ARGUMENTS: list[Touchpoint] = [
     Touchpoint(at(ARGS + "prepare_server_args"), AROUND, gate.around_prepare_server_args),
     Touchpoint(at(ARGS + "ServerArgs.resolve_once", ARGS + "ServerArgs.__post_init__"), AROUND, gate.around_resolution),
     Touchpoint(at(ARGS + "ServerArgs.check_server_args"), BEFORE, gate.before_check_server_args),
+    Touchpoint(
+        at(
+            SRT + "arg_groups.overrides.post_capture_kv_sizing_planned",
+            ARGS + "ServerArgs.post_capture_kv_sizing_planned",
+        ),
+        AFTER,
+        sizing.after_post_capture_kv_sizing_planned,
+    ),
+    Touchpoint(at(SRT + "arg_groups.speculative_hook._handle_ngram"), AROUND, speculation.around_handle_ngram),
+]
+"""Arguments: defaults and refusals. In every process."""
+
+
+SERVING: list[Touchpoint] = [
     # Memory: dtype, bytes per token, budget, number of requests, pool.
     Touchpoint(at(MEM + "kv_cache_dtype.configure_kv_cache_dtype"), AROUND, sizing.around_configure_kv_cache_dtype),
     Touchpoint(
@@ -90,14 +108,6 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, hybrid_sizing.around_handle_max_mamba_cache),
     Touchpoint(at(CONFIGURATOR + "resolve_max_num_reqs"), AROUND, sizing.around_resolve_max_num_reqs),
     Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
-    Touchpoint(
-        at(
-            SRT + "arg_groups.overrides.post_capture_kv_sizing_planned",
-            ARGS + "ServerArgs.post_capture_kv_sizing_planned",
-        ),
-        AFTER,
-        sizing.after_post_capture_kv_sizing_planned,
-    ),
     # Requests: prefix hits, rows, sink blocks.
     Touchpoint(at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward),
     Touchpoint(
@@ -149,7 +159,6 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(at(UPDATER + "save_remote_model"), AROUND, updates.around_save_weights),
     Touchpoint(at(UPDATER + "save_sharded_model"), AROUND, updates.around_save_weights),
     # Speculative decoding.
-    Touchpoint(at(SRT + "arg_groups.speculative_hook._handle_ngram"), AROUND, speculation.around_handle_ngram),
     Touchpoint(
         at(SRT + "speculative.spec_utils.move_accept_tokens_to_target_kvcache"),
         AROUND,
@@ -170,7 +179,11 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(at(DECODE + "DecodeReqToTokenPool.clear"), BEFORE, lifecycle.before_clear_rows),
     Touchpoint(at(REQUEST + "offload_kv_cache"), BEFORE, retraction.before_offload),
     Touchpoint(at(REQUEST + "load_kv_cache"), AFTER, retraction.after_load),
-    # Machines without a GPU.
+]
+"""Schedulers of int2 mode."""
+
+
+CPU_SERVING: list[Touchpoint] = [
     Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),
     Touchpoint(
         at(SRT + "managers.cache_controller.HiCacheController.__init__"), BEFORE, engine.before_cache_controller
@@ -179,18 +192,32 @@ TOUCHPOINTS: list[Touchpoint] = [
     Touchpoint(at(DRAFTS + "create_draft_extend_backend"), AROUND, engine.around_create_extend_backend),
     Touchpoint(at(SRT + "disaggregation.utils.get_kv_class"), AROUND, transfer.around_get_kv_class),
     Touchpoint(at(MEM + "allocation.get_last_loc"), AROUND, engine.around_get_last_loc),
-    Touchpoint(at(ALLOCATOR + "alloc_extend"), AROUND, engine.around_alloc_extend),
-    Touchpoint(at(ALLOCATOR + "alloc_decode"), AROUND, engine.around_alloc_decode),
 ]
+"""Schedulers of int2 mode on a machine without a GPU."""
 
 
-DUMP_TOUCHPOINTS: list[Touchpoint] = [
+DUMPING: list[Touchpoint] = [
     Touchpoint(at(SRT + "layers.radix_attention.RadixAttention.forward"), BEFORE, dump_hook.before_attention),
 ]
 """Calibration: dumping q, k and v. Every attention call of every model passes here, so only where a dump is wanted."""
 
 
-CPU_TOUCHPOINTS: list[Touchpoint] = [
+CPU_ARGUMENTS: list[Touchpoint] = [
+    Touchpoint(
+        at(
+            SRT + "arg_groups.mamba_hook.validate_mamba_extra_buffer",
+            ARGS + "ServerArgs._validate_mamba_extra_buffer",
+        ),
+        AROUND,
+        hybrid_models.around_validate_extra_buffer,
+    ),
+]
+"""Arguments, on a machine without a GPU. In every process."""
+
+
+CPU_MODELS: list[Touchpoint] = [
+    Touchpoint(at(ALLOCATOR + "alloc_extend"), AROUND, engine.around_alloc_extend),
+    Touchpoint(at(ALLOCATOR + "alloc_decode"), AROUND, engine.around_alloc_decode),
     Touchpoint(
         at(KERNELS + "attention.fla.fused_norm_gate.FusedRMSNormGated.forward"),
         AROUND,
@@ -202,24 +229,35 @@ CPU_TOUCHPOINTS: list[Touchpoint] = [
     ),
     Touchpoint(at(STATES + "track_mamba_states_if_needed"), AROUND, hybrid_models.around_track_states),
     Touchpoint(at(STATES + "track_mamba_states_all_layers"), AROUND, hybrid_models.around_track_all_states),
-    Touchpoint(
-        at(
-            SRT + "arg_groups.mamba_hook.validate_mamba_extra_buffer",
-            ARGS + "ServerArgs._validate_mamba_extra_buffer",
-        ),
-        AROUND,
-        hybrid_models.around_validate_extra_buffer,
-    ),
 ]
-"""Linear attention on a machine without a GPU. The modules are those of Triton kernels: only where they are needed."""
+"""What schedulers of any mode need on a machine without a GPU: linear attention, and pages without Triton."""
 
 
-def wanted() -> list[Touchpoint]:
-    """The hooks of this process."""
+def of_arguments() -> list[Touchpoint]:
+    """The hooks of every process."""
+    return ARGUMENTS + (CPU_ARGUMENTS if _on_cpu() else [])
+
+
+def of_scheduler(int2: bool) -> list[Touchpoint]:
+    """What a scheduler has beside them.
+
+    Args:
+        int2: whether its server may serve in int2 mode.
+    """
+    on_cpu = _on_cpu()
+    serving = SERVING + (CPU_SERVING if on_cpu else []) if int2 else []
+    return serving + (CPU_MODELS if on_cpu else []) + (DUMPING if dump_hook.is_wanted() else [])
+
+
+def _on_cpu() -> bool:
     from sglang.srt.utils import is_cpu
 
-    on_cpu = CPU_TOUCHPOINTS if is_cpu() else []
-    return TOUCHPOINTS + on_cpu + (DUMP_TOUCHPOINTS if dump_hook.is_wanted() else [])
+    return bool(is_cpu())
+
+
+def absent(touchpoints: list[Touchpoint]) -> list[str]:
+    """Functions that the installed release lacks, of those that are to be hooked."""
+    return [target for point in touchpoints if (target := point.target()) is not None and not releases.exists(target)]
 
 
 def register_all(touchpoints: list[Touchpoint]) -> list[str]:

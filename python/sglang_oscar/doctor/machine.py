@@ -58,14 +58,23 @@ def check_hooks() -> str:
         Int2Error: naming those that do not.
     """
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_oscar.attach import failure, touchpoints
+    from sglang_oscar.attach import bindings, failure, touchpoints
 
     with quiet():
         load_plugins()
-    if (reason := failure.reason()) is not None:
+        if (reason := failure.reason()) is None:
+            # This process launches nothing, so it can be what the scheduler of a server is.
+            points = touchpoints.of_arguments() + touchpoints.of_scheduler(int2=True)
+            targets = touchpoints.register_all(points)
+            bindings.install(targets)
+            HookRegistry.apply_hooks()
+            failure.expect(targets)
+            reason = failure.reason()
+    if reason is not None:
         raise Int2Error(f"{reason}; remove other plugins, or install sglang anew")
-    return f"all {len(touchpoints.TOUCHPOINTS)} touch points attached"
+    return f"all {len(targets)} touch points attached"
 
 
 def check_torch() -> str:
