@@ -143,7 +143,9 @@ def launch_command(model: Path | str, port: int, args: Sequence[str] = ()) -> li
     """Command line of a server for ``model`` on 127.0.0.1, on the GPU where there is one."""
     device = "cuda" if has_gpu() else "cpu"
     base = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", device]
-    return [*base, "--host", "127.0.0.1", "--port", str(port), *args]
+    # A scheduler that waits for requests keeps a core busy, which on a CPU others need: clients, other servers.
+    waiting = ["--sleep-on-idle"] if device == "cpu" else []
+    return [*base, "--host", "127.0.0.1", "--port", str(port), *waiting, *args]
 
 
 @contextlib.contextmanager
