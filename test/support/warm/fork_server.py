@@ -19,23 +19,33 @@ import traceback
 from support.warm import channel, inherit, interpreter, preload
 from support.warm.client import Client, install
 from support.warm.launch import Launch
-from support.warm.rule import Warm, counted
+from support.warm.rule import READ, Warm, counted, replacing
 
 
 def main(number: int) -> None:
     """Body of a warm process whose channel is file descriptor ``number``. In a forked process it runs the program."""
     control = socket.socket(fileno=number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    environment = counted(os.environ)
-    path = list(sys.path)
+    started = dict(os.environ)
+    front = replacing(started, os.getcwd())
+    path = [entry for entry in sys.path if entry not in front]
     with inherit.low_numbers_taken():
         before = inherit.open_descriptors()
-        imported = counted(preload.load())
+        changed, looked_for = preload.load()
         opened = sorted(inherit.open_descriptors() - before)
+    read = sorted(name for name in looked_for if name.startswith(READ))
     sys.stdout.flush()
     sys.stderr.flush()
-    modules = sorted({name.partition(".")[0] for name in sys.modules} - {"support"})
-    warm = Warm(environment, imported, modules, path, [entry for entry in sys.path if entry not in path], opened)
+    warm = Warm(
+        environment=counted(started, read),
+        read=read,
+        imported=counted(changed),
+        modules=sorted({name.partition(".")[0] for name in sys.modules} - {"support"}),
+        front=front,
+        path=path,
+        added_path=[entry for entry in sys.path if entry not in path and entry not in front],
+        descriptors=opened,
+    )
     channel.send(control, marshal.dumps(vars(warm)))
     launch, client = serve(control, warm)
     install(lambda _: client)

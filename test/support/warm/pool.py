@@ -15,8 +15,10 @@ from pathlib import Path
 from support.warm import channel
 from support.warm.client import Client, install
 from support.warm.launch import Launch
-from support.warm.rule import BOOT, Warm, counted, difference
+from support.warm.rule import BOOT, READ, Warm, counted, difference, replacing
 
+MOST = 4
+"""Warm processes that a worker of a test run keeps: each takes a gigabyte."""
 SWITCH = "OSCAR_TEST_WARM"
 """Environment variable: 0 starts every process anew."""
 TESTS = Path(__file__).parents[2]
@@ -68,13 +70,15 @@ class Pool:
         if os.getpid() != self._owner:
             return None
         with self._starting:
-            for client in self._started:
-                if not difference(launch.environment, client.warm):
-                    return client
-            if not starts_workers(launch):
-                return None
-            self._started.append(Started(counted(launch.environment)))
-            return self._started[-1]
+            fitting = next((client for client in self._started if not misfits(launch, client.warm)), None)
+            if fitting is None and starts_workers(launch):
+                fitting = Started(environment_for(launch))
+            if fitting is not None:
+                # The one that was asked last stays longest.
+                self._started = [*(client for client in self._started if client is not fitting), fitting]
+                while len(self._started) > MOST:
+                    self._started.pop(0).close()
+            return fitting
 
     def close(self) -> None:
         """End all of them."""
@@ -89,6 +93,18 @@ def starts_workers(launch: Launch) -> bool:
     Others are forked from a warm process that is there.
     """
     return "SGLANG_USE_CPU_ENGINE" in launch.environment or "sglang_oscar" in launch.command
+
+
+def misfits(launch: Launch, warm: Warm) -> bool:
+    """Whether a launch needs another warm process."""
+    return bool(difference(launch.environment, warm)) or replacing(launch.environment, launch.cwd) != warm.front
+
+
+def environment_for(launch: Launch) -> dict[str, str]:
+    """The environment of a warm process that a launch fits."""
+    read = [name for name in launch.environment if name.startswith(READ)]
+    folders = os.pathsep.join(replacing(launch.environment, launch.cwd))
+    return counted(launch.environment, read) | ({"PYTHONPATH": folders} if folders else {})
 
 
 def wanted() -> bool:

@@ -1,12 +1,19 @@
-"""What a fork server imports: the third-party modules that SGLang imports, in its order, and nothing that is tested."""
+"""What a fork server imports: the third-party modules that SGLang imports, in its order, and nothing that is tested.
+
+For servers on a CPU also what a worker of SGLang has imported before plugins are loaded, so that the order of imports
+and hooks is that of users, but for the models, which a scheduler imports after its hooks. The scheduler itself is not
+here: whether a process has imported it decides what is hooked.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 
 MODULES = tuple(
     """
@@ -21,25 +28,37 @@ MODULES = tuple(
     """.split()  # noqa: SIM905
 )
 """Found with ``python -X importtime``; some are in the oldest or the newest release's pins only."""
-OWN = ("sglang", "sgl_kernel", "oscar_", "reference_model", "prometheus_client")
-"""Beginnings of modules that every process must import itself: what is tested, and what reads variables of SGLang."""
+SGLANG = ("sglang.srt.managers.detokenizer_manager", "sglang.srt.models.registry")
+"""What every worker imports, and the models. These have read variables of SGLang, which then count."""
+OWN = ("sglang_oscar", "oscar_", "reference_model", "prometheus_client")
+"""Beginnings of modules that every process must import itself: what is tested, and what reads more variables."""
 
 
-def load() -> dict[str, str]:
-    """Import ``MODULES``, as far as they are installed, and return the environment variables that this has set.
+def load() -> tuple[dict[str, str], set[str]]:
+    """Import ``MODULES``, as far as they are installed, and ``SGLANG`` for servers on a CPU.
+
+    Returns:
+        the environment variables that this has set, and the names of those that it has looked for.
 
     Raises:
         RuntimeError: the process must not be forked now.
     """
     before = dict(os.environ)
-    for name in MODULES:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as missing:
-            # Packages move their modules between the versions that releases of SGLang pin.
-            if not f"{name}.".startswith(f"{missing.name}."):
-                raise
-    if own := [name for name in sys.modules if name.startswith(OWN)]:
+    forbidden = OWN
+    with reads() as read:
+        for name in MODULES:
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as missing:
+                # Packages move their modules between the versions that releases of SGLang pin.
+                if not f"{name}.".startswith(f"{missing.name}."):
+                    raise
+        if "SGLANG_USE_CPU_ENGINE" in before:
+            for name in SGLANG:
+                importlib.import_module(name)
+        else:
+            forbidden += ("sglang", "sgl_kernel")
+    if own := [name for name in sys.modules if name.startswith(forbidden)]:
         raise RuntimeError(f"a library imports what every process must import itself: {own}")
     # Threads of OpenBLAS and jemalloc do not count: these libraries end theirs before a fork and start them after it.
     if threading.active_count() > 1:
@@ -47,4 +66,22 @@ def load() -> dict[str, str]:
     gc.collect()
     # Objects from here are never looked at again, so children do not copy their pages for counters of the collector.
     gc.freeze()
-    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}, read
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[set[str]]:
+    """Names of the environment variables that are looked for, set or not, in the ``with`` block."""
+    names: set[str] = set()
+    kind = type(os.environ)
+    stock = kind.__getitem__
+
+    def getitem(environment: os._Environ[str], name: str) -> str:
+        names.add(name)
+        return stock(environment, name)
+
+    kind.__getitem__ = getitem  # type: ignore[method-assign]
+    try:
+        yield names
+    finally:
+        kind.__getitem__ = stock  # type: ignore[method-assign]

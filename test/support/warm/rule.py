@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from support.warm import preload
 from support.warm.launch import Launch, Program
 
+READ = ("SGLANG_", "SGL_", "TLLM_", "DG_JIT_", "MODELSCOPE_")
+"""Beginnings of names of variables that count only where a warm process has read them while it imported."""
 FREE = (
-    # Read by SGLang, this project, plugins of its tests and ModelScope, none of which a warm process has imported.
-    *("SGLANG_", "SGL_", "OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS", "TLLM_", "DG_JIT_", "MODELSCOPE_"),
+    # Read by this project and plugins of its tests, which a warm process has not imported.
+    *("OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS"),
+    # Read by SGLang and ModelScope, mostly when they are used.
+    *READ,
     # Read by libraries when they are used, not when they are imported; SGLang sets them for its workers.
     *("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "TRTLLM_", "PROMETHEUS_"),
     *("TORCHINDUCTOR_CACHE_DIR=", "TRITON_CACHE_DIR=", "CUDA_CACHE_PATH=", "TILELANG_CACHE_DIR="),
@@ -23,6 +28,9 @@ FREE = (
     *("PYTEST_", "PYTHON=", "PYTHONPATH=", "PWD=", "OLDPWD=", "SHLVL=", "_="),
 )
 """Beginnings of ``NAME=`` of the variables in which a launch may differ from its warm process. All others count."""
+IMPORTS = {name.partition(".")[0] for name in (*preload.MODULES, *preload.SGLANG, "sgl_kernel")}
+DEFAULTS = {"SGLANG_ENABLE_TORCH_COMPILE": "0"}
+"""Values that say what no value says. SGLang sets them for its workers."""
 OTHER_PROGRAM = "another program"
 CUSTOMIZE = {"sitecustomize", "usercustomize"}
 """Modules that a starting interpreter imports by itself."""
@@ -38,24 +46,38 @@ class Warm:
 
     Attributes:
         environment: the variables that count, as it was started with.
+        read: variables that count because its imports have read them.
         imported: variables that count and that imports have set in it.
         modules: top-level modules that it has imported.
-        path: its sys.path, without what a launch puts in front.
+        front: folders of its PYTHONPATH: those with other versions of what it has imported.
+        path: its sys.path without these, and without what a launch puts in front.
         added_path: what imports have added to it.
         descriptors: files that its libraries have opened.
     """
 
     environment: dict[str, str]
+    read: list[str]
     imported: dict[str, str]
     modules: list[str]
+    front: list[str]
     path: list[str]
     added_path: list[str]
     descriptors: list[int]
 
 
-def counted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that count."""
-    return {name: value for name, value in environment.items() if not f"{name}=".startswith(FREE)}
+def counted(environment: Mapping[str, str], read: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that count.
+
+    Args:
+        environment: all variables.
+        read: names of variables that imports have read.
+    """
+    also = set(read)
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name in also or not f"{name}=".startswith(FREE)) and DEFAULTS.get(name) != value
+    }
 
 
 def difference(environment: Mapping[str, str], warm: Warm) -> list[str]:
@@ -63,12 +85,19 @@ def difference(environment: Mapping[str, str], warm: Warm) -> list[str]:
 
     One that an import has set in the warm process may be set already: the launching process imports the same.
     """
-    own = counted(environment)
+    own = counted(environment, warm.read)
     return [
         name
         for name in sorted(own.keys() | warm.environment.keys())
         if own.get(name) != warm.environment.get(name) and (name not in own or own[name] != warm.imported.get(name))
     ]
+
+
+def replacing(environment: Mapping[str, str], cwd: str) -> list[str]:
+    """Folders of PYTHONPATH with a version of SGLang, or of something else that a warm process imports."""
+    entries = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    folders = dict.fromkeys(os.path.join(cwd, entry) for entry in entries)
+    return [folder for folder in folders if _modules(folder) & IMPORTS]
 
 
 def front(program: Program, cwd: str) -> list[str]:
@@ -99,7 +128,7 @@ def shadowed(launch: Launch, warm: Warm) -> list[str]:
     folders = [*front(launch.program, launch.cwd), *launch.environment.get("PYTHONPATH", "").split(os.pathsep)]
     places = {os.path.join(launch.cwd, folder) for folder in folders}
     names = CUSTOMIZE.union(warm.modules)
-    return sorted({name for folder in places.difference(warm.path) for name in names & _modules(folder)})
+    return sorted({name for folder in places.difference(warm.path, warm.front) for name in names & _modules(folder)})
 
 
 def _modules(folder: str) -> set[str]:
