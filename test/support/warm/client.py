@@ -15,7 +15,7 @@ from typing import Any
 
 from support.warm import channel
 from support.warm.launch import Launch, described
-from support.warm.rule import OTHER_PROGRAM, Warm, difference, must_start_anew, replacing, shadowed
+from support.warm.rule import OTHER_PROGRAM, Warm, misfits, must_start_anew, shadowed
 
 LOG = "OSCAR_TEST_WARM_LOG"
 """Environment variable: a file to which every launch is written, and why it was not forked."""
@@ -92,10 +92,8 @@ def _misfit(launch: Launch, client: Client) -> str | None:
         return "warm process of another"
     if {own for _, own in launch.descriptors}.intersection(client.warm.descriptors):
         return "a file descriptor's number is taken"
-    if names := difference(launch.environment, client.warm):
-        return f"environment: {', '.join(names)}"
-    if (folders := replacing(launch.environment, launch.cwd)) != client.warm.front:
-        return f"versions in {folders}"
+    if (reason := misfits(launch, client.warm)) is not None:
+        return reason
     if names := shadowed(launch, client.warm):
         return f"replaced modules: {', '.join(names)}"
     return None

@@ -12,10 +12,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from support.warm import channel
+from support.warm import channel, preload
 from support.warm.client import Client, install
 from support.warm.launch import Launch
-from support.warm.rule import BOOT, READ, Warm, counted, difference, replacing
+from support.warm.rule import BOOT, READ, Warm, counted, misfits, replacing
 
 MOST = 4
 """Warm processes that a worker of a test run keeps: each takes a gigabyte."""
@@ -70,7 +70,7 @@ class Pool:
         if os.getpid() != self._owner:
             return None
         with self._starting:
-            fitting = next((client for client in self._started if not misfits(launch, client.warm)), None)
+            fitting = next((client for client in self._started if fits(launch, client.warm)), None)
             if fitting is None and starts_workers(launch):
                 fitting = Started(environment_for(launch))
             if fitting is not None:
@@ -92,12 +92,12 @@ def starts_workers(launch: Launch) -> bool:
 
     Others are forked from a warm process that is there.
     """
-    return "SGLANG_USE_CPU_ENGINE" in launch.environment or "sglang_oscar" in launch.command
+    return preload.SERVER in launch.environment or "sglang_oscar" in launch.command
 
 
-def misfits(launch: Launch, warm: Warm) -> bool:
-    """Whether a launch needs another warm process."""
-    return bool(difference(launch.environment, warm)) or replacing(launch.environment, launch.cwd) != warm.front
+def fits(launch: Launch, warm: Warm) -> bool:
+    """Whether a launch can be forked from a warm process, and for a server's that has SGLang."""
+    return misfits(launch, warm) is None and ("sglang" in warm.modules or preload.SERVER not in launch.environment)
 
 
 def environment_for(launch: Launch) -> dict[str, str]:

@@ -30,6 +30,8 @@ MODULES = tuple(
 """Found with ``python -X importtime``; some are in the oldest or the newest release's pins only."""
 SGLANG = ("sglang.srt.managers.detokenizer_manager", "sglang.srt.models.registry")
 """What every worker imports, and the models. These have read variables of SGLang, which then count."""
+SERVER = "SGLANG_USE_CPU_ENGINE"
+"""Environment variable of servers on a CPU."""
 OWN = ("sglang_oscar", "oscar_", "reference_model", "prometheus_client")
 """Beginnings of modules that every process must import itself: what is tested, and what reads more variables."""
 
@@ -53,7 +55,7 @@ def load() -> tuple[dict[str, str], set[str]]:
                 # Packages move their modules between the versions that releases of SGLang pin.
                 if not f"{name}.".startswith(f"{missing.name}."):
                     raise
-        if "SGLANG_USE_CPU_ENGINE" in before:
+        if SERVER in before:
             for name in SGLANG:
                 importlib.import_module(name)
         else:

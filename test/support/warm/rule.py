@@ -93,11 +93,20 @@ def difference(environment: Mapping[str, str], warm: Warm) -> list[str]:
     ]
 
 
-def replacing(environment: Mapping[str, str], cwd: str) -> list[str]:
-    """Folders of PYTHONPATH with a version of SGLang, or of something else that a warm process imports."""
+def replacing(environment: Mapping[str, str], cwd: str, modules: Iterable[str] = IMPORTS) -> list[str]:
+    """Folders of PYTHONPATH with a version of one of these modules, in front of what is installed."""
     entries = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     folders = dict.fromkeys(os.path.join(cwd, entry) for entry in entries)
-    return [folder for folder in folders if _modules(folder) & IMPORTS]
+    return [folder for folder in folders if not _modules(folder).isdisjoint(modules)]
+
+
+def misfits(launch: Launch, warm: Warm) -> str | None:
+    """Why a launch cannot be forked from this warm process, but may be from another; None where it can."""
+    if names := difference(launch.environment, warm):
+        return f"environment: {', '.join(names)}"
+    if (folders := replacing(launch.environment, launch.cwd, warm.modules)) != warm.front:
+        return f"versions in {folders}"
+    return None
 
 
 def front(program: Program, cwd: str) -> list[str]:
