@@ -66,7 +66,8 @@ make_environment() {
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --progress-bar off "pip==25.3"
-    "$venv/bin/python" -m pip install --quiet --progress-bar off \
+    # Python compiles the fifth of the files that is ever imported when it is; all of them take minutes.
+    "$venv/bin/python" -m pip install --quiet --progress-bar off --no-compile \
       --constraint "$root/scripts/constraints/sglang$sglang-python$version.txt" --editable "$root[dev]"
     echo "$packages" >"$venv/.oscar-packages"
     echo "$project" >"$venv/.oscar-project"

@@ -9,8 +9,8 @@
 # says how many.
 #
 # Without a GPU, servers and other Python processes that tests start are forked from a process that has imported the
-# third-party libraries already (test/support/warm); OSCAR_TEST_WARM=0 starts every process anew. A file named by
-# OSCAR_TEST_WARM_LOG lists what was forked, and why the rest was not.
+# third-party libraries and most of SGLang already (test/support/warm); OSCAR_TEST_WARM=0 starts every process anew. A
+# file named by OSCAR_TEST_WARM_LOG lists what was forked, and why the rest was not.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ruff check .
