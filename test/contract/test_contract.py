@@ -42,6 +42,7 @@ ATTRIBUTES: dict[str, str] = {
     "model_executor.pool_configurator.MemoryPoolConfigurator": "calculate_pool_sizes "
     "calculate_pool_sizes_from_max_tokens finalize_with_max_running_requests",
     "mem_cache.base_prefix_cache.BasePrefixCache": "req_to_token_pool",
+    "managers.cache_controller.HiCacheController": "_page_get_zero_copy",
     "model_executor.model_runner.ModelRunner": "server_args model_config model token_to_kv_pool req_to_token_pool "
     "attn_backend dtype",
     "model_executor.model_runner_components.weight_updater.WeightUpdater": "get_model_runner",
@@ -107,6 +108,7 @@ PARAMETERS: dict[str, str] = {
     "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": "sizes req_to_token_pool",
     "configs.load_config.LoadConfig": "load_format",
     "model_loader.loader.get_model_loader": "load_config model_config",
+    "managers.cache_controller.HiCacheController._page_get_zero_copy": "operation hash_values host_indices extra_info",
     "plugins.hook_registry._propagate_patch": "original wrapped source_module",
     "models.utils.apply_qk_norm": "q k q_norm k_norm head_dim alt_stream allow_inplace",
     "managers.io_struct.BeginWeightUpdateReqOutput": "success message",

@@ -124,6 +124,36 @@ def test_many_pages_come_back_in_order(store: CheckedStorage) -> None:
         assert got is None if number in missing else (got is places[number] and torch.equal(got, written[number]))
 
 
+def test_files_are_read_straight_into_host_memory(tmp_path: Path) -> None:
+    """A damaged and a missing one are said to be missing; the others lie where they are asked to be."""
+    pool = Pool()
+    store = CheckedStorage(backend(tmp_path / "store"), pool, SALT)  # type: ignore[arg-type]
+    written = pages()
+    store.batch_set(KEYS, written)
+    slots = torch.arange(16 * 5, 16 * 8)
+    assert store.batch_get_v1(KEYS, slots) == [True] * 3
+    for number, page in enumerate(written):
+        assert torch.equal(pool.pages.page(5 + number), page)
+    damage(files(store)[KEYS[0]], "flipped")
+    os.remove(files(store)[KEYS[1]])
+    pool.pages.buffer.fill_(0)
+    assert store.batch_get_v1(KEYS, slots) == [False, False, True]
+    assert torch.equal(pool.pages.page(7), written[2])
+    assert not pool.pages.page(4).any()
+
+
+@pytest.mark.parametrize("how", ["files", "items of a layer together", "other storage", "another server"])
+def test_which_pages_are_read_in_place(how: str, tmp_path: Path) -> None:
+    """Those of files, where a page is one piece of host memory; SGLang reads the rest as ever."""
+    files_of = backend(tmp_path / "store")
+    kept: Any = HostMemoryBackend(Pool()) if how == "other storage" else files_of
+    if how != "another server":
+        kept = CheckedStorage(kept, Pool(page_first=how == "files"), SALT)  # type: ignore[arg-type]
+    controller = SimpleNamespace(storage_backend=kept, _page_get_zero_copy=lambda *given: ("in place", *given))
+    got = hooks.around_page_get(lambda *given: ("stock", *given[1:]), controller, "operation", KEYS, "slots")  # type: ignore[arg-type]
+    assert got == ("in place" if how == "files" else "stock", "operation", KEYS, "slots", None)
+
+
 def test_other_backends_are_asked_by_one_thread(tmp_path: Path) -> None:
     """Whether others may be asked by several threads at once is not known."""
     seen = set()

@@ -169,6 +169,9 @@ SERVING: list[Touchpoint] = [
     Touchpoint(
         at(MEM + "storage.backend_factory.StorageBackendFactory.create_backend"), AROUND, tiers.around_create_backend
     ),
+    Touchpoint(
+        at(SRT + "managers.cache_controller.HiCacheController._generic_page_get"), AROUND, tiers.around_page_get
+    ),
     # Prefill and decode on servers of their own.
     Touchpoint(at(SRT + "disaggregation.utils.setup_state_kv_args"), AROUND, handshake.around_setup_state),
     Touchpoint(at(DECODE + "DecodePreallocQueue._pre_alloc"), AROUND, waiting.around_pre_alloc),

@@ -114,8 +114,16 @@ class CheckedStorage:
 
     # Pages that the backend reads and writes in host memory.
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether :meth:`batch_get_v1` reads files straight into host memory, where a page is one piece of it."""
+        return self._folder is not None and self._pool.pages.page_first
+
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the host tier; False where one is missing or damaged."""
+        """Read pages into the host tier; False where one is missing or damaged, whose place then holds anything."""
+        if self.reads_in_place:
+            places = map(self._pool.get_data_page, host_indices[:: self._pool.page_size].tolist())
+            return [page is not None for page in self._threads.map(self.get, keys, places)]
         salted = self._keys(keys)
         found = self._backend.batch_get_v1(salted, host_indices, self._extra(extra_info))
         return self._checked(salted, host_indices, found)
