@@ -29,8 +29,8 @@ FREE = (
 )
 """Beginnings of ``NAME=`` of the variables in which a launch may differ from its warm process. All others count."""
 IMPORTS = {name.partition(".")[0] for name in (*preload.MODULES, *preload.SGLANG, "sgl_kernel")}
-DEFAULTS = {"SGLANG_ENABLE_TORCH_COMPILE": "0"}
-"""Values that say what no value says. SGLang sets them for its workers."""
+UNUSED = "SGLANG_ENABLE_TORCH_COMPILE"
+"""A variable that SGLang reads while it is imported, for FlashInfer alone, and sets for its workers."""
 OTHER_PROGRAM = "another program"
 CUSTOMIZE = {"sitecustomize", "usercustomize"}
 """Modules that a starting interpreter imports by itself."""
@@ -76,7 +76,7 @@ def counted(environment: Mapping[str, str], read: Iterable[str] = ()) -> dict[st
     return {
         name: value
         for name, value in environment.items()
-        if (name in also or not f"{name}=".startswith(FREE)) and DEFAULTS.get(name) != value
+        if (name in also or not f"{name}=".startswith(FREE)) and name != UNUSED
     }
 
 
