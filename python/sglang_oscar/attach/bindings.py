@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from sglang_oscar.attach import releases
+
 
 class Bindings:
     """Takes the place of the registry's walk.
@@ -77,6 +79,4 @@ def install(targets: Iterable[str]) -> None:
     """
     from sglang.srt.plugins import hook_registry
 
-    from sglang_oscar.attach.releases import exists
-
-    hook_registry._propagate_patch = Bindings(filter(exists, targets), hook_registry._propagate_patch)
+    hook_registry._propagate_patch = Bindings(filter(releases.exists, targets), hook_registry._propagate_patch)

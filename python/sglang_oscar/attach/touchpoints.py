@@ -260,7 +260,7 @@ def _on_cpu() -> bool:
 
 def absent(touchpoints: list[Touchpoint]) -> list[str]:
     """Functions that the installed release lacks, of those that are to be hooked."""
-    return [target for point in touchpoints if (target := point.target()) is not None and not releases.exists(target)]
+    return [point.name for point in touchpoints if not point.recent and releases.first_existing(point.targets) is None]
 
 
 def register_all(touchpoints: list[Touchpoint]) -> list[str]:
