@@ -40,7 +40,7 @@ def first_token(server: LocalServer, ids: list[int]) -> dict[str, Any]:
 
 
 def measure(
-    server: LocalServer, lengths: list[int], vocabulary: int, repeats: int, others: int, folder: Path
+    server: LocalServer, lengths: list[int], vocabulary: int, repeats: int, others: int, folder: Path | None
 ) -> list[dict[str, Any]]:
     """Rows of length, what was meant, milliseconds and cached tokens by tier.
 
@@ -50,9 +50,10 @@ def measure(
         vocabulary: ids that prompts are made of.
         repeats: prompts of every length.
         others: tokens that push everything else off the device.
-        folder: of storage.
+        folder: of storage, if there is one.
     """
     rng, rows = random.Random(0), []
+    page_size = requests.get(f"{server.url}/server_info", timeout=LONGEST_WAIT).json()["page_size"]
 
     def fresh(length: int) -> list[int]:
         return [rng.randrange(vocabulary) for _ in range(length)]
@@ -63,28 +64,37 @@ def measure(
     for length in lengths * repeats:
         ids = fresh(length)
         found = {"computed": first_token(server, ids), "device": first_token(server, ids)}
-        settle(folder)
-        own = set(folder.iterdir())
+        own = settle(folder, found["device"]["device"] // page_size) if folder else set()
         for _ in range(-(-others // length)):
             first_token(server, fresh(length))
         found["host"] = first_token(server, ids)
-        settle(folder)
-        # BF16 pages of all that was asked would fill a disk.
-        delete(set(folder.iterdir()) - own)
-        server.flush(LONGEST_WAIT)
-        found["storage"] = first_token(server, ids)
-        delete(own)
+        if folder:
+            # BF16 pages of all that was asked would fill a disk.
+            delete(settle(folder, len(own)) - own)
+            server.flush(LONGEST_WAIT)
+            found["storage"] = first_token(server, ids)
+            delete(own)
         rows += [{"length": length, "meant": meant} | row for meant, row in found.items()]
         for row in rows[-len(found) :]:
             print(row, flush=True)
     return rows
 
 
-def settle(folder: Path) -> None:
-    """Wait until no more pages come to a folder of storage."""
-    seen = -1
-    while seen != (seen := sum(1 for _ in folder.iterdir())):
+def settle(folder: Path, least: int) -> set[Path]:
+    """Wait until a folder of storage has its pages and no more come, and return them.
+
+    A long prompt's are written for seconds after its answer, with breaks: it says itself how many there must be.
+
+    Raises:
+        TimeoutError: they do not come.
+    """
+    end, seen = time.monotonic() + LONGEST_WAIT, set[Path]()
+    while len(seen) < least or seen != set(folder.iterdir()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{folder} has {len(seen)} pages of {least} after {LONGEST_WAIT} s")
+        seen = set(folder.iterdir())
         time.sleep(2)
+    return seen
 
 
 def delete(files: Iterable[Path]) -> None:
@@ -101,6 +111,7 @@ def main(
     host_gigabytes: Annotated[int, typer.Option(help="host memory of every server, 10^9 bytes")] = 40,
     device_tokens: Annotated[int, typer.Option(help="tokens of the history pool")] = 131_072,
     repeats: Annotated[int, typer.Option(help="prompts of every length")] = 3,
+    storage: Annotated[bool, typer.Option(help="measure hits in storage, too")] = True,
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/host_tier.json"),
 ) -> None:
@@ -112,14 +123,18 @@ def main(
         place = Path(temporary)
         what = subject(model, shape, place)
         flags = [*what.flags, "--max-total-tokens", str(device_tokens), "--enable-hierarchical-cache"]
-        flags += ["--hicache-size", str(host_gigabytes), "--hicache-storage-backend", "file"]
-        flags += ["--hicache-storage-prefetch-policy", "wait_complete", *server_args.split()]
+        flags += ["--hicache-size", str(host_gigabytes)]
+        if storage:
+            flags += ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"]
+        flags += server_args.split()
         for name in modes.split(","):
             store = place / name
             store.mkdir()
             env = environment() | MODES[name].env | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
             with serve(what.folder, out.with_suffix(f".{name}.log"), [*flags, *MODES[name].args], env) as server:
-                result[name] = measure(server, asked, what.vocabulary, repeats, device_tokens, store)
+                result[name] = measure(
+                    server, asked, what.vocabulary, repeats, device_tokens, store if storage else None
+                )
             out.write_text(json.dumps(result, indent=2) + "\n")
 
 

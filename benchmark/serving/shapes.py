@@ -118,15 +118,15 @@ def config_of(shape: str) -> dict[str, Any]:
     return config
 
 
-def attending_layers(shape: str) -> int:
-    """Layers of a shape that attend to everything; others are linear or see a window.
+def attending_layers(shape: str, windows: bool) -> int:
+    """Layers of a shape that attend to everything, and with ``windows`` those that see a window; others are linear.
 
     Raises:
         ValueError: as in :func:`config_of`.
     """
     config = config_of(shape)
     kinds: list[str] = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
-    return kinds.count("full_attention")
+    return kinds.count("full_attention") + windows * kinds.count("sliding_attention")
 
 
 def has_images(config: dict[str, Any]) -> bool:

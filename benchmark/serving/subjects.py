@@ -50,6 +50,11 @@ class Mode(NamedTuple):
     env: dict[str, str]
     bits: float
 
+    @property
+    def stock(self) -> bool:
+        """Whether SGLang serves it by itself."""
+        return "int2" not in self.args
+
 
 BASELINE = "flashinfer" if has_gpu() else "torch_native"
 """Attention backend of stock SGLang: its best one for these shapes, and on a CPU one that runs on any."""

@@ -37,7 +37,8 @@ def test_sglang_reads_every_shape(shape: str, tmp_path: Path) -> None:
     [("qwen3-8b", 36), ("qwen3-8b:9", 9), ("qwen3-next-80b-a3b", 12), ("qwen3.6-35b-a3b:20", 5), ("gpt-oss-20b", 12)],
 )
 def test_layers_that_attend_to_everything(shape: str, layers: int) -> None:
-    assert shapes.attending_layers(shape) == layers
+    assert shapes.attending_layers(shape, windows=False) == layers
+    assert shapes.attending_layers(shape, windows=True) == (24 if shape == "gpt-oss-20b" else layers)
 
 
 def test_fewer_layers_keep_whole_periods() -> None:
