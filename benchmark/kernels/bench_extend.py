@@ -22,7 +22,8 @@ from oscar_kernels.prepared import prepare
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.extend import extend
-from oscar_kernels.triton.store import rotate_queries, store
+from oscar_kernels.triton.rotate import rotate
+from oscar_kernels.triton.store import store
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.memory.geometry import Geometry
 
@@ -66,7 +67,7 @@ class Case:
 
     def triton(self) -> object:
         """All of it by our own kernel."""
-        rotated = rotate_queries(self.q, self.layer.key.reading)
+        rotated = rotate(self.q, self.layer.key.reading)
         return extend(self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
 
     def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
@@ -74,7 +75,7 @@ class Case:
         plan = ragged.plan(self.tables, *self.lens)
 
         def call() -> object:
-            rotated = rotate_queries(self.q, self.layer.key.reading) if plan.has_prefix else None
+            rotated = rotate(self.q, self.layer.key.reading) if plan.has_prefix else None
             out = ragged.run(plan, self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
             if plan.decoding is not None:
                 own = plan.decoding.tokens

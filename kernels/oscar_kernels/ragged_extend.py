@@ -65,7 +65,7 @@ class RaggedExtend:
         processors: int = 1,
     ) -> None:
         self._layout, self._q_heads, self._dtype, self._device = layout, q_heads, dtype, device
-        self._limits, self._attention, self._processors, self._decode = limits, attention, processors, decode
+        self.limits, self._attention, self._processors, self._decode = limits, attention, processors, decode
         self._workspace = torch.empty(2, limits.capacity, layout.kv_heads, layout.head_dim, dtype=dtype, device=device)
         self._chunk = attention()
         self._prefixes: list[Ragged] = []
@@ -86,7 +86,7 @@ class RaggedExtend:
             self._planned.synchronize()
         starts = _indptr(chunk_lens)
         self._plan_attention(self._chunk, starts, starts, causal=True)
-        cut = cut_prefixes(prefix_lens, chunk_lens, self._limits)
+        cut = cut_prefixes(prefix_lens, chunk_lens, self.limits)
         while len(self._prefixes) < len(cut.passes):
             self._prefixes.append(self._attention())
         passes = [self._plan_pass(*load, starts) for load in zip(self._prefixes, cut.passes, strict=False)]

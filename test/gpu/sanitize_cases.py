@@ -14,7 +14,8 @@ from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
-from oscar_kernels.triton.store import rotate_queries, store
+from oscar_kernels.triton.rotate import rotate
+from oscar_kernels.triton.store import store
 
 SHAPES = [
     Shape(kv_heads=2, gqa=4, head_dim=128, group=64, page_size=64, windows=Windows(16, 24, 32)),
@@ -42,7 +43,7 @@ def run(shape: Shape, device: torch.device) -> None:
     slots = random_slots(tokens, shape.windows, 8 * shape.page_size, 4, device)
     store(cache, slots, k, v, layer, q=q)
     batch = filled_batch(shape, LENGTHS, device)
-    q_rot = rotate_queries(q, layer.key.reading)
+    q_rot = rotate(q, layer.key.reading)
     few = q_rot[: len(LENGTHS)].contiguous()
     decode(batch.cache, batch.tables, few, 0.1, lse=torch.empty(few.shape[:2], device=device))
     starts = torch.tensor([0, 1, 10, 30, tokens], dtype=torch.int32, device=device)

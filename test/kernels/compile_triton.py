@@ -21,13 +21,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from oscar_kernels.cache import BatchTables, StoreSlots, Windows
-from oscar_kernels.prepared import prepare
+from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode, verify
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
+from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.store import store
 from oscar_kernels.triton.tables import fill_decode_tables
 
@@ -90,6 +91,7 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     key = SideTransform(random_rotation(shape.head_dim, 1, CPU), clip=0.96, gain=0.98)
     slots = StoreSlots(*[torch.zeros(2, dtype=torch.int64)] * 3)
     store(cache, slots, k, k, prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype), q=q)
+    rotate(q, split_matrix(random_rotation(shape.head_dim, 1, CPU), q.dtype))
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)
     spans = torch.zeros(1, dtype=torch.int32)

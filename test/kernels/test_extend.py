@@ -24,7 +24,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.codec import encode_rows
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton.extend import extend
-from oscar_kernels.triton.store import rotate_queries
+from oscar_kernels.triton.rotate import rotate
 
 SHAPES = [
     Shape(),
@@ -58,7 +58,7 @@ def make(shape: Shape, prefixes: list[int], lengths: list[int], device: torch.de
     q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
     rotation = random_rotation(shape.head_dim, 4, device)
     indptr = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    return Chunks(batch, lengths, indptr, q, k, v, rotation, rotate_queries(q, split_matrix(rotation, q.dtype)))
+    return Chunks(batch, lengths, indptr, q, k, v, rotation, rotate(q, split_matrix(rotation, q.dtype)))
 
 
 def exact(case: Chunks, sm_scale: float, dtype: torch.dtype, chunk: bool = True) -> torch.Tensor:

@@ -24,7 +24,8 @@ from oscar_kernels.format import LayerFormat
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
-from oscar_kernels.triton.store import rotate_queries, store
+from oscar_kernels.triton.rotate import rotate
+from oscar_kernels.triton.store import store
 
 # Float32 rounding of a sum of head_dim products, relative to the length of the vector.
 ROUNDING = 4e-6
@@ -152,7 +153,7 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     wide = exact(q, rk)
     assert q_rot.dtype == q.dtype
     torch.testing.assert_close(q_rot.double(), wide, rtol=2.0 ** -MANTISSA[q.dtype] * 1.01, atol=1e-4)
-    torch.testing.assert_close(rotate_queries(q, split_matrix(rk, q.dtype)), q_rot, rtol=0, atol=0)
+    torch.testing.assert_close(rotate(q, split_matrix(rk, q.dtype)), q_rot, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rotated", [False, True])

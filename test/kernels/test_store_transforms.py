@@ -18,7 +18,8 @@ from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
-from oscar_kernels.triton.store import rotate_queries, store
+from oscar_kernels.triton.rotate import rotate
+from oscar_kernels.triton.store import store
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[7]], ids=str)
@@ -46,7 +47,7 @@ def test_centered_keys_match_reference(shape: Shape, device: torch.device) -> No
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-4)
         assert torch.equal(getattr(caches[0], f"v_{window}"), getattr(caches[2], f"v_{window}"))
     assert torch.equal(caches[0].v_rows, caches[2].v_rows)
-    torch.testing.assert_close(q_rot, rotate_queries(q, split_matrix(other, q.dtype)), rtol=0, atol=0)
+    torch.testing.assert_close(q_rot, rotate(q, split_matrix(other, q.dtype)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 150])
@@ -80,7 +81,7 @@ def test_every_head_by_its_own_matrix(shape: Shape, tokens: int, device: torch.d
         (q_rot, prepared.key.reading, layer.key.transform.dual),
         (None, prepared.value.reading, layer.value.transform.back),
     ):
-        alone = rotate_queries(q, split)
+        alone = rotate(q, split)
         assert got is None or torch.equal(got, alone)
         tolerance = 2.0 ** (1 - MANTISSA[q.dtype])
         torch.testing.assert_close(alone.double(), exact(q, matrix), rtol=tolerance, atol=1e-3)
@@ -139,6 +140,6 @@ def test_matrices_with_large_entries(largest: float, device: torch.device) -> No
         torch.testing.assert_close(sums, matrix.double(), rtol=2.0**-21, atol=largest * 2.0**-32)
         want = exact(q, matrix)
         bound = 2.0**-11 * want.abs() + 1e-5 * want.norm(dim=-1, keepdim=True)
-        assert ((rotate_queries(q, prepared).double() - want).abs() <= bound).all()
+        assert ((rotate(q, prepared).double() - want).abs() <= bound).all()
     with pytest.raises(ValueError, match="must be finite"):
         split_matrix(spread * float("inf"), torch.float16)

@@ -366,7 +366,7 @@ def extend(
         k, v: [tokens, kv_heads, head_dim]; ``k`` not rotated, ``v`` in the basis of the cached values.
         qo_indptr: int32 [batch + 1], first token of every chunk, then the number of tokens; on the device. A chunk
             may be empty.
-        q_rot: ``q`` rotated (:func:`oscar_kernels.triton.store.rotate_queries`).
+        q_rot: ``q`` rotated (:func:`oscar_kernels.triton.rotate.rotate`).
         sm_scale: factor on the logits.
         out: [tokens, q_heads, head_dim]; like ``q`` where None. Rows beyond the last chunk are not written.
         lse: float32 [tokens, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e),

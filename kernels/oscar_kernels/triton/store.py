@@ -8,77 +8,29 @@ own a vector.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.driver import driver
 
 from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import STRETCH as CODEC_STRETCH
 from oscar_kernels.codec import clip_rank
-from oscar_kernels.prepared import TERMS, PreparedLayer, PreparedSide, SplitMatrix
-from oscar_kernels.triton.arith import EXACT, INTERPRET, code_bytes, dot, exact_channels, narrow, plane_count
+from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
+from oscar_kernels.triton.arith import EXACT, code_bytes, exact_channels, narrow, plane_count
 from oscar_kernels.triton.dtypes import row_constants
+from oscar_kernels.triton.rotate import (
+    check_vectors,
+    host_tile_count,
+    rotate_tile,
+    tile_count,
+    tile_shape,
+    vectors_of_tile,
+    write_rotated,
+)
 
 STRETCH = tl.constexpr(CODEC_STRETCH)
-
-
-@triton.jit
-def _tiles(tokens, HEADS: tl.constexpr, SETS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of all (token, head) vectors; none holds heads of two of the SETS matrices."""
-    return tl.cdiv(tokens * (HEADS // SETS), BLOCK) * SETS
-
-
-@triton.jit
-def _vectors(
-    x_ptr, stride_token, stride_head, tile, tokens, HEADS: tl.constexpr, SETS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Row pointers, mask, token, head and number of the matrix of a tile of (token, head) vectors."""
-    HEADS_OF_SET: tl.constexpr = HEADS // SETS
-    count = tokens * HEADS_OF_SET
-    if SETS == 1:
-        of_set = tile
-        matrix = 0
-    else:
-        # Heads with a matrix of their own: vectors in order of matrices, tiles of one matrix each.
-        tiles = tl.cdiv(count, BLOCK)
-        of_set = tile % tiles
-        matrix = tile // tiles
-    vector = of_set * BLOCK + tl.arange(0, BLOCK)
-    token = (vector // HEADS_OF_SET).to(tl.int64)
-    head = matrix * HEADS_OF_SET + vector % HEADS_OF_SET
-    return x_ptr + token * stride_token + head * stride_head, vector < count, token, head, matrix
-
-
-@triton.jit
-def _rotate(x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 [BLOCK, D]: the vectors times the rotation; TERMS = 0 is identity.
-
-    Identity is a product with the unit matrix, which is exact: so every tile leaves the tensor cores with its vectors
-    spread over few threads, where what follows is cheap.
-    """
-    DEPTH: tl.constexpr = 64
-    STEPS: tl.constexpr = D // DEPTH
-    channel = tl.arange(0, D)
-    y = tl.zeros([BLOCK, D], tl.float32)
-    if TERMS == 0:
-        for step in tl.static_range(STEPS):
-            row = step * DEPTH + tl.arange(0, DEPTH)
-            x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
-            y = dot(x, (row[:, None] == channel[None, :]).to(tl.float32).to(x.dtype), y)
-    else:
-        # Small terms first. All loads of a short loop are in flight at once.
-        for step in tl.range(0, TERMS * STEPS, num_stages=4):
-            row = step % STEPS * DEPTH + tl.arange(0, DEPTH)
-            x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
-            term = TERMS - 1 - step // STEPS
-            r = tl.load(r_ptr + (term * D * D + row[:, None] * D + channel[None, :]))
-            y = dot(x, r, y)
-        y = y * (1.0 / R_SCALE)
-    return y
 
 
 @triton.jit
@@ -237,12 +189,14 @@ def _store_tile(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the three destinations."""
-    x_rows, mask, token, head, matrix = _vectors(x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK)
+    x_rows, mask, token, head, matrix = vectors_of_tile(
+        x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK
+    )
     if BITS == EXACT and TERMS == 0:
         # Nothing is worked out: what is not finite stays in its channel.
         y = tl.load(x_rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
     else:
-        y = _rotate(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
+        y = rotate_tile(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
     if HAS_CENTER:
         y = y - tl.load(center_ptr + head[:, None] * D + tl.arange(0, D)[None, :])
     if HAS_RING:
@@ -271,60 +225,30 @@ def _store_kernel(
     K_RANK: tl.constexpr, V_RANK: tl.constexpr, K_FITTED: tl.constexpr, V_FITTED: tl.constexpr,
     HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (key tiles + value tiles + query tiles); HEADS = 0 has queries only, Q_HEADS = 0 none."""
+    """Grid (key tiles + value tiles + query tiles); Q_HEADS = 0 has no queries."""
     tile = tl.program_id(0)
-    k_tiles = _tiles(tokens, HEADS, K_SETS, BLOCK)
-    kv_tiles = k_tiles + _tiles(tokens, HEADS, V_SETS, BLOCK)
+    k_tiles = tile_count(tokens, HEADS, K_SETS, BLOCK)
+    kv_tiles = k_tiles + tile_count(tokens, HEADS, V_SETS, BLOCK)
     if tile >= kv_tiles:
         if Q_HEADS > 0:
-            x_rows, mask, token, head, matrix = _vectors(
-                q_ptr, q_stride_token, q_stride_head, tile - kv_tiles, tokens, Q_HEADS, Q_SETS, BLOCK
-            )
-            y = _rotate(x_rows, mask, q_terms_ptr + matrix * (Q_TERMS * D * D), Q_SCALE, Q_TERMS, D, BLOCK)
-            rows = q_out_ptr + (token * Q_HEADS + head) * D
-            y = narrow(y, q_out_ptr.dtype.element_ty)
-            tl.store(rows[:, None] + tl.arange(0, D)[None, :], y, mask=mask[:, None])
-    elif HEADS > 0:
-        if tile < k_tiles:
-            _store_tile(
-                k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
-                k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens,
-                k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED,
-                HAS_CENTER, HAS_RING, HAS_SINK, BLOCK,
+            write_rotated(
+                q_ptr, q_stride_token, q_stride_head, q_out_ptr, q_terms_ptr, tile - kv_tiles, tokens, Q_HEADS, Q_SETS,
+                D, Q_SCALE, Q_TERMS, BLOCK,
             )  # fmt: skip
-        else:
-            _store_tile(
-                v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
-                v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile - k_tiles, tokens,
-                v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED,
-                False, HAS_RING, HAS_SINK, BLOCK,
-            )  # fmt: skip
-
-
-@cache
-def _has_tensor_memory() -> bool:
-    """Whether the GPU is a Blackwell one, whose products of 64 rows go through tensor memory."""
-    return not INTERPRET and int(driver.active.get_current_target().arch) // 10 in (10, 11)
-
-
-def _tile_shape(vectors: int, head_dim: int) -> tuple[int, int]:
-    """(vectors per tile, warps): small tiles spread a decode step over the GPU, large ones read R less often."""
-    if _has_tensor_memory():
-        # Triton 3.6 cannot lay out what is done here with products that come from there.
-        return 32, 4 if head_dim < 256 else 8
-    if head_dim == 256:
-        return 64, 8
-    return (64, 4) if vectors <= 16384 else (128, 8)
-
-
-def _check_vectors(name: str, x: torch.Tensor, heads: int | None, head_dim: int, dtype: torch.dtype) -> None:
-    if x.dim() != 3 or x.shape[2] != head_dim or x.stride(2) != 1 or heads not in (None, x.shape[1]):
-        wanted = "heads" if heads is None else heads
-        raise ValueError(
-            f"{name} must be [tokens, {wanted}, {head_dim}] with contiguous channels, got {tuple(x.shape)}"
-        )
-    if x.dtype != dtype or dtype not in TERMS:
-        raise ValueError(f"keys, values and queries must all be bfloat16 or all float16, got {name} of {x.dtype}")
+    elif tile < k_tiles:
+        _store_tile(
+            k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
+            k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens,
+            k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED,
+            HAS_CENTER, HAS_RING, HAS_SINK, BLOCK,
+        )  # fmt: skip
+    else:
+        _store_tile(
+            v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
+            v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile - k_tiles, tokens,
+            v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED,
+            False, HAS_RING, HAS_SINK, BLOCK,
+        )  # fmt: skip
 
 
 def store(
@@ -355,24 +279,38 @@ def store(
         ValueError: shapes, dtypes or row layouts do not fit.
     """
     layer.check(cache)
-    heads, head_dim = cache.kv_heads, cache.head_dim
+    tokens, heads, head_dim = k.shape
     for name, x in (("k", k), ("v", v)):
-        _check_vectors(name, x, heads, head_dim, k.dtype)
-    return _launch(cache, slots, k, v, layer, layer.key.reading, q, q_out)
+        check_vectors(name, x, cache.kv_heads, cache.head_dim, k.dtype)
+    q_heads = 0 if q is None else q.shape[1]
+    if q is not None:
+        check_vectors("q", q, None, head_dim, k.dtype)
+        q_out = q.new_empty(q.shape) if q_out is None else q_out
+        if not q_out.is_contiguous():
+            raise ValueError("q_out must be contiguous")
+    sides = _side("K", layer.key, heads, k) | _side("V", layer.value, heads, v)
+    sides |= _terms("Q", None if q is None else layer.key.reading, q_heads, k)
+    block, warps = tile_shape(tokens * (2 * heads + q_heads), head_dim)
+    counts = {"K": heads, "V": heads, "Q": q_heads}
+    tiles = sum(host_tile_count(tokens, count, sides[f"{name}_SETS"], block) for name, count in counts.items())
+    if tiles == 0:
+        return q_out
+    queries = (k, 0, 0, k) if q is None or q_out is None else (q, q.stride(0), q.stride(1), q_out)
+    center = layer.key.center
+    _store_kernel[(tiles,)](
+        k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), *queries, k if center is None else center,
+        cache.k_rows, cache.v_rows, cache.k_rows.stride(0), cache.v_rows.stride(0),
+        cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink, slots.row, slots.ring, slots.sink,
+        tokens, HEADS=heads, Q_HEADS=q_heads, D=head_dim, **row_constants(cache), **sides,
+        HAS_CENTER=center is not None, HAS_RING=cache.k_ring.numel() > 0, HAS_SINK=cache.k_sink.numel() > 0,
+        BLOCK=block, num_warps=warps,
+        # A product that is not rounded before it is added to moves codes that lie on a boundary.
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return q_out
 
 
-def rotate_queries(q: torch.Tensor, matrix: SplitMatrix | None, q_out: torch.Tensor | None = None) -> torch.Tensor:
-    """The query rotation of :func:`store` alone: [tokens, heads, head_dim] -> the same, contiguous.
-
-    With a matrix per kv head, ``heads / kv_heads`` consecutive heads share one: so it serves queries, values and
-    attention outputs.
-    """
-    out = _launch(None, None, None, None, None, matrix, q, q_out)
-    assert out is not None
-    return out
-
-
-def _terms(name: str, matrix: SplitMatrix | None, heads: int, x: torch.Tensor) -> dict[str, object]:
+def _terms(name: str, matrix: SplitMatrix | None, heads: int, x: torch.Tensor) -> dict[str, Any]:
     """What the kernel is told of a matrix; ``x`` stands in for terms that are not there."""
     if matrix is None:
         return {f"{name.lower()}_terms_ptr": x, f"{name}_SCALE": 1.0, f"{name}_TERMS": 0, f"{name}_SETS": 1}
@@ -383,67 +321,9 @@ def _terms(name: str, matrix: SplitMatrix | None, heads: int, x: torch.Tensor) -
     }  # fmt: skip
 
 
-def _side(name: str, side: PreparedSide | None, heads: int, x: torch.Tensor) -> dict[str, object]:
-    """What the kernel is told of keys or values; there may be none."""
-    if side is None:
-        return {**_terms(name, None, heads, x), f"{name.lower()}_gain": 0.0, f"{name}_RANK": 0, f"{name}_FITTED": False}
+def _side(name: str, side: PreparedSide, heads: int, x: torch.Tensor) -> dict[str, Any]:
+    """What the kernel is told of keys or values."""
     return {
         **_terms(name, side.matrix, heads, x), f"{name.lower()}_gain": float(side.gain),
         f"{name}_RANK": clip_rank(x.shape[-1], side.clip), f"{name}_FITTED": side.gain > 0,
     }  # fmt: skip
-
-
-def _launch(
-    cache: LayerCache | None,
-    slots: StoreSlots | None,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    layer: PreparedLayer | None,
-    reading: SplitMatrix | None,
-    q: torch.Tensor | None,
-    q_out: torch.Tensor | None,
-) -> torch.Tensor | None:
-    some = k if k is not None else q
-    assert some is not None
-    tokens, _, head_dim = some.shape
-    heads = 0 if k is None else k.shape[1]
-    q_heads = 0 if q is None else q.shape[1]
-    if q is not None:
-        _check_vectors("q", q, None, head_dim, some.dtype)
-        q_out = q.new_empty(q.shape) if q_out is None else q_out
-        if not q_out.is_contiguous():
-            raise ValueError("q_out must be contiguous")
-    key, value = (None, None) if layer is None else (layer.key, layer.value)
-    sides = {**_side("K", key, heads, some), **_side("V", value, heads, some)}
-    sides |= _terms("Q", None if q is None else reading, q_heads, some)
-    block, warps = _tile_shape(tokens * (2 * heads + q_heads), head_dim)
-    tiles = sum(
-        sides[f"{name}_SETS"] * triton.cdiv(tokens * (count // sides[f"{name}_SETS"]), block)
-        for name, count in (("K", heads), ("V", heads), ("Q", q_heads))
-    )
-    if tiles == 0:
-        return q_out
-
-    def strides(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
-        return (some, 0, 0) if x is None else (x, x.stride(0), x.stride(1))
-
-    center = None if key is None else key.center
-    if cache is None or slots is None:
-        buffers = (some,) * 2 + (0, 0) + (some,) * 4 + (some,) * 3
-        rows: dict[str, Any] = {"K_BITS": 2, "V_BITS": 2, "K_GROUP": head_dim, "V_GROUP": head_dim}
-        rows["SCALE_DTYPE"] = rows["EXACT_DTYPE"] = tl.bfloat16
-        windows = (False, False)
-    else:
-        buffers = (
-            cache.k_rows, cache.v_rows, cache.k_rows.stride(0), cache.v_rows.stride(0),
-            cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink, slots.row, slots.ring, slots.sink,
-        )  # fmt: skip
-        rows, windows = row_constants(cache), (cache.k_ring.numel() > 0, cache.k_sink.numel() > 0)
-    _store_kernel[(tiles,)](
-        *strides(k), *strides(v), *strides(q), some if q_out is None else q_out, some if center is None else center,
-        *buffers, tokens, HEADS=heads, Q_HEADS=q_heads, D=head_dim, **rows, **sides, HAS_CENTER=center is not None,
-        HAS_RING=windows[0], HAS_SINK=windows[1], BLOCK=block, num_warps=warps,
-        # A product that is not rounded before it is added to moves codes that lie on a boundary.
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return q_out

@@ -14,8 +14,9 @@ from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.sink_logits import scale_by_sinks
 from oscar_kernels.triton.extend import extend
-from oscar_kernels.triton.store import rotate_queries, store
-from sglang_oscar.attention import decode_choice
+from oscar_kernels.triton.rotate import rotate
+from oscar_kernels.triton.store import store
+from sglang_oscar.attention import decode_choice, warm_up
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.extend_choice import ragged_extend
 from sglang_oscar.errors import Int2Error
@@ -80,6 +81,9 @@ class GpuKernels:
                 "int2 extend: %s for chunk and dequantized prefix, decode kernel for that of short chunks",
                 plan.extend.name,
             )
+        limits = None if self._ragged is None else self._ragged.limits
+        kinds = {(layer.cache.k_layout, layer.cache.v_layout): layer for layer in cache.layers.values()}
+        warm_up.chunks_behind_prefixes(self, kinds.values(), q_heads, dtype, cache.page_size, limits)
 
     def decode(
         self,
@@ -190,4 +194,4 @@ def _sums(q: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, matrix: SplitMatrix | None) -> torch.Tensor:
-    return x if matrix is None else rotate_queries(x, matrix)
+    return x if matrix is None else rotate(x, matrix)

@@ -1,0 +1,75 @@
+"""Chunks behind cached prefixes, once before a server answers: their kernels compile at the first launch.
+
+Graphs are captured of chunks without a prefix and of decode steps only. So the first prompt that hit the prefix cache
+would wait for compilers, 1.9 s on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from oscar_kernels.cache import BatchTables, StoreSlots
+from oscar_kernels.extend_plan import Limits
+from sglang_oscar.attention.batch import Batch
+from sglang_oscar.memory.layer import CachedLayer
+
+if TYPE_CHECKING:
+    from sglang_oscar.attention.layer_attention import Kernels
+
+SHORT_CHUNK = 2
+"""Tokens of a chunk that is more than one token, and that the decode kernel takes behind a long prefix."""
+
+
+def chunks_behind_prefixes(
+    kernels: Kernels,
+    layers: Iterable[CachedLayer],
+    q_heads: int,
+    dtype: torch.dtype,
+    page_size: int,
+    limits: Limits | None,
+) -> None:
+    """Attend from a chunk of every kind to a cached prefix, and store it, in the rows that belong to no request.
+
+    Args:
+        kernels: of the device that the layers are on.
+        layers: one of every kind of rows.
+        q_heads: query heads on this rank.
+        dtype: of queries, keys and values, bfloat16 or float16.
+        page_size: tokens of a page.
+        limits: what decides how a prefix is read; None where there is one way.
+    """
+    prefixes, chunks = _kinds(page_size, limits)
+    for layer in layers:
+        batch = _dummy_batch(prefixes, chunks, page_size, layer.cache.k_rows.device)
+        batch.extend_plan = kernels.plan_extend(batch)
+        q, k = (
+            torch.zeros(sum(chunks), heads, layer.cache.head_dim, dtype=dtype, device=layer.cache.k_rows.device)
+            for heads in (q_heads, layer.cache.kv_heads)
+        )
+        kernels.extend(layer, batch, q, k, k, 1.0)
+
+
+def _kinds(page_size: int, limits: Limits | None) -> tuple[list[int], list[int]]:
+    """Lengths of prefixes and chunks: a chunk that is read in a pass, a short one, and a single token."""
+    if limits is None:
+        return [page_size], [SHORT_CHUNK]
+    # The shortest prefix that is worth reading once for every token of a short chunk.
+    spared = limits.break_even - SHORT_CHUNK
+    long = -(-SHORT_CHUNK * limits.window // spared) + page_size if spared > 0 else page_size
+    return [page_size, long, page_size], [max(limits.break_even + 1, SHORT_CHUNK), SHORT_CHUNK, 1]
+
+
+def _dummy_batch(prefixes: list[int], chunks: list[int], page_size: int, device: torch.device) -> Batch:
+    """Requests whose every page, ring row and sink block is number 0, which is nobody's."""
+    zeros = torch.zeros(len(chunks), dtype=torch.int32, device=device)
+    pages = torch.zeros(len(chunks), max(prefixes) // page_size + 1, dtype=torch.int32, device=device)
+    lens = torch.tensor(prefixes, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0).int().to(device)
+    tokens = sum(chunks)
+    nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+    rows = torch.arange(tokens, device=device) % page_size
+    tables = BatchTables(page_size, pages, lens, zeros, zeros, zeros)
+    return Batch(tables, StoreSlots(rows, nowhere, nowhere), chunks, starts, prefixes)
