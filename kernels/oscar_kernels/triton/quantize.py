@@ -1,0 +1,120 @@
+"""Vectors in registers to codes: clip, quantize, pack, as :mod:`oscar_kernels.codec` specifies."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from oscar_kernels.codec import STRETCH as CODEC_STRETCH
+from oscar_kernels.triton.arith import narrow, plane_count
+
+STRETCH = tl.constexpr(CODEC_STRETCH)
+
+
+@triton.jit
+def clip(y, mask, RANK: tl.constexpr, ZERO_BITS: tl.constexpr):
+    """Clamp every vector to its RANK-th largest magnitude, duplicates counted; RANK = 0 does not clip.
+
+    Exact, without sorting. Near the top, walk down the distinct magnitudes RANK - 1 times: that is the threshold
+    unless some of them occur twice. Then, and for any other rank, bisect over the bits, which order non-negative
+    floats as integers do. Vectors that were not rotated have their 16-bit precision, so equal magnitudes are common
+    and the ZERO_BITS lowest bits need no search: they are bisected at once.
+    """
+    if RANK == 0:
+        return y
+    else:
+        size = tl.abs(y)
+        tau = tl.max(size, 1)
+        search = True
+        if RANK <= 16 and ZERO_BITS == 0:
+            for _ in tl.range(RANK - 1):
+                tau = tl.max(tl.where(size < tau[:, None], size, -1.0), 1)
+            reached = tl.sum((size >= tau[:, None]).to(tl.int32), 1)
+            # Masked rows are all zeros: no reason to search.
+            search = tl.max(((reached != RANK) & mask).to(tl.int32), 0) > 0
+        if search:
+            bits = size.to(tl.int32, bitcast=True)
+            found = tl.zeros([y.shape[0]], tl.int32)
+            bit = tl.full([], 1 << 30, tl.int32)
+            for _ in tl.range(31 - ZERO_BITS):
+                trial = found | bit
+                above = tl.sum((bits >= trial[:, None]).to(tl.int32), 1)
+                found = tl.where(above >= RANK, trial, found)
+                bit = bit >> 1
+            tau = found.to(tl.float32, bitcast=True)
+        return tl.minimum(tl.maximum(y, -tau[:, None]), tau[:, None])
+
+
+@triton.jit
+def pack(code, broken, BITS: tl.constexpr):
+    """Bytes of codes float32 [BLOCK, D] below 2^BITS, BITS 2 or 4: uint8 [BLOCK, D * BITS / 8]; 0 where ``broken``."""
+    BLOCK: tl.constexpr = code.shape[0]
+    D: tl.constexpr = code.shape[1]
+    PLANES: tl.constexpr = plane_count(BITS)
+    # The code of plane j goes to bits BITS * j of its byte. Exact in float32, and one conversion a byte.
+    weight = (1 << (BITS * tl.arange(0, PLANES))).to(tl.float32)
+    packed = tl.sum(tl.reshape(code, [BLOCK, PLANES, D // PLANES]) * weight[None, :, None], 1)
+    return tl.where(broken[:, None], 0.0, packed).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def pack_high(high, broken):
+    """Bytes of the high bits of three-bit codes, float32 [BLOCK, D] of 0 and 1: uint8 [BLOCK, D/8]."""
+    BLOCK: tl.constexpr = high.shape[0]
+    D: tl.constexpr = high.shape[1]
+    # Of plane j and half h to bit (2 j + 2) % 8 + h: oscar_kernels.layout.HIGH_BITS.
+    of_plane = (1 << ((2 * tl.arange(0, 4) + 2) % 8)).to(tl.float32)
+    of_half = (1 + tl.arange(0, 2)).to(tl.float32)
+    planes = tl.sum(tl.reshape(high, [BLOCK, 4, D // 4]) * of_plane[None, :, None], 1)
+    packed = tl.sum(tl.reshape(planes, [BLOCK, D // 32, 2, 4]) * of_half[None, None, :, None], 2)
+    packed = tl.reshape(packed, [BLOCK, D // 8])
+    return tl.where(broken[:, None], 0.0, packed).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def quantize(
+    y, whole, gain, BITS: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FITTED: tl.constexpr
+):  # fmt: skip
+    """Codes float32 [BLOCK, D], which vectors have a NaN, scale and zero point [BLOCK, D/GROUP] in SCALE_DTYPE.
+
+    ``y`` is ``whole`` clipped.
+    """
+    STEPS: tl.constexpr = (1 << BITS) - 1
+    BLOCK: tl.constexpr = y.shape[0]
+    D: tl.constexpr = y.shape[1]
+    grouped = tl.reshape(y, [BLOCK, D // GROUP, GROUP])
+    low = tl.min(grouped, 2)
+    high = tl.max(grouped, 2)
+    scale = tl.div_rn(tl.maximum(high - low, 1e-8), tl.full(low.shape, STEPS, tl.float32))
+    if SCALE_DTYPE == tl.float16:
+        # As in the codec: keep scale and zero = -low / scale within float16, and the scale normal.
+        largest = tl.maximum(tl.abs(low), tl.abs(high))
+        scale = tl.minimum(tl.maximum(tl.maximum(scale, largest * (1.0 / 32768)), 0.00006103515625), 65504.0)
+    scale = narrow(scale, SCALE_DTYPE)
+    wide_scale = scale.to(tl.float32)
+    zero = narrow(tl.div_rn(-low, wide_scale), SCALE_DTYPE)
+    inverse = tl.div_rn(tl.full(low.shape, 1.0, tl.float32), wide_scale)
+    code = tl.floor(grouped * inverse[:, :, None] + (zero.to(tl.float32) + 0.5)[:, :, None])
+    code = tl.minimum(tl.maximum(code, 0.0), STEPS)
+    # Minima and maxima of a GPU pass over a NaN, so a vector that has one is looked for.
+    broken = tl.max((whole != whole).to(tl.int32), 1) > 0
+    if FITTED:
+        # Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
+        middle = 0.5 * (low + high)
+        rest = tl.reshape(whole, [BLOCK, D // GROUP, GROUP]) - middle[:, :, None]
+        mean = tl.sum(rest, 2) * (1.0 / GROUP)
+        mean_code = tl.sum(code, 2) * (1.0 / GROUP)
+        rest = rest - mean[:, :, None]
+        along = tl.sum((code - mean_code[:, :, None]) * rest, 2)
+        positive = along > 0
+        fitted = tl.div_rn(gain * tl.sum(rest * rest, 2), tl.where(positive, along, 1.0))
+        fitted = tl.where(positive, fitted, wide_scale)
+        fitted = tl.minimum(tl.maximum(fitted, wide_scale * (1.0 / STRETCH)), wide_scale * STRETCH)
+        if SCALE_DTYPE == tl.float16:
+            fitted = tl.minimum(tl.maximum(fitted, 0.00006103515625), 65504.0)
+        scale = narrow(fitted, SCALE_DTYPE)
+        zero = narrow(mean_code - tl.div_rn(middle + mean, scale.to(tl.float32)), SCALE_DTYPE)
+    nan = narrow(tl.full(low.shape, float("nan"), tl.float32), SCALE_DTYPE)
+    scale = tl.where(broken[:, None], nan, scale)
+    zero = tl.where(broken[:, None], nan, zero)
+    return tl.reshape(code, [BLOCK, D]), broken, scale, zero
