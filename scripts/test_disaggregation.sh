@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of prefill and decode on servers of their own. They need Mooncake and nixl, which are installed into the
-# environment, and system libraries that Mooncake loads even for TCP: on Debian and Ubuntu, apt-get install libibverbs1
+# The tests of prefill and decode on servers of their own, and of storage through Mooncake and nixl. Both are installed
+# into the environment. Mooncake loads system libraries even for TCP: on Debian and Ubuntu, apt-get install libibverbs1
 # libnl-3-200 libnl-route-3-200 librdmacm1. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -13,4 +13,4 @@ for module in mooncake.engine nixl; do
     exit 1
   }
 done
-exec python -m pytest test/server/test_disaggregation.py "$@"
+exec python -m pytest test/server/test_disaggregation.py test/server/test_storage_backends.py "$@"

@@ -25,7 +25,8 @@ from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.gpu import GpuKernels
-from sglang_oscar.attention.layer_attention import Kernels, TorchKernels
+from sglang_oscar.attention.kernels import Kernels
+from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.memory.layer import CachedLayer
 
 SHAPE = Shape(dtype=torch.float16, windows=Windows(sink=16, recent=24, ring=24))

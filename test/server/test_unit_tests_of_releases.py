@@ -29,7 +29,7 @@ def test_unit_tests_pass(version: str) -> None:
     release = environment(version)
     release["PYTHONPATH"] = os.pathsep.join(filter(None, [release["PYTHONPATH"], env.get("PYTHONPATH")]))
     # Warm processes are of the tests, not of a release, and have imported another transformers than an older one wants.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(UNIT)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", str(UNIT)]
     command += ["--ignore", str(UNIT / "test_warm.py")]
     done = subprocess.run(
         command, env=env | release, cwd=UNIT.parents[1], capture_output=True, text=True, timeout=1500, check=False

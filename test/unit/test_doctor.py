@@ -224,7 +224,7 @@ def test_host_tier(model: Path) -> None:
     """Only where it is asked for; of bytes, or of the tokens on the device."""
     assert "host tier" not in by_name(model_checks(str(model), 64, 8 * GIB))
     checks = by_name(model_checks(str(model), 64, 8 * GIB, host_size=1))
-    assert checks["host tier"].detail.startswith("host tier: 3105600 tokens x 322 bytes = 0.931 GiB of host memory")
+    assert checks["host tier"].detail.startswith("host tier: 2604224 tokens x 384 bytes = 0.931 GiB of host memory")
     twice = by_name(model_checks(str(model), 64, 8 * GIB, host_ratio=2.0))
     on_device = int(twice["memory"].detail.partition(" tokens x 320 bytes")[0].rpartition(" ")[2])
     assert f"host tier: {2 * on_device // 64 * 64 + 64} tokens" in twice["host tier"].detail

@@ -19,7 +19,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.tiers.arguments import LAYOUTS
 from sglang_oscar.tiers.host_pool import Int2HostPool
-from sglang_oscar.tiers.pages import HostPages, PageLayout, host_line, host_tokens
+from sglang_oscar.tiers.pages import DIGEST_BYTES, HALF_PAGE, HostPages, PageLayout, host_line, host_tokens
 from sglang_oscar.tiers.transfer import DevicePages, KernelCopies, TorchCopies
 
 SLOTS = 192
@@ -49,7 +49,8 @@ def test_items_fill_a_page(layout: PageLayout) -> None:
         end += item.size
     assert end + layout.trailer_bytes == layout.page_bytes == layout.page_size * layout.token_bytes
     assert layout.token_bytes % 2 == 0
-    assert layout.page_bytes % 64 == 0
+    assert layout.page_bytes % (2 * HALF_PAGE) == 0
+    assert layout.trailer_bytes >= DIGEST_BYTES
     assert all(len({item.size for item in group}) == 1 for group in layout.groups)
     assert len({group[0].size for group in layout.groups}) == len(layout.groups)
     assert sorted((item.side, item.layer) for item in layout.items) == [
@@ -198,7 +199,7 @@ def test_layers_of_different_sizes_come_back(layout: str, io_backend: str) -> No
     pool = device_pool()
     host = host_pool(pool, layout)
     assert releases.device_dtype(pool) == torch.uint8
-    assert host.size_per_token == sum(layer.cell_bytes for layer in FORMATS.values()) + 2
+    assert host.size_per_token == 512 > sum(layer.cell_bytes for layer in FORMATS.values())
     assert host.kv_buffer.nbytes == host.size * host.size_per_token
     slots = torch.cat([torch.arange(page * 64, page * 64 + 64) for page in (3, 1)])
     there = host.alloc(128)
@@ -227,6 +228,9 @@ def test_objects_of_storage_are_halves_of_a_page() -> None:
     page = host.page_layout.page_bytes
     assert sizes == [page // 2] * 4
     assert page // 2 == host.get_ksize_per_token() * 64
+    halves = host.get_data_page(64, flat=False)
+    assert halves.shape == (2, page // 2)
+    assert [half.data_ptr() for half in halves] == begins[:2]
     assert [begin - host.kv_buffer.data_ptr() for begin in begins] == [page, page + page // 2, 2 * page, 5 * page // 2]
     with pytest.raises(ValueError, match="--hicache-mem-layout page_first"):
         host_pool(pool, "layer_first").get_page_buffer_meta(torch.arange(64))
@@ -250,7 +254,7 @@ def test_account() -> None:
     assert layout.row_bytes == ((40, 64, 40), (40, 256, 64))
     assert host_tokens(layout, 0, 2.0, 1000) == 2048
     assert host_tokens(layout, 1, 2.0, 1000) == (1_000_000_000 // layout.token_bytes // 64 + 1) * 64
-    assert host_line(1 << 20, layout).startswith("host tier: 1048576 tokens x 506 bytes = 0.494 GiB of host memory")
+    assert host_line(1 << 20, layout).startswith("host tier: 1048576 tokens x 512 bytes = 0.500 GiB of host memory")
 
 
 def test_attention_waits_for_its_own_layer() -> None:

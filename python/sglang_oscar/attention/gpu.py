@@ -1,4 +1,4 @@
-"""Store and attention on a GPU (:mod:`sglang_oscar.attention.layer_attention`): CUDA, Triton, and stock kernels."""
+"""Store and attention on a GPU (:mod:`sglang_oscar.attention.kernels`): CUDA, Triton, and stock kernels."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GpuKernels:
         sm_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         rotated = self._store(layer, batch, q, k, v)
         lse = None if sinks is None else _sums(q)
         out = self._decode(layer.cache, batch.tables, rotated, sm_scale, lse=lse)
@@ -119,7 +119,7 @@ class GpuKernels:
     def verify(
         self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
-        """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
         assert self._verify is not None
         rotated = self._store(layer, batch, q, k, v)
@@ -127,7 +127,7 @@ class GpuKernels:
         return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
-        """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         if self._ragged is None:
             return None
         assert batch.prefix_lens is not None
@@ -144,7 +144,7 @@ class GpuKernels:
         sm_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         prepared, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
         key, value = prepared.key, prepared.value
         assert starts is not None
@@ -178,7 +178,7 @@ class GpuKernels:
         return _rotate(out, value.reading) if cached else out
 
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See :class:`sglang_oscar.attention.layer_attention.Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         store(layer.cache, slots, k, v, self._prepared[id(layer)])
 
 

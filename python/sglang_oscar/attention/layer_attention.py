@@ -5,8 +5,6 @@ The choice follows from the device alone; neither stands in for the other when s
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from oscar_kernels import reference
@@ -14,51 +12,9 @@ from oscar_kernels.cache import StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.sink_logits import scale_by_sinks
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import CachedLayer
-
-
-class Kernels(Protocol):
-    """Store and attention of one layer. ``v`` and results are in the basis of the cached values.
-
-    ``sinks`` [q_heads] are sink logits of the layer's heads (:mod:`oscar_kernels.sink_logits`); None for a model
-    without.
-    """
-
-    def decode(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store one token per request, then attend; q [batch, q_heads, head_dim], k and v [batch, kv_heads, ...]."""
-
-    def verify(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
-    ) -> torch.Tensor:
-        """Store several tokens per request, then attend from all of them; q [batch * tokens, q_heads, head_dim]."""
-
-    def plan_extend(self, batch: Batch) -> ExtendPlan | None:
-        """Decide once per forward pass what ``extend`` does in every layer; kept in the batch."""
-
-    def extend(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend from a chunk per request to the cache and to the chunk itself, then store the chunk."""
-
-    def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store tokens and nothing else; k and v [tokens, kv_heads, head_dim]."""
 
 
 class TorchKernels:
@@ -74,7 +30,7 @@ class TorchKernels:
         sm_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :class:`Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         key, value = layer.format.key.transform, layer.format.value.transform
         reference.store(layer.cache, batch.slots, k, v, layer.format)
         lse = None if sinks is None else torch.empty(q.shape[:2])
@@ -86,7 +42,7 @@ class TorchKernels:
     def verify(
         self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
-        """See :class:`Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
         key, value = layer.format.key.transform, layer.format.value.transform
         reference.store(layer.cache, batch.slots, k, v, layer.format)
@@ -94,7 +50,7 @@ class TorchKernels:
         return reference.rotate(out, value.back)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
-        """See :class:`Kernels`: nothing to decide."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`: nothing to decide."""
         return None
 
     def extend(
@@ -107,7 +63,7 @@ class TorchKernels:
         sm_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :class:`Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.extend_lens is not None
         key, value = layer.format.key.transform, layer.format.value.transform
         rotated = reference.rotate(v, value.matrix)
@@ -121,7 +77,7 @@ class TorchKernels:
         return reference.rotate(out, value.back)
 
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See :class:`Kernels`."""
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         reference.store(layer.cache, slots, k, v, layer.format)
 
 

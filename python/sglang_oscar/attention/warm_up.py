@@ -7,17 +7,14 @@ would wait for compilers, 1.9 s on an H200.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import Limits
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.memory.layer import CachedLayer
-
-if TYPE_CHECKING:
-    from sglang_oscar.attention.layer_attention import Kernels
 
 SHORT_CHUNK = 2
 """Tokens of a chunk that is more than one token, and that the decode kernel takes behind a long prefix."""

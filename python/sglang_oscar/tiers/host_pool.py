@@ -139,8 +139,11 @@ class Int2HostPool(HostKVCache):
         return numbers
 
     def get_data_page(self, index: int | torch.Tensor, flat: bool = True) -> torch.Tensor:
-        """The page that begins at a slot, as it goes to storage: uint8 [page_bytes]."""
-        return self.pages.page(int(index) // self.page_size)
+        """The page that begins at a slot, as it goes to storage: uint8 [page_bytes]; its halves [2, page_bytes / 2]
+        unless ``flat``, for storage that keeps keys and values apart.
+        """
+        page = self.pages.page(int(index) // self.page_size)
+        return page if flat else page.view(2, -1)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """Room for a page from storage on its way to the host tier: pinning it would take longer than reading it."""

@@ -7,6 +7,7 @@ different layers and sides have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +18,15 @@ import torch
 from oscar_kernels.format import LayerFormat
 from sglang_oscar.memory.geometry import GIB
 
-PAGE_VERSION = 2
+PAGE_VERSION = 3
 """Version of what a page holds where; part of every key of storage."""
 PAGE_FIRST = ("page_first", "page_first_direct")
 """SGLang's names of layouts in which a page is one piece of host memory; to us they are the same."""
-ALIGNMENT = 128
-"""Bytes that items and pages are a multiple of, or half of it where pages are as small as 16 tokens."""
+HALF_PAGE = 4096
+"""Bytes that half a page is a multiple of: storage may read and write halves, and without the file cache of the
+operating system, which then asks for multiples of its pages."""
+DIGEST_BYTES = 16
+"""At the beginning of the trailer."""
 
 
 class Item(NamedTuple):
@@ -81,13 +85,14 @@ class PageLayout:
 
     @property
     def trailer_bytes(self) -> int:
-        """Bytes behind the items, a multiple of the tokens of a page, so that a token takes a whole number of bytes."""
-        return self.page_size * max(2, ALIGNMENT // self.page_size)
+        """Bytes behind the items."""
+        return self.page_bytes - self.page_size * sum(map(sum, self.row_bytes))
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
-        """All bytes of a page."""
-        return self.page_size * sum(map(sum, self.row_bytes)) + self.trailer_bytes
+        """All bytes of a page: whole halves, and a whole number of bytes for a token."""
+        unit = math.lcm(self.page_size, 2 * HALF_PAGE)
+        return -(-(self.page_size * sum(map(sum, self.row_bytes)) + DIGEST_BYTES) // unit) * unit
 
     @property
     def token_bytes(self) -> int:

@@ -18,9 +18,9 @@ import torch
 import xxhash
 
 from sglang_oscar.tiers.host_pool import Int2HostPool
+from sglang_oscar.tiers.pages import DIGEST_BYTES
 
 logger = logging.getLogger(__name__)
-DIGEST_BYTES = 16
 THREADS = min(8, os.cpu_count() or 1)
 """That read files of pages at once: one alone waits for the disk, and for the interpreter beside a busy server."""
 
@@ -191,7 +191,7 @@ class CheckedStorage:
         return page[:size], page[size:]
 
     def _damaged(self, key: str, reason: str) -> None:
-        """Say so, and let the page be written anew: backends do not write what is there."""
+        """Say so, and let the page be written anew: not all backends write what is there."""
         logger.warning("int2 storage: page %s is damaged (%s) and is computed again", key[:12], reason)
         if self._folder is not None:
             name = self._backend._get_suffixed_key(key)
@@ -199,6 +199,9 @@ class CheckedStorage:
                 os.remove(os.path.join(self._folder, f"{name}.bin"))
             if self._backend.metadata_cache is not None:
                 self._backend.metadata_cache.remove(name)
+        elif type(self._backend).__name__ == "HiCacheHF3FS":
+            for half in "kv":
+                self._backend.delete(f"{key}-{half}")
 
 
 def digest(key: str, rows: torch.Tensor) -> bytes:

@@ -1,0 +1,155 @@
+"""Pages in storage other than files (``--hicache-storage-backend nixl``, ``mooncake``, ``hf3fs``): each keeps halves of
+pages in a way of its own, and gives them back whole.
+
+hf3fs is SGLang's own stand-in for the file system. nixl and Mooncake are installed by scripts/test_disaggregation.sh.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from test_storage_tier import GROUP, STORED, ask, model, prompts, server_on, stored  # noqa: F401
+
+from sglang_oscar.local_server import free_port
+from support.api import wait_for
+from support.releases import needs_newer_python, served
+from support.servers import Server
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="sources are served without compiled extensions"),
+]
+LAYOUTS = {"hf3fs": "page_first", "nixl": "page_first_direct", "mooncake": "page_first"}
+
+
+@dataclass
+class Storage:
+    """How a server is told of a storage, and the files in which it has its pages, if it has any."""
+
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    files: Path | None = None
+
+    def damage(self) -> None:
+        """Change a byte of every half of a page."""
+        assert self.files is not None
+        for path in filter(Path.is_file, self.files.rglob("*")):
+            content = bytearray(path.read_bytes())
+            for begin in range(0, len(content), 4096):
+                content[begin + 500] ^= any(content[begin : begin + 4096])
+            path.write_bytes(content)
+
+
+def hf3fs(folder: Path) -> Storage:
+    files = folder / "files"
+    files.mkdir()
+    config = {"file_path_prefix": str(files / "pages"), "file_size": 1 << 23, "numjobs": 2, "entries": 8}
+    (folder / "hf3fs.json").write_text(json.dumps(config))
+    args = ["--hicache-storage-backend-extra-config", json.dumps({"use_mock_hf3fs_client": True})]
+    return Storage(args, {"SGLANG_HICACHE_HF3FS_CONFIG_PATH": str(folder / "hf3fs.json")}, files)
+
+
+def nixl(folder: Path) -> Storage:
+    files = folder / "files"
+    return Storage(
+        [],
+        {
+            "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(files),
+            "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN": "POSIX",
+        },
+        files,
+    )
+
+
+@contextmanager
+def mooncake(folder: Path) -> Iterator[Storage]:
+    """Its master runs beside the server, which keeps the pages in memory of its own and asks for them over TCP."""
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("mooncake_master")), "--port", str(port)]
+    command += ["--metrics_port", str(free_port())]
+    with (folder / "master.log").open("w") as log:
+        master = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: "service_ready=true" in (folder / "master.log").read_text(), "Mooncake's master")
+        yield Storage(
+            [],
+            {
+                "MOONCAKE_MASTER": f"127.0.0.1:{port}",
+                "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
+                "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+                "MOONCAKE_PROTOCOL": "tcp",
+                "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(1 << 28),
+                "MC_FORCE_TCP": "1",
+            },
+        )
+    finally:
+        master.kill()
+        master.wait()
+
+
+def installed(kind: str) -> bool:
+    return {
+        "hf3fs": True,
+        "nixl": importlib.util.find_spec("nixl") is not None,
+        "mooncake": shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) is not None,
+    }[kind]
+
+
+@contextmanager
+def storage(kind: str, folder: Path) -> Iterator[Storage]:
+    if kind == "mooncake":
+        with mooncake(folder) as found:
+            yield found
+    else:
+        yield {"hf3fs": hf3fs, "nixl": nixl}[kind](folder)
+
+
+def hits(server: Server, asked: list[list[int]]) -> list[dict]:
+    """Answers on pages that all come from storage, once they are all written: not every release can say when."""
+    answers: list[dict] = []
+
+    def come_from_storage() -> bool:
+        server.flush()
+        answers[:] = ask(server, asked)
+        return stored(answers) == [STORED] * len(asked)
+
+    wait_for(come_from_storage, "pages in storage")
+    return answers
+
+
+@pytest.mark.parametrize("version", served())
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_pages_come_back(kind: str, version: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Answers on pages from storage are those on the same rows from the device; a damaged page is computed again."""
+    if not installed(kind):
+        pytest.skip(f"{kind} is not installed; scripts/test_disaggregation.sh does that")
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+    asked = prompts(2)
+    with storage(kind, tmp_path) as found:
+        backend = ["--hicache-storage-backend", kind, "--hicache-mem-layout", LAYOUTS[kind], *found.args]
+        with server_on(tmp_path, model, tmp_path / "log", *GROUP, *backend, version=version, **found.env) as server:
+            computed, device = ask(server, asked), ask(server, asked)
+            assert stored(computed) == stored(device) == [0, 0]
+            for one, other in zip(device, hits(server, asked), strict=True):
+                assert one["output_ids"] == other["output_ids"]
+            if found.files is None:
+                return
+            server.flush()
+            found.damage()
+            mended = ask(server, asked)
+            assert stored(mended) == [0, 0]
+            assert "is damaged" in server.text()
+            for one, other in zip(computed, mended, strict=True):
+                assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+            hits(server, asked)  # damaged pages have been written anew
