@@ -143,3 +143,15 @@ def test_matrices_with_large_entries(largest: float, device: torch.device) -> No
         assert ((rotate(q, prepared).double() - want).abs() <= bound).all()
     with pytest.raises(ValueError, match="must be finite"):
         split_matrix(spread * float("inf"), torch.float16)
+
+
+def test_vectors_that_do_not_fit_a_matrix(device: torch.device) -> None:
+    """Another head_dim, dtype or number of heads is refused before anything is launched; no tokens are no launch."""
+    matrix = split_matrix(torch.stack([random_rotation(64, seed, device) for seed in (1, 2)]), torch.bfloat16)
+    assert matrix is not None
+    x = random_vectors((3, 4, 64), torch.bfloat16, 1, device)
+    for vectors, message in ((x[..., :32], "64"), (x.half(), "float16"), (x[:, :3], "2 kv heads"), (x[0], "64")):
+        with pytest.raises(ValueError, match=message):
+            rotate(vectors, matrix)
+    assert rotate(x[:0], matrix).shape == (0, 4, 64)
+    torch.testing.assert_close(rotate(x[::2, 1:3], matrix), rotate(x[::2, 1:3].contiguous(), matrix), rtol=0, atol=0)

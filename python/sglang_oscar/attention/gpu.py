@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from oscar_kernels.cache import LayerCache, StoreSlots
+from oscar_kernels.cache import StoreSlots
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
@@ -46,15 +46,18 @@ class GpuKernels:
     ) -> None:
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
         self._page_size = cache.page_size
+        # Kernels are compiled for every kind of rows.
+        kinds = list({(layer.cache.k_layout, layer.cache.v_layout): layer for layer in cache.layers.values()}.values())
+        caches = [layer.cache for layer in kinds]
         self._decode = decode_choice.choose(
-            cache.settings.decode_backend, _distinct(cache), cache.page_size, q_heads, dtype,
+            cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype,
             cache.rows.ring_start.shape[0] - 1, cache.plan.extend is not None,  # row 0 is padding, no request
         )  # fmt: skip
         self._verify: decode_choice.Verify | None = None
         if drafts:
             self._verify = decode_choice.choose_verify(
                 self._decode,
-                _distinct(cache),
+                caches,
                 cache.page_size,
                 q_heads,
                 dtype,
@@ -82,8 +85,7 @@ class GpuKernels:
                 plan.extend.name,
             )
         limits = None if self._ragged is None else self._ragged.limits
-        kinds = {(layer.cache.k_layout, layer.cache.v_layout): layer for layer in cache.layers.values()}
-        warm_up.chunks_behind_prefixes(self, kinds.values(), q_heads, dtype, cache.page_size, limits)
+        warm_up.chunks_behind_prefixes(self, kinds, q_heads, dtype, cache.page_size, limits)
 
     def decode(
         self,
@@ -180,12 +182,6 @@ class GpuKernels:
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         store(layer.cache, slots, k, v, self._prepared[id(layer)])
-
-
-def _distinct(cache: Int2Cache) -> list[LayerCache]:
-    """One layer of every kind of rows: kernels are compiled for each."""
-    kinds = {(layer.cache.k_layout, layer.cache.v_layout): layer.cache for layer in cache.layers.values()}
-    return list(kinds.values())
 
 
 def _sums(q: torch.Tensor) -> torch.Tensor:
