@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,20 +35,25 @@ LAYOUTS = {"hf3fs": "page_first", "nixl": "page_first_direct", "mooncake": "page
 
 @dataclass
 class Storage:
-    """How a server is told of a storage, and the files in which it has its pages, if it has any."""
+    """How a server is told of a storage, the files in which it has its pages, if it has any, and what befalls them."""
 
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     files: Path | None = None
+    harms: tuple[Callable[[Path], None], ...] = ()
 
-    def damage(self) -> None:
-        """Change a byte of every half of a page."""
-        assert self.files is not None
-        for path in filter(Path.is_file, self.files.rglob("*")):
-            content = bytearray(path.read_bytes())
-            for begin in range(0, len(content), 4096):
-                content[begin + 500] ^= any(content[begin : begin + 4096])
-            path.write_bytes(content)
+
+def flip(path: Path) -> None:
+    """Change a byte of every half of a page."""
+    content = bytearray(path.read_bytes())
+    for begin in range(0, len(content), 4096):
+        content[begin + 500] ^= any(content[begin : begin + 4096])
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    """Leave too little."""
+    os.truncate(path, 100)
 
 
 def hf3fs(folder: Path) -> Storage:
@@ -56,7 +62,7 @@ def hf3fs(folder: Path) -> Storage:
     config = {"file_path_prefix": str(files / "pages"), "file_size": 1 << 23, "numjobs": 2, "entries": 8}
     (folder / "hf3fs.json").write_text(json.dumps(config))
     args = ["--hicache-storage-backend-extra-config", json.dumps({"use_mock_hf3fs_client": True})]
-    return Storage(args, {"SGLANG_HICACHE_HF3FS_CONFIG_PATH": str(folder / "hf3fs.json")}, files)
+    return Storage(args, {"SGLANG_HICACHE_HF3FS_CONFIG_PATH": str(folder / "hf3fs.json")}, files, (flip,))
 
 
 def nixl(folder: Path) -> Storage:
@@ -68,6 +74,7 @@ def nixl(folder: Path) -> Storage:
             "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN": "POSIX",
         },
         files,
+        (flip, cut),
     )
 
 
@@ -130,7 +137,7 @@ def hits(server: Server, asked: list[list[int]]) -> list[dict]:
 @pytest.mark.parametrize("version", served())
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_pages_come_back(kind: str, version: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Answers on pages from storage are those on the same rows from the device; a damaged page is computed again."""
+    """Answers on pages from storage are those on the same rows from the device; damaged pages are computed again."""
     if not installed(kind):
         pytest.skip(f"{kind} is not installed; scripts/test_disaggregation.sh does that")
     if needs_newer_python(version):
@@ -143,13 +150,14 @@ def test_pages_come_back(kind: str, version: str, model: Path, tmp_path: Path) -
             assert stored(computed) == stored(device) == [0, 0]
             for one, other in zip(device, hits(server, asked), strict=True):
                 assert one["output_ids"] == other["output_ids"]
-            if found.files is None:
-                return
-            server.flush()
-            found.damage()
-            mended = ask(server, asked)
-            assert stored(mended) == [0, 0]
-            assert "is damaged" in server.text()
-            for one, other in zip(computed, mended, strict=True):
-                assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
-            hits(server, asked)  # damaged pages have been written anew
+            for harm in found.harms:
+                server.flush()
+                assert found.files is not None
+                for path in filter(Path.is_file, found.files.rglob("*")):
+                    harm(path)
+                mended = ask(server, asked)
+                assert stored(mended) == [0, 0]
+                assert harm is cut or "is damaged" in server.text()
+                for one, other in zip(computed, mended, strict=True):
+                    assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+                hits(server, asked)  # damaged pages have been written anew
