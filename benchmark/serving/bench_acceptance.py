@@ -60,7 +60,7 @@ def rotation_of(name: str, given: str) -> str:
 def cache_settings(name: str, k_rotation: str, v_rotation: str) -> dict[str, str]:
     """Variables of a server with a cache. Bits are told where a recipe is named; a rotation file says its own."""
     mode = MODES[name]
-    if "int2" not in mode.args or name == "exact":
+    if mode.stock or name == "exact":
         return dict(mode.env)
     env = {}
     for side, given in (("K", k_rotation), ("V", v_rotation)):
@@ -160,10 +160,10 @@ def check(modes: list[str], k_rotation: str, v_rotation: str) -> None:
     """
     if unknown := [name for name in modes if name not in MODES]:
         raise typer.BadParameter(f"no {unknown[0]}; there are {', '.join(MODES)}", param_hint="--modes")
-    if not has_gpu() and (stock := [name for name in modes if "int2" not in MODES[name].args]):
+    if not has_gpu() and (stock := [name for name in modes if MODES[name].stock]):
         text = f"stock SGLang does not run draft models on a CPU: {stock[0]} needs a GPU; take exact instead"
         raise typer.BadParameter(text, param_hint="--modes")
-    low = [name for name in modes if "int2" in MODES[name].args and name != "exact"]
+    low = [name for name in modes if not MODES[name].stock and name != "exact"]
     for side in (k_rotation, v_rotation):
         if len(low) > 1 and side not in (HADAMARD, IDENTITY) and "{mode}" not in side:
             text = "a rotation file is for one number of bits: put {mode} in its name, or ask for one mode with it"
@@ -204,7 +204,7 @@ def main(
     answers: dict[str, list[Answer]] = {}
     caches: dict[str, Any] = {}
     for name in names:
-        low = ["--kv-cache-quant-group-size", str(group)] if "int2" in MODES[name].args else []
+        low = [] if MODES[name].stock else ["--kv-cache-quant-group-size", str(group)]
         args = [*flags, *MODES[name].args, *low, *shlex.split(server_args)]
         env = environment() | cache_settings(name, k_rotation, v_rotation)
         with serve(model, out.with_suffix(f".{name}.log"), args, env) as server:

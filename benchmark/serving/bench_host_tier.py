@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import requests
 import typer
 from machine import describe
+from room import room_of
 from shapes import SHAPES
 from subjects import MODES, asking, subject
 
@@ -53,7 +54,7 @@ def measure(
         folder: of storage, if there is one.
     """
     rng, rows = random.Random(0), []
-    page_size = requests.get(f"{server.url}/server_info", timeout=LONGEST_WAIT).json()["page_size"]
+    page_size = room_of(server).page
 
     def fresh(length: int) -> list[int]:
         return [rng.randrange(vocabulary) for _ in range(length)]

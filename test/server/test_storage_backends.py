@@ -6,10 +6,8 @@ hf3fs is SGLang's own stand-in for the file system. nixl and Mooncake are instal
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from test_storage_tier import GROUP, STORED, ask, model, prompts, server_on, sto
 
 from sglang_oscar.local_server import free_port
 from support.api import wait_for
+from support.disaggregated import ENVIRONMENT, MISSING
 from support.releases import needs_newer_python, served
 from support.servers import Server
 
@@ -30,7 +29,6 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="sources are served without compiled extensions"),
 ]
-LAYOUTS = {"hf3fs": "page_first", "nixl": "page_first_direct", "mooncake": "page_first"}
 
 
 @dataclass
@@ -56,26 +54,20 @@ def cut(path: Path) -> None:
     os.truncate(path, 100)
 
 
-def hf3fs(folder: Path) -> Storage:
+@contextmanager
+def hf3fs(folder: Path) -> Iterator[Storage]:
     files = folder / "files"
     files.mkdir()
     config = {"file_path_prefix": str(files / "pages"), "file_size": 1 << 23, "numjobs": 2, "entries": 8}
     (folder / "hf3fs.json").write_text(json.dumps(config))
     args = ["--hicache-storage-backend-extra-config", json.dumps({"use_mock_hf3fs_client": True})]
-    return Storage(args, {"SGLANG_HICACHE_HF3FS_CONFIG_PATH": str(folder / "hf3fs.json")}, files, (flip,))
+    yield Storage(args, {"SGLANG_HICACHE_HF3FS_CONFIG_PATH": str(folder / "hf3fs.json")}, files, (flip,))
 
 
-def nixl(folder: Path) -> Storage:
-    files = folder / "files"
-    return Storage(
-        [],
-        {
-            "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(files),
-            "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN": "POSIX",
-        },
-        files,
-        (flip, cut),
-    )
+@contextmanager
+def nixl(folder: Path) -> Iterator[Storage]:
+    files, name = folder / "files", "SGLANG_HICACHE_NIXL_BACKEND"
+    yield Storage([], {f"{name}_STORAGE_DIR": str(files), f"{name}_PLUGIN": "POSIX"}, files, (flip, cut))
 
 
 @contextmanager
@@ -96,29 +88,16 @@ def mooncake(folder: Path) -> Iterator[Storage]:
                 "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
                 "MOONCAKE_PROTOCOL": "tcp",
                 "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(1 << 28),
-                "MC_FORCE_TCP": "1",
-            },
+            }
+            | ENVIRONMENT,
         )
     finally:
         master.kill()
         master.wait()
 
 
-def installed(kind: str) -> bool:
-    return {
-        "hf3fs": True,
-        "nixl": importlib.util.find_spec("nixl") is not None,
-        "mooncake": shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) is not None,
-    }[kind]
-
-
-@contextmanager
-def storage(kind: str, folder: Path) -> Iterator[Storage]:
-    if kind == "mooncake":
-        with mooncake(folder) as found:
-            yield found
-    else:
-        yield {"hf3fs": hf3fs, "nixl": nixl}[kind](folder)
+STORAGES = {"hf3fs": (hf3fs, "page_first"), "nixl": (nixl, "page_first_direct"), "mooncake": (mooncake, "page_first")}
+"""How each is made, and the layout of host memory that it is tested with."""
 
 
 def hits(server: Server, asked: list[list[int]]) -> list[dict]:
@@ -135,16 +114,16 @@ def hits(server: Server, asked: list[list[int]]) -> list[dict]:
 
 
 @pytest.mark.parametrize("version", served())
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", STORAGES)
 def test_pages_come_back(kind: str, version: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
     """Answers on pages from storage are those on the same rows from the device; damaged pages are computed again."""
-    if not installed(kind):
+    if kind in MISSING.values():
         pytest.skip(f"{kind} is not installed; scripts/test_disaggregation.sh does that")
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")
-    asked = prompts(2)
-    with storage(kind, tmp_path) as found:
-        backend = ["--hicache-storage-backend", kind, "--hicache-mem-layout", LAYOUTS[kind], *found.args]
+    asked, (made, layout) = prompts(2), STORAGES[kind]
+    with made(tmp_path) as found:
+        backend = ["--hicache-storage-backend", kind, "--hicache-mem-layout", layout, *found.args]
         with server_on(tmp_path, model, tmp_path / "log", *GROUP, *backend, version=version, **found.env) as server:
             computed, device = ask(server, asked), ask(server, asked)
             assert stored(computed) == stored(device) == [0, 0]

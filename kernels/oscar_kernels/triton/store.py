@@ -168,9 +168,9 @@ def store(
         ValueError: shapes, dtypes or row layouts do not fit.
     """
     layer.check(cache)
-    tokens, heads, head_dim = k.shape
     for name, x in (("k", k), ("v", v)):
         check_vectors(name, x, cache.kv_heads, cache.head_dim, k.dtype)
+    tokens, heads, head_dim = k.shape
     q_heads = 0 if q is None else q.shape[1]
     if q is not None:
         check_vectors("q", q, None, head_dim, k.dtype)

@@ -6,7 +6,7 @@ would wait for compilers, 1.9 s on an H200.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ SHORT_CHUNK = 2
 
 def chunks_behind_prefixes(
     kernels: Kernels,
-    layers: Iterable[CachedLayer],
+    layers: Sequence[CachedLayer],
     q_heads: int,
     dtype: torch.dtype,
     page_size: int,
@@ -38,14 +38,16 @@ def chunks_behind_prefixes(
         page_size: tokens of a page.
         limits: what decides how a prefix is read; None where there is one way.
     """
+    cache = layers[0].cache
     prefixes, chunks = _kinds(page_size, limits)
+    device = cache.k_rows.device
+    batch = _dummy_batch(prefixes, chunks, page_size, device)
+    batch.extend_plan = kernels.plan_extend(batch)
+    q, k = (
+        torch.zeros(sum(chunks), heads, cache.head_dim, dtype=dtype, device=device)
+        for heads in (q_heads, cache.kv_heads)
+    )
     for layer in layers:
-        batch = _dummy_batch(prefixes, chunks, page_size, layer.cache.k_rows.device)
-        batch.extend_plan = kernels.plan_extend(batch)
-        q, k = (
-            torch.zeros(sum(chunks), heads, layer.cache.head_dim, dtype=dtype, device=layer.cache.k_rows.device)
-            for heads in (q_heads, layer.cache.kv_heads)
-        )
         kernels.extend(layer, batch, q, k, k, 1.0)
 
 

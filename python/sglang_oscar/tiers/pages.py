@@ -83,16 +83,21 @@ class PageLayout:
         """All items in the order of their offsets."""
         return (item for group in self.groups for item in group)
 
-    @property
-    def trailer_bytes(self) -> int:
-        """Bytes behind the items."""
-        return self.page_bytes - self.page_size * sum(map(sum, self.row_bytes))
+    @cached_property
+    def item_bytes(self) -> int:
+        """Bytes of all items."""
+        return self.page_size * sum(map(sum, self.row_bytes))
 
     @cached_property
     def page_bytes(self) -> int:
-        """All bytes of a page: whole halves, and a whole number of bytes for a token."""
-        unit = math.lcm(self.page_size, 2 * HALF_PAGE)
-        return -(-(self.page_size * sum(map(sum, self.row_bytes)) + DIGEST_BYTES) // unit) * unit
+        """All bytes of a page: two halves that fit, each of a whole number of bytes for a token."""
+        unit = 2 * math.lcm(self.page_size, HALF_PAGE)
+        return -(-(self.item_bytes + DIGEST_BYTES) // unit) * unit
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Bytes behind the items."""
+        return self.page_bytes - self.item_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -115,7 +120,7 @@ class HostPages:
         self.page_first = page_first
         self.count = buffer.numel() // layout.page_bytes
         self._items = {(item.side, item.layer): self._part(item.offset, item.size) for item in layout.items}
-        self._trailers = self._part(layout.page_bytes - layout.trailer_bytes, layout.trailer_bytes)
+        self._trailers = self._part(layout.item_bytes, layout.trailer_bytes)
 
     def _part(self, offset: int, size: int) -> torch.Tensor:
         """[pages, size]: the same bytes of every page."""

@@ -187,19 +187,23 @@ class CheckedStorage:
 
     def _parts(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and trailer of a page."""
-        size = self._pool.page_layout.page_bytes - self._pool.page_layout.trailer_bytes
+        size = self._pool.page_layout.item_bytes
         return page[:size], page[size:]
 
     def _damaged(self, key: str, reason: str) -> None:
-        """Say so, and let the page be written anew: not all backends write what is there."""
+        """Say so, and let the page be written anew."""
         logger.warning("int2 storage: page %s is damaged (%s) and is computed again", key[:12], reason)
+        self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        """Remove a page, of a backend that can and would not overwrite it."""
         if self._folder is not None:
             name = self._backend._get_suffixed_key(key)
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self._folder, f"{name}.bin"))
             if self._backend.metadata_cache is not None:
                 self._backend.metadata_cache.remove(name)
-        elif type(self._backend).__name__ == "HiCacheHF3FS":
+        elif type(self._backend).__name__ == "HiCacheHF3FS":  # its module is not imported where it is not used
             for half in "kv":
                 self._backend.delete(f"{key}-{half}")
 
