@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_storage_tier import GROUP, STORED, ask, model, prompts, server_on, stored  # noqa: F401
+from test_storage_tier import DRIFT, GROUP, NEAR_TIE, STORED, ask, model, prompts, server_on, stored  # noqa: F401
 
 from sglang_oscar.local_server import free_port
 from support.api import wait_for
+from support.compare import assert_same
 from support.disaggregated import ENVIRONMENT, MISSING
 from support.releases import needs_newer_python, served
 from support.servers import Server
@@ -56,9 +57,10 @@ def cut(path: Path) -> None:
 
 @contextmanager
 def hf3fs(folder: Path) -> Iterator[Storage]:
+    """By one job: the stand-in seeks and then reads, and two of its jobs may do so in one file at once."""
     files = folder / "files"
     files.mkdir()
-    config = {"file_path_prefix": str(files / "pages"), "file_size": 1 << 23, "numjobs": 2, "entries": 8}
+    config = {"file_path_prefix": str(files / "pages"), "file_size": 1 << 23, "numjobs": 1, "entries": 8}
     (folder / "hf3fs.json").write_text(json.dumps(config))
     args = ["--hicache-storage-backend-extra-config", json.dumps({"use_mock_hf3fs_client": True})]
     yield Storage(args, {"SGLANG_HICACHE_HF3FS_CONFIG_PATH": str(folder / "hf3fs.json")}, files, (flip,))
@@ -127,8 +129,8 @@ def test_pages_come_back(kind: str, version: str, model: Path, tmp_path: Path) -
         with server_on(tmp_path, model, tmp_path / "log", *GROUP, *backend, version=version, **found.env) as server:
             computed, device = ask(server, asked), ask(server, asked)
             assert stored(computed) == stored(device) == [0, 0]
-            for one, other in zip(device, hits(server, asked), strict=True):
-                assert one["output_ids"] == other["output_ids"]
+            # Sinks that are computed again differ in their last bits.
+            assert_same(device, hits(server, asked), NEAR_TIE, DRIFT)
             for harm in found.harms:
                 server.flush()
                 assert found.files is not None
