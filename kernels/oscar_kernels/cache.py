@@ -188,6 +188,30 @@ class StoreSlots:
     sink: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Where keys and values of new tokens go beside the cache, in its basis and in 16 bits.
+
+    Shapes: k and v [rows, kv_heads, head_dim] contiguous; rows int64 [tokens], -1 for a token that goes nowhere.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    rows: torch.Tensor
+
+    def check(self, tokens: int, kv_heads: int, head_dim: int) -> None:
+        """Refuse copies of other vectors.
+
+        Raises:
+            ValueError: shapes or strides do not fit.
+        """
+        for name, x in (("k", self.k), ("v", self.v)):
+            if x.shape[1:] != (kv_heads, head_dim) or not x.is_contiguous():
+                raise ValueError(f"copies of {name} must be contiguous [rows, {kv_heads}, {head_dim}]")
+        if self.rows.shape != (tokens,) or self.rows.dtype != torch.int64:
+            raise ValueError(f"rows of copies must be int64 [{tokens}]")
+
+
 def split_positions(kv_len: int, ring_start: int, windows: Windows) -> tuple[int, int]:
     """Borders between sink store, history pool and recent ring for a request of ``kv_len`` cached tokens.
 

@@ -76,12 +76,14 @@ class Limits:
         passes: loads of it per layer at most.
         break_even: dequantizing a long prefix takes as long as the decode kernel takes to read it for so many tokens.
         window: tokens of history that have as many bytes as the 16-bit windows of a request.
+        joined: tokens of prefixes and chunks that are attended to at once (:mod:`oscar_kernels.joined_extend`).
     """
 
     capacity: int
     passes: int
     break_even: int
     window: int
+    joined: int = 0
 
     def short(self, prefix: int, chunk: int) -> bool:
         """Whether the decode kernel reads a prefix sooner, once for every token of the chunk, than it is dequantized.
@@ -220,11 +222,27 @@ class Decoding:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Where prefixes and chunks lie that are attended to at once (:mod:`oscar_kernels.joined_extend`), on the device.
+
+    ``requests`` int32 are all of the batch and ``begins`` zeros; ``indptr`` int32 [requests + 1] is the first of the
+    ``rows`` of each, and ``chunk_rows`` int64 [tokens] that of every token of the chunks.
+    """
+
+    requests: torch.Tensor
+    begins: torch.Tensor
+    indptr: torch.Tensor
+    chunk_rows: torch.Tensor
+    rows: int
+
+
+@dataclass(frozen=True)
 class ExtendPlan:
     """What every layer of a forward pass does.
 
     ``in_place`` is the batch's tables with a length of 0 for every request whose prefix is read in another way; None
-    where no prefix is read in place. ``decoding`` is left to the caller, who stores before it decodes.
+    where no prefix is read in place. ``decoding`` is left to the caller, who stores before it decodes. Where there is
+    ``joined``, it is all there is.
     """
 
     tokens: int
@@ -232,8 +250,10 @@ class ExtendPlan:
     short: list[Short]
     in_place: BatchTables | None
     decoding: Decoding | None
+    joined: Joined | None = None
 
     @property
     def has_prefix(self) -> bool:
         """Whether anything is attended to but the chunks: only then are rotated queries needed."""
-        return bool(self.passes or self.short) or self.in_place is not None or self.decoding is not None
+        others = (self.in_place, self.decoding, self.joined)
+        return bool(self.passes or self.short) or any(other is not None for other in others)

@@ -5,35 +5,22 @@ are dequantized into a workspace of fixed size, in the rotated basis, and attend
 not fit at once is done in several passes. Chunks of few tokens are not worth that: the decode kernel takes each token
 as a request whose cache is the prefix. What is too much for the passes is read in place by the Triton extend kernel.
 All results are merged by their log-sum-exp. Chunks of one token, which are requests that decode within a mixed batch,
-are left to the caller, who stores them and decodes.
+are left to the caller, who stores them and decodes. A batch that fits is joined instead: prefixes and chunks lie in
+one load of the workspace, where the caller's store puts the chunks.
 
-The attention kernel is FlashInfer's ragged prefill.
+The attention kernel is FlashInfer's ragged prefill or FlashAttention-3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from oscar_kernels.cache import BatchTables, LayerCache
-from oscar_kernels.extend_plan import (
-    QUERY_TILE,
-    SHORT_BATCH,
-    Decode,
-    Decoding,
-    ExtendPlan,
-    Limits,
-    Pass,
-    Ragged,
-    Short,
-    Span,
-    count_splits,
-    cut_prefixes,
-    cut_spans,
-)
+from oscar_kernels.cache import BatchTables, Copies, LayerCache
+from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined, Limits, Ragged
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
@@ -64,54 +51,29 @@ class RaggedExtend:
         decode: Decode,
         processors: int = 1,
     ) -> None:
-        self._layout, self._q_heads, self._dtype, self._device = layout, q_heads, dtype, device
-        self.limits, self._attention, self._processors, self._decode = limits, attention, processors, decode
+        self._planner = RaggedPlanner(layout, q_heads, dtype, limits, device, attention, processors)
+        self._heads, self._chunk, self._decode = (q_heads, layout.kv_heads), self._planner.chunk, decode
         self._workspace = torch.empty(2, limits.capacity, layout.kv_heads, layout.head_dim, dtype=dtype, device=device)
-        self._chunk = attention()
-        self._prefixes: list[Ragged] = []
-        self._planned: torch.cuda.Event | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What decides how a prefix is read."""
+        return self._planner.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._planner.limits = limits
 
     def plan(self, tables: BatchTables, prefix_lens: list[int], chunk_lens: list[int]) -> ExtendPlan:
-        """Decide how a batch is worked on; once per forward pass, valid until the next call.
-
-        Args:
-            tables: the batch; ``kv_lens`` on the device equals ``prefix_lens``. The page table covers the first token
-                of every chunk, too.
-            prefix_lens: cached tokens before the chunk, per request.
-            chunk_lens: new tokens per request.
-        """
-        if self._planned is not None:
-            # The kernels' plans are copied from host buffers that the next plan overwrites. The last ones were
-            # queued a forward pass ago: as a rule there is nothing to wait for.
-            self._planned.synchronize()
-        starts = _indptr(chunk_lens)
-        self._plan_attention(self._chunk, starts, starts, causal=True)
-        cut = cut_prefixes(prefix_lens, chunk_lens, self.limits)
-        while len(self._prefixes) < len(cut.passes):
-            self._prefixes.append(self._attention())
-        passes = [self._plan_pass(*load, starts) for load in zip(self._prefixes, cut.passes, strict=False)]
-        in_place = None
-        if cut.in_place:
-            lengths = torch.zeros(len(prefix_lens), dtype=torch.int32)
-            lengths[cut.in_place] = torch.tensor([prefix_lens[request] for request in cut.in_place], dtype=torch.int32)
-            in_place = replace(tables, kv_lens=self._upload(lengths))
-        short = self._plan_short(tables, prefix_lens, cut.short, starts) if cut.short else []
-        decoding = self._plan_decoding(tables, cut.single, starts) if cut.single else None
-        if self._device.type == "cuda":
-            self._planned = torch.cuda.Event()
-            self._planned.record()
-        return ExtendPlan(int(starts[-1]), passes, short, in_place, decoding)
+        """Decide how a batch is worked on; see :meth:`oscar_kernels.ragged_plan.RaggedPlanner.plan`."""
+        return self._planner.plan(tables, prefix_lens, chunk_lens)
 
     def warm_up(self) -> None:
         """Plan and run a chunk of one token: whatever the attention kernel compiles or loads, it does here."""
-        layout = self._layout
-        starts = _indptr([1])
-        self._plan_attention(self._chunk, starts, starts, causal=True)
-        q, k, v = (
-            torch.zeros(1, heads, layout.head_dim, dtype=self._dtype, device=self._device)
-            for heads in (self._q_heads, layout.kv_heads, layout.kv_heads)
-        )
-        self._chunk.forward_return_lse(q, k, v, causal=True, sm_scale=1.0)
+        self._planner.plan_chunks([1])
+        q_heads, kv_heads = self._heads
+        q, k = (self._workspace.new_zeros(1, heads, self._workspace.shape[-1]) for heads in (q_heads, kv_heads))
+        self._chunk.forward_return_lse(q, k, k, causal=True, sm_scale=1.0)
 
     def run(
         self,
@@ -129,7 +91,7 @@ class RaggedExtend:
         """Attention of the planned batch in one layer, before its chunks are stored.
 
         Args:
-            plan: of this forward pass.
+            plan: of this forward pass, not joined.
             cache: the layer's cache, without the chunks.
             tables: the batch.
             q: [tokens, q_heads, head_dim], not rotated.
@@ -144,6 +106,7 @@ class RaggedExtend:
         Returns:
             [tokens, q_heads, head_dim] in the basis of ``v``; of ``plan.decoding``, without the prefix.
         """
+        assert plan.joined is None
         if not plan.has_prefix and lse is None:
             return self._chunk.forward(q, k, v, causal=True, sm_scale=sm_scale)
         out, sums = self._chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
@@ -152,6 +115,38 @@ class RaggedExtend:
             self._add_prefixes(plan, cache, tables, out, sums, qo_indptr, q_rot, sm_scale)
         if lse is not None:
             lse.copy_(sums)
+        return out
+
+    def load_joined(self, joined: Joined, cache: LayerCache, tables: BatchTables) -> Copies:
+        """Dequantize the prefixes of a joined batch in one layer, before its chunks are stored.
+
+        Args:
+            joined: of this forward pass's plan.
+            cache, tables: as in :meth:`run`.
+
+        Returns:
+            where the store that follows is to copy the chunks to.
+        """
+        keys, values = self._workspace[:, : joined.rows]
+        copy_prefixes(cache, tables, joined.requests, joined.begins, joined.indptr, keys, values)
+        return Copies(keys, values, joined.chunk_rows)
+
+    def run_joined(
+        self, loaded: Copies, q_rot: torch.Tensor, sm_scale: float, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of a joined batch in one layer, behind the store that has copied its chunks.
+
+        Args:
+            loaded: from :meth:`load_joined`.
+            q_rot, sm_scale, lse: as in :meth:`run`.
+
+        Returns:
+            [tokens, q_heads, head_dim] in the basis of the cached values.
+        """
+        if lse is None:
+            return self._chunk.forward(q_rot, loaded.k, loaded.v, causal=True, sm_scale=sm_scale)
+        out, sums = self._chunk.forward_return_lse(q_rot, loaded.k, loaded.v, causal=True, sm_scale=sm_scale)
+        lse.copy_(sums)
         return out
 
     def _add_prefixes(
@@ -185,66 +180,3 @@ class RaggedExtend:
                 cache, plan.in_place, q_rot, None, None, qo_indptr, q_rot, sm_scale, lse=part_lse, prefix_only=True
             )
             merge_states_(out, lse, part_out, part_lse)
-
-    def _plan_pass(self, attention: Ragged, spans: list[Span], starts: torch.Tensor) -> Pass:
-        first, last = spans[0].request, spans[-1].request + 1
-        own = starts[first : last + 1]
-        chunks = (own[1:] - own[:-1]).tolist()
-        tiles = sum(-(-chunk // QUERY_TILE) for chunk in chunks)
-        splits = count_splits(tiles * self._q_heads, self._processors, max(span.end - span.begin for span in spans))
-        pieces = cut_spans(spans, splits)
-        lengths = [0] * (splits * (last - first))
-        for number, piece in enumerate(pieces):
-            lengths[number // len(spans) * (last - first) + piece.request - first] = piece.end - piece.begin
-        self._plan_attention(attention, _indptr(chunks * splits), _indptr(lengths), causal=False)
-        indptr = _indptr([piece.end - piece.begin for piece in pieces])
-        table = torch.tensor([(piece.request, piece.begin) for piece in pieces], dtype=torch.int32).T.contiguous()
-        requests, begins = self._upload(table)
-        tokens = slice(int(own[0]), int(own[-1]))
-        return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens, splits)
-
-    def _plan_short(
-        self, tables: BatchTables, prefix_lens: list[int], requests: list[int], starts: torch.Tensor
-    ) -> list[Short]:
-        # Rows of the page table are copied once per token: no wider than these prefixes need.
-        pages = -(-max(prefix_lens[request] for request in requests) // tables.page_size)
-        tables = replace(tables, page_table=tables.page_table[:, :pages])
-        bounds = starts.tolist()
-        pairs = [(request, token) for request in requests for token in range(bounds[request], bounds[request + 1])]
-        index = self._upload(torch.tensor(pairs, dtype=torch.int64).T.contiguous())
-        parts = zip(*(rows.split(SHORT_BATCH) for rows in index), strict=True)
-        return [Short(tokens, _select(tables, own)) for own, tokens in parts]
-
-    def _plan_decoding(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> Decoding:
-        index = torch.tensor(requests, dtype=torch.int64)
-        own, tokens = self._upload(torch.stack([index, starts[index].long()]))
-        selected = _select(tables, own)
-        return Decoding(tokens, replace(selected, kv_lens=selected.kv_lens + 1))
-
-    def _plan_attention(
-        self, attention: Ragged, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, causal: bool
-    ) -> None:
-        layout = self._layout
-        if self._device.type == "cuda":
-            # Copies to the device then wait for nothing.
-            qo_indptr, kv_indptr = qo_indptr.pin_memory(), kv_indptr.pin_memory()
-        attention.plan(
-            qo_indptr, kv_indptr, self._q_heads, layout.kv_heads, layout.head_dim, causal=causal,
-            q_data_type=self._dtype,
-        )  # fmt: skip
-
-    def _upload(self, x: torch.Tensor) -> torch.Tensor:
-        return x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
-
-
-def _select(tables: BatchTables, requests: torch.Tensor) -> BatchTables:
-    """Tables of some requests of a batch; a request may occur several times."""
-    names = ("page_table", "kv_lens", "ring_row", "ring_start", "sink_block")
-    return replace(tables, **{name: getattr(tables, name)[requests] for name in names})
-
-
-def _indptr(lengths: list[int]) -> torch.Tensor:
-    """int32 [n + 1] on the host: running sums of ``lengths``, from 0."""
-    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    starts[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    return starts

@@ -7,7 +7,7 @@ import sys
 import torch
 from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_slots, random_vectors
 
-from oscar_kernels.cache import Windows
+from oscar_kernels.cache import Copies, Windows
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
@@ -49,6 +49,8 @@ def run(shape: Shape, device: torch.device) -> None:
     starts = torch.tensor([0, 1, 10, 30, tokens], dtype=torch.int32, device=device)
     lse = torch.empty(tokens, shape.q_heads, device=device)
     out = extend(batch.cache, batch.tables, q, k, v, starts, q_rot, 0.1, lse=lse)
+    copies = Copies(torch.zeros_like(k), torch.zeros_like(v), torch.arange(tokens, device=device))
+    store(cache, slots, k, v, layer, q=q, copies=copies)
     requests = torch.arange(len(LENGTHS), dtype=torch.int32, device=device)
     rows = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
     space = torch.empty(2, sum(LENGTHS), shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
@@ -57,6 +59,7 @@ def run(shape: Shape, device: torch.device) -> None:
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()
     assert torch.isfinite(space).all()
+    assert torch.isfinite(copies.k).all()
 
 
 def run_cuda(gqa: int, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from oscar_kernels.cache import BatchTables, StoreSlots, Windows
+from oscar_kernels.cache import BatchTables, Copies, StoreSlots, Windows
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
@@ -90,7 +90,9 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     verify(wide, tables, torch.ones(2, 4, dtype=torch.int64), q.repeat(4, 1, 1), 1.0)
     key = SideTransform(random_rotation(shape.head_dim, 1, CPU), clip=0.96, gain=0.98)
     slots = StoreSlots(*[torch.zeros(2, dtype=torch.int64)] * 3)
-    store(cache, slots, k, k, prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype), q=q)
+    made = prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype)
+    store(cache, slots, k, k, made, q=q)
+    store(cache, slots, k, k, made, q=q, copies=Copies(k.clone(), k.clone(), slots.row))
     rotate(q, split_matrix(random_rotation(shape.head_dim, 1, CPU), q.dtype))
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)

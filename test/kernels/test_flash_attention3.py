@@ -16,7 +16,7 @@ import test_ragged_extend
 import torch
 from kernel_cases import Shape
 from test_extend import Chunks, make
-from test_ragged_extend import LIMITS, SHAPES, TorchRagged
+from test_ragged_extend import JOINED, LIMITS, SHAPES, TorchRagged
 
 from oscar_kernels import extend_plan
 from oscar_kernels.cache import Windows
@@ -50,6 +50,12 @@ def _kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(case: Chunks, device: torch.device, limits: Limits = LIMITS) -> None:
     test_ragged_extend.check(case, device, limits, attention=lambda: FlashAttention3(device))
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_prefixes_and_chunks_at_once(shape: Shape, device: torch.device) -> None:
+    check(make(shape, [0, 1, 30, 150, 70], [5, 64, 3, 66, 0], device), device, JOINED)
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -37,11 +37,12 @@ SM_SCALE = 0.1
 TOLERANCE = 0.02
 PAGES = 8
 """Pages of a request; request i has pages i * PAGES + 1 and on, ring row i + 1 and sink block i + 1."""
-WAYS = ["reference", "triton", "passes", "short", "in place"]
+WAYS = ["reference", "triton", "passes", "short", "in place", "joined"]
 LIMITS = {
     "passes": Limits(capacity=50, passes=8, break_even=0, window=0),
     "short": Limits(capacity=50, passes=8, break_even=64, window=0),
     "in place": Limits(capacity=1, passes=1, break_even=0, window=0),
+    "joined": Limits(capacity=300, passes=8, break_even=0, window=0, joined=300),
 }
 
 
@@ -140,6 +141,9 @@ def test_every_exit(way: str, centered: bool) -> None:
     for seed, lengths in enumerate([[5, 20, 50], [9, 8, 17], [1, 5, 1]]):
         batch = batch_of(prefixes, lengths, device)
         batch.extend_plan = kernels.plan_extend(batch)
+        if way == "joined":
+            assert batch.extend_plan is not None
+            assert (batch.extend_plan.joined is not None) == (seed == 1)
         q, k, v = vectors(sum(lengths), 10 * seed, device)
         before = [cached(layer, batch, request, prefix) for request, prefix in enumerate(prefixes)]
         out = kernels.extend(layer, batch, q, k, v, SM_SCALE, sinks)

@@ -10,11 +10,11 @@ from test_ragged_extend import TorchRagged
 from test_sink_logits import HERE, SHAPE, kernels_of, layer_of
 
 from oscar_kernels import ragged_extend
-from oscar_kernels.extend_plan import Limits
+from oscar_kernels.extend_plan import Limits, cut_prefixes
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import gpu, warm_up
 
-LIMITS = Limits(capacity=50, passes=8, break_even=32, window=2240)
+LIMITS = Limits(capacity=50, passes=8, break_even=32, window=2240, joined=50)
 
 
 @pytest.mark.parametrize("ragged", [True, False])
@@ -44,6 +44,8 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
     warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, SHAPE.page_size, limits)
     wanted = {"copy_prefixes", "merge_states_", "decode"} if ragged else {"extend"}
     assert set(launched) == wanted | {"rotate", "store"}
+    # A chunk beside others and one that is joined with its prefix.
+    assert launched.count("copy_prefixes") == (2 if ragged else 0)
     # A short chunk and a single token.
     assert launched.count("decode") == (2 if ragged else 0)
     for name, rows in before.items():
@@ -57,7 +59,7 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
 def test_lengths_are_of_their_kinds(break_even: int, window: int) -> None:
     """Whatever a GPU's decode kernel is worth; where nothing is short there is no such chunk."""
     limits = Limits(capacity=65536, passes=8, break_even=break_even, window=window)
-    cut = ragged_extend.cut_prefixes(*warm_up._kinds(256, limits), limits)
+    cut = cut_prefixes(*warm_up._kinds(256, limits), limits)
     assert len(cut.passes) == 1
     assert cut.passes[0][0].request == 0
     assert 2 in cut.single

@@ -128,10 +128,10 @@ def _prefix_kernel(
         return
     offset = (work - tl.sum(tl.where(ids == span, ends - tiles, 0), 0)) * BLOCK + tl.arange(0, BLOCK)
     out_first = tl.load(indptr_ptr + span)
-    live = offset < tl.load(indptr_ptr + span + 1) - out_first
     request = tl.load(request_ptr + span)
     position = tl.load(begin_ptr + span) + offset
     kv_len = tl.load(kv_lens_ptr + request)
+    live = (offset < tl.load(indptr_ptr + span + 1) - out_first) & (position < kv_len)
     sink_end, ring_begin = split_lengths(kv_len, tl.load(ring_start_ptr + request), SINK, RECENT)
     block = tl.load(sink_block_ptr + request).to(tl.int64)
     ring = tl.load(ring_row_ptr + request).to(tl.int64)
@@ -163,7 +163,7 @@ def copy_prefixes(
 
     Args:
         cache: the layer's cache.
-        tables: the batch; every span lies within ``kv_lens``.
+        tables: the batch; of a span, what lies behind ``kv_lens`` is left as it is.
         requests: int32 [spans], request of each span, on the device like the next two.
         begins: int32 [spans], first position of each span.
         indptr: int32 [spans + 1], first row of each span in the outputs, then the number of rows.

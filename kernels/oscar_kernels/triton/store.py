@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_kernels.cache import LayerCache, StoreSlots
+from oscar_kernels.cache import Copies, LayerCache, StoreSlots
 from oscar_kernels.codec import clip_rank
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
 from oscar_kernels.triton.arith import EXACT, code_bytes, exact_channels, narrow
@@ -33,7 +33,7 @@ from oscar_kernels.triton.rotate import (
 
 @triton.jit
 def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constexpr):
-    """Write vectors to a ring or sink store where the token has a place in it."""
+    """Write vectors to a ring, a sink store or a copy where the token has a place in it."""
     D: tl.constexpr = y.shape[1]
     index = tl.load(index_ptr + token, mask=mask, other=-1)
     rows = window_ptr + (index * HEADS + head) * D
@@ -71,13 +71,13 @@ def _store_codes(
 @triton.jit
 def _store_tile(
     x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens, gain,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, copy_ptr, copy_index_ptr, tile, tokens, gain,
     HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, R_SCALE: tl.constexpr, TERMS: tl.constexpr,
     RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values: everything from rotation to the three destinations."""
+    """A tile of keys or values: everything from rotation to the places it goes to."""
     x_rows, mask, token, head, matrix = vectors_of_tile(
         x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK
     )
@@ -92,6 +92,8 @@ def _store_tile(
         _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS)
     if HAS_SINK:
         _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
+    if HAS_COPY:
+        _store_window(copy_ptr, copy_index_ptr, y, token, head, mask, HEADS)
     rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
     if BITS == EXACT:
         at = exact_channels(rows, head, D, EXACT_DTYPE)[:, None] + tl.arange(0, D)[None, :]
@@ -105,14 +107,16 @@ def _store_kernel(
     k_ptr, k_stride_token, k_stride_head, v_ptr, v_stride_token, v_stride_head,
     q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_center_ptr,
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, tokens, k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, k_copy_ptr, v_copy_ptr, copy_index_ptr, tokens,
+    k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr,
     K_SETS: tl.constexpr, V_SETS: tl.constexpr, Q_SETS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
     K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
     K_RANK: tl.constexpr, V_RANK: tl.constexpr, K_FITTED: tl.constexpr, V_FITTED: tl.constexpr,
-    HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, HAS_COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (key tiles + value tiles + query tiles); Q_HEADS = 0 has no queries."""
     tile = tl.program_id(0)
@@ -127,16 +131,16 @@ def _store_kernel(
     elif tile < k_tiles:
         _store_tile(
             k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
-            k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile, tokens,
-            k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK, K_FITTED,
-            HAS_CENTER, HAS_RING, HAS_SINK, BLOCK,
+            k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, k_copy_ptr, copy_index_ptr, tile,
+            tokens, k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK,
+            K_FITTED, HAS_CENTER, HAS_RING, HAS_SINK, HAS_COPY, BLOCK,
         )  # fmt: skip
     else:
         _store_tile(
             v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
-            v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, tile - k_tiles, tokens,
-            v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, V_SCALE, V_TERMS, V_RANK, V_FITTED,
-            False, HAS_RING, HAS_SINK, BLOCK,
+            v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, v_copy_ptr, copy_index_ptr,
+            tile - k_tiles, tokens, v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, V_SCALE,
+            V_TERMS, V_RANK, V_FITTED, False, HAS_RING, HAS_SINK, HAS_COPY, BLOCK,
         )  # fmt: skip
 
 
@@ -148,6 +152,7 @@ def store(
     layer: PreparedLayer,
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
+    copies: Copies | None = None,
 ) -> torch.Tensor | None:
     """Write new tokens to the history pool, the ring and the sink store; rotate the queries in the same launch.
 
@@ -160,6 +165,7 @@ def store(
         layer: from :func:`oscar_kernels.prepared.prepare`; without a value matrix where values come multiplied.
         q: [tokens, q_heads, head_dim] of the dtype of ``k``, to be rotated.
         q_out: where to; allocated where None.
+        copies: where keys and values go as well, in 16 bits and in the basis of the cache.
 
     Returns:
         the rotated queries in the dtype of ``q``; None without ``q``.
@@ -177,6 +183,8 @@ def store(
         q_out = q.new_empty(q.shape) if q_out is None else q_out
         if not q_out.is_contiguous():
             raise ValueError("q_out must be contiguous")
+    if copies is not None:
+        copies.check(tokens, heads, head_dim)
     sides = _side("K", layer.key, heads, k) | _side("V", layer.value, heads, v)
     sides |= _terms("Q", None if q is None else layer.key.reading, q_heads, k)
     block, warps = tile_shape(tokens * (2 * heads + q_heads), head_dim)
@@ -186,13 +194,14 @@ def store(
         return q_out
     queries = (k, 0, 0, k) if q is None or q_out is None else (q, q.stride(0), q.stride(1), q_out)
     center = layer.key.center
+    copied = (k, v, slots.row) if copies is None else (copies.k, copies.v, copies.rows)
     _store_kernel[(tiles,)](
         k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), *queries, k if center is None else center,
         cache.k_rows, cache.v_rows, cache.k_rows.stride(0), cache.v_rows.stride(0),
-        cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink, slots.row, slots.ring, slots.sink,
+        cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink, slots.row, slots.ring, slots.sink, *copied,
         tokens, HEADS=heads, Q_HEADS=q_heads, D=head_dim, **row_constants(cache), **sides,
         HAS_CENTER=center is not None, HAS_RING=cache.k_ring.numel() > 0, HAS_SINK=cache.k_sink.numel() > 0,
-        BLOCK=block, num_warps=warps,
+        HAS_COPY=copies is not None, BLOCK=block, num_warps=warps,
         # A product that is not rounded before it is added to moves codes that lie on a boundary.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -116,7 +116,7 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
     processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
-    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window)
+    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=size.tokens)
     layout = geometry.any_layer.key_layout
     try:
         made = RaggedExtend(

@@ -147,18 +147,60 @@ class GpuKernels:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
+        plan = batch.extend_plan
+        lse = None if sinks is None else _sums(q)
+        joined = plan is not None and plan.joined is not None
+        attend = self._extend_joined if joined else self._extend_apart
+        out = attend(layer, batch, q, k, v, sm_scale, lse)
+        # Without a prefix nothing is attended to that is in the basis of the cache.
+        cached = plan is None or plan.has_prefix
+        if sinks is not None and lse is not None:
+            # Keys of the chunk are centered where cached ones are attended to, too.
+            center = layer.format.key.transform.plain_center if cached else None
+            out = scale_by_sinks(out, lse, sinks, q, center, sm_scale)
+        return _rotate(out, self._prepared[id(layer)].value.reading) if cached else out
+
+    def _extend_joined(
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend to prefixes and chunks at once, each as the store leaves it before its codes."""
+        assert self._ragged is not None
+        assert batch.extend_plan is not None
+        assert batch.extend_plan.joined is not None
+        # The store may overwrite what the rings hold of the prefixes.
+        copies = self._ragged.load_joined(batch.extend_plan.joined, layer.cache, batch.tables)
+        rotated = store(layer.cache, batch.slots, k, v, self._prepared[id(layer)], q=q, copies=copies)
+        assert rotated is not None
+        return self._ragged.run_joined(copies, rotated, sm_scale, lse)
+
+    def _extend_apart(
+        self,
+        layer: CachedLayer,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend to chunks as they are and to prefixes, and store the chunks."""
         prepared, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
         key, value = prepared.key, prepared.value
         assert starts is not None
-        # Without a prefix nothing that is in the basis of the cache is attended to: values need no rotation, keys
-        # need not be centered.
+        # Without a prefix values need no rotation, keys need not be centered.
         cached = plan is None or plan.has_prefix
         values = _rotate(v, value.matrix) if cached else v
         rotated = _rotate(q, key.reading) if cached else None
         chunk = k
         if cached and key.plain_center is not None:
             chunk = (k - key.plain_center).to(k.dtype)
-        lse = None if sinks is None else _sums(q)
         if plan is None:
             assert rotated is not None
             out = extend(layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale, lse=lse)
@@ -173,11 +215,7 @@ class GpuKernels:
             out[own] = self._decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale, lse=own_lse)
             if lse is not None and own_lse is not None:
                 lse[own] = own_lse
-        if sinks is not None and lse is not None:
-            # Keys of the chunk are centered where cached ones are attended to, too.
-            center = layer.format.key.transform.plain_center if cached else None
-            out = scale_by_sinks(out, lse, sinks, q, center, sm_scale)
-        return _rotate(out, value.reading) if cached else out
+        return out
 
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""

@@ -41,14 +41,16 @@ def chunks_behind_prefixes(
     cache = layers[0].cache
     prefixes, chunks = _kinds(page_size, limits)
     device = cache.k_rows.device
-    batch = _dummy_batch(prefixes, chunks, page_size, device)
-    batch.extend_plan = kernels.plan_extend(batch)
-    q, k = (
-        torch.zeros(sum(chunks), heads, cache.head_dim, dtype=dtype, device=device)
-        for heads in (q_heads, cache.kv_heads)
-    )
-    for layer in layers:
-        kernels.extend(layer, batch, q, k, k, 1.0)
+    # The chunk that is read in a pass is joined with its prefix where no other is beside it.
+    for count in {len(chunks), 1}:
+        batch = _dummy_batch(prefixes[:count], chunks[:count], page_size, device)
+        batch.extend_plan = kernels.plan_extend(batch)
+        q, k = (
+            torch.zeros(batch.tokens, heads, cache.head_dim, dtype=dtype, device=device)
+            for heads in (q_heads, cache.kv_heads)
+        )
+        for layer in layers:
+            kernels.extend(layer, batch, q, k, k, 1.0)
 
 
 def _kinds(page_size: int, limits: Limits | None) -> tuple[list[int], list[int]]:
