@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = """
-_extend_kernel _fill_decode_tables _merge_states_kernel _prefix_kernel _rotate_kernel _store_kernel decode_kernel
+_fill_decode_tables _merge_states_kernel _prefix_kernel _rotate_kernel _store_kernel decode_kernel extend_kernel
 merge_kernel
 """
 

@@ -1,0 +1,95 @@
+// Vectors times the rotation of their head: which vectors a block has, and the products of its warps.
+#pragma once
+
+#include "config.cuh"
+
+constexpr bool X_BF16 = Q_BF16;  // keys, values and queries have one format
+constexpr int VECTORS = OSCAR_VECTORS;
+static_assert(VECTORS == 16, "a block's vectors are the rows of a tensor-core product");
+constexpr int STORE_WARPS = HEAD_DIM / 16;
+
+// This warp's 16 columns of a rotation. Those of up to 128 channels fit registers.
+template <int TERMS>
+struct Columns {
+  static constexpr bool KEPT = HEAD_DIM <= 128;
+  static constexpr int COUNT = UNITS * 2;
+  uint4 kept[KEPT ? TERMS : 1][COUNT];
+  const uint4* terms;
+
+  DEVICE void load(int term, uint4 (&to)[COUNT]) const {
+    const uint4* at = terms + ((term * STORE_WARPS + threadIdx.x / 32) * COUNT) * 32 + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = at[i * 32];
+  }
+  DEVICE explicit Columns(const uint4* terms) : terms(terms) {
+    if (KEPT) {
+#pragma unroll
+      for (int term = 0; term < TERMS; term++) load(term, kept[term]);
+    }
+  }
+
+  // out[t] = products of rows l / 4 and l / 4 + 8 with columns 8 t + 2 (l % 4) and the next. Every term has a sum of its
+  // own, so that products need not wait for each other; small terms are added first.
+  DEVICE void multiply(float (&sum)[2][4], const uint4 (&first)[UNITS], const uint4 (&second)[UNITS]) {
+#pragma unroll
+    for (int term = TERMS - 1; term >= 0; term--) {
+      uint4(&b)[COUNT] = kept[KEPT ? term : 0];
+      if (!KEPT) load(term, b);
+      float out[2][4] = {};
+#pragma unroll
+      for (int u = 0; u < UNITS; u++) {
+        uint4 x = first[u], y = second[u], p = b[2 * u], q = b[2 * u + 1];
+        mma_k16<X_BF16>(out[0], x.x, y.x, x.y, y.y, p.x, p.y);
+        mma_k16<X_BF16>(out[1], x.x, y.x, x.y, y.y, p.z, p.w);
+        mma_k16<X_BF16>(out[0], x.z, y.z, x.w, y.w, q.x, q.y);
+        mma_k16<X_BF16>(out[1], x.z, y.z, x.w, y.w, q.z, q.w);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[i / 4][i % 4] += out[i / 4][i % 4];
+    }
+  }
+};
+
+// Tiles of at most ``vectors`` vectors; none has heads of two of the SETS matrices.
+template <int HEADS, int SETS>
+DEVICE int tiles_of(int tokens, int vectors) {
+  return SETS * ((tokens * (HEADS / SETS) + vectors - 1) / vectors);
+}
+
+// The terms of a tile's matrix. Matrices come one after the other, each with all its tiles.
+template <int HEADS, int SETS, int TERMS>
+DEVICE const uint4* terms_of(const uint4* terms, int tile, int tokens, int vectors) {
+  if constexpr (SETS == 1) return terms;
+  constexpr int UINT4S = TERMS * HEAD_DIM * HEAD_DIM / 8;
+  return terms + tile / tiles_of<HEADS / SETS, 1>(tokens, vectors) * UINT4S;
+}
+
+// A vector of this block; past the end the last one.
+template <int HEADS, int SETS>
+struct Vector {
+  int token, head;
+  bool live;
+
+  DEVICE Vector(int tile, int row, int tokens, int vectors) {
+    constexpr int OF_SET = HEADS / SETS;
+    int set = 0;
+    if constexpr (SETS > 1) {
+      int tiles = tiles_of<OF_SET, 1>(tokens, vectors);
+      set = tile / tiles;
+      tile %= tiles;
+    }
+    int index = tile * vectors + row;
+    live = row < vectors && index < tokens * OF_SET;
+    index = min(index, tokens * OF_SET - 1);
+    token = index / OF_SET;
+    head = set * OF_SET + index % OF_SET;
+  }
+};
+
+// Channels 32 u + 8 (l % 4) + 0..7 of a vector.
+template <class Input>
+DEVICE void load_vector(uint4 (&x)[UNITS], const Input& input, int token, int head) {
+  const u16* at = input.x + token * input.token_stride + head * input.head_stride + 8 * (threadIdx.x % 4);
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) x[u] = *(const uint4*)(at + 32 * u);
+}

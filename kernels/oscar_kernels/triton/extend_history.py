@@ -1,0 +1,171 @@
+"""A tile of query rows over the history of its request, whose rows are codes or 16 bits.
+
+The arithmetic is that of :mod:`oscar_kernels.triton.decode_history`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from oscar_kernels.triton.arith import (
+    CODES_PER_UNIT,
+    EXACT,
+    LOG2_E,
+    code_bytes,
+    dot,
+    exact_channels,
+    exp2,
+    load_codes,
+    load_params,
+    log2,
+    narrow,
+    plane_count,
+    reciprocal,
+    unit_group,
+    unit_size,
+    unit_start,
+    unit_weight,
+)
+from oscar_kernels.triton.decode_history import Q_PEAK, Q_UNSCALE
+
+
+@triton.jit
+def load_rows(rows, mask, start, SIZE: tl.constexpr):
+    """[rows, SIZE] from channel ``start`` on; 0 where masked."""
+    return tl.load(rows[:, None] + (start + tl.arange(0, SIZE))[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def attend_history(
+    state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head, begin, end, sm_scale,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Fold history positions [begin, end) into ``state``, which must be fresh; see decode for the arithmetic."""
+    K_UNIT: tl.constexpr = unit_size(D, K_BITS, K_GROUP)
+    V_UNIT: tl.constexpr = unit_size(D, V_BITS, V_GROUP)
+    K_UNITS: tl.constexpr = D // K_UNIT
+    V_UNITS: tl.constexpr = D // V_UNIT
+    K_GROUPS: tl.constexpr = D // K_GROUP
+    V_GROUPS: tl.constexpr = D // V_GROUP
+    K_CODE_BYTES: tl.constexpr = code_bytes(D, K_BITS)
+    V_CODE_BYTES: tl.constexpr = code_bytes(D, V_BITS)
+    top, total, out = state
+
+    shift = ()
+    for g in tl.static_range(V_GROUPS):
+        shift = shift + (tl.zeros([BLOCK_M], tl.float32),)
+    if K_BITS == EXACT:
+        channel = tl.arange(0, D)
+        q = narrow(load_rows(q_rows, q_mask, 0, D).to(tl.float32), EXACT_DTYPE)
+    else:
+        largest = tl.full([], 1e-30, tl.float32)
+        for u in tl.static_range(K_UNITS):
+            wide = load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.max(tl.abs(wide), 1), 0))
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        factor = Q_PEAK / power
+        unscale = power * (sm_scale * Q_UNSCALE)
+        q = ()
+        q_sums = ()
+        for g in tl.static_range(K_GROUPS):
+            q_sum = tl.zeros([BLOCK_M], tl.float32)
+            for u in tl.static_range(K_UNITS):
+                if unit_group(u, D, K_BITS, K_GROUP) == g:
+                    wide = load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
+                    q_sum += tl.sum(wide, 1)
+            q_sums = q_sums + (q_sum * (sm_scale * LOG2_E),)
+        for u in tl.static_range(K_UNITS):
+            wide = load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
+            q = q + ((wide * (factor * (1.0 / unit_weight(u, K_BITS)))).to(tl.float16),)
+
+    offset = tl.arange(0, BLOCK_N)
+    k_byte = tl.arange(0, K_UNIT)
+    v_byte = tl.arange(0, V_UNIT)
+    PARAM: tl.constexpr = 2 * (SCALE_DTYPE.primitive_bitwidth // 8)
+    k_head_params = KV_HEADS * K_CODE_BYTES + head * (K_GROUPS * PARAM)
+    v_head_params = KV_HEADS * V_CODE_BYTES + head * (V_GROUPS * PARAM)
+    for tile in range(begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N):
+        position = tile * BLOCK_N + offset
+        live = (position >= begin) & (position < end)
+        if PAGE >= BLOCK_N:
+            page = tl.load(pages_ptr + (tile * BLOCK_N) // PAGE).to(tl.int64)
+            slot = page * PAGE + (tile * BLOCK_N) % PAGE + offset
+        else:
+            page = tl.load(pages_ptr + position // PAGE, mask=live, other=0).to(tl.int64)
+            # Not position % PAGE: from that Triton concludes that every slot is a multiple of PAGE.
+            slot = page * PAGE + (position & (PAGE - 1))
+        k_row = k_rows_ptr + slot * K_STRIDE
+        v_row = v_rows_ptr + slot * V_STRIDE
+
+        if K_BITS == EXACT:
+            at = exact_channels(k_row, head, D, EXACT_DTYPE)[None, :] + channel[:, None]
+            logits = dot(q, tl.load(at), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (sm_scale * LOG2_E)
+        else:
+            scales, zeros = load_params(k_row + k_head_params, K_GROUPS, SCALE_DTYPE)
+            codes = ()
+            for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+                at = k_row[None, :] + head * K_CODE_BYTES
+                codes = codes + load_codes(at, span, k_byte[:, None], D, K_BITS, K_UNIT)
+            logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for g in tl.static_range(K_GROUPS):
+                product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                for u in tl.static_range(K_UNITS):
+                    if unit_group(u, D, K_BITS, K_GROUP) == g:
+                        product = dot(q[u], codes[u], product)
+                logits += product * (scales[g] * unscale)[None, :]
+                logits -= q_sums[g][:, None] * (scales[g] * zeros[g])[None, :]
+        logits = tl.where(live[None, :], logits, float("-inf"))
+
+        if V_BITS != EXACT:
+            scales, zeros = load_params(v_row + v_head_params, V_GROUPS, SCALE_DTYPE)
+            largest_scale = scales[0]
+            for g in tl.static_range(1, V_GROUPS):
+                largest_scale = tl.maximum(largest_scale, scales[g])
+            largest_scale = tl.where(live, tl.maximum(largest_scale, 1e-30), 1.0)
+            logits += log2(largest_scale)[None, :]
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        fade = exp2(top - new_top)
+        top = new_top
+        p = exp2(logits - top[:, None])
+        new_out = ()
+        if V_BITS == EXACT:
+            total = total * fade + tl.sum(p, 1)
+            weight = narrow(p, EXACT_DTYPE)
+            numbers = exact_channels(v_row, head, D, EXACT_DTYPE)
+            for u in tl.static_range(V_UNITS):
+                v = load_rows(numbers, live, unit_start(u, D, V_BITS, V_GROUP), V_UNIT)
+                new_out = new_out + (dot(weight, v, out[u] * fade[:, None]),)
+        else:
+            inverse = reciprocal(largest_scale)
+            total = total * fade + tl.sum(p * inverse[None, :], 1)
+
+            codes = ()
+            for span in tl.static_range(V_UNITS // plane_count(V_BITS)):
+                at = v_row[:, None] + head * V_CODE_BYTES
+                codes = codes + load_codes(at, span, v_byte[None, :], D, V_BITS, V_UNIT)
+            weights = ()
+            new_shift = ()
+            for g in tl.static_range(V_GROUPS):
+                weight = p
+                if V_GROUPS > 1:
+                    weight = p * tl.where(live, scales[g] * inverse, 0.0)[None, :]
+                weights = weights + (weight.to(tl.float16),)
+                # In float32: a group of equal values has a tiny scale and a zero point as large as that is small.
+                zero = tl.where(live, zeros[g], 0.0)
+                new_shift = new_shift + (shift[g] * fade + tl.sum(weight * zero[None, :], 1),)
+            shift = new_shift
+            for u in tl.static_range(V_UNITS):
+                weight = weights[unit_group(u, D, V_BITS, V_GROUP)]
+                new_out = new_out + (dot(weight, codes[u], out[u] * fade[:, None]),)
+        out = new_out
+
+    if V_BITS != EXACT:
+        values = ()
+        for u in tl.static_range(V_UNITS):
+            moved = shift[unit_group(u, D, V_BITS, V_GROUP)]
+            values = values + (out[u] * (CODES_PER_UNIT / unit_weight(u, V_BITS)) - moved[:, None],)
+        out = values
+    return top, total, out
