@@ -24,6 +24,7 @@ from oscar_kernels.tables import window_slots
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.gpu import GpuKernels
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.attention.layer_attention import TorchKernels
@@ -146,7 +147,7 @@ def test_every_exit(way: str, centered: bool) -> None:
             assert (batch.extend_plan.joined is not None) == (seed == 1)
         q, k, v = vectors(sum(lengths), 10 * seed, device)
         before = [cached(layer, batch, request, prefix) for request, prefix in enumerate(prefixes)]
-        out = kernels.extend(layer, batch, q, k, v, SM_SCALE, sinks)
+        out = kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, SM_SCALE, sinks))
         parts = [x.double().split(lengths) for x in (k, v)]
         seen = [(torch.cat([old, a]), torch.cat([read, b])) for (old, read), a, b in zip(before, *parts, strict=True)]
         if batch.extend_plan is not None and batch.extend_plan.decoding is not None:
@@ -158,7 +159,7 @@ def test_every_exit(way: str, centered: bool) -> None:
     batch = batch_of(prefixes, [1, 1, 1], device)
     q, k, v = vectors(3, 90, device)
     batch.tables.kv_lens.add_(1)
-    out = kernels.decode(layer, batch, q, k, v, SM_SCALE, sinks)
+    out = kernels.decode(layer, batch, Call(q, k, v, batch.slots.row, 0, SM_SCALE, sinks))
     check(out, q, [cached(layer, batch, request, n + 1) for request, n in enumerate(prefixes)], [1, 1, 1], sinks)
 
 

@@ -24,6 +24,7 @@ from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention import compiled
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.memory.layer import CachedLayer
 
@@ -45,11 +46,11 @@ class Watched(TorchKernels):
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def decode(self, layer: CachedLayer, batch: Batch, q: Any, k: Any, v: Any, sm_scale: float) -> torch.Tensor:
+    def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         # The stride of a dimension of size 1 means nothing.
-        strides = tuple(x.stride()[len(x) == 1 :] for x in (q, k, v))
-        self.calls.append((q.shape, strides, q.dtype, sm_scale))
-        return super().decode(layer, batch, q, k, v, sm_scale)
+        strides = tuple(x.stride()[len(x) == 1 :] for x in (call.q, call.k, call.v))
+        self.calls.append((call.q.shape, strides, call.q.dtype, call.sm_scale))
+        return super().decode(layer, batch, call)
 
 
 def make_backend(lengths: list[int], values_online: bool = True) -> tuple[OscarAttentionBackend, torch.Tensor]:

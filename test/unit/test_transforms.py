@@ -11,6 +11,7 @@ from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.memory.layer import CachedLayer
 
@@ -84,9 +85,8 @@ def test_attention_is_the_same(monkeypatch: pytest.MonkeyPatch, absorbed: bool, 
         chunk = count > 1
         step = batch(first if chunk else first + 1, first, count, recent, chunk)
         attend = kernels.extend if chunk else kernels.decode
-        out.append(
-            attend(layer, step, q[span], k[span], reference.rotate(v[span], t_v) if absorbed else v[span], SCALE)
-        )
+        own = reference.rotate(v[span], t_v) if absorbed else v[span]
+        out.append(attend(layer, step, Call(q[span], k[span], own, step.slots.row, 0, SCALE)))
         first += count
     got = torch.cat(out).double()
     if absorbed:

@@ -17,7 +17,7 @@ from oscar_kernels.cache import StoreSlots
 from sglang_oscar.attach import releases
 from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, refill_batch
-from sglang_oscar.attention.compiled import Call
+from sglang_oscar.attention.call import Call
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.hybrids import tracking
 from sglang_oscar.memory.cache import cache_of
@@ -188,8 +188,7 @@ class OscarAttentionBackend(AttentionBackend):
         slots = StoreSlots(call.out_cache_loc, self.batch.slots.ring, self.batch.slots.sink)
         layer, batch = self.cache.layers[call.layer_id], replace(self.batch, slots=slots)
         self._wait_for_rows(call.layer_id)
-        sinks = () if call.sinks is None else (call.sinks,)
-        out = attend(layer, batch, call.q, call.k, call.v, call.sm_scale, *sinks)
+        out = attend(layer, batch, call)
         if batch.kept is not None:
             self.kernels.store(layer, replace(batch.kept, row=call.out_cache_loc), call.k, call.v)
         return out.to(call.q.dtype).view(call.q.shape[0], -1)

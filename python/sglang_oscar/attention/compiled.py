@@ -8,28 +8,12 @@ layer. What an operator reads apart from its arguments, the cache and the batch'
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 
-
-class Call(NamedTuple):
-    """One layer's call of attention, checked: the arguments of :func:`decode`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out_cache_loc: torch.Tensor
-    layer_id: int
-    sm_scale: float
-    sinks: torch.Tensor | None = None
-
-    def first(self, tokens: int) -> Call:
-        """The call without what lies behind ``tokens``."""
-        return self._replace(
-            q=self.q[:tokens], k=self.k[:tokens], v=self.v[:tokens], out_cache_loc=self.out_cache_loc[:tokens]
-        )
+from sglang_oscar.attention.call import Call
 
 
 # Strides as traced: values are a slice of the projections' output, heads of which kernels read at 16-byte addresses.

@@ -18,6 +18,7 @@ from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.store import store
 from sglang_oscar.attention import decode_choice, warm_up
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.extend_choice import ragged_extend
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
@@ -87,45 +88,33 @@ class GpuKernels:
         limits = None if self._ragged is None else self._ragged.limits
         warm_up.chunks_behind_prefixes(self, kinds, q_heads, dtype, cache.page_size, limits)
 
-    def decode(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
-        rotated = self._store(layer, batch, q, k, v)
-        lse = None if sinks is None else _sums(q)
-        out = self._decode(layer.cache, batch.tables, rotated, sm_scale, lse=lse)
-        if sinks is not None and lse is not None:
-            out = scale_by_sinks(out, lse, sinks, q, layer.format.key.transform.plain_center, sm_scale)
+        rotated = self._store(layer, batch, call)
+        lse = None if call.sinks is None else _sums(rotated)
+        out = self._decode(layer.cache, batch.tables, rotated, call.sm_scale, lse=lse)
+        out = _with_sinks(out, lse, call, layer.format.key.transform.plain_center)
         return _rotate(out, self._prepared[id(layer)].value.reading)
 
-    def _store(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def _store(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """Store new tokens of a step; returns the rotated queries."""
         rotated: torch.Tensor | None
         arranged = self._arranged.get(id(layer))
-        if arranged is None or len(q) > MOST_CUDA_TOKENS:
-            rotated = store(layer.cache, batch.slots, k, v, self._prepared[id(layer)], q=q)
+        vectors = layer.cache, batch.slots, call.k, call.v
+        if arranged is None or len(call.q) > MOST_CUDA_TOKENS:
+            rotated = store(*vectors, self._prepared[id(layer)], q=call.q)
         else:
-            rotated = cuda_store.store(layer.cache, batch.slots, k, v, arranged, q, self._page_size, decoding=True)
+            rotated = cuda_store.store(*vectors, arranged, call.q, self._page_size, decoding=True)
         assert rotated is not None
         return rotated
 
-    def verify(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
-    ) -> torch.Tensor:
+    def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
         assert self._verify is not None
-        rotated = self._store(layer, batch, q, k, v)
-        out = self._verify(layer.cache, batch.tables, batch.visible, rotated, sm_scale)
+        assert call.sinks is None
+        rotated = self._store(layer, batch, call)
+        out = self._verify(layer.cache, batch.tables, batch.visible, rotated, call.sm_scale)
         return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
@@ -136,83 +125,55 @@ class GpuKernels:
         assert batch.extend_lens is not None
         return self._ragged.plan(batch.tables, batch.prefix_lens, batch.extend_lens)
 
-    def extend(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def extend(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         plan = batch.extend_plan
-        lse = None if sinks is None else _sums(q)
+        lse = None if call.sinks is None else _sums(call.q)
         joined = plan is not None and plan.joined is not None
-        attend = self._extend_joined if joined else self._extend_apart
-        out = attend(layer, batch, q, k, v, sm_scale, lse)
+        out = self._extend_joined(layer, batch, call, lse) if joined else self._extend_apart(layer, batch, call, lse)
         # Without a prefix nothing is attended to that is in the basis of the cache.
-        cached = plan is None or plan.has_prefix
-        if sinks is not None and lse is not None:
-            # Keys of the chunk are centered where cached ones are attended to, too.
-            center = layer.format.key.transform.plain_center if cached else None
-            out = scale_by_sinks(out, lse, sinks, q, center, sm_scale)
-        return _rotate(out, self._prepared[id(layer)].value.reading) if cached else out
+        if plan is not None and not plan.has_prefix:
+            return _with_sinks(out, lse, call, None)
+        # Keys of the chunk are centered where cached ones are attended to, too.
+        out = _with_sinks(out, lse, call, layer.format.key.transform.plain_center)
+        return _rotate(out, self._prepared[id(layer)].value.reading)
 
-    def _extend_joined(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _extend_joined(self, layer: CachedLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:
         """Attend to prefixes and chunks at once, each as the store leaves it before its codes."""
         assert self._ragged is not None
         assert batch.extend_plan is not None
         assert batch.extend_plan.joined is not None
         # The store may overwrite what the rings hold of the prefixes.
         copies = self._ragged.load_joined(batch.extend_plan.joined, layer.cache, batch.tables)
-        rotated = store(layer.cache, batch.slots, k, v, self._prepared[id(layer)], q=q, copies=copies)
+        prepared = self._prepared[id(layer)]
+        rotated = store(layer.cache, batch.slots, call.k, call.v, prepared, q=call.q, copies=copies)
         assert rotated is not None
-        return self._ragged.run_joined(copies, rotated, sm_scale, lse)
+        return self._ragged.run_joined(copies, rotated, call.sm_scale, lse)
 
-    def _extend_apart(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _extend_apart(self, layer: CachedLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:
         """Attend to chunks as they are and to prefixes, and store the chunks."""
         prepared, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
-        key, value = prepared.key, prepared.value
+        cache, tables, sm_scale = layer.cache, batch.tables, call.sm_scale
         assert starts is not None
         # Without a prefix values need no rotation, keys need not be centered.
         cached = plan is None or plan.has_prefix
-        values = _rotate(v, value.matrix) if cached else v
-        rotated = _rotate(q, key.reading) if cached else None
-        chunk = k
-        if cached and key.plain_center is not None:
-            chunk = (k - key.plain_center).to(k.dtype)
+        values = _rotate(call.v, prepared.value.matrix) if cached else call.v
+        rotated = _rotate(call.q, prepared.key.reading) if cached else None
+        chunk = call.k
+        if cached and prepared.key.plain_center is not None:
+            chunk = (call.k - prepared.key.plain_center).to(call.k.dtype)
         if plan is None:
             assert rotated is not None
-            out = extend(layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale, lse=lse)
+            out = extend(cache, tables, call.q, chunk, values, starts, rotated, sm_scale, lse=lse)
         else:
             assert self._ragged is not None
-            out = self._ragged.run(plan, layer.cache, batch.tables, q, chunk, values, starts, rotated, sm_scale, lse)
-        store(layer.cache, batch.slots, k, v, prepared)
+            out = self._ragged.run(plan, cache, tables, call.q, chunk, values, starts, rotated, sm_scale, lse)
+        store(cache, batch.slots, call.k, call.v, prepared)
         if plan is not None and plan.decoding is not None:
             assert rotated is not None
             own = plan.decoding.tokens
             own_lse = None if lse is None else _sums(rotated[own])
-            out[own] = self._decode(layer.cache, plan.decoding.tables, rotated[own], sm_scale, lse=own_lse)
+            out[own] = self._decode(cache, plan.decoding.tables, rotated[own], sm_scale, lse=own_lse)
             if lse is not None and own_lse is not None:
                 lse[own] = own_lse
         return out
@@ -225,6 +186,15 @@ class GpuKernels:
 def _sums(q: torch.Tensor) -> torch.Tensor:
     """Room for the log-sum-exp of every query."""
     return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def _with_sinks(
+    out: torch.Tensor, lse: torch.Tensor | None, call: Call, plain_center: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention with the layer's sink logits, where it has some; ``plain_center`` of the keys that were attended to."""
+    if call.sinks is None or lse is None:
+        return out
+    return scale_by_sinks(out, lse, call.sinks, call.q, plain_center, call.sm_scale)
 
 
 def _rotate(x: torch.Tensor, matrix: SplitMatrix | None) -> torch.Tensor:

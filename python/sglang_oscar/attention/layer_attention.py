@@ -12,6 +12,7 @@ from oscar_kernels.cache import StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.sink_logits import scale_by_sinks
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import CachedLayer
@@ -20,60 +21,41 @@ from sglang_oscar.memory.layer import CachedLayer
 class TorchKernels:
     """The reference implementation, for machines without a GPU."""
 
-    def decode(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         key, value = layer.format.key.transform, layer.format.value.transform
-        reference.store(layer.cache, batch.slots, k, v, layer.format)
-        lse = None if sinks is None else torch.empty(q.shape[:2])
-        out = reference.decode(layer.cache, batch.tables, q, key.reading, sm_scale, lse)
-        if sinks is not None and lse is not None:
-            out = scale_by_sinks(out, lse, sinks, q, key.plain_center, sm_scale)
+        reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
+        lse = None if call.sinks is None else torch.empty(call.q.shape[:2])
+        out = reference.decode(layer.cache, batch.tables, call.q, key.reading, call.sm_scale, lse)
+        if call.sinks is not None and lse is not None:
+            out = scale_by_sinks(out, lse, call.sinks, call.q, key.plain_center, call.sm_scale)
         return reference.rotate(out, value.back)
 
-    def verify(
-        self, layer: CachedLayer, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
-    ) -> torch.Tensor:
+    def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
+        assert call.sinks is None
         key, value = layer.format.key.transform, layer.format.value.transform
-        reference.store(layer.cache, batch.slots, k, v, layer.format)
-        out = reference.verify(layer.cache, batch.tables, batch.visible, q, key.reading, sm_scale)
+        reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
+        out = reference.verify(layer.cache, batch.tables, batch.visible, call.q, key.reading, call.sm_scale)
         return reference.rotate(out, value.back)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`: nothing to decide."""
         return None
 
-    def extend(
-        self,
-        layer: CachedLayer,
-        batch: Batch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sm_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def extend(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.extend_lens is not None
         key, value = layer.format.key.transform, layer.format.value.transform
-        rotated = reference.rotate(v, value.matrix)
-        chunk = k if key.plain_center is None else k.float() - key.plain_center
-        lse = None if sinks is None else torch.empty(q.shape[:2])
+        rotated = reference.rotate(call.v, value.matrix)
+        chunk = call.k if key.plain_center is None else call.k.float() - key.plain_center
+        lse = None if call.sinks is None else torch.empty(call.q.shape[:2])
         tables, lens = batch.tables, batch.extend_lens
-        out = reference.extend(layer.cache, tables, q, chunk, rotated, lens, key.reading, sm_scale, lse)
-        if sinks is not None and lse is not None:
-            out = scale_by_sinks(out, lse, sinks, q, key.plain_center, sm_scale)
-        reference.store(layer.cache, batch.slots, k, v, layer.format)
+        out = reference.extend(layer.cache, tables, call.q, chunk, rotated, lens, key.reading, call.sm_scale, lse)
+        if call.sinks is not None and lse is not None:
+            out = scale_by_sinks(out, lse, call.sinks, call.q, key.plain_center, call.sm_scale)
+        reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
         return reference.rotate(out, value.back)
 
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:

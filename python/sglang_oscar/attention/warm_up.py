@@ -13,6 +13,7 @@ import torch
 from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import Limits
 from sglang_oscar.attention.batch import Batch
+from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.memory.layer import CachedLayer
 
@@ -50,7 +51,7 @@ def chunks_behind_prefixes(
             for heads in (q_heads, cache.kv_heads)
         )
         for layer in layers:
-            kernels.extend(layer, batch, q, k, k, 1.0)
+            kernels.extend(layer, batch, Call(q, k, k, batch.slots.row, 0, 1.0))
 
 
 def _kinds(page_size: int, limits: Limits | None) -> tuple[list[int], list[int]]:
