@@ -74,8 +74,9 @@ class Case:
 
     def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
         """Chunk and dequantized prefix by a stock kernel; prefixes of short chunks by the decode kernel."""
-        limits, ragged.limits = ragged.limits, replace(ragged.limits, joined=0)
-        plan, ragged.limits = ragged.plan(self.tables, *self.lens), limits
+        planner, limits = ragged.planner, ragged.planner.limits
+        planner.limits = replace(limits, joined=0)
+        plan, planner.limits = planner.plan(self.tables, *self.lens), limits
 
         def call() -> object:
             rotated = rotate(self.q, self.layer.key.reading) if plan.has_prefix else None
@@ -89,7 +90,7 @@ class Case:
 
     def joined(self, ragged: RaggedExtend) -> Callable[[], object] | None:
         """Chunk and dequantized prefix at once, the store between them; None for a batch that is not joined."""
-        plan = ragged.plan(self.tables, *self.lens).joined
+        plan = ragged.planner.plan(self.tables, *self.lens).joined
         if plan is None:
             return None
 

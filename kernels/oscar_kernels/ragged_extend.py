@@ -13,13 +13,10 @@ The attention kernel is FlashInfer's ragged prefill or FlashAttention-3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from oscar_kernels.cache import BatchTables, Copies, LayerCache
-from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined, Limits, Ragged
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined
 from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
@@ -27,53 +24,23 @@ from oscar_kernels.triton.prefix import copy_prefixes
 
 
 class RaggedExtend:
-    """Plans and runs the extends of a model: chunks, passes of dequantized prefixes, short chunks, and their merge.
+    """Runs the extends of a model: chunks, passes of dequantized prefixes, short chunks, and their merge.
 
     Args:
-        layout: of the cache.
-        q_heads: query heads of this rank.
-        dtype: of queries, keys and values, bfloat16 or float16.
-        limits: size and number of workspace loads, and what is read without it.
-        device: where the cache is.
-        attention: makes an attention kernel; called once for chunks and once for each pass of prefixes.
+        planner: of batches, whose plans this runs.
         decode: decode kernel for up to SHORT_BATCH requests.
-        processors: multiprocessors that a pass is to fill; 1 where the attention kernel splits keys itself.
     """
 
-    def __init__(
-        self,
-        layout: RowLayout,
-        q_heads: int,
-        dtype: torch.dtype,
-        limits: Limits,
-        device: torch.device,
-        attention: Callable[[], Ragged],
-        decode: Decode,
-        processors: int = 1,
-    ) -> None:
-        self._planner = RaggedPlanner(layout, q_heads, dtype, limits, device, attention, processors)
-        self._heads, self._chunk, self._decode = (q_heads, layout.kv_heads), self._planner.chunk, decode
-        self._workspace = torch.empty(2, limits.capacity, layout.kv_heads, layout.head_dim, dtype=dtype, device=device)
-
-    @property
-    def limits(self) -> Limits:
-        """What decides how a prefix is read."""
-        return self._planner.limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        self._planner.limits = limits
-
-    def plan(self, tables: BatchTables, prefix_lens: list[int], chunk_lens: list[int]) -> ExtendPlan:
-        """Decide how a batch is worked on; see :meth:`oscar_kernels.ragged_plan.RaggedPlanner.plan`."""
-        return self._planner.plan(tables, prefix_lens, chunk_lens)
+    def __init__(self, planner: RaggedPlanner, decode: Decode) -> None:
+        self.planner, self._decode = planner, decode
+        self._workspace = planner.new_workspace()
 
     def warm_up(self) -> None:
         """Plan and run a chunk of one token: whatever the attention kernel compiles or loads, it does here."""
-        self._planner.plan_chunks([1])
-        q_heads, kv_heads = self._heads
-        q, k = (self._workspace.new_zeros(1, heads, self._workspace.shape[-1]) for heads in (q_heads, kv_heads))
-        self._chunk.forward_return_lse(q, k, k, causal=True, sm_scale=1.0)
+        self.planner.plan_chunks([1])
+        _, _, kv_heads, head_dim = self._workspace.shape
+        q, k = (self._workspace.new_zeros(1, heads, head_dim) for heads in (self.planner.q_heads, kv_heads))
+        self.planner.chunk.forward_return_lse(q, k, k, causal=True, sm_scale=1.0)
 
     def run(
         self,
@@ -108,8 +75,8 @@ class RaggedExtend:
         """
         assert plan.joined is None
         if not plan.has_prefix and lse is None:
-            return self._chunk.forward(q, k, v, causal=True, sm_scale=sm_scale)
-        out, sums = self._chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
+            return self.planner.chunk.forward(q, k, v, causal=True, sm_scale=sm_scale)
+        out, sums = self.planner.chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
         if plan.has_prefix:
             assert q_rot is not None
             self._add_prefixes(plan, cache, tables, out, sums, qo_indptr, q_rot, sm_scale)
@@ -144,8 +111,8 @@ class RaggedExtend:
             [tokens, q_heads, head_dim] in the basis of the cached values.
         """
         if lse is None:
-            return self._chunk.forward(q_rot, loaded.k, loaded.v, causal=True, sm_scale=sm_scale)
-        out, sums = self._chunk.forward_return_lse(q_rot, loaded.k, loaded.v, causal=True, sm_scale=sm_scale)
+            return self.planner.chunk.forward(q_rot, loaded.k, loaded.v, causal=True, sm_scale=sm_scale)
+        out, sums = self.planner.chunk.forward_return_lse(q_rot, loaded.k, loaded.v, causal=True, sm_scale=sm_scale)
         lse.copy_(sums)
         return out
 

@@ -28,9 +28,17 @@ from oscar_kernels.layout import RowLayout
 
 
 class RaggedPlanner:
-    """Plans the extends of a model; what it takes is told at :class:`oscar_kernels.ragged_extend.RaggedExtend`.
+    """Plans the extends of a model.
 
-    ``chunk`` is the attention kernel of chunks, and of joined batches.
+    Args:
+        layout: of the cache.
+        q_heads: query heads of this rank.
+        dtype: of queries, keys and values, bfloat16 or float16.
+        limits: size and number of workspace loads, and what is read without it.
+        device: where the cache is.
+        attention: makes an attention kernel; called once for chunks and joined batches (``chunk``) and once for each
+            pass of prefixes.
+        processors: multiprocessors that a pass is to fill; 1 where the attention kernel splits keys itself.
     """
 
     def __init__(
@@ -41,13 +49,18 @@ class RaggedPlanner:
         limits: Limits,
         device: torch.device,
         attention: Callable[[], Ragged],
-        processors: int,
+        processors: int = 1,
     ) -> None:
-        self._layout, self._q_heads, self._dtype, self._device = layout, q_heads, dtype, device
+        self._layout, self.q_heads, self._dtype, self._device = layout, q_heads, dtype, device
         self.limits, self._attention, self._processors = limits, attention, processors
         self.chunk = attention()
         self._prefixes: list[Ragged] = []
         self._planned: torch.cuda.Event | None = None
+
+    def new_workspace(self) -> torch.Tensor:
+        """Room for keys and values of a load: [2, capacity, kv_heads, head_dim]."""
+        size = (2, self.limits.capacity, self._layout.kv_heads, self._layout.head_dim)
+        return torch.empty(size, dtype=self._dtype, device=self._device)
 
     def plan(self, tables: BatchTables, prefix_lens: list[int], chunk_lens: list[int]) -> ExtendPlan:
         """Decide how a batch is worked on; once per forward pass, valid until the next call.
@@ -64,7 +77,7 @@ class RaggedPlanner:
             self._planned.synchronize()
         starts = _indptr(chunk_lens)
         cut = cut_prefixes(prefix_lens, chunk_lens, self.limits)
-        if is_joined(prefix_lens, chunk_lens, cut, self.limits, self._q_heads, self._processors):
+        if is_joined(prefix_lens, chunk_lens, cut, self.limits, self.q_heads, self._processors):
             joined = self._plan_joined(prefix_lens, chunk_lens, starts)
             self._note_planned()
             return ExtendPlan(int(starts[-1]), [], [], None, None, joined)
@@ -109,7 +122,7 @@ class RaggedPlanner:
         own = starts[first : last + 1]
         chunks = (own[1:] - own[:-1]).tolist()
         tiles = sum(-(-chunk // QUERY_TILE) for chunk in chunks)
-        splits = count_splits(tiles * self._q_heads, self._processors, max(span.end - span.begin for span in spans))
+        splits = count_splits(tiles * self.q_heads, self._processors, max(span.end - span.begin for span in spans))
         pieces = cut_spans(spans, splits)
         lengths = [0] * (splits * (last - first))
         for number, piece in enumerate(pieces):
@@ -150,7 +163,7 @@ class RaggedPlanner:
             # Copies to the device then wait for nothing.
             qo_indptr, kv_indptr = qo_indptr.pin_memory(), kv_indptr.pin_memory()
         attention.plan(
-            qo_indptr, kv_indptr, self._q_heads, layout.kv_heads, layout.head_dim, causal=causal,
+            qo_indptr, kv_indptr, self.q_heads, layout.kv_heads, layout.head_dim, causal=causal,
             q_data_type=self._dtype,
         )  # fmt: skip
 

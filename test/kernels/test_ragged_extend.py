@@ -22,6 +22,7 @@ from oscar_kernels.extend_plan import MOST_SHORT, Decode, Limits, count_splits, 
 from oscar_kernels.joined_extend import UNCUT, is_joined, lengths_joined, rows_of_chunks
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
@@ -83,7 +84,8 @@ def ragged_extend_of(
     case: Chunks, limits: Limits, device: torch.device, kernel: Decode = decode, attention: Any = None
 ) -> RaggedExtend:
     shape, attention = case.batch.shape, attention or attention_kernel(device)
-    return RaggedExtend(shape.key_layout, shape.q_heads, shape.dtype, limits, device, attention, kernel, 132)
+    planner = RaggedPlanner(shape.key_layout, shape.q_heads, shape.dtype, limits, device, attention, 132)
+    return RaggedExtend(planner, kernel)
 
 
 def run(
@@ -92,7 +94,7 @@ def run(
     tables = case.batch.tables
     ragged = ragged_extend_of(case, limits, device, kernel, attention)
     ragged.warm_up()
-    plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
+    plan = ragged.planner.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.tokens == len(case.q)
     assert (plan.joined is not None) == (limits.joined > 0)
     if plan.joined is not None:
@@ -319,7 +321,7 @@ def test_prefixes_of_short_chunks_by_the_cuda_kernel(gqa: int, device: torch.dev
     case = make(shape, [6000, 0, 9000, 4000, 300] * 4, [22, 3, 25, 20, 40] * 4, device)
     kernel = decode_choice.choose("cuda", [case.batch.cache], 64, shape.q_heads, shape.dtype, 1, short_chunks=True)
     limits = Limits(8192, 8, 32, 2240)
-    plan = ragged_extend_of(case, limits, device, kernel).plan(
+    plan = ragged_extend_of(case, limits, device, kernel).planner.plan(
         case.batch.tables, case.batch.tables.kv_lens.tolist(), case.lengths
     )
     assert [len(short.tokens) for short in plan.short] == [256, 12]
@@ -337,7 +339,7 @@ def test_only_short_chunks_go_token_by_token(device: torch.device, monkeypatch: 
     shape, prefixes = Shape(), [150, 0, 20, 30]
     case = make(shape, prefixes, [5, 3, 32, 33], device)
     ragged = ragged_extend_of(case, LIMITS, device)
-    plan = ragged.plan(case.batch.tables, prefixes, case.lengths)
+    plan = ragged.planner.plan(case.batch.tables, prefixes, case.lengths)
     assert [len(one.requests) for one in plan.passes] == [1]
     assert plan.in_place is None
     assert [len(short.tokens) for short in plan.short] == [20, 17]
@@ -351,7 +353,7 @@ def test_single_tokens_are_decoded(device: torch.device) -> None:
     case = make(shape, [150, 0, 90, 31, 64], [1, 1, 64, 1, 2], device)
     tables = case.batch.tables
     ragged = ragged_extend_of(case, LIMITS, device)
-    plan = ragged.plan(tables, tables.kv_lens.tolist(), case.lengths)
+    plan = ragged.planner.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.decoding is not None
     assert plan.in_place is None
     assert [short.tables.kv_lens.tolist() for short in plan.short] == [[64, 64]]

@@ -18,6 +18,7 @@ from oscar_kernels.cache import BatchTables, StoreSlots, Windows
 from oscar_kernels.extend_plan import Limits
 from oscar_kernels.prepared import prepare
 from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.sink_logits import scale_by_sinks
 from oscar_kernels.sliding_window import attend
 from oscar_kernels.tables import window_slots
@@ -65,9 +66,8 @@ def kernels_of(way: str, layer: CachedLayer) -> Kernels:
     made._prepared = {id(layer): prepare(layer.format, SHAPE.dtype)}
     made._decode, made._arranged, made._ragged = decode, {}, None
     if way != "triton":
-        made._ragged = RaggedExtend(
-            SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged, decode
-        )  # fmt: skip
+        planner = RaggedPlanner(SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged)
+        made._ragged = RaggedExtend(planner, decode)
     return made
 
 

@@ -11,6 +11,7 @@ from test_sink_logits import HERE, SHAPE, kernels_of, layer_of
 
 from oscar_kernels import ragged_extend
 from oscar_kernels.extend_plan import Limits, cut_prefixes
+from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import gpu, warm_up
 
@@ -36,9 +37,8 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
     attend = noted("decode", decode)
     if ragged:
         kernels._decode = attend
-        kernels._ragged = ragged_extend.RaggedExtend(
-            SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged, attend
-        )
+        planner = RaggedPlanner(SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
+        kernels._ragged = ragged_extend.RaggedExtend(planner, attend)
     before = {name: getattr(layer.cache, name).clone() for name in ("k_rows", "v_rows")}
     limits = LIMITS if ragged else None
     warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, SHAPE.page_size, limits)

@@ -27,6 +27,8 @@ from oscar_kernels.triton.plan import split_lengths
 
 BLOCK = 64
 """Positions per program."""
+FEWEST_SPANS = 64
+"""That the kernel is compiled for: it is compiled anew for more, while a request waits."""
 
 
 @triton.jit
@@ -183,5 +185,5 @@ def copy_prefixes(
         begins, indptr, k_out, v_out, spans, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
         KV_HEADS=kv_heads, D=head_dim, **row_constants(cache), DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1),
-        SPANS=max(triton.next_power_of_2(spans), 16), BLOCK=BLOCK, num_warps=4,
+        SPANS=max(triton.next_power_of_2(spans), FEWEST_SPANS), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

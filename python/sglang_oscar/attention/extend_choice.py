@@ -110,6 +110,7 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
         Int2Error: the kernel cannot be built or loaded on this machine.
     """
     from oscar_kernels.ragged_extend import RaggedExtend
+    from oscar_kernels.ragged_plan import RaggedPlanner
 
     # FA2 splits long prefixes itself.
     fa3 = size.kernels == "fa3"
@@ -119,9 +120,8 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
     limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=size.tokens)
     layout = geometry.any_layer.key_layout
     try:
-        made = RaggedExtend(
-            layout, size.q_heads, size.dtype, limits, device, _kernels(size, device), decode, processors
-        )
+        planner = RaggedPlanner(layout, size.q_heads, size.dtype, limits, device, _kernels(size, device), processors)
+        made = RaggedExtend(planner, decode)
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
     except torch.cuda.OutOfMemoryError:

@@ -85,7 +85,7 @@ class GpuKernels:
                 "int2 extend: %s for chunk and dequantized prefix, decode kernel for that of short chunks",
                 plan.extend.name,
             )
-        limits = None if self._ragged is None else self._ragged.limits
+        limits = None if self._ragged is None else self._ragged.planner.limits
         warm_up.chunks_behind_prefixes(self, kinds, q_heads, dtype, cache.page_size, limits)
 
     def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
@@ -123,7 +123,7 @@ class GpuKernels:
             return None
         assert batch.prefix_lens is not None
         assert batch.extend_lens is not None
-        return self._ragged.plan(batch.tables, batch.prefix_lens, batch.extend_lens)
+        return self._ragged.planner.plan(batch.tables, batch.prefix_lens, batch.extend_lens)
 
     def extend(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
