@@ -19,7 +19,6 @@ from test_extend import Chunks, exact, make
 from oscar_kernels import extend_plan, ragged_plan, reference
 from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import MOST_SHORT, Decode, Limits, count_splits, cut_prefixes
-from oscar_kernels.joined_extend import UNCUT, is_joined, lengths_joined, rows_of_chunks
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.ragged_plan import RaggedPlanner
@@ -178,17 +177,6 @@ def test_prefix_copies_equal_the_cache(shape: Shape, device: torch.device) -> No
             torch.testing.assert_close(copied, want[begin:end].to(shape.dtype), rtol=0, atol=0)
 
 
-def test_rows_behind_a_prefix_are_left(device: torch.device) -> None:
-    """They are a chunk's."""
-    shape = Shape()
-    batch = filled_batch(shape, [150, 5], device)
-    requests, indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [0, 250, 400]))
-    space = torch.full((2, 400, shape.kv_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=device)
-    copy_prefixes(batch.cache, batch.tables, requests, torch.zeros_like(requests), indptr, *space)
-    left = (space == 7).all(-1).all(-1).all(0).cpu()
-    assert left.tolist() == [False] * 150 + [True] * 100 + [False] * 5 + [True] * 145
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_merge_of_states(dtype: torch.dtype, device: torch.device) -> None:
     """Weights follow the log-sum-exp; a side over no keys counts for nothing, whatever it holds."""
@@ -217,49 +205,6 @@ def test_merge_rejects_other_shapes(device: torch.device) -> None:
 def test_extend_by_passes_and_token_by_token(shape: Shape, device: torch.device) -> None:
     """Several passes, one that ends within a request, a short chunk, requests without prefix between them."""
     check(make(shape, [0, 1, 30, 150, 70], [70, 64, 3, 66, 0], device), device)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_prefixes_and_chunks_at_once(shape: Shape, device: torch.device) -> None:
-    """Where all fits: prefixes from within the sinks to several pages, requests without prefix or chunk between."""
-    check(make(shape, [0, 1, 30, 150, 70], [5, 64, 3, 66, 0], device), device, JOINED)
-
-
-@given(batches())
-def test_rows_of_joined_batches(batch: tuple[list[int], list[int], Limits]) -> None:
-    """Every token has a row of its own, each request's chunk behind its prefix; no more than the workspace holds."""
-    prefixes, chunks, limits = batch
-    limits = replace(limits, break_even=0, joined=limits.capacity)
-    cut = cut_prefixes(prefixes, chunks, limits)
-    if not is_joined(prefixes, chunks, cut, limits, q_heads=8, processors=132):
-        return
-    lengths = torch.tensor(lengths_joined(prefixes, chunks))
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    assert indptr[-1] <= limits.capacity
-    rows = rows_of_chunks(prefixes, chunks, indptr).tolist()
-    ends = [end - chunk for end, chunk in zip(indptr[1:].tolist(), chunks, strict=True)]
-    wanted = [end + token for end, chunk in zip(ends, chunks, strict=True) for token in range(chunk)]
-    assert rows == wanted
-    for request, (prefix, chunk) in enumerate(zip(prefixes, chunks, strict=True)):
-        assert chunk == 0 or ends[request] - int(indptr[request]) == prefix
-
-
-def test_what_is_not_joined() -> None:
-    """Batches that do not fit, that the decode kernel has a part in, and long prefixes whose pieces fill the GPU."""
-
-    def joined(prefixes: list[int], chunks: list[int], break_even: int = 0) -> bool:
-        limits = Limits(65536, 8, break_even, 0, joined=65536)
-        return is_joined(prefixes, chunks, cut_prefixes(prefixes, chunks, limits), limits, q_heads=32, processors=132)
-
-    assert joined([2048, 0], [128, 300])
-    assert joined([63000], [2536])
-    assert not joined([63000], [2537])
-    assert not joined([0, 0], [128, 300])
-    assert not joined([2048, 2048], [128, 1])
-    assert not joined([2048, 2048], [128, 5], break_even=32)
-    assert joined([UNCUT - 128], [128])
-    assert not joined([UNCUT], [128])
-    assert joined([UNCUT], [512])
 
 
 def test_keys_are_cut_to_fill_the_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +246,6 @@ def test_prefixes_beyond_the_passes_are_read_in_place(device: torch.device) -> N
 def test_extend_at_size(shape: Shape, device: torch.device) -> None:
     limits = Limits(8192, 8, 32, 2240)
     check(make(shape, [0, 20_000, 3000, 4000, 1], [3000, 256, 1000, 10, 64], device), device, limits)
-    check(make(shape, [0, 7000, 1], [1000, 256, 64], device), device, Limits(8400, 8, 32, 2240, joined=8400))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
