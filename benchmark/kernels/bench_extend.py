@@ -75,7 +75,7 @@ class Case:
     def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
         """Chunk and dequantized prefix by a stock kernel; prefixes of short chunks by the decode kernel."""
         planner, limits = ragged.planner, ragged.planner.limits
-        planner.limits = replace(limits, joined=0)
+        planner.limits = replace(limits, joined=False)
         plan, planner.limits = planner.plan(self.tables, *self.lens), limits
 
         def call() -> object:

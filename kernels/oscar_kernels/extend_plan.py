@@ -76,14 +76,15 @@ class Limits:
         passes: loads of it per layer at most.
         break_even: dequantizing a long prefix takes as long as the decode kernel takes to read it for so many tokens.
         window: tokens of history that have as many bytes as the 16-bit windows of a request.
-        joined: tokens of prefixes and chunks that are attended to at once (:mod:`oscar_kernels.joined_extend`).
+        joined: whether prefixes and chunks that the workspace holds are attended to at once
+            (:mod:`oscar_kernels.joined_extend`).
     """
 
     capacity: int
     passes: int
     break_even: int
     window: int
-    joined: int = 0
+    joined: bool = False
 
     def short(self, prefix: int, chunk: int) -> bool:
         """Whether the decode kernel reads a prefix sooner, once for every token of the chunk, than it is dequantized.

@@ -36,15 +36,15 @@ def is_joined(
         q_heads: query heads of this rank.
         processors: multiprocessors to fill; 1 where the attention kernel splits keys itself.
 
-    >>> limits = Limits(capacity=4096, passes=8, break_even=32, window=0, joined=4096)
+    >>> limits = Limits(capacity=4096, passes=8, break_even=32, window=0, joined=True)
     >>> one_pass = Cut([[]], [], [], [])
     >>> is_joined([2048], [128], one_pass, limits, 32, 132), is_joined([4000], [128], one_pass, limits, 32, 132)
     (True, False)
     """
-    if len(cut.passes) != 1 or cut.single or cut.short or cut.in_place:
+    if not limits.joined or len(cut.passes) != 1 or cut.single or cut.short or cut.in_place:
         return False
     lengths = lengths_joined(prefix_lens, chunk_lens)
-    if sum(lengths) > limits.joined:
+    if sum(lengths) > limits.capacity:
         return False
     tiles = sum(-(-chunk // QUERY_TILE) for chunk in chunk_lens)
     longest = max(lengths)

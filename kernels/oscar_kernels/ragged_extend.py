@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from oscar_kernels.cache import BatchTables, Copies, LayerCache
-from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined
+from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined, Pass
 from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.merge_states import merge_states_
@@ -94,9 +94,15 @@ class RaggedExtend:
         Returns:
             where the store that follows is to copy the chunks to.
         """
-        keys, values = self._workspace[:, : joined.rows]
-        copy_prefixes(cache, tables, joined.requests, joined.begins, joined.indptr, keys, values)
-        return Copies(keys, values, joined.chunk_rows)
+        return Copies(*self._dequantize(joined, cache, tables), joined.chunk_rows)
+
+    def _dequantize(
+        self, load: Pass | Joined, cache: LayerCache, tables: BatchTables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill the workspace with a load's prefixes; returns its keys and values [rows, kv_heads, head_dim]."""
+        keys, values = self._workspace[:, : load.rows]
+        copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, keys, values)
+        return keys, values
 
     def run_joined(
         self, loaded: Copies, q_rot: torch.Tensor, sm_scale: float, lse: torch.Tensor | None = None
@@ -129,8 +135,7 @@ class RaggedExtend:
     ) -> None:
         """Merge what is cached before the chunks into their attention to themselves, in place."""
         for load in plan.passes:
-            keys, values = self._workspace[:, : load.rows]
-            copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, keys, values)
+            keys, values = self._dequantize(load, cache, tables)
             queries = q_rot[load.tokens].repeat(load.splits, 1, 1) if load.splits > 1 else q_rot[load.tokens]
             parts = load.attention.forward_return_lse(queries, keys, values, causal=False, sm_scale=sm_scale)
             for part in zip(*(x.chunk(load.splits) for x in parts), strict=True):

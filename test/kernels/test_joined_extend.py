@@ -25,7 +25,7 @@ def test_prefixes_and_chunks_at_once(shape: Shape, device: torch.device) -> None
 @pytest.mark.gpu
 def test_at_size(device: torch.device) -> None:
     shape = Shape(gqa=4, kv_heads=8, head_dim=128, group=128, windows=Windows(64, 256, 256), page_size=64)
-    limits = Limits(8400, 8, 32, 2240, joined=8400)
+    limits = Limits(8400, 8, 32, 2240, joined=True)
     check(make(shape, [0, 7000, 1], [1000, 256, 64], device), device, limits)
 
 
@@ -61,7 +61,7 @@ def test_what_is_not_joined() -> None:
     """Batches that do not fit, that the decode kernel has a part in, and long prefixes whose pieces fill the GPU."""
 
     def joined(prefixes: list[int], chunks: list[int], break_even: int = 0) -> bool:
-        limits = Limits(65536, 8, break_even, 0, joined=65536)
+        limits = Limits(65536, 8, break_even, 0, joined=True)
         return is_joined(prefixes, chunks, cut_prefixes(prefixes, chunks, limits), limits, q_heads=32, processors=132)
 
     assert joined([2048, 0], [128, 300])

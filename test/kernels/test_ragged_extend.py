@@ -30,7 +30,7 @@ from sglang_oscar.attention import decode_choice
 
 LOG2_E = 1.4426950408889634
 LIMITS = Limits(capacity=100, passes=8, break_even=32, window=0)
-JOINED = Limits(capacity=1000, passes=8, break_even=0, window=0, joined=1000)
+JOINED = Limits(capacity=1000, passes=8, break_even=0, window=0, joined=True)
 
 
 class TorchRagged:
@@ -95,7 +95,7 @@ def run(
     ragged.warm_up()
     plan = ragged.planner.plan(tables, tables.kv_lens.tolist(), case.lengths)
     assert plan.tokens == len(case.q)
-    assert (plan.joined is not None) == (limits.joined > 0)
+    assert (plan.joined is not None) == limits.joined
     if plan.joined is not None:
         copies = ragged.load_joined(plan.joined, case.batch.cache, tables)
         copies.k[copies.rows] = rotate(case.k, split_matrix(case.rotation, case.k.dtype))

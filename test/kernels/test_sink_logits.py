@@ -44,7 +44,7 @@ LIMITS = {
     "passes": Limits(capacity=50, passes=8, break_even=0, window=0),
     "short": Limits(capacity=50, passes=8, break_even=64, window=0),
     "in place": Limits(capacity=1, passes=1, break_even=0, window=0),
-    "joined": Limits(capacity=300, passes=8, break_even=0, window=0, joined=300),
+    "joined": Limits(capacity=300, passes=8, break_even=0, window=0, joined=True),
 }
 
 

@@ -15,7 +15,7 @@ from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import gpu, warm_up
 
-LIMITS = Limits(capacity=50, passes=8, break_even=32, window=2240, joined=50)
+LIMITS = Limits(capacity=50, passes=8, break_even=32, window=2240, joined=True)
 
 
 @pytest.mark.parametrize("ragged", [True, False])

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from oscar_kernels.sink_logits import scale_by_sinks
+
 
 class Call(NamedTuple):
     """One layer's call of attention, checked.
@@ -33,3 +35,23 @@ class Call(NamedTuple):
         return self._replace(
             q=self.q[:tokens], k=self.k[:tokens], v=self.v[:tokens], out_cache_loc=self.out_cache_loc[:tokens]
         )
+
+    def sums(self) -> torch.Tensor | None:
+        """Room for the log-sum-exp of every query, float32 [tokens, q_heads]; None where no sink logits need them."""
+        if self.sinks is None:
+            return None
+        return torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
+
+    def with_sinks(
+        self, out: torch.Tensor, lse: torch.Tensor | None, plain_center: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention with the layer's sink logits, where it has some.
+
+        Args:
+            out: attention without them, [tokens, q_heads, head_dim].
+            lse: from :meth:`sums`, filled.
+            plain_center: of the keys that were attended to; None where they are not centered.
+        """
+        if self.sinks is None or lse is None:
+            return out
+        return scale_by_sinks(out, lse, self.sinks, self.q, plain_center, self.sm_scale)

@@ -117,7 +117,7 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
     processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
-    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=size.tokens)
+    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=True)
     layout = geometry.any_layer.key_layout
     try:
         planner = RaggedPlanner(layout, size.q_heads, size.dtype, limits, device, _kernels(size, device), processors)

@@ -12,7 +12,6 @@ from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
-from oscar_kernels.sink_logits import scale_by_sinks
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.store import store
@@ -91,9 +90,9 @@ class GpuKernels:
     def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         rotated = self._store(layer, batch, call)
-        lse = None if call.sinks is None else _sums(rotated)
+        lse = call.sums()
         out = self._decode(layer.cache, batch.tables, rotated, call.sm_scale, lse=lse)
-        out = _with_sinks(out, lse, call, layer.format.key.transform.plain_center)
+        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center)
         return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def _store(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
@@ -128,14 +127,14 @@ class GpuKernels:
     def extend(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         plan = batch.extend_plan
-        lse = None if call.sinks is None else _sums(call.q)
+        lse = call.sums()
         joined = plan is not None and plan.joined is not None
         out = self._extend_joined(layer, batch, call, lse) if joined else self._extend_apart(layer, batch, call, lse)
         # Without a prefix nothing is attended to that is in the basis of the cache.
         if plan is not None and not plan.has_prefix:
-            return _with_sinks(out, lse, call, None)
+            return call.with_sinks(out, lse, None)
         # Keys of the chunk are centered where cached ones are attended to, too.
-        out = _with_sinks(out, lse, call, layer.format.key.transform.plain_center)
+        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center)
         return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def _extend_joined(self, layer: CachedLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:
@@ -172,7 +171,7 @@ class GpuKernels:
         if plan is not None and plan.decoding is not None:
             assert rotated is not None
             own = plan.decoding.tokens
-            own_lse = None if lse is None else _sums(rotated[own])
+            own_lse = None if lse is None else lse.new_empty(len(own), lse.shape[1])
             out[own] = self._decode(cache, plan.decoding.tables, rotated[own], sm_scale, lse=own_lse)
             if lse is not None and own_lse is not None:
                 lse[own] = own_lse
@@ -181,20 +180,6 @@ class GpuKernels:
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         store(layer.cache, slots, k, v, self._prepared[id(layer)])
-
-
-def _sums(q: torch.Tensor) -> torch.Tensor:
-    """Room for the log-sum-exp of every query."""
-    return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-
-
-def _with_sinks(
-    out: torch.Tensor, lse: torch.Tensor | None, call: Call, plain_center: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention with the layer's sink logits, where it has some; ``plain_center`` of the keys that were attended to."""
-    if call.sinks is None or lse is None:
-        return out
-    return scale_by_sinks(out, lse, call.sinks, call.q, plain_center, call.sm_scale)
 
 
 def _rotate(x: torch.Tensor, matrix: SplitMatrix | None) -> torch.Tensor:

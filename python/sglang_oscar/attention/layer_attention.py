@@ -10,7 +10,6 @@ import torch
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
-from oscar_kernels.sink_logits import scale_by_sinks
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
@@ -25,10 +24,9 @@ class TorchKernels:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         key, value = layer.format.key.transform, layer.format.value.transform
         reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
-        lse = None if call.sinks is None else torch.empty(call.q.shape[:2])
+        lse = call.sums()
         out = reference.decode(layer.cache, batch.tables, call.q, key.reading, call.sm_scale, lse)
-        if call.sinks is not None and lse is not None:
-            out = scale_by_sinks(out, lse, call.sinks, call.q, key.plain_center, call.sm_scale)
+        out = call.with_sinks(out, lse, key.plain_center)
         return reference.rotate(out, value.back)
 
     def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
@@ -50,11 +48,10 @@ class TorchKernels:
         key, value = layer.format.key.transform, layer.format.value.transform
         rotated = reference.rotate(call.v, value.matrix)
         chunk = call.k if key.plain_center is None else call.k.float() - key.plain_center
-        lse = None if call.sinks is None else torch.empty(call.q.shape[:2])
+        lse = call.sums()
         tables, lens = batch.tables, batch.extend_lens
         out = reference.extend(layer.cache, tables, call.q, chunk, rotated, lens, key.reading, call.sm_scale, lse)
-        if call.sinks is not None and lse is not None:
-            out = scale_by_sinks(out, lse, call.sinks, call.q, key.plain_center, call.sm_scale)
+        out = call.with_sinks(out, lse, key.plain_center)
         reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
         return reference.rotate(out, value.back)
 
