@@ -32,8 +32,8 @@ declare -A parts=(
   [triton_ragged]="test/kernels/test_ragged_extend.py"
   [cuda_decode]="test/kernels/test_cuda_decode.py"
   [cuda_store]="test/kernels/test_cuda_store.py"
-  [servers]="test/gpu/test_servers.py -k 'not on_2'"
-  [exact_rows]="test/gpu/test_exact_rows.py -k 'not on_2'"
+  [servers]="test/gpu/test_servers.py -k 'not on_'"
+  [exact_rows]="test/gpu/test_exact_rows.py -k 'not on_'"
   # On two GPUs where there are two; skipped where Mooncake and nixl are missing.
   [disaggregation]="test/gpu/test_gpu_disaggregation.py"
   # Servers on several GPUs.
@@ -44,6 +44,10 @@ declare -A parts=(
   [exact_drafts2]="test/gpu/test_exact_rows.py -k 'on_2 and draft'"
   [exact_layers2]="test/gpu/test_exact_rows.py -k 'on_2 and (windows or hybrid)'"
   [exact_images2]="test/gpu/test_exact_rows.py -k 'on_2 and images'"
+  [servers4]="test/gpu/test_servers.py -k on_4"
+  [exact_dense4]="test/gpu/test_exact_rows.py -k 'on_4 and (dense or host_tier)'"
+  [exact_drafts4]="test/gpu/test_exact_rows.py -k 'on_4 and draft'"
+  [exact_layers4]="test/gpu/test_exact_rows.py -k 'on_4 and (windows or hybrid)'"
 )
 # A file that no part names runs here.
 parts[kernels]="test/kernels"

@@ -43,6 +43,10 @@ TURNS, TOKENS, PAGE = 3, 70, 64
 TRAINED = os.environ.get("OSCAR_TEST_HYBRID", "")
 """Folder of a model that ``scripts/train_reference_model.py --preset hybrid`` has trained."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
+LINEAR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+"""A key head of linear attention for each of four ranks."""
+FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4}
+"""As many experts as ranks, which SGLang wants; all are asked: rounding must not choose between them."""
 HOST_TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "2560"]
 Prompt = tuple[Any, list[str]]
 """Token ids or text, and images."""
@@ -58,7 +62,8 @@ class Kind:
     images: bool = False
     per_step: float = 0.0
     """Tokens of a step of verification at least; 0 without drafts."""
-    ranks: tuple[int, ...] = (1, 2)
+    ranks: tuple[int, ...] = (1, 2, 4)
+    """On four, two ranks each hold a copy of a kv head: the models have two."""
     plugins: tuple[str, ...] = ()
     """Test plugins of int2 mode's server."""
 
@@ -94,17 +99,20 @@ KINDS = {
     "random_drafts": Kind(
         lambda folder: llama_with_drafts(folder)[0], tuple(IDS), drafting("EAGLE3", 3, "eagle3"), per_step=1.0
     ),
-    "draft_layer": Kind(glm_with_draft_layer, tuple(IDS), drafting("NEXTN", 1), per_step=1.5),
-    "images_qwen2_5": Kind(lambda folder: vision_models.save("qwen2_5_vl", folder), images=True),
-    "images_qwen3": Kind(lambda folder: vision_models.save("qwen3_vl", folder), images=True),
-    "windows": Kind(lambda folder: models.save("gpt_oss", folder), (*IDS, "--moe-runner-backend", "triton")),
+    "draft_layer": Kind(glm_with_draft_layer, tuple(IDS), drafting("NEXTN", 1), per_step=1.5, ranks=(1, 2)),
+    "images_qwen2_5": Kind(lambda folder: vision_models.save("qwen2_5_vl", folder), images=True, ranks=(1, 2)),
+    "images_qwen3": Kind(lambda folder: vision_models.save("qwen3_vl", folder), images=True, ranks=(1, 2)),
+    "windows": Kind(
+        lambda folder: models.save("gpt_oss", folder, num_local_experts=4, num_experts_per_tok=4),
+        (*IDS, "--moe-runner-backend", "triton"),
+    ),
     "hybrid_next": Kind(
-        lambda folder: hybrid_models.save("qwen3_next", folder),
+        lambda folder: hybrid_models.save("qwen3_next", folder, **LINEAR_HEADS, **FOUR_EXPERTS),
         tuple(IDS),
         states,
     ),
     "hybrid_3_5": Kind(
-        lambda folder: hybrid_models.save("qwen3_5", folder),
+        lambda folder: hybrid_models.save("qwen3_5", folder, **LINEAR_HEADS),
         (),
         states,
     ),

@@ -1,6 +1,7 @@
 """Several GPUs give one rank's answers, and all ranks agree on sinks and evictions without a word to each other.
 
-More tests of servers on two GPUs are those of test_servers.py and test_exact_rows.py whose names end in ``on_2``.
+More tests of servers on two and four GPUs are those of test_servers.py and test_exact_rows.py whose names end in
+``on_2`` and ``on_4``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def test_ranks_agree_with_each_other_and_with_one(name: str, fleet: Fleet, expec
 
 
 @pytest.mark.uses("per_head")
-@each("per_head_on_2")
+@each("per_head_on_2", "per_head_on_4")
 def test_transforms_by_kv_head(name: str, fleet: Fleet) -> None:
     """Each rank takes the transforms and centers of its own heads; what one GPU answers is not kept in test/data."""
     wanted = golden.conversations(fleet["per_head"])

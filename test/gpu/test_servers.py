@@ -1,6 +1,6 @@
 """Servers on the GPU give the CPU server's answers: through graphs, prefix hits, chunks, retraction and load.
 
-Some are started on two GPUs, too; test_gpu_ranks.py has what is particular to several.
+Some are started on two and four GPUs, too; test_gpu_ranks.py has what is particular to several.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_triton_kernels_only(fleet: Fleet, expected: dict) -> None:
     healthy(server)
 
 
-@each("by_layer", "by_layer_speculating", "by_layer_speculating_on_2")
+@each("by_layer", "by_layer_speculating", "by_layer_speculating_on_2", "by_layer_speculating_on_4")
 def test_other_bits_in_every_layer(name: str, fleet: Fleet, expected: dict) -> None:
     """On Hopper the CUDA kernel reads the layers with codes, the Triton kernel those with a side of 16 bits."""
     server = fleet[name]
@@ -138,7 +138,7 @@ def test_any_load_gives_the_certain_digits(name: str, fleet: Fleet, expected: di
     healthy(server)
 
 
-@each("retract", "retract_on_2")
+@each("retract", "retract_on_2", "retract_on_4")
 def test_retraction(name: str, fleet: Fleet, expected: dict) -> None:
     """A retracted request computes its newest tokens again, from a prefix in 2 bits: certain digits stay."""
     server = fleet[name]
@@ -162,7 +162,7 @@ def test_padded_rows_are_harmless_and_no_step_waits(fleet: Fleet, expected: dict
     healthy(server)
 
 
-@each("refilled", "refilled_on_2")
+@each("refilled", "refilled_on_2", "refilled_on_4")
 def test_lost_sinks_are_computed_again(name: str, fleet: Fleet, expected: dict) -> None:
     """Four sink blocks, many beginnings: every document hits when it is asked about again, and new blocks are NaN."""
     server = fleet[name]
@@ -202,7 +202,7 @@ def test_a_thousand_beginnings_hit(fleet: Fleet) -> None:
     healthy(server)
 
 
-@each("speculating", "speculating_on_2")
+@each("speculating", "speculating_on_2", "speculating_on_4")
 def test_speculation(name: str, fleet: Fleet, expected: dict) -> None:
     """Drafts that are right or wrong by plan, in trees, through graphs; what pads them is NaN, and nothing waits."""
     server = fleet[name]

@@ -114,12 +114,12 @@ FLEET = {
 ON_RANKS = {
     # Far less than 64 documents take: prefixes and sink blocks are evicted all the time.
     "plain": (replace(FLEET["plain"], running=8, tokens=24576), (2, 4)),
-    "refilled": (FLEET["refilled"], (2,)),
-    "per_head": (FLEET["per_head"], (2,)),
-    "by_layer_speculating": (FLEET["by_layer_speculating"], (2,)),
+    "refilled": (FLEET["refilled"], (2, 4)),
+    "per_head": (FLEET["per_head"], (2, 4)),
+    "by_layer_speculating": (FLEET["by_layer_speculating"], (2, 4)),
     "fa3": (FLEET["fa3"], (2,)),
-    "retract": (FLEET["retract"], (2,)),
-    "speculating": (FLEET["speculating"], (2,)),
+    "retract": (FLEET["retract"], (2, 4)),
+    "speculating": (FLEET["speculating"], (2, 4)),
 }
 """Servers that are started on several GPUs, too, and on how many."""
 

@@ -46,7 +46,8 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(7)
     options = COMMON | LAYERS | LINEAR | overrides
     if architecture == "qwen3_next":
-        model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**options, **EXPERTS, rope_parameters=ROPE))
+        options = EXPERTS | options
+        model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**options, rope_parameters=ROPE))
     else:
         rope = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text = {name: value for name, value in options.items() if name != "tie_word_embeddings"}
