@@ -142,7 +142,7 @@ def main() -> None:
     ragged, cache = None, random_cache(PAGE, 1, LAYOUTS, WINDOWS)
     backend = extend_choice.choose(args.backend, "cuda", HEAD_DIM, sink_logits=False)
     assert backend is not None
-    decode = decode_choice.choose("auto", cache, PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=backend != "triton")
+    decode = decode_choice.choose("auto", [cache], PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=backend != "triton")
     if backend != "triton":
         geometry = Geometry.uniform(LAYOUT, WINDOWS, torch.bfloat16, layers=1)
         size = extend_choice.workspace(backend, geometry.formats[0], Q_HEADS, torch.bfloat16, BUDGET)

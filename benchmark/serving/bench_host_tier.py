@@ -3,7 +3,8 @@
 For every cache, one server with the same bytes of host memory and an empty folder of storage. Every length is asked
 with a prompt of its own: computed, hit on the device, hit on the host once other prompts have pushed it off the device,
 and hit in storage once the server has forgotten device and host. SGLang says of every request where its cached tokens
-came from; both are recorded, what it says and what was meant.
+came from; both are recorded, what it says and what was meant. ``written`` is how many bytes the prompt has in storage,
+and how long after its answer the last of them was there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from sglang_oscar.local_server import LocalServer, serve
 
 TIERS = ("device", "host", "storage")
 LONGEST_WAIT = 3600
+QUIET = 2.0
+"""Seconds without a new page after which no more are expected."""
 
 
 def first_token(server: LocalServer, ids: list[int]) -> dict[str, Any]:
@@ -61,19 +64,26 @@ def measure(
 
     known = fresh(lengths[0])
     for _ in range(2):  # kernels are compiled, those of a hit too
-        first_token(server, known)
+        hit = first_token(server, known)
+    if folder:  # or its pages would count as those of the next prompt
+        delete(settle(folder, hit["device"] // page_size)[0])
     for length in lengths * repeats:
         ids = fresh(length)
-        found = {"computed": first_token(server, ids), "device": first_token(server, ids)}
-        own = settle(folder, found["device"]["device"] // page_size) if folder else set()
+        found = {"computed": first_token(server, ids)}
+        answered = time.perf_counter()
+        found["device"] = first_token(server, ids)
+        own: set[Path] = set()
+        if folder:
+            own, came = settle(folder, found["device"]["device"] // page_size)
+            written = {"bytes": sum(file.stat().st_size for file in own), "seconds": round(came - answered, 2)}
         for _ in range(-(-others // length)):
             first_token(server, fresh(length))
         found["host"] = first_token(server, ids)
         if folder:
             # BF16 pages of all that was asked would fill a disk.
-            delete(settle(folder, len(own)) - own)
+            delete(settle(folder, len(own))[0] - own)
             server.flush(LONGEST_WAIT)
-            found["storage"] = first_token(server, ids)
+            found["storage"] = first_token(server, ids) | {"written": written}
             delete(own)
         rows += [{"length": length, "meant": meant} | row for meant, row in found.items()]
         for row in rows[-len(found) :]:
@@ -81,21 +91,26 @@ def measure(
     return rows
 
 
-def settle(folder: Path, least: int) -> set[Path]:
-    """Wait until a folder of storage has its pages and no more come, and return them.
+def settle(folder: Path, least: int) -> tuple[set[Path], float]:
+    """Wait until a folder of storage has its pages and no more come.
 
     A long prompt's are written for seconds after its answer, with breaks: it says itself how many there must be.
+
+    Returns:
+        the files, and when the last one was seen to be there (``time.perf_counter()``).
 
     Raises:
         TimeoutError: they do not come.
     """
-    end, seen = time.monotonic() + LONGEST_WAIT, set[Path]()
-    while len(seen) < least or seen != set(folder.iterdir()):
-        if time.monotonic() > end:
+    begin = came = time.perf_counter()
+    seen: set[Path] = set()
+    while len(seen) < least or time.perf_counter() - came < QUIET:
+        if time.perf_counter() - begin > LONGEST_WAIT:
             raise TimeoutError(f"{folder} has {len(seen)} pages of {least} after {LONGEST_WAIT} s")
-        seen = set(folder.iterdir())
-        time.sleep(2)
-    return seen
+        time.sleep(0.1)
+        if (now := set(folder.glob("*.bin"))) != seen:
+            seen, came = now, time.perf_counter()
+    return seen, came
 
 
 def delete(files: Iterable[Path]) -> None:

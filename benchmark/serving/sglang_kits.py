@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import requests
 import typer
 from machine import describe
 from rich.console import Console
@@ -105,8 +106,15 @@ def ask(server: LocalServer, model: str, kits: list[str]) -> dict[str, Outcome]:
         for name in unittest.defaultTestLoader.getTestCaseNames(tests):
             # Alone, without what its class sets up: a server of the fixture's own.
             outcomes[f"{kit}.{name}"] = run(tests(name))
+            resume(server)
         print(f"{kit}: the server {'is alive' if server.healthy() else 'is gone'}", flush=True)
     return outcomes
+
+
+def resume(server: LocalServer) -> None:
+    """Let a server go on: a test that fails while it is paused leaves it so, and all others would wait for it."""
+    with contextlib.suppress(requests.RequestException):
+        requests.post(f"{server.url}/continue_generation", json={}, timeout=60)
 
 
 def lost(bf16: dict[str, Outcome], int2: dict[str, Outcome]) -> list[str]:

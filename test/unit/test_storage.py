@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,8 +163,48 @@ def test_other_backends_are_asked_by_one_thread(tmp_path: Path) -> None:
         def get(self, key: str, *_: Any) -> None:
             seen.add(threading.get_ident())
 
-    CheckedStorage(Backend(), Pool(), SALT).batch_get([f"{number:064x}" for number in range(64)])  # type: ignore[arg-type]
+        def batch_set(self, keys: list[str], *_: Any) -> bool:
+            seen.add(threading.get_ident())
+            return True
+
+    store, keys = CheckedStorage(Backend(), Pool(), SALT), [f"{number:064x}" for number in range(64)]  # type: ignore[arg-type]
+    store.batch_get(keys)
+    assert store.batch_set(keys, pages(64))
     assert seen == {threading.get_ident()}
+
+
+def test_a_page_that_cannot_be_written_takes_no_other_along(
+    store: CheckedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch says so, which ends SGLang's writing of this prompt; pages before and behind are there."""
+    stock, full = HiCacheFile.set, store.key(KEYS[1])
+    monkeypatch.setattr(HiCacheFile, "set", lambda self, key, *page: key != full and stock(self, key, *page))
+    assert not store.batch_set(KEYS, pages())
+    assert [key for key in KEYS if files(store)[key].is_file()] == [KEYS[0], KEYS[2]]
+
+
+def test_hits_do_not_wait_for_pages_that_are_written(store: CheckedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that write are others than those that read."""
+    written, going_on = pages(), threading.Event()
+    store.batch_set(KEYS, written)
+    slow = HiCacheFile.set
+
+    def wait_and_set(*given: Any) -> bool:
+        assert going_on.wait(300)
+        return slow(*given)
+
+    monkeypatch.setattr(HiCacheFile, "set", wait_and_set)
+    keys = [f"{number:064x}" for number in range(256, 320)]
+    with ThreadPoolExecutor(1) as beside:
+        backlog = beside.submit(store.batch_set, keys, pages(64))
+        try:
+            for page, got in zip(written, store.batch_get(KEYS, room()), strict=True):
+                assert torch.equal(page, got)
+            assert not backlog.done()
+        finally:
+            going_on.set()
+        assert backlog.result(300)
+    assert store.batch_exists(keys) == 64
 
 
 def test_a_page_under_another_key_is_missed(store: CheckedStorage) -> None:
