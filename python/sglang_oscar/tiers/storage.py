@@ -47,6 +47,13 @@ class CheckedStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
+    def close(self) -> None:
+        """End the threads, once they are done, and close the backend where that can be closed: storage is detached."""
+        self._readers.shutdown()
+        self._writers.shutdown()
+        if hasattr(self._backend, "close"):
+            self._backend.close()
+
     def key(self, key: str) -> str:
         """The key under which the backend has a page: 64 hex digits, like SGLang's own."""
         return hashlib.sha256(f"{self._salt} {key}".encode()).hexdigest()
