@@ -120,13 +120,18 @@ def test_hits_do_not_wait_for_pages_that_are_written(store: CheckedStorage, monk
 
 def test_closing_ends_threads_and_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server from which storage is detached, and attached anew, keeps no threads of the former."""
-    before, closed = set(threading.enumerate()), []
+    before = set(threading.enumerate())
+    closed: list[HiCacheFile] = []
+
+    def close(backend: HiCacheFile) -> None:
+        closed.append(backend)
+
     store = checked(tmp_path / "store")
     store.batch_set(KEYS, pages())
     store.batch_get(KEYS, room())
     own = set(threading.enumerate()) - before
     assert {thread.name.rsplit("_", 1)[0] for thread in own} == {"int2-storage-read", "int2-storage-write"}
-    monkeypatch.setattr(HiCacheFile, "close", lambda self: closed.append(self), raising=False)
+    monkeypatch.setattr(HiCacheFile, "close", close, raising=False)
     store.close()
     assert not any(thread.is_alive() for thread in own)
     assert closed == [store._backend]
