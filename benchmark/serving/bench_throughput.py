@@ -53,14 +53,15 @@ FULL = "full"
 
 
 def measure(server: LocalServer, counts: list[str], length: int, tokens: int) -> list[dict[str, Any]]:
-    """One row for every number of requests, or :data:`FULL`, up to the first that does not fit.
+    """One row for every number of requests, or :data:`FULL`, up to the first that does not fit. ``room`` is how many
+    tokens the cache holds.
 
     Raises:
         RuntimeError: the server refused requests.
     """
-    rows = []
+    rows, room = [], room_of(server)
     for asked in counts:
-        count = room_of(server).fitting(length + tokens) if asked == FULL else int(asked)
+        count = room.fitting(length + tokens) if asked == FULL else int(asked)
         speed = speed_of(server, [length] * count, tokens)
         rows.append(
             {
@@ -68,6 +69,7 @@ def measure(server: LocalServer, counts: list[str], length: int, tokens: int) ->
                 "running": speed.running,
                 "tokens_per_s": round(speed.tokens_per_s, 1),
                 "ms_per_step": round(speed.ms_per_step, 2),
+                "room": room.tokens,
             }
         )
         print(rows[-1], flush=True)
