@@ -119,6 +119,7 @@ class CheckedStorage:
     ) -> bool:
         """Store pages, files several at a time; False where one could not be stored."""
         if self._folder is not None:
+            # All are waited for, also behind one that failed: their host memory may be given away afterwards.
             return all(list(self._writers.map(self.set, keys, values)))
         salted = self._keys(keys)
         for key, value in zip(salted, values, strict=True):
