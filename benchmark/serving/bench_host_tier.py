@@ -72,7 +72,6 @@ def measure(
         found = {"computed": first_token(server, ids)}
         answered = time.perf_counter()
         found["device"] = first_token(server, ids)
-        own: set[Path] = set()
         if folder:
             own, came = settle(folder, found["device"]["device"] // page_size)
             written = {"bytes": sum(file.stat().st_size for file in own), "seconds": round(came - answered, 2)}

@@ -33,7 +33,7 @@ from support.stored_pages import (
     files,
     pages,
     room,
-)  # fmt: skip
+)
 
 
 @pytest.fixture

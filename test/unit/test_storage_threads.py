@@ -94,6 +94,12 @@ def test_a_page_that_cannot_be_written_takes_no_other_along(
     assert [key for key in KEYS if files(store)[key].is_file()] == [KEYS[0], KEYS[2]]
 
 
+def test_a_key_without_a_page_is_an_error(store: CheckedStorage) -> None:
+    """Not a page that is silently left out."""
+    with pytest.raises(ValueError, match="shorter"):
+        store.batch_set(KEYS, pages(2))
+
+
 def test_hits_do_not_wait_for_pages_that_are_written(store: CheckedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that write are others than those that read."""
     written, going_on = pages(), threading.Event()

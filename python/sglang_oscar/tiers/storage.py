@@ -120,7 +120,8 @@ class CheckedStorage:
         """Store pages, files several at a time; False where one could not be stored."""
         if self._folder is not None:
             # All are waited for, also behind one that failed: their host memory may be given away afterwards.
-            return all(list(self._writers.map(self.set, keys, values)))
+            pairs = zip(keys, values, strict=True)
+            return all(list(self._writers.map(lambda pair: self.set(*pair), pairs)))
         salted = self._keys(keys)
         for key, value in zip(salted, values, strict=True):
             self._sign(key, value)
