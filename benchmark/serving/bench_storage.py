@@ -1,18 +1,22 @@
-"""Megabytes per second of pages to files and back, beside a thread that never gives the interpreter up.
+"""Megabytes per second of pages to files and back, alone and beside a scheduler, and what that costs the scheduler.
 
-That is what a scheduler is to the threads that move pages: each has to ask for the interpreter again after every call
-of the operating system, and gets it after 5 ms. Pages are written and read as a server does it, through
-:class:`sglang_oscar.tiers.storage.CheckedStorage` and SGLang's file backend, by one thread and by as many as it has.
-Files stay in the cache of the operating system, so the disk has no part in it. No GPU is needed.
+A scheduler never rests: it holds the interpreter but for moments, in every operation of PyTorch. A thread that moves
+pages beside it has the interpreter back 5 ms after every call of the operating system, and each time it takes it the
+scheduler waits. A thread of small operations stands for the scheduler here. Pages are moved as a server does it, by a
+process of :class:`sglang_oscar.tiers.storage.CheckedStorage`, and for comparison one by one by threads, through
+SGLang's file backend. Files stay in the cache of the operating system, so the disk has no part in it. No GPU is needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -21,8 +25,8 @@ import torch
 import typer
 from machine import describe
 
-from sglang_oscar.tiers import storage
 from sglang_oscar.tiers.pages import HostPages, PageLayout
+from sglang_oscar.tiers.storage import CheckedStorage
 
 LAYOUT = PageLayout(64, ((288,) * 36, (288,) * 36))
 """Pages of Qwen3-8B with 2 bits a side, group 128: 1.3 MB."""
@@ -51,53 +55,98 @@ def file_backend(folder: Path) -> Any:
     return HiCacheFile(SimpleNamespace(**config), str(folder))
 
 
-def megabytes_per_s(call: Callable[[], bool], count: int) -> float:
-    """Of a call that moves ``count`` pages.
+class Scheduler:
+    """A thread of small operations, and how many of them it gets done."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._done = 0
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def _work(self) -> None:
+        numbers = torch.zeros(64)
+        while not self._over.is_set():
+            for _ in range(100):
+                numbers.add_(1)
+            self._done += 100
+
+    def __enter__(self) -> Scheduler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def per_s(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Seconds that a call takes, and operations per second meanwhile."""
+        before, begin = self._done, time.perf_counter()
+        call()
+        seconds = time.perf_counter() - begin
+        return seconds, (self._done - before) / seconds
+
+
+def movers(store: CheckedStorage, pool: Pool, threads: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What writes pages of keys and slots, and what reads them: the process, or so many threads."""
+    if not threads:
+        return store.batch_set_v1, store.batch_get_v1
+    several = ThreadPoolExecutor(threads)
+
+    def write(keys: list[str], slots: torch.Tensor) -> Iterator[bool]:
+        return several.map(store.set, keys, map(pool.get_data_page, slots[:: pool.page_size].tolist()))
+
+    def read(keys: list[str], slots: torch.Tensor) -> Iterator[bool]:
+        places = map(pool.get_data_page, slots[:: pool.page_size].tolist())
+        return (page is not None for page in several.map(store.get, keys, places))
+
+    return write, read
+
+
+def measure(count: int, threads: int, beside: bool) -> dict[str, Any]:
+    """Write and read so many pages by a process or by threads, beside a scheduler or alone.
 
     Raises:
-        RuntimeError: it says that it could not.
+        RuntimeError: pages could not be written or read.
     """
-    begin = time.perf_counter()
-    if not call():
-        raise RuntimeError("pages could not be written or read")
-    return round(count * LAYOUT.page_bytes / 1e6 / (time.perf_counter() - begin), 1)
-
-
-def measure(threads: int, count: int) -> dict[str, float]:
-    """Write and read so many pages by so many threads."""
-    storage.THREADS = threads
     pool, keys = Pool(count), [f"{number:064x}" for number in range(count)]
-    slots = torch.arange(count * LAYOUT.page_size)
-    with tempfile.TemporaryDirectory() as folder:
-        store = storage.CheckedStorage(file_backend(Path(folder)), pool, "salt")  # type: ignore[arg-type]
-        pages = [pool.pages.page(number) for number in range(count)]
-        return {
-            "threads": threads,
-            "written_MB_per_s": megabytes_per_s(lambda: store.batch_set(keys, pages), count),
-            "read_MB_per_s": megabytes_per_s(lambda: all(store.batch_get_v1(keys, slots)), count),
-        }
+    slots, megabytes = torch.arange(count * LAYOUT.page_size), count * LAYOUT.page_bytes / 1e6
+    row: dict[str, Any] = {"by": f"{threads} threads" if threads else "process", "beside_scheduler": beside}
+    with tempfile.TemporaryDirectory() as folder, Scheduler() if beside else contextlib.nullcontext() as scheduler:
+        store = CheckedStorage(file_backend(Path(folder)), pool, "salt")  # type: ignore[arg-type]
+        write, read = movers(store, pool, threads)
+        list(write(["f" * 64], slots[: LAYOUT.page_size]))  # what is started once is not counted
+        undisturbed = scheduler.per_s(lambda: time.sleep(1))[1] if scheduler else 0.0
+        for name, move in (("written", write), ("read", read)):
+            moved: list[bool] = []
+            call = partial(lambda move, moved: moved.extend(move(keys, slots)), move, moved)
+            seconds, speed = scheduler.per_s(call) if scheduler else (timed(call), 0.0)
+            if not all(moved):
+                raise RuntimeError("pages could not be written or read")
+            row[f"{name}_MB_per_s"] = round(megabytes / seconds, 1)
+            if scheduler:
+                row[f"scheduler_slowed_while_{name}"] = round(undisturbed / speed, 2)
+        store.close()
+    return row
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 def main(
     pages: Annotated[int, typer.Option(help="pages of 1.3 MB")] = 512,
+    threads: Annotated[str, typer.Option(help="numbers of threads to compare with, separated by commas")] = "1,16",
     out: Annotated[Path, typer.Option(help="result as JSON")] = Path("results/storage.json"),
 ) -> None:
-    """Measure with an idle interpreter and beside a busy thread."""
+    """Measure alone and beside a scheduler."""
     result: dict[str, Any] = describe() | {"pages": pages, "page_bytes": LAYOUT.page_bytes, "rows": []}
-    over = threading.Event()
-
-    def spin() -> None:
-        while not over.is_set():
-            pass
-
-    wanted = storage.THREADS
-    for busy in (False, True):
-        if busy:
-            threading.Thread(target=spin, daemon=True).start()
-        for threads in (1, wanted):
-            result["rows"].append({"busy": busy} | measure(threads, pages))
+    for by in [0, *map(int, filter(None, threads.split(",")))]:
+        for beside in (False, True):
+            result["rows"].append(measure(pages, by, beside))
             print(result["rows"][-1], flush=True)
-    over.set()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
 

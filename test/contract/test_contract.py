@@ -42,7 +42,8 @@ ATTRIBUTES: dict[str, str] = {
     "model_executor.pool_configurator.MemoryPoolConfigurator": "calculate_pool_sizes "
     "calculate_pool_sizes_from_max_tokens finalize_with_max_running_requests",
     "mem_cache.base_prefix_cache.BasePrefixCache": "req_to_token_pool",
-    "managers.cache_controller.HiCacheController": "_page_get_zero_copy",
+    "managers.cache_controller.HiCacheController": "_page_get_zero_copy _page_set_zero_copy",
+    "mem_cache.hicache_storage.HiCacheFile": "file_path metadata_cache _evictor _get_suffixed_key",
     "model_executor.model_runner.ModelRunner": "server_args model_config model token_to_kv_pool req_to_token_pool "
     "attn_backend dtype",
     "model_executor.model_runner_components.weight_updater.WeightUpdater": "get_model_runner",
@@ -109,6 +110,9 @@ PARAMETERS: dict[str, str] = {
     "configs.load_config.LoadConfig": "load_format",
     "model_loader.loader.get_model_loader": "load_config model_config",
     "managers.cache_controller.HiCacheController._page_get_zero_copy": "operation hash_values host_indices extra_info",
+    "managers.cache_controller.HiCacheController._page_set_zero_copy": "hash_values host_indices extra_info",
+    "mem_cache.storage.file.lru_file_evictor.LRUFileEvictor.reserve": "suffixed_key value_bytes key",
+    "mem_cache.storage.file.lru_file_evictor.LRUFileEvictor.touch": "tensor_path",
     "plugins.hook_registry._propagate_patch": "original wrapped source_module",
     "models.utils.apply_qk_norm": "q k q_norm k_norm head_dim alt_stream allow_inplace",
     "managers.io_struct.BeginWeightUpdateReqOutput": "success message",

@@ -35,9 +35,10 @@ class Pool:
         self.pages.set_page(slot // 16, page)
 
 
-def backend(folder: Path) -> HiCacheFile:
+def backend(folder: Path, **extra: Any) -> HiCacheFile:
+    """SGLang's files; ``extra`` is what --hicache-storage-backend-extra-config says."""
     config = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
-    config |= {"model_name": "m", "is_mla_model": False, "extra_config": None, "dcp_size": 1}
+    config |= {"model_name": "m", "is_mla_model": False, "extra_config": extra, "dcp_size": 1}
     return HiCacheFile(SimpleNamespace(**config), str(folder))
 
 

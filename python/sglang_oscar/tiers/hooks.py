@@ -75,12 +75,30 @@ def around_page_get(
     host_indices: torch.Tensor,
     extra_info: Any = None,
 ) -> Any:
-    """Read files of pages straight into host memory, as SGLang does with storage that can.
+    """Read files of pages into host memory by a process of their own, as SGLang does with storage that reads there.
 
-    The stock way makes room for every page and copies it from there, in one thread: several times slower than reading.
+    The stock way makes room for every page and copies it from there, in one thread of the scheduler.
     """
-    from sglang_oscar.tiers.storage import CheckedStorage
-
-    if isinstance(self.storage_backend, CheckedStorage) and self.storage_backend.reads_in_place:
+    if _moves_files(self.storage_backend):
         return self._page_get_zero_copy(operation, hash_values, host_indices, extra_info)
     return original(self, operation, hash_values, host_indices, extra_info)
+
+
+def around_page_set(
+    original: Callable[..., Any],
+    self: Any,
+    hash_values: list[str],
+    host_indices: torch.Tensor,
+    extra_info: Any = None,
+) -> Any:
+    """Write files of pages by a process of their own."""
+    if _moves_files(self.storage_backend):
+        return self._page_set_zero_copy(hash_values, host_indices, extra_info)
+    return original(self, hash_values, host_indices, extra_info)
+
+
+def _moves_files(storage: Any) -> bool:
+    """Whether storage is ours and of files."""
+    from sglang_oscar.tiers.storage import CheckedStorage
+
+    return isinstance(storage, CheckedStorage) and storage.is_files

@@ -10,22 +10,17 @@ import contextlib
 import hashlib
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
-import xxhash
 
+from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
+from sglang_oscar.tiers.file_process import FileProcess
 from sglang_oscar.tiers.host_pool import Int2HostPool
-from sglang_oscar.tiers.pages import DIGEST_BYTES
+from sglang_oscar.tiers.page_files import DAMAGED, FAILED, MISSING, OK
 
 logger = logging.getLogger(__name__)
-THREADS = 16
-"""That read files of pages at once, and as many others that write them: a hit must not wait for pages that are written.
-
-However few cores there are: a thread gives the interpreter up with every call of the operating system, and beside a
-scheduler that never rests it has it back after 5 ms. One thread alone writes 60 MB/s so, 16 write 500."""
 
 
 class CheckedStorage:
@@ -41,16 +36,17 @@ class CheckedStorage:
         self._backend = backend
         self._pool = pool
         self._salt = salt
-        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="int2-storage-read")
-        self._writers = ThreadPoolExecutor(THREADS, thread_name_prefix="int2-storage-write")
+        # Of two, so that a hit does not wait for pages that are written.
+        self._reader = FileProcess(pool.pages)
+        self._writer = FileProcess(pool.pages)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def close(self) -> None:
-        """End the threads, once they are done, and close the backend where that can be closed: storage is detached."""
-        self._readers.shutdown()
-        self._writers.shutdown()
+        """End processes, once they are done, and close the backend where that can be closed: storage is detached."""
+        self._reader.close()
+        self._writer.close()
         if hasattr(self._backend, "close"):
             self._backend.close()
 
@@ -59,11 +55,15 @@ class CheckedStorage:
         return hashlib.sha256(f"{self._salt} {key}".encode()).hexdigest()
 
     @property
-    def _folder(self) -> str | None:
-        """Where SGLang's file backend has its pages, which several threads may ask at once; None of another backend."""
+    def is_files(self) -> bool:
+        """Whether the backend is SGLang's that keeps pages in files, which a process of their own moves."""
         from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-        return self._backend.file_path if isinstance(self._backend, HiCacheFile) else None
+        return isinstance(self._backend, HiCacheFile)
+
+    def _path(self, salted: str) -> str:
+        """The file of a page."""
+        return os.path.join(self._backend.file_path, f"{self._backend._get_suffixed_key(salted)}.bin")
 
     def _keys(self, keys: list[str]) -> list[str]:
         return [self.key(key) for key in keys]
@@ -103,10 +103,9 @@ class CheckedStorage:
         return page  # type: ignore[no-any-return]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        """Pages one by one, so that a damaged one takes no other along; files several at a time."""
+        """Pages one by one, so that a damaged one takes no other along."""
         targets = [None] * len(keys) if target_locations is None else target_locations
-        each = self._readers.map if self._folder is not None else map
-        return list(each(self.get, keys, targets))
+        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page, uint8 [page_bytes], whose trailer is written."""
@@ -117,37 +116,71 @@ class CheckedStorage:
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store pages, files several at a time; False where one could not be stored."""
-        if self._folder is not None:
-            # All are waited for, also behind one that failed: their host memory may be given away afterwards.
-            pairs = zip(keys, values, strict=True)
-            return all(list(self._writers.map(lambda pair: self.set(*pair), pairs)))
+        """Store pages; False where one could not be stored."""
         salted = self._keys(keys)
         for key, value in zip(salted, values, strict=True):
             self._sign(key, value)
         return bool(self._backend.batch_set(salted, values, target_locations, target_sizes))
 
-    # Pages that the backend reads and writes in host memory.
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether :meth:`batch_get_v1` reads files straight into host memory, where a page is one piece of it."""
-        return self._folder is not None and self._pool.pages.page_first
+    # Pages of host memory.
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Read pages into the host tier; False where one is missing or damaged, whose place then holds anything."""
-        if self.reads_in_place:
-            places = map(self._pool.get_data_page, host_indices[:: self._pool.page_size].tolist())
-            return [page is not None for page in self._readers.map(self.get, keys, places)]
         salted = self._keys(keys)
+        if self.is_files:
+            return self._read_files(salted, self._numbers(host_indices))
         found = self._backend.batch_get_v1(salted, host_indices, self._extra(extra_info))
         return self._checked(salted, host_indices, found)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Store pages of the host tier."""
+        """Store pages of the host tier; False where one could not be stored."""
         salted = self._keys(keys)
+        if self.is_files:
+            return self._write_files(salted, self._numbers(host_indices))
         self._sign_all(salted, host_indices)
         return self._backend.batch_set_v1(salted, host_indices, self._extra(extra_info))  # type: ignore[no-any-return]
+
+    def _numbers(self, host_indices: torch.Tensor) -> list[int]:
+        """Numbers of pages, of all of their slots."""
+        numbers: list[int] = (host_indices[:: self._pool.page_size] // self._pool.page_size).tolist()
+        return numbers
+
+    def _read_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
+        """Read files of pages; the backend is told of those that were used and of those that are gone."""
+        paths = [self._path(key) for key in keys]
+        outcomes = self._reader.read(numbers, paths, keys)
+        index = self._backend.metadata_cache
+        for key, path, (result, why) in zip(keys, paths, outcomes, strict=True):
+            name = self._backend._get_suffixed_key(key)
+            if result == OK:
+                self._backend._evictor.touch(name, path)
+            elif result == DAMAGED:
+                self._damaged(key, why)
+            elif result == FAILED:
+                logger.warning("int2 storage: page %s cannot be read (%s) and is computed again", key[:12], why)
+            if index is not None and result in (OK, MISSING):
+                (index.add if result == OK else index.remove)(name)
+        return [result == OK for result, _ in outcomes]
+
+    def _write_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
+        """Write files of pages, as far as the backend has room for them."""
+        names = [self._backend._get_suffixed_key(key) for key in keys]
+        size, evictor = self._pool.page_layout.page_bytes, self._backend._evictor
+        admitted = [at for at, key in enumerate(keys) if evictor.reserve(names[at], size, key=key)]
+        outcomes = self._writer.write(
+            [numbers[at] for at in admitted], [self._path(keys[at]) for at in admitted], [keys[at] for at in admitted]
+        )
+        stored = [False] * len(keys)
+        for at, (result, why) in zip(admitted, outcomes, strict=True):
+            stored[at] = result == OK
+            if stored[at]:
+                evictor.commit(names[at])
+            else:
+                logger.error("int2 storage: page %s is not stored: %s", keys[at][:12], why)
+                evictor.abort(names[at])
+            if (index := self._backend.metadata_cache) is not None:
+                (index.add if stored[at] else index.remove)(names[at])
+        return stored
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Read pages of several pools; those of this one are checked."""
@@ -182,8 +215,7 @@ class CheckedStorage:
 
     def _sign(self, key: str, page: torch.Tensor) -> None:
         """Write the trailer of a page."""
-        rows, trailer = self._parts(page)
-        trailer[:] = digest(key, rows).ljust(len(trailer), b"\0")
+        sign(key, page.numpy().data, self._pool.page_layout.item_bytes)
 
     def _checked(self, keys: list[str], host_indices: torch.Tensor, found: list[bool]) -> list[bool]:
         slots = host_indices[:: self._pool.page_size].tolist()
@@ -193,16 +225,10 @@ class CheckedStorage:
         ]
 
     def _intact(self, key: str, page: torch.Tensor) -> bool:
-        rows, trailer = self._parts(page)
-        if trailer[:DIGEST_BYTES] == digest(key, rows):
+        if is_intact(key, page.numpy().data, self._pool.page_layout.item_bytes):
             return True
-        self._damaged(key, "its digest is not that of its bytes")
+        self._damaged(key, UNLIKE)
         return False
-
-    def _parts(self, page: torch.Tensor) -> tuple[memoryview, memoryview]:
-        """Rows and trailer of a page. No tensors: every operation of PyTorch would give the interpreter up."""
-        whole, size = page.numpy().data, self._pool.page_layout.item_bytes
-        return whole[:size], whole[size:]
 
     def _damaged(self, key: str, reason: str) -> None:
         """Say so, and let the page be written anew."""
@@ -211,23 +237,11 @@ class CheckedStorage:
 
     def _forget(self, key: str) -> None:
         """Remove a page, of a backend that can and would not overwrite it."""
-        if self._folder is not None:
-            name = self._backend._get_suffixed_key(key)
+        if self.is_files:
             with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(self._folder, f"{name}.bin"))
+                os.remove(self._path(key))
             if self._backend.metadata_cache is not None:
-                self._backend.metadata_cache.remove(name)
+                self._backend.metadata_cache.remove(self._backend._get_suffixed_key(key))
         elif type(self._backend).__name__ == "HiCacheHF3FS":  # its module is not imported where it is not used
             for half in "kv":
                 self._backend.delete(f"{key}-{half}")
-
-
-def digest(key: str, rows: memoryview) -> bytes:
-    """Digest of a page under its key: against damage and mix-ups, not against forgers. A cryptographic one, at 1 GB/s,
-    would take longer than reading the page.
-
-    Args:
-        key: as the backend has it.
-        rows: bytes of a page without its trailer.
-    """
-    return xxhash.xxh3_128_digest(rows, seed=int(key[:16], 16))

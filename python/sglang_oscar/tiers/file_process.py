@@ -1,0 +1,156 @@
+"""Files of pages, moved by a process of its own, so that the scheduler does not wait for the interpreter.
+
+A thread that writes files gives the interpreter up with every call of the operating system. Beside a scheduler that
+never rests it has it back after 5 ms, so one thread moves little; and several threads take it whenever the scheduler
+leaves it for a moment, which slows the scheduler down many times over (``benchmark/serving/bench_storage.py``). Here a
+thread of the scheduler copies 64 MB at once, writes a line and reads a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from sglang_oscar.tiers.page_files import FAILED, OK, Job, Outcome
+from sglang_oscar.tiers.pages import HostPages
+
+logger = logging.getLogger(__name__)
+SHARED_BYTES = 128 << 20
+"""Memory that is shared with the process, for two parts: one is copied while files of the other are moved."""
+
+
+class FileProcess:
+    """Moves pages between host memory and files. The process is started when there is something to move.
+
+    Args:
+        pages: of the host tier.
+        shared_bytes: of the memory that is shared with the process; at least two pages.
+    """
+
+    def __init__(self, pages: HostPages, shared_bytes: int = SHARED_BYTES) -> None:
+        self._pages = pages
+        self._page_bytes = pages.layout.page_bytes
+        self._part = max(1, shared_bytes // (2 * self._page_bytes))
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def write(self, numbers: list[int], paths: list[str], keys: list[str]) -> list[Outcome]:
+        """Write pages of the host tier, each to a file that is there in whole or not at all.
+
+        Args:
+            numbers: of pages of the host tier.
+            paths: of their files; one that is there is left as it is.
+            keys: 64 hex digits each, part of the digest.
+
+        Returns:
+            what became of each.
+        """
+        return self._move("write", numbers, paths, keys)
+
+    def read(self, numbers: list[int], paths: list[str], keys: list[str]) -> list[Outcome]:
+        """Read pages into the host tier; arguments as of :meth:`write`.
+
+        Returns:
+            what became of each. The place of one that is not there is left as it was.
+        """
+        return self._move("read", numbers, paths, keys)
+
+    def close(self) -> None:
+        """End the process, once it has done what it was told."""
+        with self._lock:
+            self._end()
+
+    def _move(
+        self, do: Literal["read", "write"], numbers: list[int], paths: list[str], keys: list[str]
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        with self._lock:
+            try:
+                for part in self._parts(do, numbers, list(zip(paths, keys, strict=True))):
+                    outcomes += part
+            except OSError as error:
+                code = self._end()
+                why = f"no process for files ({error})" if code is None else f"the process for files ended with {code}"
+                logger.warning("int2 storage: %s; the next pages start another", why)
+                outcomes += [Outcome(FAILED, why)] * (len(numbers) - len(outcomes))
+            except BaseException:
+                self._end()  # its outcomes would be taken for those of later pages
+                raise
+        return outcomes
+
+    def _parts(
+        self, do: Literal["read", "write"], numbers: list[int], files: list[tuple[str, str]]
+    ) -> Iterator[list[Outcome]]:
+        """Outcomes part by part. The next part is on its way while the process works at one."""
+        process = self._started()
+        assert process.stdin is not None
+        waiting: list[tuple[int, int]] = []
+        for index, begin in enumerate(range(0, len(numbers), self._part)):
+            end = min(begin + self._part, len(numbers))
+            if len(waiting) == 2:
+                yield self._outcomes(do, numbers, *waiting.pop(0))
+            first = index % 2 * self._part
+            if do == "write":
+                self._pages.copy_out(numbers[begin:end], self._shared[first : first + end - begin])
+            jobs = [Job(do, first + place, *file) for place, file in enumerate(files[begin:end])]
+            process.stdin.write(json.dumps(jobs).encode() + b"\n")
+            process.stdin.flush()
+            waiting.append((begin, end))
+        for begin, end in waiting:
+            yield self._outcomes(do, numbers, begin, end)
+
+    def _outcomes(self, do: str, numbers: list[int], begin: int, end: int) -> list[Outcome]:
+        """Wait for a part. What was read is copied to the host tier.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise BrokenPipeError(line)
+        outcomes = [Outcome(*of) for of in json.loads(line)]
+        if do == "read":
+            first = begin // self._part % 2 * self._part
+            there = [place for place, of in enumerate(outcomes) if of.result == OK]
+            whole = len(there) == end - begin  # copied once only
+            read = self._shared[first : first + len(there)] if whole else self._shared[[first + n for n in there]]
+            self._pages.copy_in([numbers[begin + place] for place in there], read)
+        return outcomes
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The process, started where there is none."""
+        if self._process is None:
+            descriptor = os.memfd_create("int2-pages")
+            try:
+                os.ftruncate(descriptor, 2 * self._part * self._page_bytes)
+                self._shared = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8).reshape(-1, self._page_bytes)
+                sizes = (descriptor, self._page_bytes, self._pages.layout.item_bytes)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "sglang_oscar.tiers.page_files", *map(str, sizes)],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(descriptor,),
+                )  # fmt: skip
+            finally:
+                os.close(descriptor)
+        return self._process
+
+    def _end(self) -> int | None:
+        """End the process, and say how it ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        try:
+            process.communicate()
+        except OSError:  # what was left to write to it
+            process.kill()
+        return process.wait()

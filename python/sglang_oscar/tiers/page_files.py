@@ -1,0 +1,102 @@
+"""A process that reads and writes files of pages: ``python -m sglang_oscar.tiers.page_files``.
+
+:class:`sglang_oscar.tiers.file_process.FileProcess` starts it. Pages lie in memory that both share. A line of standard
+input is a list of jobs, a line of standard output the list of their outcomes; the end of the input ends the process.
+Imports no PyTorch, so that it is there at once and takes little memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple
+
+from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
+
+THREADS = 4
+"""Files at once. Nothing else runs in this process, so they do not wait for the interpreter."""
+OK, MISSING, DAMAGED, FAILED = "ok", "missing", "damaged", "failed"
+"""What became of a job; FAILED says nothing of a file."""
+
+
+class Job(NamedTuple):
+    """One file: what to do with it, the page's place in shared memory, its path, and the key of the page."""
+
+    do: Literal["read", "write"]
+    place: int
+    path: str
+    key: str
+
+
+class Outcome(NamedTuple):
+    """What became of a job, and why."""
+
+    result: str
+    why: str = ""
+
+
+def write(page: memoryview, item_bytes: int, job: Job) -> Outcome:
+    """Write a page, unless there is one: its key says what it holds. Others see the whole file or none."""
+    if os.path.exists(job.path):
+        return Outcome(OK)
+    unfinished = os.path.join(os.path.dirname(job.path), f".{uuid.uuid4().hex}.tmp")
+    try:
+        sign(job.key, page, item_bytes)
+        with open(unfinished, "wb") as file:
+            file.write(page)
+        os.replace(unfinished, job.path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        return Outcome(FAILED, str(error))
+    return Outcome(OK)
+
+
+def read(page: memoryview, item_bytes: int, job: Job) -> Outcome:
+    """Read a page and check it."""
+    try:
+        with open(job.path, "rb", buffering=0) as file:
+            size = file.readinto(page)
+    except FileNotFoundError:
+        return Outcome(MISSING)
+    except OSError as error:
+        return Outcome(FAILED, str(error))
+    if size != len(page):
+        return Outcome(DAMAGED, f"it has {size} bytes instead of {len(page)}")
+    return Outcome(OK) if is_intact(job.key, page, item_bytes) else Outcome(DAMAGED, UNLIKE)
+
+
+DOES = {"read": read, "write": write}
+
+
+def main(descriptor: int, page_bytes: int, item_bytes: int) -> None:
+    """Do jobs until there are no more.
+
+    Args:
+        descriptor: of the file whose memory is shared.
+        page_bytes: of a page.
+        item_bytes: of its rows, which the trailer follows.
+    """
+    # Ctrl-C goes to the server too, which ends this process when it has written what it wants to.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    shared = memoryview(mmap.mmap(descriptor, 0))
+
+    def do(job: Job) -> Outcome:
+        begin = job.place * page_bytes
+        return DOES[job.do](shared[begin : begin + page_bytes], item_bytes, job)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        for line in sys.stdin.buffer:
+            outcomes = list(threads.map(do, (Job(*job) for job in json.loads(line))))
+            sys.stdout.write(json.dumps(outcomes) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
