@@ -21,7 +21,9 @@ REAL_MODEL, SHIPPED_MODEL = ("SmolLM2-135M-Instruct", "as trained"), ("reference
 """Model and regime of results of ``accuracy/run.py``."""
 BITS_AT = "131072"
 """Tokens of context at which mean bits are counted."""
-DECODE, SERVING = "h200_kernels_decode_stock.json", "h200_serving_decode_qwen3_8b.json"
+DECODE, BOUND = "h200_kernels_decode_stock.json", "h200_serving_decode_qwen3_8b.json"
+SERVING, CONTEXTS = "h200_paper_qwen3_8b.json", "figure4"
+"""One request by context, every cache in one run; the experiment is the paper's."""
 BATCH = 32
 """Requests of the attention panel."""
 MEMORY, BF16_TOKEN_BYTES = "h200_memory_qwen3_8b.json", 2 * 36 * 8 * 128 * 2
@@ -164,7 +166,8 @@ def draw_speed(folder: Path, path: Path) -> None:
         path: the figure.
     """
     decode = json.loads((folder / DECODE).read_text(encoding="utf-8"))
-    serving = json.loads((folder / SERVING).read_text(encoding="utf-8"))
+    serving = json.loads((folder / SERVING).read_text(encoding="utf-8"))["rows"]
+    bounds = json.loads((folder / BOUND).read_text(encoding="utf-8"))["rows"]
     figure = new_figure()
     left, right = figure.subplots(1, 2)
     rows = [row for row in decode["rows"] if row["batch"] == BATCH]
@@ -173,11 +176,11 @@ def draw_speed(folder: Path, path: Path) -> None:
     for key, style in (*lines, ("cuda_us", "INT2"), ("limit_us", "bound")):
         left.plot(lengths, [row[key] for row in rows], **STYLES[style])
     left.set_title(f"Attention of one layer, {BATCH} requests, microseconds")
-    lengths = [row["length"] / 1000 for row in serving["rows"]]
-    for kind, label in (("bf16", "BF16"), ("int2", "INT2")):
-        right.plot(lengths, [row[f"{kind}_ms"] for row in serving["rows"]], **STYLES[label])
-    bounds = [row["int2_ms"] / row["int2_of_bound"] for row in serving["rows"]]
-    right.plot(lengths, bounds, **STYLES["bound"])
+    for cache, label in (("fa3", "BF16"), ("fa3_fp8", "FP8"), ("int2", "INT2")):
+        rows = [row for row in serving[cache] if row["experiment"] == CONTEXTS and row["requests"] == 1]
+        right.plot([row["prompt"] / 1000 for row in rows], [1000 / row["U"] for row in rows], **STYLES[label])
+    lengths = [row["length"] / 1000 for row in bounds]
+    right.plot(lengths, [row["int2_ms"] / row["int2_of_bound"] for row in bounds], **STYLES["bound"])
     right.set_title("One request, all of the model, milliseconds per token")
     for axis in (left, right):
         axis.set_ylim(bottom=0)
@@ -191,7 +194,7 @@ def draw_speed(folder: Path, path: Path) -> None:
 
 
 def draw_memory(folder: Path, path: Path) -> None:
-    """The KV budget of a card in BF16 and in INT2.
+    """The KV budget of a card in BF16, in FP8 and in INT2.
 
     Args:
         folder: of results.
@@ -200,17 +203,18 @@ def draw_memory(folder: Path, path: Path) -> None:
     results = json.loads((folder / MEMORY).read_text(encoding="utf-8"))
     row = results["rows"][0]
     tokens = row["account_gib"] * 2**30 / BF16_TOKEN_BYTES
-    figure = new_figure(height=2.1)
+    figure = new_figure(height=2.6)
     axis = figure.subplots()
     parts = (
         ("INT2", 0.0, row["pool_gib"], "#8fb3d9", f"history: {row['pool_tokens'] / 1e6:.2f} million tokens"),
         ("INT2", row["pool_gib"], row["windows_gib"], "#f4b860", f"windows of\n{row['max_running']:.0f} requests"),
         ("INT2", row["pool_gib"] + row["windows_gib"], row["extend_gib"], "#7f8c8d", ""),
+        ("FP8", 0.0, row["account_gib"], "#7f8c8d", f"{2 * tokens / 1e6:.2f} million tokens"),
         ("BF16", 0.0, row["account_gib"], "#34495e", f"{tokens / 1e6:.2f} million tokens"),
     )
     for name, left, width, color, text in parts:
         axis.barh(name, width, left=left, color=color, height=0.6)
-        ink = "white" if name == "BF16" else "black"
+        ink = "black" if name == "INT2" else "white"
         axis.text(left + width / 2, name, text, ha="center", va="center", color=ink, fontsize=8)
     axis.set_xlim(0, row["account_gib"])
     axis.set_xlabel("GiB of the KV budget")
@@ -220,7 +224,7 @@ def draw_memory(folder: Path, path: Path) -> None:
 
 
 STYLES: dict[str, dict[str, Any]] = {
-    "BF16": {"label": "BF16, stock SGLang (FlashInfer)", "color": "#34495e", "marker": "s"},
+    "BF16": {"label": "BF16, stock SGLang", "color": "#34495e", "marker": "s"},
     "FP8": {"label": "FP8, stock SGLang (FlashAttention-3)", "color": "#7f8c8d", "marker": "D"},
     "K4V2": {"label": "keys in 4 bits, values in 2", "color": "#8e44ad", "marker": "^"},
     "K3V2": {"label": "keys in 3 bits, values in 2", "color": "#2471a3", "marker": "v"},
