@@ -66,9 +66,8 @@ class Scheduler:
     def _work(self) -> None:
         numbers = torch.zeros(64)
         while not self._over.is_set():
-            for _ in range(100):
-                numbers.add_(1)
-            self._done += 100
+            numbers.add_(1)
+            self._done += 1
 
     def __enter__(self) -> Scheduler:
         self._thread.start()
@@ -86,10 +85,14 @@ class Scheduler:
         return seconds, (self._done - before) / seconds
 
 
-def movers(store: CheckedStorage, pool: Pool, threads: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What writes pages of keys and slots, and what reads them: the process, or so many threads."""
+def movers(store: CheckedStorage, pool: Pool, threads: int) -> dict[str, Callable[..., Any]]:
+    """What writes pages of keys and slots, looks whether they are there, and reads them: the process, or threads."""
     if not threads:
-        return store.batch_set_v1, store.batch_get_v1
+        return {
+            "written": store.batch_set_v1,
+            "looked_for": lambda keys, _: [True] * store.batch_exists(keys),
+            "read": store.batch_get_v1,
+        }
     several = ThreadPoolExecutor(threads)
 
     def write(keys: list[str], slots: torch.Tensor) -> Iterator[bool]:
@@ -99,7 +102,7 @@ def movers(store: CheckedStorage, pool: Pool, threads: int) -> tuple[Callable[..
         places = map(pool.get_data_page, slots[:: pool.page_size].tolist())
         return (page is not None for page in several.map(store.get, keys, places))
 
-    return write, read
+    return {"written": write, "looked_for": lambda keys, _: map(store.exists, keys), "read": read}
 
 
 def measure(count: int, threads: int, beside: bool) -> dict[str, Any]:
@@ -113,18 +116,21 @@ def measure(count: int, threads: int, beside: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"by": f"{threads} threads" if threads else "process", "beside_scheduler": beside}
     with tempfile.TemporaryDirectory() as folder, Scheduler() if beside else contextlib.nullcontext() as scheduler:
         store = CheckedStorage(file_backend(Path(folder)), pool, "salt")  # type: ignore[arg-type]
-        write, read = movers(store, pool, threads)
-        list(write(["f" * 64], slots[: LAYOUT.page_size]))  # what is started once is not counted
+        moves = movers(store, pool, threads)
+        for move in moves.values():  # what is started once is not counted
+            list(move(["f" * 64], slots[: LAYOUT.page_size]))
         undisturbed = scheduler.per_s(lambda: time.sleep(1))[1] if scheduler else 0.0
-        for name, move in (("written", write), ("read", read)):
+        for name, move in moves.items():
             moved: list[bool] = []
             call = partial(lambda move, moved: moved.extend(move(keys, slots)), move, moved)
             seconds, speed = scheduler.per_s(call) if scheduler else (timed(call), 0.0)
-            if not all(moved):
-                raise RuntimeError("pages could not be written or read")
-            row[f"{name}_MB_per_s"] = round(megabytes / seconds, 1)
-            if scheduler:
-                row[f"scheduler_slowed_while_{name}"] = round(undisturbed / speed, 2)
+            if len(moved) < count or not all(moved):
+                raise RuntimeError(f"not all pages were {name}")
+            row[f"{name}_ms"] = round(1e3 * seconds, 1)
+            if name != "looked_for":
+                row[f"{name}_MB_per_s"] = round(megabytes / seconds, 1)
+            if scheduler and seconds > 0.1:  # or it is chance
+                row[f"scheduler_slowed_while_{name}"] = round(undisturbed / max(speed, 1), 2)
         store.close()
     return row
 

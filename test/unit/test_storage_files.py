@@ -62,6 +62,19 @@ def test_pages_come_back_into_host_memory(page_first: bool, tmp_path: Path) -> N
     store.close()
 
 
+@pytest.mark.parametrize("index", [False, True])
+def test_pages_are_there_up_to_the_first_that_is_not(index: bool, tmp_path: Path) -> None:
+    """With SGLang's index of files, which knows of what it has written or seen, and without."""
+    store, _ = storage(backend(tmp_path / "store", enable_metadata_cache=index))
+    assert store.batch_exists(KEYS) == 0
+    store.batch_set_v1(KEYS[:2], SLOTS[:32])
+    assert store.batch_exists(KEYS) == 2
+    assert store.batch_exists(KEYS[:2]) == 2
+    assert store.batch_exists(KEYS[2:]) == store.batch_exists([]) == 0
+    assert store.batch_exists([f"{number:064x}" for number in range(500)]) == 0
+    store.close()
+
+
 def test_one_by_one_or_together_pages_are_the_same(tmp_path: Path) -> None:
     """What the process writes SGLang's own way reads, and the other way round."""
     store, pool = storage(backend(tmp_path / "store"))

@@ -16,11 +16,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
-from sglang_oscar.tiers.page_files import FAILED, OK, Job, Outcome
+from sglang_oscar.tiers.page_files import FAILED, OK, Do, Job, Outcome
 from sglang_oscar.tiers.pages import HostPages
 
 logger = logging.getLogger(__name__)
@@ -69,9 +68,11 @@ class FileProcess:
         with self._lock:
             self._end()
 
-    def _move(
-        self, do: Literal["read", "write"], numbers: list[int], paths: list[str], keys: list[str]
-    ) -> list[Outcome]:
+    def look(self, paths: list[str]) -> list[Outcome]:
+        """Whether files are there: :data:`~sglang_oscar.tiers.page_files.OK` or ``MISSING`` of each."""
+        return self._move("look", [0] * len(paths), paths, [""] * len(paths))
+
+    def _move(self, do: Do, numbers: list[int], paths: list[str], keys: list[str]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         with self._lock:
             try:
@@ -87,15 +88,14 @@ class FileProcess:
                 raise
         return outcomes
 
-    def _parts(
-        self, do: Literal["read", "write"], numbers: list[int], files: list[tuple[str, str]]
-    ) -> Iterator[list[Outcome]]:
+    def _parts(self, do: Do, numbers: list[int], files: list[tuple[str, str]]) -> Iterator[list[Outcome]]:
         """Outcomes part by part. The next part is on its way while the process works at one."""
         process = self._started()
         assert process.stdin is not None
         waiting: list[tuple[int, int]] = []
-        for index, begin in enumerate(range(0, len(numbers), self._part)):
-            end = min(begin + self._part, len(numbers))
+        size = max(1, len(numbers)) if do == "look" else self._part
+        for index, begin in enumerate(range(0, len(numbers), size)):
+            end = min(begin + size, len(numbers))
             if len(waiting) == 2:
                 yield self._outcomes(do, numbers, *waiting.pop(0))
             first = index % 2 * self._part

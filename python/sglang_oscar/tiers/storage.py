@@ -82,6 +82,9 @@ class CheckedStorage:
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages from the first on are there."""
+        if self.is_files and self._backend.metadata_cache is None:
+            there = [result == OK for result, _ in self._reader.look([self._path(key) for key in self._keys(keys)])]
+            return next((at for at, is_there in enumerate(there) if not is_there), len(there))
         return int(self._backend.batch_exists(self._keys(keys), self._extra(extra_info)))
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
