@@ -23,9 +23,8 @@ THREADS = 4
 """Files at once. Nothing else runs in this process, so they do not wait for the interpreter."""
 OK, MISSING, DAMAGED, FAILED = "ok", "missing", "damaged", "failed"
 """What became of a job; FAILED says nothing of a file."""
-
-
 Do = Literal["look", "read", "write"]
+"""What there is to do."""
 
 
 class Job(NamedTuple):
