@@ -118,6 +118,30 @@ def test_store(shape: Shape, gain: float) -> None:
     assert ((q_rot.double() - wide).abs() <= rounding * wide.abs() + 1e-5 * wide.norm(dim=-1, keepdim=True)).all()
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[5]], ids=str)
+def test_store_is_the_same_on_any_gpu(shape: Shape, per_head: bool) -> None:
+    """A block takes as many tiles as there are too many for the multiprocessors: all of them, some, or one."""
+    tokens, heads = 37, shape.q_heads + 2 * shape.kv_heads
+    slots = random_slots(tokens, shape.windows, 2 * shape.page_size, 5, CPU)
+    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, CPU)
+    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    sets = shape.kv_heads if per_head else None
+    key, value = (SideTransform(*random_transform(shape.head_dim, seed, sets), clip=0.96) for seed in (2, 3))
+    layer = arrange(prepare(shape.format(key, value), shape.dtype))
+    found = []
+    for multiprocessors in (1, 4, 4096):
+        cache = empty_cache(shape, 2, 5, CPU, fill=7.0)
+        with emulated(multiprocessors):
+            rotated = store(cache, slots, k, v, layer, q, shape.page_size)
+        found.append([rotated, *(getattr(cache, f"{of}_{part}") for of in "kv" for part in ("rows", "ring", "sink"))])
+    for others in found[1:]:
+        assert all(
+            torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            for one, other in zip(found[0], others, strict=True)
+        )
+
+
 def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """High bits read from where the next head's are: the emulation tells."""
     import support.cuda_emulator as emulator

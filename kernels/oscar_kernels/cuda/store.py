@@ -17,7 +17,9 @@ from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
 
 VECTORS = 16
-"""Vectors of a block: rows of a tensor-core product."""
+"""Vectors of a tile: rows of a tensor-core product."""
+KEPT_CHANNELS = 128
+"""Channels of heads whose matrices a block keeps in registers from tile to tile."""
 _STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
@@ -159,21 +161,21 @@ def store(
         rank = clip_rank(head_dim, of.clip)
         return _Side(x.data_ptr(), x.stride(0), x.stride(1), *_pointer(of.matrix), at, rank, of.gain, *written)
 
-    query_tiles = _tiles(tokens, q_heads, layer.key.reading, VECTORS)
+    def blocks(vectors: int, span: int) -> int:
+        of = [(kv_heads, layer.key.matrix, vectors), (kv_heads, layer.value.matrix, vectors)]
+        return sum(_blocks(tokens, *each, span) for each in [*of, (q_heads, layer.key.reading, VECTORS)])
 
-    def key_value_tiles(vectors: int) -> int:
-        return sum(_tiles(tokens, kv_heads, of.matrix, vectors) for of in (layer.key, layer.value))
-
-    # Half the vectors a block, where all blocks run at once nevertheless.
-    vectors = VECTORS // 2
-    if key_value_tiles(vectors) + query_tiles > processors(q.device.index or 0):
-        vectors = VECTORS
+    # Half the vectors a tile, where all tiles run at once nevertheless; where they do not, several tiles a block.
+    at_once, span = processors(q.device.index or 0), 1
+    vectors = VECTORS // 2 if blocks(VECTORS // 2, 1) <= at_once else VECTORS
+    if head_dim <= KEPT_CHANNELS:
+        span = -(-blocks(vectors, 1) // at_once)
     launch(
-        kernel, (key_value_tiles(vectors) + query_tiles, 1, 1), 2 * head_dim, 0,
+        kernel, (blocks(vectors, span), 1, 1), 2 * head_dim, 0,
         [side(k, layer.key, "k"), side(v, layer.value, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *_pointer(layer.key.reading), out.data_ptr()),
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
-         ctypes.c_int32(vectors), ctypes.c_int32(decoding)],
+         ctypes.c_int32(vectors), ctypes.c_int32(span), ctypes.c_int32(decoding)],
         overlap=True,
     )  # fmt: skip
     return out
@@ -184,7 +186,8 @@ def _pointer(matrix: SplitMatrix | None) -> tuple[int, float]:
     return (0, 1.0) if matrix is None else (matrix.terms.data_ptr(), 1.0 / matrix.scale)
 
 
-def _tiles(tokens: int, heads: int, matrix: SplitMatrix | None, vectors: int) -> int:
-    """Blocks of at most ``vectors`` vectors, all of one matrix."""
+def _blocks(tokens: int, heads: int, matrix: SplitMatrix | None, vectors: int, span: int) -> int:
+    """Blocks of at most ``span`` tiles of at most ``vectors`` vectors, all of one matrix."""
     sets = 1 if matrix is None else matrix.sets
-    return sets * -(-tokens * (heads // sets) // vectors)
+    tiles = -(-tokens * (heads // sets) // vectors)
+    return sets * -(-tiles // span)

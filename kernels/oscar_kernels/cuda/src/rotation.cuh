@@ -56,13 +56,31 @@ DEVICE int tiles_of(int tokens, int vectors) {
   return SETS * ((tokens * (HEADS / SETS) + vectors - 1) / vectors);
 }
 
-// The terms of a tile's matrix. Matrices come one after the other, each with all its tiles.
-template <int HEADS, int SETS, int TERMS>
-DEVICE const uint4* terms_of(const uint4* terms, int tile, int tokens, int vectors) {
-  if constexpr (SETS == 1) return terms;
-  constexpr int UINT4S = TERMS * HEAD_DIM * HEAD_DIM / 8;
-  return terms + tile / tiles_of<HEADS / SETS, 1>(tokens, vectors) * UINT4S;
+// Blocks of ``span`` tiles each; none has tiles of two matrices.
+template <int HEADS, int SETS>
+DEVICE int blocks_of(int tokens, int vectors, int span) {
+  return SETS * ((tiles_of<HEADS / SETS, 1>(tokens, vectors) + span - 1) / span);
 }
+
+// The tiles of a block. Matrices come one after the other, each with all its tiles.
+template <int HEADS, int SETS>
+struct Tiles {
+  int set, begin, end;
+
+  DEVICE Tiles(int block, int tokens, int vectors, int span) {
+    int tiles = tiles_of<HEADS / SETS, 1>(tokens, vectors), blocks = (tiles + span - 1) / span;
+    set = SETS > 1 ? block / blocks : 0;
+    int first = (block - set * blocks) * span;
+    begin = set * tiles + first;
+    end = begin + min(span, tiles - first);
+  }
+
+  // The terms of their matrix.
+  template <int TERMS>
+  DEVICE const uint4* terms_of(const uint4* terms) const {
+    return terms + set * (TERMS * HEAD_DIM * HEAD_DIM / 8);
+  }
+};
 
 // A vector of this block; past the end the last one.
 template <int HEADS, int SETS>
