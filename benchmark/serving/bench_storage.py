@@ -79,9 +79,8 @@ class Scheduler:
 
     def per_s(self, call: Callable[[], object]) -> tuple[float, float]:
         """Seconds that a call takes, and operations per second meanwhile."""
-        before, begin = self._done, time.perf_counter()
-        call()
-        seconds = time.perf_counter() - begin
+        before = self._done
+        seconds = timed(call)
         return seconds, (self._done - before) / seconds
 
 

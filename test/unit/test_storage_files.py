@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,38 @@ def test_a_page_that_cannot_be_written_takes_no_other_along(
     assert store._evictor._total_bytes == 2 * LAYOUT.page_bytes
     assert not store._evictor._pending_writes
     store.close()
+
+
+def test_a_key_without_a_page_is_an_error(tmp_path: Path) -> None:
+    """Not a page that is silently left out."""
+    store, _ = storage(backend(tmp_path / "store"))
+    with pytest.raises(ValueError, match="shorter"):
+        store.batch_set(KEYS, pages(2))
+    with pytest.raises(IndexError, match="pages 0 to 8 of 8"):
+        store._writer.write([0, 8], [str(tmp_path / "a"), str(tmp_path / "b")], KEYS[:2])
+    assert not (tmp_path / "a").exists()
+    for move in (store._writer.write, store._reader.read):
+        with pytest.raises(ValueError, match="shorter"):
+            move([0, 1, 2], ["a", "b"], KEYS)
+    store.close()
+
+
+def test_other_backends_are_asked_by_one_thread() -> None:
+    """Whether others may be asked by several threads at once is not known."""
+    seen = set()
+
+    class Backend:
+        def get(self, key: str, *_: Any) -> None:
+            seen.add(threading.get_ident())
+
+        def batch_set(self, keys: list[str], *_: Any) -> bool:
+            seen.add(threading.get_ident())
+            return True
+
+    store, keys = CheckedStorage(Backend(), Pool(), SALT), [f"{number:064x}" for number in range(64)]  # type: ignore[arg-type]
+    store.batch_get(keys)
+    assert store.batch_set(keys, pages(64))
+    assert seen == {threading.get_ident()}
 
 
 def test_a_folder_with_a_limit_keeps_it(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class FileProcess:
         outcomes: list[Outcome] = []
         with self._lock:
             try:
-                for part in self._parts(do, numbers, list(zip(paths, keys, strict=True))):
+                for part in self._parts(do, list(zip(numbers, paths, keys, strict=True))):
                     outcomes += part
             except OSError as error:
                 code = self._end()
@@ -88,27 +88,27 @@ class FileProcess:
                 raise
         return outcomes
 
-    def _parts(self, do: Do, numbers: list[int], files: list[tuple[str, str]]) -> Iterator[list[Outcome]]:
+    def _parts(self, do: Do, pages: list[tuple[int, str, str]]) -> Iterator[list[Outcome]]:
         """Outcomes part by part. The next part is on its way while the process works at one."""
         process = self._started()
         assert process.stdin is not None
-        waiting: list[tuple[int, int]] = []
-        size = max(1, len(numbers)) if do == "look" else self._part
-        for index, begin in enumerate(range(0, len(numbers), size)):
-            end = min(begin + size, len(numbers))
+        waiting: list[tuple[list[int], np.ndarray]] = []
+        size = max(1, len(pages)) if do == "look" else self._part
+        for index, begin in enumerate(range(0, len(pages), size)):
             if len(waiting) == 2:
-                yield self._outcomes(do, numbers, *waiting.pop(0))
-            first = index % 2 * self._part
+                yield self._outcomes(do, *waiting.pop(0))
+            part, first = pages[begin : begin + size], index % 2 * self._part
+            numbers, shared = [number for number, *_ in part], self._shared[first : first + len(part)]
             if do == "write":
-                self._pages.copy_out(numbers[begin:end], self._shared[first : first + end - begin])
-            jobs = [Job(do, first + place, *file) for place, file in enumerate(files[begin:end])]
+                self._pages.copy_out(numbers, shared)
+            jobs = [Job(do, first + place, path, key) for place, (_, path, key) in enumerate(part)]
             process.stdin.write(json.dumps(jobs).encode() + b"\n")
             process.stdin.flush()
-            waiting.append((begin, end))
-        for begin, end in waiting:
-            yield self._outcomes(do, numbers, begin, end)
+            waiting.append((numbers, shared))
+        for numbers, shared in waiting:
+            yield self._outcomes(do, numbers, shared)
 
-    def _outcomes(self, do: str, numbers: list[int], begin: int, end: int) -> list[Outcome]:
+    def _outcomes(self, do: Do, numbers: list[int], shared: np.ndarray) -> list[Outcome]:
         """Wait for a part. What was read is copied to the host tier.
 
         Raises:
@@ -121,11 +121,9 @@ class FileProcess:
             raise BrokenPipeError(line)
         outcomes = [Outcome(*of) for of in json.loads(line)]
         if do == "read":
-            first = begin // self._part % 2 * self._part
             there = [place for place, of in enumerate(outcomes) if of.result == OK]
-            whole = len(there) == end - begin  # copied once only
-            read = self._shared[first : first + len(there)] if whole else self._shared[[first + n for n in there]]
-            self._pages.copy_in([numbers[begin + place] for place in there], read)
+            read = shared if len(there) == len(numbers) else shared[there]  # copied once only where all are there
+            self._pages.copy_in([numbers[place] for place in there], read)
         return outcomes
 
     def _started(self) -> subprocess.Popen[bytes]:

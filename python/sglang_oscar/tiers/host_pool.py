@@ -131,7 +131,7 @@ class Int2HostPool(HostKVCache):
         Raises:
             ValueError: they are not; asked of host memory only, since asking a GPU would wait for it.
         """
-        numbers = slots[:: self.page_size] // self.page_size
+        numbers = self.page_layout.page_numbers(slots)
         if slots.device.type == "cpu":
             whole = numbers[:, None] * self.page_size + torch.arange(self.page_size)
             if not torch.equal(whole.flatten(), slots):

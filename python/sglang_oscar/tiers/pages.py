@@ -94,6 +94,10 @@ class PageLayout:
         unit = 2 * math.lcm(self.page_size, HALF_PAGE)
         return -(-(self.item_bytes + DIGEST_BYTES) // unit) * unit
 
+    def page_numbers(self, slots: torch.Tensor) -> torch.Tensor:
+        """Of all slots of some pages, one page behind the other."""
+        return slots[:: self.page_size] // self.page_size
+
     @property
     def trailer_bytes(self) -> int:
         """Bytes behind the items."""
@@ -136,26 +140,27 @@ class HostPages:
         """A page, uint8 [page_bytes]: host memory itself where it is one piece, a copy otherwise."""
         if self.page_first:
             return self.buffer.view(self.count, -1)[number]
-        return torch.cat(
-            [*(self._items[item.side, item.layer][number] for item in self.layout.items), self._trailers[number]]
-        )
+        page = torch.empty(self.layout.page_bytes, dtype=torch.uint8)
+        self.copy_out([number], page.numpy()[None])
+        return page
 
     def set_page(self, number: int, data: torch.Tensor) -> None:
         """Overwrite a page with uint8 [page_bytes]."""
-        if self.page_first:
-            # PyTorch would share out a copy of a megabyte among all cores and wait for the busiest.
-            self.buffer.view(self.count, -1)[number].numpy()[:] = data.numpy()
-            return
-        for item in self.layout.items:
-            self._items[item.side, item.layer][number] = data[item.offset : item.offset + item.size]
-        self._trailers[number] = data[-self.layout.trailer_bytes :]
+        self.copy_in([number], data.numpy()[None])
 
-    # Many pages at once, by NumPy: it gives the interpreter up once for all of them, and copies in this thread alone.
+    # Pages at once, by NumPy: it gives the interpreter up once for all of them, and copies in this thread alone, where
+    # PyTorch would share out a copy of a megabyte among all cores and wait for the busiest.
 
     def copy_out(self, numbers: list[int], target: np.ndarray) -> None:
-        """Copy pages to uint8 [len(numbers), page_bytes]."""
+        """Copy pages to uint8 [len(numbers), page_bytes].
+
+        Raises:
+            IndexError: there is no such page.
+        """
+        if numbers and not 0 <= min(numbers) <= max(numbers) < self.count:
+            raise IndexError(f"pages {min(numbers)} to {max(numbers)} of {self.count}")
         for here, there in self._columns(target):
-            # Straight to where it belongs, which NumPy does in this mode only.
+            # Straight to where it belongs, which NumPy does only in a mode that does not look at numbers.
             np.take(here, numbers, axis=0, out=there, mode="clip")
 
     def copy_in(self, numbers: list[int], source: np.ndarray) -> None:

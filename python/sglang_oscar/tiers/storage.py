@@ -82,6 +82,7 @@ class CheckedStorage:
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages from the first on are there."""
+        # SGLang's index of files, where there is one, asks the operating system for nothing that it knows.
         if self.is_files and self._backend.metadata_cache is None:
             there = [result == OK for result, _ in self._reader.look([self._path(key) for key in self._keys(keys)])]
             return next((at for at, is_there in enumerate(there) if not is_there), len(there))
@@ -131,7 +132,7 @@ class CheckedStorage:
         """Read pages into the host tier; False where one is missing or damaged, whose place then holds anything."""
         salted = self._keys(keys)
         if self.is_files:
-            return self._read_files(salted, self._numbers(host_indices))
+            return self._read_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
         found = self._backend.batch_get_v1(salted, host_indices, self._extra(extra_info))
         return self._checked(salted, host_indices, found)
 
@@ -139,14 +140,9 @@ class CheckedStorage:
         """Store pages of the host tier; False where one could not be stored."""
         salted = self._keys(keys)
         if self.is_files:
-            return self._write_files(salted, self._numbers(host_indices))
+            return self._write_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
         self._sign_all(salted, host_indices)
         return self._backend.batch_set_v1(salted, host_indices, self._extra(extra_info))  # type: ignore[no-any-return]
-
-    def _numbers(self, host_indices: torch.Tensor) -> list[int]:
-        """Numbers of pages, of all of their slots."""
-        numbers: list[int] = (host_indices[:: self._pool.page_size] // self._pool.page_size).tolist()
-        return numbers
 
     def _read_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
         """Read files of pages; the backend is told of those that were used and of those that are gone."""
