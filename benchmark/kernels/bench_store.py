@@ -14,7 +14,7 @@ from oscar_kernels.prepared import PreparedLayer, prepare
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store
 
-TOKENS = [1, 8, 32, 64, 128, 512, 2048, 8192]
+TOKENS = [1, 8, 32, 64, 128, 256, 512, 2048, 8192]
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 WINDOWS = Windows(64, 256, 256)
 COPIES = 8

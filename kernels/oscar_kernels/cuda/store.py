@@ -20,6 +20,8 @@ VECTORS = 16
 """Vectors of a tile: rows of a tensor-core product."""
 KEPT_CHANNELS = 128
 """Channels of heads whose matrices a block keeps in registers from tile to tile."""
+QUERY_TILES = 3
+"""Tiles of queries that take a block as long as one of keys or values, which are quantized too."""
 _STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
@@ -161,21 +163,23 @@ def store(
         rank = clip_rank(head_dim, of.clip)
         return _Side(x.data_ptr(), x.stride(0), x.stride(1), *_pointer(of.matrix), at, rank, of.gain, *written)
 
-    def blocks(vectors: int, span: int) -> int:
-        of = [(kv_heads, layer.key.matrix, vectors), (kv_heads, layer.value.matrix, vectors)]
-        return sum(_blocks(tokens, *each, span) for each in [*of, (q_heads, layer.key.reading, VECTORS)])
+    def blocks(vectors: int, span: int, query_span: int) -> int:
+        of = [(kv_heads, layer.key.matrix, vectors, span), (kv_heads, layer.value.matrix, vectors, span)]
+        return sum(_blocks(tokens, *each) for each in [*of, (q_heads, layer.key.reading, VECTORS, query_span)])
 
     # Half the vectors a tile, where all tiles run at once nevertheless; where they do not, several tiles a block.
-    at_once, span = processors(q.device.index or 0), 1
-    vectors = VECTORS // 2 if blocks(VECTORS // 2, 1) <= at_once else VECTORS
+    at_once = processors(q.device.index or 0)
+    span = query_span = 1
+    vectors = VECTORS // 2 if blocks(VECTORS // 2, 1, 1) <= at_once else VECTORS
     if head_dim <= KEPT_CHANNELS:
-        span = -(-blocks(vectors, 1) // at_once)
+        while blocks(vectors, span, query_span) > at_once and span * vectors < tokens * kv_heads:
+            span, query_span = (span + 1, query_span) if query_span >= QUERY_TILES * span else (span, query_span + 1)
     launch(
-        kernel, (blocks(vectors, span), 1, 1), 2 * head_dim, 0,
+        kernel, (blocks(vectors, span, query_span), 1, 1), 2 * head_dim, 0,
         [side(k, layer.key, "k"), side(v, layer.value, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *_pointer(layer.key.reading), out.data_ptr()),
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
-         ctypes.c_int32(vectors), ctypes.c_int32(span), ctypes.c_int32(decoding)],
+         ctypes.c_int32(vectors), ctypes.c_int32(span), ctypes.c_int32(query_span), ctypes.c_int32(decoding)],
         overlap=True,
     )  # fmt: skip
     return out

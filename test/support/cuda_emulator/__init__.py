@@ -28,7 +28,7 @@ BLOCKS = 3
 """Multiprocessors that the emulated GPU has."""
 PARAMETERS = {
     "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result")),
-    "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int")),
+    "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int")),
 }
 
 

@@ -1,4 +1,5 @@
-// One vector, by one warp: clip, quantize and pack. The numbers are those of oscar_kernels/codec.py.
+// Some vectors, by one warp: clip, quantize and pack. The numbers are those of oscar_kernels/codec.py. One vector's steps
+// wait for each other, through the warp; those of several are written side by side.
 #pragma once
 
 #include "config.cuh"
@@ -14,53 +15,79 @@ struct Vectors {
   DEVICE static bool has_byte(int i) { return Rows::WIDTH % 32 == 0 || threadIdx.x % 32 + 32 * i < Rows::WIDTH; }
 };
 
-// Clamps to the rank-th largest magnitude, duplicates counted.
-template <class Rows>
-DEVICE void clip(Vectors<Rows>& v, int rank) {
+// Clamps each of N vectors to its rank-th largest magnitude, duplicates counted.
+template <class Rows, int N>
+DEVICE void clip(Vectors<Rows> (&v)[N], int rank) {
   constexpr int BYTES = Vectors<Rows>::BYTES, PLANES = Vectors<Rows>::PLANES;
   if (rank == 0) return;
-  u32 bits[BYTES][PLANES];  // of magnitudes, which order as integers do
+  u32 bits[N][BYTES][PLANES], threshold[N];  // of magnitudes, which order as integers do
 #pragma unroll
-  for (int i = 0; i < BYTES; i++)
+  for (int n = 0; n < N; n++) {
+    threshold[n] = 0;
 #pragma unroll
-    for (int j = 0; j < PLANES; j++) bits[i][j] = v.has_byte(i) ? __float_as_uint(fabsf(v.y[i][j])) : 0;
-  u32 threshold = 0;
+    for (int i = 0; i < BYTES; i++)
+#pragma unroll
+      for (int j = 0; j < PLANES; j++) bits[n][i][j] = v[n].has_byte(i) ? __float_as_uint(fabsf(v[n].y[i][j])) : 0;
+  }
   if (rank <= 16) {
     // Take the largest away, rank - 1 times.
 #pragma unroll 1
     for (int round = 0; round < rank; round++) {
-      u32 mine = 0;
+      u32 mine[N];
 #pragma unroll
-      for (int i = 0; i < BYTES; i++)
+      for (int n = 0; n < N; n++) {
+        mine[n] = 0;
 #pragma unroll
-        for (int j = 0; j < PLANES; j++) mine = max(mine, bits[i][j]);
-      threshold = __reduce_max_sync(FULL_WARP, mine);
-      bool taken = threadIdx.x % 32 != __ffs(__ballot_sync(FULL_WARP, mine == threshold)) - 1;
+        for (int i = 0; i < BYTES; i++)
 #pragma unroll
-      for (int i = 0; i < BYTES; i++)
+          for (int j = 0; j < PLANES; j++) mine[n] = max(mine[n], bits[n][i][j]);
+      }
 #pragma unroll
-        for (int j = 0; j < PLANES; j++)
-          if (!taken && bits[i][j] == threshold) {
-            bits[i][j] = 0;
-            taken = true;
-          }
+      for (int n = 0; n < N; n++) threshold[n] = __reduce_max_sync(FULL_WARP, mine[n]);
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        bool taken = threadIdx.x % 32 != __ffs(__ballot_sync(FULL_WARP, mine[n] == threshold[n])) - 1;
+#pragma unroll
+        for (int i = 0; i < BYTES; i++)
+#pragma unroll
+          for (int j = 0; j < PLANES; j++)
+            if (!taken && bits[n][i][j] == threshold[n]) {
+              bits[n][i][j] = 0;
+              taken = true;
+            }
+      }
     }
   } else {
-    for (u32 bit = 1u << 30; bit > 0; bit >>= 1) {
-      u32 trial = threshold | bit;
-      int above = 0;
+    for (u32 bit = 1u << 30; bit > 0; bit >>= 1)
 #pragma unroll
-      for (int i = 0; i < BYTES; i++)
+      for (int n = 0; n < N; n++) {
+        u32 trial = threshold[n] | bit;
+        int above = 0;
 #pragma unroll
-        for (int j = 0; j < PLANES; j++) above += __popc(__ballot_sync(FULL_WARP, v.has_byte(i) && bits[i][j] >= trial));
-      if (above >= rank) threshold = trial;
-    }
+        for (int i = 0; i < BYTES; i++)
+#pragma unroll
+          for (int j = 0; j < PLANES; j++)
+            above += __popc(__ballot_sync(FULL_WARP, v[n].has_byte(i) && bits[n][i][j] >= trial));
+        if (above >= rank) threshold[n] = trial;
+      }
   }
-  float tau = __uint_as_float(threshold);
 #pragma unroll
-  for (int i = 0; i < BYTES; i++)
+  for (int n = 0; n < N; n++) {
+    float tau = __uint_as_float(threshold[n]);
 #pragma unroll
-    for (int j = 0; j < PLANES; j++) v.y[i][j] = fminf(fmaxf(v.y[i][j], -tau), tau);
+    for (int i = 0; i < BYTES; i++)
+#pragma unroll
+      for (int j = 0; j < PLANES; j++) v[n].y[i][j] = fminf(fmaxf(v[n].y[i][j], -tau), tau);
+  }
+}
+
+// Sums or extremes of N vectors over the warp, side by side, so that none waits for another.
+template <int N, class Operation>
+DEVICE void reduce(float (&x)[N], Operation operation) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+    for (int n = 0; n < N; n++) x[n] = operation(x[n], __shfl_xor_sync(FULL_WARP, x[n], step));
 }
 
 DEVICE u32 narrow_scale(float x) { return SCALE_BF16 ? pack_bfloat(x, 0) & 0xffffu : pack_half(x, 0) & 0xffffu; }
@@ -80,99 +107,119 @@ DEVICE bool has_nan(const Vectors<Rows>& v) {
   return __any_sync(FULL_WARP, found);
 }
 
-// Codes of oscar_kernels/codec.py, packed; ``row`` is the token's row, ``v`` is ``whole`` clipped.
-template <bool FITTED, class Rows>
-DEVICE void quantize(const Vectors<Rows>& v, const Vectors<Rows>& whole, float gain, u8* row, int head) {
+// Codes of oscar_kernels/codec.py, packed; ``rows`` are the tokens' rows, ``v`` is ``whole`` clipped.
+template <bool FITTED, class Rows, int N>
+DEVICE void quantize(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N], float gain, u8* const (&rows)[N],
+                     const int (&heads)[N]) {
   constexpr int BYTES = Vectors<Rows>::BYTES, PLANES = Vectors<Rows>::PLANES, GROUPS = Rows::GROUPS, GROUP = Rows::GROUP, BITS = Rows::BITS;
   constexpr float STEPS = (1 << BITS) - 1;
   int lane = threadIdx.x % 32;
-  bool broken = has_nan(whole);
-  u32 packed[BYTES], high_bits[BYTES];  // of three bits the low two, and the others where they lie in the first half
+  bool broken[N];
+  u32 packed[N][BYTES], high_bits[N][BYTES];  // of three bits the low two, and the others where they lie in the first half
 #pragma unroll
-  for (int i = 0; i < BYTES; i++) packed[i] = high_bits[i] = 0;
+  for (int n = 0; n < N; n++) {
+    broken[n] = has_nan(whole[n]);
+#pragma unroll
+    for (int i = 0; i < BYTES; i++) packed[n][i] = high_bits[n][i] = 0;
+  }
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     // Group g has planes [first, last) whole, or one span of 32 bytes in one plane, or several.
     auto mine = [&](int i, int j) { return Rows::group(j, 32 * i) == g; };
-    float low = as_float(0x7f800000u), high = minus_infinity();
+    float extremes[2 * N];  // the largest, and the smallest negated
 #pragma unroll
-    for (int i = 0; i < BYTES; i++)
+    for (int n = 0; n < N; n++) {
+      float low = as_float(0x7f800000u), high = minus_infinity();
 #pragma unroll
-      for (int j = 0; j < PLANES; j++)
-        if (mine(i, j) && v.has_byte(i)) {
-          low = fminf(low, v.y[i][j]);
-          high = fmaxf(high, v.y[i][j]);
-        }
-    for (int step = 1; step < 32; step *= 2) {
-      low = fminf(low, __shfl_xor_sync(FULL_WARP, low, step));
-      high = fmaxf(high, __shfl_xor_sync(FULL_WARP, high, step));
-    }
-    float scale = __fdiv_rn(fmaxf(high - low, 1e-8f), STEPS);
-    if (SCALE_BYTES == 2 && !SCALE_BF16) {
-      // Keeps the scale and zero = -low / scale within float16, and the scale normal.
-      float largest = fmaxf(fabsf(low), fabsf(high));
-      scale = fminf(fmaxf(fmaxf(scale, largest * (1.0f / 32768)), 0.00006103515625f), 65504.0f);
-    }
-    scale = stored(scale);
-    float zero = stored(__fdiv_rn(-low, scale));
-    // Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
-    float middle = 0.5f * (low + high), rest = 0, squares = 0, codes = 0, along = 0;
+      for (int i = 0; i < BYTES; i++)
 #pragma unroll
-    for (int i = 0; i < BYTES; i++)
-#pragma unroll
-      for (int j = 0; j < PLANES; j++)
-        if (mine(i, j)) {
-          float code = floorf(__fadd_rn(__fadd_rn(__fdiv_rn(v.y[i][j], scale), zero), 0.5f));
-          code = fminf(fmaxf(code, 0.0f), STEPS);
-          if (BITS == 3) {
-            packed[i] |= ((u32)code & 3) << (2 * j);
-            high_bits[i] |= ((u32)code >> 2) << (2 * j + 2) % 8;
-          } else {
-            packed[i] |= (u32)code << (BITS * j);
+        for (int j = 0; j < PLANES; j++)
+          if (mine(i, j) && v[n].has_byte(i)) {
+            low = fminf(low, v[n].y[i][j]);
+            high = fmaxf(high, v[n].y[i][j]);
           }
-          if (FITTED && v.has_byte(i)) {
-            float x = whole.y[i][j] - middle;
-            rest += x;
-            squares += x * x;
-            codes += code;
-            along += code * x;
-          }
-        }
-    if (FITTED) {
-      for (int step = 1; step < 32; step *= 2) {
-        rest += __shfl_xor_sync(FULL_WARP, rest, step);
-        squares += __shfl_xor_sync(FULL_WARP, squares, step);
-        codes += __shfl_xor_sync(FULL_WARP, codes, step);
-        along += __shfl_xor_sync(FULL_WARP, along, step);
+      extremes[2 * n] = high;
+      extremes[2 * n + 1] = -low;
+    }
+    reduce(extremes, [](float a, float b) { return fmaxf(a, b); });
+    float scale[N], zero[N], middle[N], sums[4 * N];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      float high = extremes[2 * n], low = -extremes[2 * n + 1];
+      scale[n] = __fdiv_rn(fmaxf(high - low, 1e-8f), STEPS);
+      if (SCALE_BYTES == 2 && !SCALE_BF16) {
+        // Keeps the scale and zero = -low / scale within float16, and the scale normal.
+        float largest = fmaxf(fabsf(low), fabsf(high));
+        scale[n] = fminf(fmaxf(fmaxf(scale[n], largest * (1.0f / 32768)), 0.00006103515625f), 65504.0f);
       }
-      float mean = rest / GROUP, mean_code = codes / GROUP;
-      along -= mean_code * rest;
-      float fitted = along > 0 ? gain * (squares - mean * rest) / along : scale;
-      fitted = fminf(fmaxf(fitted, scale * (1 / STRETCH)), scale * STRETCH);
-      if (SCALE_BYTES == 2 && !SCALE_BF16) fitted = fminf(fmaxf(fitted, 0.00006103515625f), 65504.0f);
-      scale = stored(fitted);
-      zero = stored(mean_code - (middle + mean) / scale);
+      scale[n] = stored(scale[n]);
+      zero[n] = stored(__fdiv_rn(-low, scale[n]));
+      // Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
+      middle[n] = 0.5f * (low + high);
+      float rest = 0, squares = 0, codes = 0, along = 0;
+#pragma unroll
+      for (int i = 0; i < BYTES; i++)
+#pragma unroll
+        for (int j = 0; j < PLANES; j++)
+          if (mine(i, j)) {
+            float code = floorf(__fadd_rn(__fadd_rn(__fdiv_rn(v[n].y[i][j], scale[n]), zero[n]), 0.5f));
+            code = fminf(fmaxf(code, 0.0f), STEPS);
+            if (BITS == 3) {
+              packed[n][i] |= ((u32)code & 3) << (2 * j);
+              high_bits[n][i] |= ((u32)code >> 2) << (2 * j + 2) % 8;
+            } else {
+              packed[n][i] |= (u32)code << (BITS * j);
+            }
+            if (FITTED && v[n].has_byte(i)) {
+              float x = whole[n].y[i][j] - middle[n];
+              rest += x;
+              squares += x * x;
+              codes += code;
+              along += code * x;
+            }
+          }
+      sums[4 * n] = rest;
+      sums[4 * n + 1] = squares;
+      sums[4 * n + 2] = codes;
+      sums[4 * n + 3] = along;
     }
-    if (broken) scale = zero = as_float(0x7fc00000u);
-    if (lane == g) {
-      u8* at = row + Rows::PARAMS_OFFSET + head * Rows::PARAM_BYTES + g * 2 * SCALE_BYTES;
-      if (SCALE_BYTES == 4) {
-        ((float*)at)[0] = scale;
-        ((float*)at)[1] = zero;
-      } else {
-        *(u32*)at = narrow_scale(scale) | narrow_scale(zero) << 16;
+    if (FITTED) reduce(sums, [](float a, float b) { return a + b; });
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      if (FITTED) {
+        float rest = sums[4 * n], squares = sums[4 * n + 1], codes = sums[4 * n + 2], along = sums[4 * n + 3];
+        float mean = rest / GROUP, mean_code = codes / GROUP;
+        along -= mean_code * rest;
+        float fitted = along > 0 ? gain * (squares - mean * rest) / along : scale[n];
+        fitted = fminf(fmaxf(fitted, scale[n] * (1 / STRETCH)), scale[n] * STRETCH);
+        if (SCALE_BYTES == 2 && !SCALE_BF16) fitted = fminf(fmaxf(fitted, 0.00006103515625f), 65504.0f);
+        scale[n] = stored(fitted);
+        zero[n] = stored(mean_code - (middle[n] + mean) / scale[n]);
+      }
+      if (broken[n]) scale[n] = zero[n] = as_float(0x7fc00000u);
+      if (lane == g) {
+        u8* at = rows[n] + Rows::PARAMS_OFFSET + heads[n] * Rows::PARAM_BYTES + g * 2 * SCALE_BYTES;
+        if (SCALE_BYTES == 4) {
+          ((float*)at)[0] = scale[n];
+          ((float*)at)[1] = zero[n];
+        } else {
+          *(u32*)at = narrow_scale(scale[n]) | narrow_scale(zero[n]) << 16;
+        }
       }
     }
   }
-  u8* to = row + head * Rows::CODE_BYTES;
 #pragma unroll
-  for (int i = 0; i < BYTES; i++) {
-    int b = lane + 32 * i;
-    if (v.has_byte(i)) to[b] = broken ? 0 : packed[i];
-    if (BITS == 3) {
-      // A byte of high bits is of two bytes four apart, the second one bit further up.
-      u32 both = high_bits[i] | __shfl_xor_sync(FULL_WARP, high_bits[i], 4) << 1;
-      if (v.has_byte(i) && lane / 4 % 2 == 0) to[Rows::WIDTH + b / 8 * 4 + b % 4] = broken ? 0 : both;
+  for (int n = 0; n < N; n++) {
+    u8* to = rows[n] + heads[n] * Rows::CODE_BYTES;
+#pragma unroll
+    for (int i = 0; i < BYTES; i++) {
+      int b = lane + 32 * i;
+      if (v[n].has_byte(i)) to[b] = broken[n] ? 0 : packed[n][i];
+      if (BITS == 3) {
+        // A byte of high bits is of two bytes four apart, the second one bit further up.
+        u32 both = high_bits[n][i] | __shfl_xor_sync(FULL_WARP, high_bits[n][i], 4) << 1;
+        if (v[n].has_byte(i) && lane / 4 % 2 == 0) to[Rows::WIDTH + b / 8 * 4 + b % 4] = broken[n] ? 0 : both;
+      }
     }
   }
 }

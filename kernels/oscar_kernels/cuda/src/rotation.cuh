@@ -13,7 +13,7 @@ template <int TERMS>
 struct Columns {
   static constexpr bool KEPT = HEAD_DIM <= 128;
   static constexpr int COUNT = UNITS * 2;
-  uint4 kept[KEPT ? TERMS : 1][COUNT];
+  uint4 kept[KEPT && TERMS > 0 ? TERMS : 1][COUNT];
   const uint4* terms;
 
   DEVICE void load(int term, uint4 (&to)[COUNT]) const {
@@ -22,7 +22,7 @@ struct Columns {
     for (int i = 0; i < COUNT; i++) to[i] = at[i * 32];
   }
   DEVICE explicit Columns(const uint4* terms) : terms(terms) {
-    if (KEPT) {
+    if (KEPT && TERMS > 0) {
 #pragma unroll
       for (int term = 0; term < TERMS; term++) load(term, kept[term]);
     }

@@ -3,8 +3,8 @@
 // A block takes tiles of up to 16 vectors: of keys, of values or of queries; few keys and values are spread over twice the
 // blocks. Its warps hold 16 columns of the rotation each, split into 16-bit terms that together have float32 precision;
 // they are read before the kernel waits for its predecessor, because they never change, and stay for all tiles of the
-// block: they are 96 KB, a tile is 4. Keys and values then go through shared memory, and a warp does the rest of a
-// vector on its own.
+// block: they are 96 KB, a tile is 4. What the next tile needs of memory is on its way while a tile is worked on. Keys
+// and values go through shared memory once they are rotated, and a warp does the rest of two vectors side by side.
 #include "quantize.cuh"
 #include "rotation.cuh"
 
@@ -40,9 +40,9 @@ struct Slots {
   const i64 *row, *ring, *sink;  // -1 in ring and sink: not there
 };
 
-DEVICE void store_window(u16* window, i64 slot, int head, const float* y) {
+DEVICE void store_window(u16* window, int slot, int head, const float* y) {
   if (slot < 0) return;
-  u16* at = window + (slot * KV_HEADS + head) * HEAD_DIM;
+  u16* at = window + ((i64)slot * KV_HEADS + head) * HEAD_DIM;
   for (int channel = threadIdx.x % 32 * 2; channel < HEAD_DIM; channel += 64)
     *(u32*)(at + channel) = pack_halves<WINDOW_BF16>(y[channel], y[channel + 1]);
 }
@@ -55,82 +55,163 @@ DEVICE void start(bool decoding) {
   if (decoding) let_successor_start();
 }
 
+// What a tile of keys or values needs of memory.
+template <int SETS, bool ROTATED>
+struct Fetched {
+  static constexpr int ROWS = VECTORS / STORE_WARPS;  // of a warp: every STORE_WARPS-th
+  uint4 x[2][UNITS];                                  // rotated: rows lane / 4 and 8 further, as load_vector() has them
+  u32 plain[ROWS][HEAD_DIM / 64];                     // else the warp's rows, channels 2 lane + 64 i and the next
+  int row[ROWS], ring[ROWS], sink[ROWS];              // slots of the warp's rows
+
+  DEVICE void fetch(const Side& side, const Slots& slots, int tile, int tokens, int vectors) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if constexpr (ROTATED) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        Vector<KV_HEADS, SETS> of(tile, lane / 4 + 8 * i, tokens, vectors);
+        load_vector(x[i], side, of.token, of.head);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      Vector<KV_HEADS, SETS> of(tile, warp + STORE_WARPS * r, tokens, vectors);
+      row[r] = slots.row[of.token];
+      if (RING > 0) ring[r] = slots.ring[of.token];
+      if (SINK > 0) sink[r] = slots.sink[of.token];
+      if constexpr (!ROTATED) {
+        const u16* from = side.x + of.token * side.token_stride + of.head * side.head_stride + 2 * lane;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 64; i++) plain[r][i] = *(const u32*)(from + 64 * i);
+      }
+    }
+  }
+};
+
 template <int SETS, bool CENTER, int TERMS>
-DEVICE void rotate_tile(const Side& side, Columns<TERMS>& columns, int tile, int tokens, int vectors, float* tile_y) {
+DEVICE void rotate_tile(const Side& side, Columns<TERMS>& columns, const uint4 (&x)[2][UNITS], int tile, int tokens,
+                        int vectors, float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint4 x[2][UNITS];
-  Vector<KV_HEADS, SETS> of[2] = {{tile, lane / 4, tokens, vectors}, {tile, lane / 4 + 8, tokens, vectors}};
-  for (int i = 0; i < 2; i++) load_vector(x[i], side, of[i].token, of[i].head);
   float y[2][4] = {};
   columns.multiply(y, x[0], x[1]);
 #pragma unroll
-  for (int t = 0; t < 2; t++)
+  for (int i = 0; i < 2; i++) {
+    Vector<KV_HEADS, SETS> of(tile, lane / 4 + 8 * i, tokens, vectors);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int t = 0; t < 2; t++) {
       int column = 16 * warp + 8 * t + 2 * (lane % 4);
       float2 pair = make_float2(y[t][2 * i] * side.unscale, y[t][2 * i + 1] * side.unscale);
       if (CENTER) {
-        const float* center = side.center + of[i].head * HEAD_DIM + column;
+        const float* center = side.center + of.head * HEAD_DIM + column;
         pair = make_float2(pair.x - center[0], pair.y - center[1]);
       }
       *(float2*)(tile_y + (lane / 4 + 8 * i) * Y_STRIDE + column) = pair;
     }
-}
-
-template <class Rows, bool ROTATED, int SETS, bool CENTER, bool FITTED>
-DEVICE void quantize_tile(const Side& side, const Slots& slots, int tile, int tokens, int vectors, float* tile_y) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int row = warp; row < VECTORS; row += STORE_WARPS) {
-    Vector<KV_HEADS, SETS> of(tile, row, tokens, vectors);
-    if (!of.live) break;
-    float* y = tile_y + row * Y_STRIDE;
-    if constexpr (!ROTATED) {
-      const u16* x = side.x + of.token * side.token_stride + of.head * side.head_stride;
-      for (int channel = 2 * lane; channel < HEAD_DIM; channel += 64) {
-        u32 pair = *(const u32*)(x + channel);
-        y[channel] = low_half<X_BF16>(pair) - (CENTER ? side.center[of.head * HEAD_DIM + channel] : 0);
-        y[channel + 1] = high_half<X_BF16>(pair) - (CENTER ? side.center[of.head * HEAD_DIM + channel + 1] : 0);
-      }
-      __syncwarp();
-    }
-    if (RING > 0) store_window(side.ring, slots.ring[of.token], of.head, y);
-    if (SINK > 0) store_window(side.sink, slots.sink[of.token], of.head, y);
-    Vectors<Rows> v;
-#pragma unroll
-    for (int i = 0; i < Vectors<Rows>::BYTES; i++)
-#pragma unroll
-      for (int j = 0; j < Vectors<Rows>::PLANES; j++) v.y[i][j] = v.has_byte(i) ? y[Rows::channel(j, lane + 32 * i)] : 0;
-    Vectors<Rows> whole = v;
-    clip(v, side.rank);
-    quantize<FITTED>(v, whole, side.gain, side.rows + slots.row[of.token] * Rows::ROW_BYTES, of.head);
   }
 }
 
+// Vectors without a rotation, widened.
+template <int SETS, bool CENTER>
+DEVICE void widen_tile(const Side& side, const Fetched<SETS, false>& fetched, int tile, int tokens, int vectors,
+                       float* tile_y) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < Fetched<SETS, false>::ROWS; r++) {
+    Vector<KV_HEADS, SETS> of(tile, warp + STORE_WARPS * r, tokens, vectors);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 64; i++) {
+      int channel = 2 * lane + 64 * i;
+      u32 pair = fetched.plain[r][i];
+      float2 y = make_float2(low_half<X_BF16>(pair), high_half<X_BF16>(pair));
+      if (CENTER) {
+        const float* center = side.center + of.head * HEAD_DIM + channel;
+        y = make_float2(y.x - center[0], y.y - center[1]);
+      }
+      *(float2*)(tile_y + (warp + STORE_WARPS * r) * Y_STRIDE + channel) = y;
+    }
+  }
+}
+
+// N rows of a warp from ``first`` on.
+template <class Rows, int N, int SETS, bool FITTED, bool ROTATED>
+DEVICE void quantize_rows(const Side& side, const Fetched<SETS, ROTATED>& fetched, int first, int tile, int tokens,
+                          int vectors, const float* tile_y) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Vectors<Rows> v[N], whole[N];
+  u8* rows[N];
+  int heads[N];
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    int r = first + n;
+    heads[n] = Vector<KV_HEADS, SETS>(tile, warp + STORE_WARPS * r, tokens, vectors).head;
+    rows[n] = side.rows + (i64)fetched.row[r] * Rows::ROW_BYTES;
+    const float* y = tile_y + (warp + STORE_WARPS * r) * Y_STRIDE;
+    if (RING > 0) store_window(side.ring, fetched.ring[r], heads[n], y);
+    if (SINK > 0) store_window(side.sink, fetched.sink[r], heads[n], y);
+#pragma unroll
+    for (int i = 0; i < Vectors<Rows>::BYTES; i++)
+#pragma unroll
+      for (int j = 0; j < Vectors<Rows>::PLANES; j++)
+        v[n].y[i][j] = Vectors<Rows>::has_byte(i) ? y[Rows::channel(j, lane + 32 * i)] : 0;
+    whole[n] = v[n];
+  }
+  clip(v, side.rank);
+  quantize<FITTED>(v, whole, side.gain, rows, heads);
+}
+
+template <class Rows, bool FITTED, int SETS, bool ROTATED>
+DEVICE void quantize_tile(const Side& side, const Fetched<SETS, ROTATED>& fetched, int tile, int tokens, int vectors,
+                          const float* tile_y) {
+  constexpr int ROWS = Fetched<SETS, ROTATED>::ROWS, N = ROWS > 1 ? 2 : 1;
+  int warp = threadIdx.x / 32;
+#pragma unroll
+  for (int first = 0; first < ROWS; first += N) {
+    auto live = [&](int n) {
+      return Vector<KV_HEADS, SETS>(tile, warp + STORE_WARPS * (first + n), tokens, vectors).live;
+    };
+    if (live(N - 1))
+      quantize_rows<Rows, N, SETS, FITTED>(side, fetched, first, tile, tokens, vectors, tile_y);
+    else if (N > 1 && live(0))
+      quantize_rows<Rows, 1, SETS, FITTED>(side, fetched, first, tile, tokens, vectors, tile_y);
+  }
+}
+
+// ``tile_y`` has two tiles: one is read while the next is written, so that a tile needs one barrier.
 template <class Rows, int TERMS, int SETS, bool CENTER, bool FITTED>
 DEVICE void store_tiles(const Side& side, const Slots& slots, Tiles<KV_HEADS, SETS> tiles, int tokens, int vectors,
                         bool decoding, float* tile_y) {
-  if constexpr (TERMS > 0) {
-    Columns<TERMS> columns(tiles.template terms_of<TERMS>(side.terms));
-    start(decoding);
-    for (int tile = tiles.begin; tile < tiles.end; tile++) {
-      if (tile > tiles.begin) __syncthreads();  // the last tile has been read
-      rotate_tile<SETS, CENTER>(side, columns, tile, tokens, vectors, tile_y);
+  Columns<TERMS> columns(tiles.template terms_of<TERMS>(side.terms));
+  start(decoding);
+  Fetched<SETS, (TERMS > 0)> now, next;
+  now.fetch(side, slots, tiles.begin, tokens, vectors);
+  for (int tile = tiles.begin; tile < tiles.end; tile++) {
+    float* y = tile_y + (tile - tiles.begin) % 2 * (VECTORS * Y_STRIDE);
+    if (tile + 1 < tiles.end) next.fetch(side, slots, tile + 1, tokens, vectors);
+    if constexpr (TERMS > 0) {
+      rotate_tile<SETS, CENTER>(side, columns, now.x, tile, tokens, vectors, y);
       __syncthreads();
-      quantize_tile<Rows, true, SETS, CENTER, FITTED>(side, slots, tile, tokens, vectors, tile_y);
+    } else {
+      widen_tile<SETS, CENTER>(side, now, tile, tokens, vectors, y);
+      __syncwarp();
     }
-  } else {
-    start(decoding);
-    for (int tile = tiles.begin; tile < tiles.end; tile++)
-      quantize_tile<Rows, false, SETS, CENTER, FITTED>(side, slots, tile, tokens, vectors, tile_y);
+    quantize_tile<Rows, FITTED>(side, now, tile, tokens, vectors, y);
+    now = next;
+  }
+}
+
+template <int SETS>
+DEVICE void fetch_queries(uint4 (&x)[2][UNITS], const Queries& queries, int tile, int tokens) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    Vector<Q_HEADS, SETS> of(tile, threadIdx.x % 32 / 4 + 8 * i, tokens, VECTORS);
+    load_vector(x[i], queries, of.token, of.head);
   }
 }
 
 template <int SETS, int TERMS>
-DEVICE void rotate_queries(const Queries& queries, Columns<TERMS>& columns, int tile, int tokens) {
+DEVICE void rotate_queries(const Queries& queries, Columns<TERMS>& columns, const uint4 (&x)[2][UNITS], int tile,
+                           int tokens) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Vector<Q_HEADS, SETS> of[2] = {{tile, lane / 4, tokens, VECTORS}, {tile, lane / 4 + 8, tokens, VECTORS}};
-  uint4 x[2][UNITS];
-  for (int i = 0; i < 2; i++) load_vector(x[i], queries, of[i].token, of[i].head);
   float y[2][4] = {};
   columns.multiply(y, x[0], x[1]);
 #pragma unroll
@@ -161,17 +242,24 @@ DEVICE void store_queries(const Queries& queries, Tiles<Q_HEADS, SETS> tiles, in
   if constexpr (TERMS > 0) {
     Columns<TERMS> columns(tiles.template terms_of<TERMS>(queries.terms));
     start(decoding);
-    for (int tile = tiles.begin; tile < tiles.end; tile++) rotate_queries<SETS>(queries, columns, tile, tokens);
+    uint4 now[2][UNITS], next[2][UNITS];
+    fetch_queries<SETS>(now, queries, tiles.begin, tokens);
+    for (int tile = tiles.begin; tile < tiles.end; tile++) {
+      if (tile + 1 < tiles.end) fetch_queries<SETS>(next, queries, tile + 1, tokens);
+      rotate_queries<SETS>(queries, columns, now, tile, tokens);
+      for (int i = 0; i < 2 * UNITS; i++) now[i / UNITS][i % UNITS] = next[i / UNITS][i % UNITS];
+    }
   } else {
     start(decoding);
     for (int tile = tiles.begin; tile < tiles.end; tile++) copy_queries<SETS>(queries, tile, tokens);
   }
 }
 
-// Grid: blocks of ``span`` tiles of ``vectors`` keys, of as many values, of VECTORS queries.
+// Grid: blocks of ``span`` tiles of ``vectors`` keys, of as many values, of ``query_span`` tiles of VECTORS queries.
 extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
-    Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors, int span, int decoding) {
-  __shared__ float tile_y[VECTORS * Y_STRIDE];
+    Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors, int span, int query_span,
+    int decoding) {
+  __shared__ float tile_y[2 * VECTORS * Y_STRIDE];
   int keys_end = blocks_of<KV_HEADS, K_SETS>(tokens, vectors, span), block = blockIdx.x;
   int values_end = keys_end + blocks_of<KV_HEADS, V_SETS>(tokens, vectors, span);
   if (block < keys_end)
@@ -181,5 +269,5 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
     store_tiles<ValueRows, V_TERMS, V_SETS, false, V_FITTED>(
         values, slots, {block - keys_end, tokens, vectors, span}, tokens, vectors, decoding, tile_y);
   else
-    store_queries<Q_TERMS, Q_SETS>(queries, {block - values_end, tokens, VECTORS, span}, tokens, decoding);
+    store_queries<Q_TERMS, Q_SETS>(queries, {block - values_end, tokens, VECTORS, query_span}, tokens, decoding);
 }
