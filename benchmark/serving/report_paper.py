@@ -10,7 +10,7 @@ run has are left out. Plots go into ``figures`` beside the page and need matplot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -121,8 +121,11 @@ def differences(results: list[Result]) -> Iterator[str]:
     def named(found: list[Result]) -> str:
         return ", ".join(f"`{result.name}`" for result in found)
 
+    def alike(found: list[Result], trait: Callable[[Result], str]) -> dict[str, list[Result]]:
+        return {value: [one for one in found if trait(one) == value] for value in map(trait, found)}
+
     if others := [result for result in results if not all(word in result.gpu for word in ("H100", "80GB"))]:
-        where = "; ".join(f"`{result.name}` on {result.gpu}" for result in others)
+        where = "; ".join(f"{named(same)} on {gpu}" for gpu, same in alike(others, lambda one: one.gpu).items())
         yield f"* **GPU.** The paper's is one {GPU}, eight for GLM-4.7-FP8. Here: {where}. Times and tokens per"
         yield "  second of another GPU are not comparable; ratios are, with care."
     if same := [result for result in results if result not in others]:
@@ -136,10 +139,10 @@ def differences(results: list[Result]) -> Iterator[str]:
         yield "* **Rotations** of INT2 are Hadamard matrices in place of fitted ones; rows, bytes and attention are the"
         yield "  same."
     yield "* **Prompts** are random token ids, from SGLang's load generator; the paper does not say what it sends."
-    for result in results:
-        if not result.whole:
-            yield f"* **Layers.** `{result.name}` has {result.depth} layers. Embedding, logits and the host's work per"
-            yield "  step do not shrink with them, so its ratios are not quite those of the whole model."
+    for depth, found in alike([result for result in results if not result.whole], lambda one: one.depth).items():
+        has, its = ("has", "its") if len(found) == 1 else ("have", "their")
+        yield f"* **Layers.** {named(found)} {has} {depth} layers. Embedding, logits and the host's work per"
+        yield f"  step do not shrink with them, so {its} ratios are not quite those of the whole model."
     if found := [result for result in results if shortened(result)]:
         yield f"* **Loads** of {named(found)} are not all the paper's: see tokens of prompts and answers in the tables."
 

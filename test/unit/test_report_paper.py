@@ -166,6 +166,18 @@ def test_the_papers_rows_are_for_its_loads_only(tmp_path: Path) -> None:
     assert not (tmp_path / "figures").exists()
 
 
+def test_runs_that_differ_alike_share_a_line(tmp_path: Path) -> None:
+    paths = [
+        result(tmp_path, name, ("table9",), ("int2",), gpu=H200, shape=shape)[0]
+        for name, shape in (("a", "qwen3-8b:9"), ("b", "qwen3-8b:9"), ("c", "qwen3-8b:18"), ("d", "qwen3-8b"))
+    ]
+    text = " ".join(written(paths, tmp_path / "paper.md").split())
+    assert f"Here: `a`, `b`, `c`, `d` on {H200}." in text
+    assert "`a`, `b` have 9 of 36 layers." in text
+    assert "`c` has 18 of 36 layers." in text
+    assert "`d` ha" not in text
+
+
 def test_the_same_results_give_the_same_bytes(tmp_path: Path) -> None:
     path, _ = result(tmp_path, "run", tuple(EXPERIMENTS), ("bf16", "fa3_fp8", "int2"))
     for folder in ("a", "b"):
