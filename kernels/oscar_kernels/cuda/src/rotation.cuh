@@ -50,57 +50,53 @@ struct Columns {
   }
 };
 
-// Tiles of at most ``vectors`` vectors; none has heads of two of the SETS matrices.
-template <int HEADS, int SETS>
-DEVICE int tiles_of(int tokens, int vectors) {
-  return SETS * ((tokens * (HEADS / SETS) + vectors - 1) / vectors);
-}
+// Tiles of at most ``vectors`` vectors of heads that share a matrix.
+DEVICE int tiles_of(int heads, int tokens, int vectors) { return (tokens * heads + vectors - 1) / vectors; }
 
 // Blocks of ``span`` tiles each; none has tiles of two matrices.
 template <int HEADS, int SETS>
 DEVICE int blocks_of(int tokens, int vectors, int span) {
-  return SETS * ((tiles_of<HEADS / SETS, 1>(tokens, vectors) + span - 1) / span);
+  return SETS * ((tiles_of(HEADS / SETS, tokens, vectors) + span - 1) / span);
 }
+
+// A vector of a tile; past the end the last one there is.
+struct Vector {
+  int token, head;
+  bool live;
+};
+
+// Up to ``vectors`` vectors of one matrix.
+template <int HEADS, int SETS>
+struct Tile {
+  int set, index, tokens, vectors;  // index: within those of its matrix
+
+  DEVICE Vector at(int row) const {
+    constexpr int OF_SET = HEADS / SETS;
+    int vector = index * vectors + row, last = tokens * OF_SET - 1;
+    bool live = row < vectors && vector <= last;
+    vector = min(vector, last);
+    return {vector / OF_SET, set * OF_SET + vector % OF_SET, live};
+  }
+};
 
 // The tiles of a block. Matrices come one after the other, each with all its tiles.
 template <int HEADS, int SETS>
 struct Tiles {
-  int set, begin, end;
+  int set, begin, end, tokens, vectors;
 
-  DEVICE Tiles(int block, int tokens, int vectors, int span) {
-    int tiles = tiles_of<HEADS / SETS, 1>(tokens, vectors), blocks = (tiles + span - 1) / span;
+  DEVICE Tiles(int block, int tokens, int vectors, int span) : tokens(tokens), vectors(vectors) {
+    int tiles = tiles_of(HEADS / SETS, tokens, vectors), blocks = (tiles + span - 1) / span;
     set = SETS > 1 ? block / blocks : 0;
-    int first = (block - set * blocks) * span;
-    begin = set * tiles + first;
-    end = begin + min(span, tiles - first);
+    begin = (block - set * blocks) * span;
+    end = min(begin + span, tiles);
   }
+
+  DEVICE Tile<HEADS, SETS> tile(int index) const { return {set, index, tokens, vectors}; }
 
   // The terms of their matrix.
   template <int TERMS>
   DEVICE const uint4* terms_of(const uint4* terms) const {
     return terms + set * (TERMS * HEAD_DIM * HEAD_DIM / 8);
-  }
-};
-
-// A vector of this block; past the end the last one.
-template <int HEADS, int SETS>
-struct Vector {
-  int token, head;
-  bool live;
-
-  DEVICE Vector(int tile, int row, int tokens, int vectors) {
-    constexpr int OF_SET = HEADS / SETS;
-    int set = 0;
-    if constexpr (SETS > 1) {
-      int tiles = tiles_of<OF_SET, 1>(tokens, vectors);
-      set = tile / tiles;
-      tile %= tiles;
-    }
-    int index = tile * vectors + row;
-    live = row < vectors && index < tokens * OF_SET;
-    index = min(index, tokens * OF_SET - 1);
-    token = index / OF_SET;
-    head = set * OF_SET + index % OF_SET;
   }
 };
 
@@ -110,4 +106,14 @@ DEVICE void load_vector(uint4 (&x)[UNITS], const Input& input, int token, int he
   const u16* at = input.x + token * input.token_stride + head * input.head_stride + 8 * (threadIdx.x % 4);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) x[u] = *(const uint4*)(at + 32 * u);
+}
+
+// Rows lane / 4 of a tile and 8 further.
+template <class Input, int HEADS, int SETS>
+DEVICE void load_vectors(uint4 (&x)[2][UNITS], const Input& input, Tile<HEADS, SETS> tile) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    Vector of = tile.at(threadIdx.x % 32 / 4 + 8 * i);
+    load_vector(x[i], input, of.token, of.head);
+  }
 }

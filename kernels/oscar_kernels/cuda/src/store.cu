@@ -63,18 +63,12 @@ struct Fetched {
   u32 plain[ROWS][HEAD_DIM / 64];                     // else the warp's rows, channels 2 lane + 64 i and the next
   int row[ROWS], ring[ROWS], sink[ROWS];              // slots of the warp's rows
 
-  DEVICE void fetch(const Side& side, const Slots& slots, int tile, int tokens, int vectors) {
+  DEVICE void fetch(const Side& side, const Slots& slots, Tile<KV_HEADS, SETS> tile) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if constexpr (ROTATED) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        Vector<KV_HEADS, SETS> of(tile, lane / 4 + 8 * i, tokens, vectors);
-        load_vector(x[i], side, of.token, of.head);
-      }
-    }
+    if constexpr (ROTATED) load_vectors(x, side, tile);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      Vector<KV_HEADS, SETS> of(tile, warp + STORE_WARPS * r, tokens, vectors);
+      Vector of = tile.at(warp + STORE_WARPS * r);
       row[r] = slots.row[of.token];
       if (RING > 0) ring[r] = slots.ring[of.token];
       if (SINK > 0) sink[r] = slots.sink[of.token];
@@ -87,64 +81,63 @@ struct Fetched {
   }
 };
 
-template <int SETS, bool CENTER, int TERMS>
-DEVICE void rotate_tile(const Side& side, Columns<TERMS>& columns, const uint4 (&x)[2][UNITS], int tile, int tokens,
-                        int vectors, float* tile_y) {
+template <bool CENTER, int SETS, int TERMS>
+DEVICE void rotate_tile(const Side& side, Columns<TERMS>& columns, const uint4 (&x)[2][UNITS],
+                        Tile<KV_HEADS, SETS> tile, float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float y[2][4] = {};
   columns.multiply(y, x[0], x[1]);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    Vector<KV_HEADS, SETS> of(tile, lane / 4 + 8 * i, tokens, vectors);
+    int row = lane / 4 + 8 * i, head = tile.at(row).head;
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       int column = 16 * warp + 8 * t + 2 * (lane % 4);
       float2 pair = make_float2(y[t][2 * i] * side.unscale, y[t][2 * i + 1] * side.unscale);
       if (CENTER) {
-        const float* center = side.center + of.head * HEAD_DIM + column;
+        const float* center = side.center + head * HEAD_DIM + column;
         pair = make_float2(pair.x - center[0], pair.y - center[1]);
       }
-      *(float2*)(tile_y + (lane / 4 + 8 * i) * Y_STRIDE + column) = pair;
+      *(float2*)(tile_y + row * Y_STRIDE + column) = pair;
     }
   }
 }
 
 // Vectors without a rotation, widened.
-template <int SETS, bool CENTER>
-DEVICE void widen_tile(const Side& side, const Fetched<SETS, false>& fetched, int tile, int tokens, int vectors,
-                       float* tile_y) {
+template <bool CENTER, int SETS>
+DEVICE void widen_tile(const Side& side, const Fetched<SETS, false>& fetched, Tile<KV_HEADS, SETS> tile, float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < Fetched<SETS, false>::ROWS; r++) {
-    Vector<KV_HEADS, SETS> of(tile, warp + STORE_WARPS * r, tokens, vectors);
+    int row = warp + STORE_WARPS * r, head = tile.at(row).head;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 64; i++) {
       int channel = 2 * lane + 64 * i;
       u32 pair = fetched.plain[r][i];
       float2 y = make_float2(low_half<X_BF16>(pair), high_half<X_BF16>(pair));
       if (CENTER) {
-        const float* center = side.center + of.head * HEAD_DIM + channel;
+        const float* center = side.center + head * HEAD_DIM + channel;
         y = make_float2(y.x - center[0], y.y - center[1]);
       }
-      *(float2*)(tile_y + (warp + STORE_WARPS * r) * Y_STRIDE + channel) = y;
+      *(float2*)(tile_y + row * Y_STRIDE + channel) = y;
     }
   }
 }
 
-// N rows of a warp from ``first`` on.
-template <class Rows, int N, int SETS, bool FITTED, bool ROTATED>
-DEVICE void quantize_rows(const Side& side, const Fetched<SETS, ROTATED>& fetched, int first, int tile, int tokens,
-                          int vectors, const float* tile_y) {
+// N of the warp's rows, from the ``first`` on.
+template <class Rows, bool FITTED, int N, int SETS, bool ROTATED>
+DEVICE void quantize_rows(const Side& side, const Fetched<SETS, ROTATED>& fetched, Tile<KV_HEADS, SETS> tile, int first,
+                          const float* tile_y) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Vectors<Rows> v[N], whole[N];
   u8* rows[N];
   int heads[N];
 #pragma unroll
   for (int n = 0; n < N; n++) {
-    int r = first + n;
-    heads[n] = Vector<KV_HEADS, SETS>(tile, warp + STORE_WARPS * r, tokens, vectors).head;
+    int r = first + n, row = warp + STORE_WARPS * r;
+    heads[n] = tile.at(row).head;
     rows[n] = side.rows + (i64)fetched.row[r] * Rows::ROW_BYTES;
-    const float* y = tile_y + (warp + STORE_WARPS * r) * Y_STRIDE;
+    const float* y = tile_y + row * Y_STRIDE;
     if (RING > 0) store_window(side.ring, fetched.ring[r], heads[n], y);
     if (SINK > 0) store_window(side.sink, fetched.sink[r], heads[n], y);
 #pragma unroll
@@ -159,59 +152,48 @@ DEVICE void quantize_rows(const Side& side, const Fetched<SETS, ROTATED>& fetche
 }
 
 template <class Rows, bool FITTED, int SETS, bool ROTATED>
-DEVICE void quantize_tile(const Side& side, const Fetched<SETS, ROTATED>& fetched, int tile, int tokens, int vectors,
+DEVICE void quantize_tile(const Side& side, const Fetched<SETS, ROTATED>& fetched, Tile<KV_HEADS, SETS> tile,
                           const float* tile_y) {
   constexpr int ROWS = Fetched<SETS, ROTATED>::ROWS, N = ROWS > 1 ? 2 : 1;
   int warp = threadIdx.x / 32;
 #pragma unroll
   for (int first = 0; first < ROWS; first += N) {
-    auto live = [&](int n) {
-      return Vector<KV_HEADS, SETS>(tile, warp + STORE_WARPS * (first + n), tokens, vectors).live;
-    };
-    if (live(N - 1))
-      quantize_rows<Rows, N, SETS, FITTED>(side, fetched, first, tile, tokens, vectors, tile_y);
-    else if (N > 1 && live(0))
-      quantize_rows<Rows, 1, SETS, FITTED>(side, fetched, first, tile, tokens, vectors, tile_y);
+    if (tile.at(warp + STORE_WARPS * (first + N - 1)).live)
+      quantize_rows<Rows, FITTED, N>(side, fetched, tile, first, tile_y);
+    else if (N > 1 && tile.at(warp + STORE_WARPS * first).live)
+      quantize_rows<Rows, FITTED, 1>(side, fetched, tile, first, tile_y);
   }
 }
 
 // ``tile_y`` has two tiles: one is read while the next is written, so that a tile needs one barrier.
-template <class Rows, int TERMS, int SETS, bool CENTER, bool FITTED>
-DEVICE void store_tiles(const Side& side, const Slots& slots, Tiles<KV_HEADS, SETS> tiles, int tokens, int vectors,
-                        bool decoding, float* tile_y) {
+template <class Rows, int TERMS, bool CENTER, bool FITTED, int SETS>
+DEVICE void store_tiles(const Side& side, const Slots& slots, Tiles<KV_HEADS, SETS> tiles, bool decoding,
+                        float* tile_y) {
   Columns<TERMS> columns(tiles.template terms_of<TERMS>(side.terms));
   start(decoding);
   Fetched<SETS, (TERMS > 0)> now, next;
-  now.fetch(side, slots, tiles.begin, tokens, vectors);
-  for (int tile = tiles.begin; tile < tiles.end; tile++) {
-    float* y = tile_y + (tile - tiles.begin) % 2 * (VECTORS * Y_STRIDE);
-    if (tile + 1 < tiles.end) next.fetch(side, slots, tile + 1, tokens, vectors);
+  now.fetch(side, slots, tiles.tile(tiles.begin));
+  for (int index = tiles.begin; index < tiles.end; index++) {
+    Tile<KV_HEADS, SETS> tile = tiles.tile(index);
+    float* y = tile_y + (index - tiles.begin) % 2 * (VECTORS * Y_STRIDE);
+    if (index + 1 < tiles.end) next.fetch(side, slots, tiles.tile(index + 1));
     if constexpr (TERMS > 0) {
-      rotate_tile<SETS, CENTER>(side, columns, now.x, tile, tokens, vectors, y);
+      rotate_tile<CENTER>(side, columns, now.x, tile, y);
       __syncthreads();
     } else {
-      widen_tile<SETS, CENTER>(side, now, tile, tokens, vectors, y);
+      widen_tile<CENTER>(side, now, tile, y);
       __syncwarp();
     }
-    quantize_tile<Rows, FITTED>(side, now, tile, tokens, vectors, y);
+    quantize_tile<Rows, FITTED>(side, now, tile, y);
     now = next;
   }
 }
 
-template <int SETS>
-DEVICE void fetch_queries(uint4 (&x)[2][UNITS], const Queries& queries, int tile, int tokens) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    Vector<Q_HEADS, SETS> of(tile, threadIdx.x % 32 / 4 + 8 * i, tokens, VECTORS);
-    load_vector(x[i], queries, of.token, of.head);
-  }
-}
-
 template <int SETS, int TERMS>
-DEVICE void rotate_queries(const Queries& queries, Columns<TERMS>& columns, const uint4 (&x)[2][UNITS], int tile,
-                           int tokens) {
+DEVICE void rotate_queries(const Queries& queries, Columns<TERMS>& columns, const uint4 (&x)[2][UNITS],
+                           Tile<Q_HEADS, SETS> tile) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Vector<Q_HEADS, SETS> of[2] = {{tile, lane / 4, tokens, VECTORS}, {tile, lane / 4 + 8, tokens, VECTORS}};
+  Vector of[2] = {tile.at(lane / 4), tile.at(lane / 4 + 8)};
   float y[2][4] = {};
   columns.multiply(y, x[0], x[1]);
 #pragma unroll
@@ -226,10 +208,10 @@ DEVICE void rotate_queries(const Queries& queries, Columns<TERMS>& columns, cons
 }
 
 template <int SETS>
-DEVICE void copy_queries(const Queries& queries, int tile, int tokens) {
+DEVICE void copy_queries(const Queries& queries, Tile<Q_HEADS, SETS> tile) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int row = warp; row < VECTORS; row += STORE_WARPS) {
-    Vector<Q_HEADS, SETS> vector(tile, row, tokens, VECTORS);
+    Vector vector = tile.at(row);
     const u16* x = queries.x + vector.token * queries.token_stride + vector.head * queries.head_stride;
     u16* out = queries.out + ((i64)vector.token * Q_HEADS + vector.head) * HEAD_DIM;
     if (vector.live)
@@ -238,20 +220,20 @@ DEVICE void copy_queries(const Queries& queries, int tile, int tokens) {
 }
 
 template <int TERMS, int SETS>
-DEVICE void store_queries(const Queries& queries, Tiles<Q_HEADS, SETS> tiles, int tokens, bool decoding) {
+DEVICE void store_queries(const Queries& queries, Tiles<Q_HEADS, SETS> tiles, bool decoding) {
   if constexpr (TERMS > 0) {
     Columns<TERMS> columns(tiles.template terms_of<TERMS>(queries.terms));
     start(decoding);
     uint4 now[2][UNITS], next[2][UNITS];
-    fetch_queries<SETS>(now, queries, tiles.begin, tokens);
-    for (int tile = tiles.begin; tile < tiles.end; tile++) {
-      if (tile + 1 < tiles.end) fetch_queries<SETS>(next, queries, tile + 1, tokens);
-      rotate_queries<SETS>(queries, columns, now, tile, tokens);
+    load_vectors(now, queries, tiles.tile(tiles.begin));
+    for (int index = tiles.begin; index < tiles.end; index++) {
+      if (index + 1 < tiles.end) load_vectors(next, queries, tiles.tile(index + 1));
+      rotate_queries(queries, columns, now, tiles.tile(index));
       for (int i = 0; i < 2 * UNITS; i++) now[i / UNITS][i % UNITS] = next[i / UNITS][i % UNITS];
     }
   } else {
     start(decoding);
-    for (int tile = tiles.begin; tile < tiles.end; tile++) copy_queries<SETS>(queries, tile, tokens);
+    for (int index = tiles.begin; index < tiles.end; index++) copy_queries(queries, tiles.tile(index));
   }
 }
 
@@ -263,11 +245,12 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
   int keys_end = blocks_of<KV_HEADS, K_SETS>(tokens, vectors, span), block = blockIdx.x;
   int values_end = keys_end + blocks_of<KV_HEADS, V_SETS>(tokens, vectors, span);
   if (block < keys_end)
-    store_tiles<KeyRows, K_TERMS, K_SETS, HAS_CENTER, K_FITTED>(
-        keys, slots, {block, tokens, vectors, span}, tokens, vectors, decoding, tile_y);
+    store_tiles<KeyRows, K_TERMS, HAS_CENTER, K_FITTED>(
+        keys, slots, Tiles<KV_HEADS, K_SETS>(block, tokens, vectors, span), decoding, tile_y);
   else if (block < values_end)
-    store_tiles<ValueRows, V_TERMS, V_SETS, false, V_FITTED>(
-        values, slots, {block - keys_end, tokens, vectors, span}, tokens, vectors, decoding, tile_y);
+    store_tiles<ValueRows, V_TERMS, false, V_FITTED>(
+        values, slots, Tiles<KV_HEADS, V_SETS>(block - keys_end, tokens, vectors, span), decoding, tile_y);
   else
-    store_queries<Q_TERMS, Q_SETS>(queries, {block - values_end, tokens, VECTORS, query_span}, tokens, decoding);
+    store_queries<Q_TERMS>(
+        queries, Tiles<Q_HEADS, Q_SETS>(block - values_end, tokens, VECTORS, query_span), decoding);
 }
