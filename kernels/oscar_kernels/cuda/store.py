@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -63,10 +64,18 @@ def _kind(layer: PreparedLayer) -> tuple[int, ...]:
     centers, gains.
     """
     key, value = layer.key, layer.value
-    matrices = (key.matrix, value.matrix, key.reading)
-    counts = (0 if matrix is None else matrix.count for matrix in matrices)
-    sets = (1 if matrix is None else matrix.sets for matrix in matrices)
-    return (*counts, *sets, key.center is not None, key.gain > 0, value.gain > 0)
+    counts = (0 if matrix is None else matrix.count for matrix in _matrices(layer))
+    return (*counts, *_sets(layer), key.center is not None, key.gain > 0, value.gain > 0)
+
+
+def _matrices(layer: PreparedLayer) -> tuple[SplitMatrix | None, SplitMatrix | None, SplitMatrix | None]:
+    """Of keys, values and queries; None where they are not rotated."""
+    return layer.key.matrix, layer.value.matrix, layer.key.reading
+
+
+def _sets(layer: PreparedLayer) -> Iterator[int]:
+    """How many matrices keys, values and queries have: one, or one per kv head."""
+    return (1 if matrix is None else matrix.sets for matrix in _matrices(layer))
 
 
 def _defines(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
@@ -144,11 +153,7 @@ def store(
     tokens, q_heads, head_dim = q.shape
     for name, x, heads in (("k", k, kv_heads), ("v", v, kv_heads), ("q", q, q_heads)):
         _check(name, x, heads, cache.head_dim, q.dtype)
-    for matrix, heads in (
-        (layer.key.matrix, kv_heads),
-        (layer.value.matrix, kv_heads),
-        (layer.key.reading, q_heads),
-    ):
+    for matrix, heads in zip(_matrices(layer), (kv_heads, kv_heads, q_heads), strict=True):
         if matrix is not None:
             matrix.check(heads, q.dtype, arranged=True)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -163,19 +168,10 @@ def store(
         rank = clip_rank(head_dim, of.clip)
         return _Side(x.data_ptr(), x.stride(0), x.stride(1), *_pointer(of.matrix), at, rank, of.gain, *written)
 
-    def blocks(vectors: int, span: int, query_span: int) -> int:
-        of = [(kv_heads, layer.key.matrix, vectors, span), (kv_heads, layer.value.matrix, vectors, span)]
-        return sum(_blocks(tokens, *each) for each in [*of, (q_heads, layer.key.reading, VECTORS, query_span)])
-
-    # Half the vectors a tile, where all tiles run at once nevertheless; where they do not, several tiles a block.
     at_once = processors(q.device.index or 0)
-    span = query_span = 1
-    vectors = VECTORS // 2 if blocks(VECTORS // 2, 1, 1) <= at_once else VECTORS
-    if head_dim <= KEPT_CHANNELS:
-        while blocks(vectors, span, query_span) > at_once and span * vectors < tokens * kv_heads:
-            span, query_span = (span + 1, query_span) if query_span >= QUERY_TILES * span else (span, query_span + 1)
+    blocks, vectors, span, query_span = _cut(tokens, kv_heads, q_heads, head_dim, *_sets(layer), at_once)
     launch(
-        kernel, (blocks(vectors, span, query_span), 1, 1), 2 * head_dim, 0,
+        kernel, (blocks, 1, 1), 2 * head_dim, 0,
         [side(k, layer.key, "k"), side(v, layer.value, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *_pointer(layer.key.reading), out.data_ptr()),
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
@@ -190,8 +186,32 @@ def _pointer(matrix: SplitMatrix | None) -> tuple[int, float]:
     return (0, 1.0) if matrix is None else (matrix.terms.data_ptr(), 1.0 / matrix.scale)
 
 
-def _blocks(tokens: int, heads: int, matrix: SplitMatrix | None, vectors: int, span: int) -> int:
-    """Blocks of at most ``span`` tiles of at most ``vectors`` vectors, all of one matrix."""
-    sets = 1 if matrix is None else matrix.sets
-    tiles = -(-tokens * (heads // sets) // vectors)
-    return sets * -(-tiles // span)
+@lru_cache(maxsize=4096)
+def _cut(
+    tokens: int, kv_heads: int, q_heads: int, head_dim: int, k_sets: int, v_sets: int, q_sets: int, at_once: int
+) -> tuple[int, int, int, int]:
+    """Blocks, vectors of a tile of keys or values, tiles of a block of those, and tiles of a block of queries.
+
+    Args:
+        k_sets, v_sets, q_sets: matrices of each; no block has tiles of two.
+        at_once: blocks that run at once.
+    """
+
+    def tiles(heads: int, sets: int, vectors: int) -> int:
+        return -(-tokens * (heads // sets) // vectors)
+
+    def blocks(vectors: int, span: int, query_span: int) -> int:
+        of = [
+            (kv_heads, k_sets, vectors, span),
+            (kv_heads, v_sets, vectors, span),
+            (q_heads, q_sets, VECTORS, query_span),
+        ]
+        return sum(sets * -(-tiles(heads, sets, vectors) // span) for heads, sets, vectors, span in of)
+
+    # Half the vectors a tile, where all tiles run at once nevertheless; where they do not, several tiles a block.
+    span = query_span = 1
+    vectors = VECTORS // 2 if blocks(VECTORS // 2, 1, 1) <= at_once else VECTORS
+    if head_dim <= KEPT_CHANNELS:
+        while blocks(vectors, span, query_span) > at_once and span * vectors < tokens * kv_heads:
+            span, query_span = (span + 1, query_span) if query_span >= QUERY_TILES * span else (span, query_span + 1)
+    return blocks(vectors, span, query_span), vectors, span, query_span
