@@ -10,7 +10,7 @@ run has are left out. Plots go into ``figures`` beside the page and need matplot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -116,35 +116,32 @@ def runs(results: list[Result]) -> Iterator[str]:
 
 
 def differences(results: list[Result]) -> Iterator[str]:
-    """Bullets: how these runs are not what the paper did."""
-
-    def named(found: list[Result]) -> str:
-        return ", ".join(f"`{result.name}`" for result in found)
-
-    def alike(found: list[Result], trait: Callable[[Result], str]) -> dict[str, list[Result]]:
-        return {value: [one for one in found if trait(one) == value] for value in map(trait, found)}
-
-    if others := [result for result in results if not all(word in result.gpu for word in ("H100", "80GB"))]:
-        where = "; ".join(f"{named(same)} on {gpu}" for gpu, same in alike(others, lambda one: one.gpu).items())
-        yield f"* **GPU.** The paper's is one {GPU}, eight for GLM-4.7-FP8. Here: {where}. Times and tokens per"
-        yield "  second of another GPU are not comparable; ratios are, with care."
-    if same := [result for result in results if result not in others]:
-        yield f"* **GPU.** {named(same)} ran on the paper's kind of GPU; clocks and power limit are not stated there."
+    """Bullets: how these runs, which the table above tells apart, are not what the paper did."""
+    own, others = (sorted({one.gpu for one in results if _is_the_papers(one.gpu) is own}) for own in (True, False))
+    yield f"* **GPU.** The paper's is one {GPU}, eight for GLM-4.7-FP8."
+    if others:
+        yield f"  Times and tokens per second of {', '.join(others)} are not comparable with it; ratios are, with care."
+    if own:
+        yield f"  {', '.join(own)} is the paper's kind; clocks and power limit are not stated there."
     yield "* **Software.** The paper has an SGLang of its own, of a release that it does not name. Here: stock SGLang"
     yield "  of the release above; INT2 comes from this plugin."
-    if found := [result for result in results if result.random_weights]:
-        yield f"* **Weights** of {named(found)} are random, in the model's shape; they do not change what a step costs."
-        yield "  Accuracy is no part of this page."
+    if any(result.random_weights for result in results):
+        yield "* **Weights** that are random have the model's shape; they do not change what a step costs. Accuracy is"
+        yield "  no part of this page."
     if any(result.rows.keys() - {*BF16, *FP8, "exact"} for result in results):
         yield "* **Rotations** of INT2 are Hadamard matrices in place of fitted ones; rows, bytes and attention are the"
         yield "  same."
     yield "* **Prompts** are random token ids, from SGLang's load generator; the paper does not say what it sends."
-    for depth, found in alike([result for result in results if not result.whole], lambda one: one.depth).items():
-        has, its = ("has", "its") if len(found) == 1 else ("have", "their")
-        yield f"* **Layers.** {named(found)} {has} {depth} layers. Embedding, logits and the host's work per"
-        yield f"  step do not shrink with them, so {its} ratios are not quite those of the whole model."
-    if found := [result for result in results if shortened(result)]:
-        yield f"* **Loads** of {named(found)} are not all the paper's: see tokens of prompts and answers in the tables."
+    if not all(result.whole for result in results):
+        yield "* **Layers.** Embedding, logits and the host's work per step do not shrink with the layers, so ratios of"
+        yield "  runs with some of them are not quite those of the whole model."
+    if found := ", ".join(f"`{result.name}`" for result in results if shortened(result)):
+        yield f"* **Loads** of {found} are not all the paper's: see tokens of prompts and answers in the tables."
+
+
+def _is_the_papers(gpu: str) -> bool:
+    """Whether a name as PyTorch gives it is of the paper's kind of GPU."""
+    return "H100" in gpu and "80GB" in gpu
 
 
 def shortened(result: Result) -> bool:

@@ -140,9 +140,9 @@ def test_two_cards_are_told_apart(tmp_path: Path) -> None:
     assert "### Table 9, h100: qwen3-8b on NVIDIA H100 80GB HBM3" in text
     assert "### Table 9, h200: qwen3-8b:9 on NVIDIA H200" in text
     assert cells(text, "`h200`")[:4] == ["`h200`", H200, "qwen3-8b", "9 of 36"]
-    assert "Here: `h200` on NVIDIA H200." in text
-    assert "`h100` ran on the paper's kind of GPU" in text
-    assert "`h200` has 9 of 36 layers" in text
+    assert f"Times and tokens per second of {H200} are not comparable" in text
+    assert f"{H100} is the paper's kind" in text
+    assert "ratios of\n  runs with some of them" in text
     # No ratio across runs, and of the paper only ratios beside fewer layers.
     part = text[text.index("### Table 9, h200") : text.index("## Figure 4")]
     assert cells(part, "32", "8,192", "1,024", "cold", "INT2")[7:11] == ["-"] * 4
@@ -166,16 +166,16 @@ def test_the_papers_rows_are_for_its_loads_only(tmp_path: Path) -> None:
     assert not (tmp_path / "figures").exists()
 
 
-def test_runs_that_differ_alike_share_a_line(tmp_path: Path) -> None:
-    paths = [
-        result(tmp_path, name, ("table9",), ("int2",), gpu=H200, shape=shape)[0]
-        for name, shape in (("a", "qwen3-8b:9"), ("b", "qwen3-8b:9"), ("c", "qwen3-8b:18"), ("d", "qwen3-8b"))
-    ]
-    text = " ".join(written(paths, tmp_path / "paper.md").split())
-    assert f"Here: `a`, `b`, `c`, `d` on {H200}." in text
-    assert "`a`, `b` have 9 of 36 layers." in text
-    assert "`c` has 18 of 36 layers." in text
-    assert "`d` ha" not in text
+def test_what_no_run_differs_in_is_not_said(tmp_path: Path) -> None:
+    whole = result(tmp_path, "a", ("table9",), ("int2",))[0]
+    text = written([whole], tmp_path / "paper.md")
+    assert "not comparable" not in text
+    assert "**Layers.**" not in text
+    part = result(tmp_path, "b", ("table9",), ("int2",), gpu=H200, shape="qwen3-8b:18", weights="those of the model")[0]
+    text = written([part], tmp_path / "paper.md")
+    assert "the paper's kind" not in text
+    assert "**Weights**" not in text
+    assert "18 of 36" in text
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path: Path) -> None:
