@@ -9,7 +9,7 @@
     python benchmark/serving/bench_paper.py table8:1+32,table9,figure4:1  # some of their loads; servers start once
     python benchmark/serving/report_paper.py results/*.json             # the page beside the paper's figures
 
-Weights are random, as they do not change what a step costs; prompts are ``random-ids`` of ``sglang.bench_serving``,
+Weights are random, as they do not change what a step costs; prompts are ``random-ids`` of ``sglang.benchmark.serving``,
 which sends them, waits, and counts. A batch that does not fit a cache at once is still served; its requests wait for
 each other, and ``running`` says how many ran. Table 8 is different: what does not fit is not measured, and its row says
 so (``fits``). Its prompts are computed once and decoded from the prefix cache, and a step goes by kinds of kernels as

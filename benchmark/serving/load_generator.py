@@ -1,14 +1,14 @@
-"""Loads sent with SGLang's own load generator, ``sglang.bench_serving``.
+"""Loads sent with SGLang's own load generator, ``sglang.benchmark.serving``.
 
 It takes seconds to import, as long as many loads take. So one process imports it, and every load is a fork of that.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
-import runpy
 import sys
 import tempfile
 from multiprocessing import forkserver
@@ -22,20 +22,20 @@ from sglang_oscar.local_server import LocalServer
 
 LIMIT = 7200
 """Seconds that a load may take."""
-GENERATOR = "sglang.bench_serving"
+GENERATOR = "sglang.benchmark.serving"
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload([GENERATOR])
 
 
 def _run(arguments: list[str], env: dict[str, str], log: str) -> None:
-    """Be ``python -m sglang.bench_serving``, with all that it prints in a file."""
+    """Be ``python -m sglang.benchmark.serving``, with all that it prints in a file."""
     with open(log, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     os.environ.clear()
     os.environ.update(env)
     sys.argv = [GENERATOR, *arguments]
-    runpy.run_module(GENERATOR, run_name="__main__")
+    importlib.import_module(GENERATOR).cli_main()
 
 
 def prepare() -> None:
@@ -46,7 +46,7 @@ def prepare() -> None:
 def generate(
     server: LocalServer, model: Path, load: Load, answer: int, flush: bool, warm_up: bool = True
 ) -> dict[str, Any]:
-    """Send a load with ``sglang.bench_serving``; what it reports.
+    """Send a load with ``sglang.benchmark.serving``; what it reports.
 
     Args:
         server: to ask.
