@@ -117,7 +117,9 @@ def runs(results: list[Result]) -> Iterator[str]:
 
 def differences(results: list[Result]) -> Iterator[str]:
     """Bullets: how these runs, which the table above tells apart, are not what the paper did."""
-    own, others = (sorted({one.gpu for one in results if _is_the_papers(one.gpu) is own}) for own in (True, False))
+    gpus = sorted({result.gpu for result in results})
+    own = [gpu for gpu in gpus if "H100" in gpu and "80GB" in gpu]
+    others = [gpu for gpu in gpus if gpu not in own]
     yield f"* **GPU.** The paper's is one {GPU}, eight for GLM-4.7-FP8."
     if others:
         yield f"  Times and tokens per second of {', '.join(others)} are not comparable with it; ratios are, with care."
@@ -137,11 +139,6 @@ def differences(results: list[Result]) -> Iterator[str]:
         yield "  runs with some of them are not quite those of the whole model."
     if found := ", ".join(f"`{result.name}`" for result in results if shortened(result)):
         yield f"* **Loads** of {found} are not all the paper's: see tokens of prompts and answers in the tables."
-
-
-def _is_the_papers(gpu: str) -> bool:
-    """Whether a name as PyTorch gives it is of the paper's kind of GPU."""
-    return "H100" in gpu and "80GB" in gpu
 
 
 def shortened(result: Result) -> bool:
