@@ -52,6 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=64, help="channels that share a scale")
     parser.add_argument("--calibration", action="append", choices=KINDS, help="kinds of text; default: all four")
     parser.add_argument("--calibration-tokens", type=int, default=32768)
+    parser.add_argument("--context", type=int, help="positions to fit to; 0 are those of the requests (as oscar fit)")
     parser.add_argument("--prefix", type=int, action="append", help="cached tokens (default: 2048, 4096, 7424)")
     parser.add_argument("--documents", type=int, default=32, help="per prefix")
     parser.add_argument("--needle", type=int, action="append", help="tokens of documents (default: 1024, 2048, 4096)")
@@ -112,6 +113,8 @@ def calibrate(args: argparse.Namespace, corpus: Corpus) -> None:
     for recipe in recipes:
         begin = time.time()
         command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", str(args.work / recipe)]
+        if args.context is not None:
+            command += ["--context", str(args.context)]
         subprocess.run([*command, "--recipe", recipe, "--model", str(args.model)], check=True)
         print(f"fitted {recipe} in {time.time() - begin:.0f} s", flush=True)
 
