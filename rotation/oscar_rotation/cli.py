@@ -113,7 +113,10 @@ def fit_command(
         str | None, _choice("File format; pt, or safetensors for one rotation per kv head.", FORMATS, "--format")
     ] = None,
 ) -> None:
-    """Fit rotations to a dump and write one file for K and one for V. Options from --method on are those of paper."""
+    """Fit rotations to a dump and write one file for K and one for V.
+
+    Options from --method to --report, --holdout-tokens and --include-warmup are of the recipe paper alone.
+    """
     chosen = FITTED[recipe]
     refuse_foreign_options(context, chosen)
     goal = bit_goal(bits)

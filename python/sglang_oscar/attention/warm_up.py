@@ -1,7 +1,7 @@
 """Chunks behind cached prefixes, once before a server answers: their kernels compile at the first launch.
 
 Graphs are captured of chunks without a prefix and of decode steps only. So the first prompt that hit the prefix cache
-would wait for compilers, 1.9 s on an H200.
+would wait for compilers, for seconds.
 """
 
 from __future__ import annotations
