@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from oscar_rotation.dump import DumpWriter
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
@@ -67,3 +68,17 @@ def rotation_set() -> RotationSet:
         objective="qqt", side="k", model_id="some/model", model_hash="abc123", calibration={"tokens": 256}
     )
     return RotationSet(torch.stack(rotations), torch.stack(spectra), (0.96, 0.9, 1.0), metadata)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with the output projections of a model of two layers, four query heads and head_dim 32."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(4)
+    weights = {
+        f"model.layers.{n}.self_attn.o_proj.weight": torch.randn(48, 128, generator=generator).bfloat16()
+        for n in range(2)
+    }
+    save_file(weights, str(folder / "model.safetensors"))
+    return folder

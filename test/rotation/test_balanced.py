@@ -145,20 +145,6 @@ def test_moments_leave_the_sink_out_of_what_is_stored() -> None:
     assert moments.queries.rows == 600
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A folder with the output projections of a model of two layers, four query heads and head_dim 32."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        f"model.layers.{n}.self_attn.o_proj.weight": torch.randn(48, 128, generator=generator).bfloat16()
-        for n in range(2)
-    }
-    save_file(weights, str(folder / "model.safetensors"))
-    return folder
-
-
 def test_fit_files_and_command(tmp_path: Path, make_dump: Callable[..., Path], model: Path) -> None:
     dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
     done = runner.invoke(app, ["fit", str(dump), "--out", str(out), "--model", str(model)])

@@ -188,7 +188,7 @@ def test_broken_ones_are_refused(tmp_path: Path) -> None:
 def outputs_covariance(root: Path, layer: int) -> ScoreValueCovariance:
     dump = DumpReader(root)
     target = ScoreValueCovariance(HEADS, D, sm_scale=D**-0.5, sinks=dump.sink_logits(layer))
-    for chunk in dump.iterate(layer, dump.fit_chunks()):
+    for chunk in (dump.load(layer, index) for index in dump.fit_chunks()):
         target.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
     return target
 
@@ -231,7 +231,7 @@ def test_recipe_focus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sinks = dump.sink_logits(1)
     made = [FocusMoments(HEADS, D, SCALE, sinks=x) for x in (sinks, None)]
     for moments in made:
-        for chunk in dump.iterate(1, [1]):
+        for chunk in (dump.load(1, 1),):
             moments.update_keys(chunk)
             moments.update_values(chunk)
     (_, center), (_, other) = (moments.keys(0.9) for moments in made)

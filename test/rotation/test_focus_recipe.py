@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
@@ -26,17 +25,6 @@ from oscar_rotation.recipes.plus import CLIP_RATIO, KEY_GAIN, VALUE_GAIN, Moment
 KV_HEADS, GROUP, D = 2, 2, 32
 K_NAME, V_NAME = "k_rotation_focused_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"
 runner = CliRunner()
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    """Output projections of two layers."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(2)
-    names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(2)]
-    save_file({n: torch.randn(48, 4 * D, generator=generator) for n in names}, folder / "model.safetensors")
-    return folder
 
 
 def heads(chunk: DumpChunk) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -158,11 +146,11 @@ def test_a_head_without_attention_is_that_of_plus() -> None:
         assert torch.equal(moments.keys(share)[0], moments.keys(0.0)[0])
 
 
-def test_the_fit_of_a_dump(make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
+def test_the_fit_of_a_dump(make_dump: Callable[..., Path], model: Path, tmp_path: Path) -> None:
     """Command, files, what they state, and that every way of cutting the dump gives the same fit."""
     root = make_dump(tmp_path / "dump", requests=[[5], [90, 120], [130], [64, 80]])
     out = tmp_path / "out"
-    done = runner.invoke(app, ["fit", str(root), "--out", str(out), "--recipe", "focus", "--model", str(weights)])
+    done = runner.invoke(app, ["fit", str(root), "--out", str(out), "--recipe", "focus", "--model", str(model)])
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in out.iterdir()) == [K_NAME, V_NAME]
     keys, values = read_rotation_file(out / K_NAME), read_rotation_file(out / V_NAME)
@@ -171,25 +159,25 @@ def test_the_fit_of_a_dump(make_dump: Callable[..., Path], weights: Path, tmp_pa
     assert tuple(keys.centers.shape) == (2, KV_HEADS, D)
     assert keys.recipe == values.recipe == "focus"
     assert (keys.gains, keys.clip_ratios) == ((KEY_GAIN,) * 2, (CLIP_RATIO,) * 2)
-    plus = fit_plus(root, OutputWeights(weights)).value
+    plus = fit_plus(root, OutputWeights(model)).value
     assert torch.equal(values.rotations, plus.rotations)
     assert values.gains == (VALUE_GAIN,) * 2
     facts = keys.metadata.calibration
     assert (facts["tokens"], facts["held_out_tokens"]) == (484, 80)
     assert sum(facts["heads_by_share"].values()) == 2 * KV_HEADS
-    other = fit_focus(make_dump(tmp_path / "one", requests=[[5], [90, 120, 130, 64, 80]]), OutputWeights(weights)).key
-    again = fit_focus(root, OutputWeights(weights)).key
+    other = fit_focus(make_dump(tmp_path / "one", requests=[[5], [90, 120, 130, 64, 80]]), OutputWeights(model)).key
+    again = fit_focus(root, OutputWeights(model)).key
     assert torch.equal(again.rotations, keys.rotations)
     assert other.rotations.shape == keys.rotations.shape
     assert torch.equal(load_rotation(out / K_NAME, num_layers=2, head_dim=D, side="k").rotations, keys.rotations)
 
 
 def test_the_center_is_taken_off_behind_the_transform(
-    make_dump: Callable[..., Path], weights: Path, tmp_path: Path
+    make_dump: Callable[..., Path], model: Path, tmp_path: Path
 ) -> None:
     """k T - center is (k - c) T, and the dual of the queries brings q . (k - c) back."""
     root = make_dump(tmp_path / "dump", requests=[[90, 120], [130, 70]])
-    keys = fit_focus(DumpReader(root), OutputWeights(weights)).key
+    keys = fit_focus(DumpReader(root), OutputWeights(model)).key
     assert keys.duals is not None
     assert keys.centers is not None
     c = torch.einsum("lhd,lhed->lhe", keys.centers, keys.duals)
@@ -200,9 +188,9 @@ def test_the_center_is_taken_off_behind_the_transform(
     )
 
 
-def test_inspect_shows_it(make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
+def test_inspect_shows_it(make_dump: Callable[..., Path], model: Path, tmp_path: Path) -> None:
     root = make_dump(tmp_path / "dump", requests=[[90, 120], [130, 70]])
-    fit_focus(root, OutputWeights(weights)).save(tmp_path / "out", (".safetensors",))
+    fit_focus(root, OutputWeights(model)).save(tmp_path / "out", (".safetensors",))
     shown = runner.invoke(app, ["inspect", str(tmp_path / "out" / K_NAME)]).output
     for words in ("focus", "rotations per layer", "one per kv head", "heads_by_share", "held_out_tokens"):
         assert words in shown
@@ -210,19 +198,19 @@ def test_inspect_shows_it(make_dump: Callable[..., Path], weights: Path, tmp_pat
     assert '"rotations_per_layer": 2' in as_json
 
 
-def test_what_does_not_suffice_is_refused(make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
+def test_what_does_not_suffice_is_refused(make_dump: Callable[..., Path], model: Path, tmp_path: Path) -> None:
     one = make_dump(tmp_path / "one", requests=[[5], [90]])
     with pytest.raises(DumpError, match="holds one request; the recipe focus needs two or more"):
-        fit_focus(one, OutputWeights(weights))
+        fit_focus(one, OutputWeights(model))
     odd = make_dump(tmp_path / "odd", head_dim=48, requests=[[5], [90, 20], [90]])
     with pytest.raises(DumpError, match="head_dim is 48; a Hadamard rotation needs a power of two"):
-        fit_focus(odd, OutputWeights(weights))
+        fit_focus(odd, OutputWeights(model))
 
 
-def test_the_scale_of_the_manifest_is_used(make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
+def test_the_scale_of_the_manifest_is_used(make_dump: Callable[..., Path], model: Path, tmp_path: Path) -> None:
     """Another factor on the logits is another attention, and other weights."""
     root = make_dump(tmp_path / "dump", requests=[[200], [300, 200]])
-    usual = fit_focus(root, OutputWeights(weights)).key.rotations
+    usual = fit_focus(root, OutputWeights(model)).key.rotations
     for scale, same in ((D**-0.5, True), (1.0, False)):
         DumpManifest(num_layers=2, q_heads=4, kv_heads=2, head_dim=D, sm_scale=scale).write(root)
-        assert torch.equal(fit_focus(root, OutputWeights(weights)).key.rotations, usual) == same
+        assert torch.equal(fit_focus(root, OutputWeights(model)).key.rotations, usual) == same

@@ -21,7 +21,7 @@ MakeDump = Callable[..., Path]
 
 
 def accumulate(target: CovarianceAccumulator, reader: DumpReader, layer: int, chunks: list[int]) -> torch.Tensor:
-    for chunk in reader.iterate(layer, chunks):
+    for chunk in (reader.load(layer, index) for index in chunks):
         target.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
     return target.shared()
 

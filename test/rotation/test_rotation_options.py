@@ -111,7 +111,7 @@ def test_one_rotation_per_kv_head(tmp_path: Path, make_dump: MakeDump) -> None:
     result = fit(root, FitOptions(share="kv_head", report=True), device="cpu")
     reader = DumpReader(root)
     target = QueryCovariance(2, 32)
-    for chunk in reader.iterate(1, [1, 2, 3]):
+    for chunk in (reader.load(1, index) for index in (1, 2, 3)):
         target.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
     for head in range(2):
         rotation = result.key.rotations[1, head].double()

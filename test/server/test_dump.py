@@ -89,7 +89,7 @@ def assert_dump(folder: Path, expected: dict[int, Activations]) -> None:
     assert reader.manifest.sm_scale == pytest.approx(64**-0.5)
     for layer in range(LAYERS):
         seen = []
-        for chunk in reader.iterate(layer, reader.fit_chunks()):
+        for chunk in (reader.load(layer, index) for index in reader.fit_chunks()):
             begin = 0
             for length in chunk.seq_lens:
                 for name, wanted in zip("qkv", expected[length][layer], strict=True):

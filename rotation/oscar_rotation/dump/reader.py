@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from oscar_rotation.dump.layout import (
 )
 from oscar_rotation.dump.manifest import MANIFEST_NAME, DumpManifest
 from oscar_rotation.errors import DumpError
+from oscar_rotation.math.finite import all_finite
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,6 @@ class DumpReader:
                 "dump more requests, or include the warm-up chunk"
             )
         return chosen
-
-    def iterate(self, layer: int, chunks: list[int]) -> Iterator[DumpChunk]:
-        """The chunks of one layer, one in memory at a time."""
-        for chunk in chunks:
-            yield self.load(layer, chunk)
 
     def load(self, layer: int, chunk: int, *, check_values: bool = True) -> DumpChunk:
         """Load and check one chunk of one layer.
@@ -249,7 +244,7 @@ class DumpReader:
                 raise DumpError(f"{path}: shape {list(part.shape)}, expected [tokens, heads, head_dim]")
             if not part.is_floating_point():
                 raise DumpError(f"{path}: dtype {part.dtype}, expected a floating-point one")
-            if check_values and not bool(part.isfinite().all()):
+            if check_values and not all_finite(part):
                 raise DumpError(f"{path}: holds NaN or infinite values; dump again")
             if parts and (part.shape[0], part.shape[2]) != (parts[0].shape[0], parts[0].shape[2]):
                 raise DumpError(f"{path}: shape {list(part.shape)} does not fit shard 0: {list(parts[0].shape)}")

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from oscar_rotation.dump.reader import DumpChunk, DumpReader
+from oscar_rotation.math.finite import all_finite
 
 AHEAD = 3
 """Chunks that are read while the GPU works on one: a chunk is read more slowly than it is worked on."""
@@ -51,7 +52,7 @@ def stream_chunks(
                 while len(waiting) < ahead and (following := next(left, None)) is not None:
                     waiting.append(pool.submit(read, *following))
                 moved = waiting.popleft().result().to(device)
-                if not bool(torch.stack([x.isfinite().all() for x in (moved.q, moved.k, moved.v)]).all()):
+                if not all_finite(moved.q, moved.k, moved.v):
                     reader.load(*place)  # raises, naming the file
                 yield moved
         finally:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from oscar_rotation.dump import DumpChunk, DumpError, DumpReader
+from oscar_rotation.dump.stream import stream_chunks
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.held_out import QUERIES, Request, moved, plan_held_out, requests
@@ -184,7 +186,8 @@ def fit_focus(
 ) -> FitResult:
     """Fit the recipe ``focus`` to a dump of activations.
 
-    In memory are one chunk of one layer, the held-out requests of that layer, and blocks of scores.
+    In memory are one chunk of one layer, the held-out requests of that layer, blocks of scores, and where a GPU fits,
+    the chunks that are read ahead.
 
     Args:
         dump: reader of a dump, or its folder.
@@ -202,6 +205,7 @@ def fit_focus(
     chunks = source.fit_chunks()
     seq_lens = {chunk: source.seq_lens(0, chunk) for chunk in chunks}
     held = plan_held_out(source, chunks, f"the recipe {RECIPE.name}")
+    stream = stream_chunks(source, [(layer, chunk) for layer in range(source.num_layers) for chunk in chunks], place)
     layers: list[FocusLayer] = []
     geometry = (0, 0, 0)
     positions: Positions | None = None
@@ -209,7 +213,7 @@ def fit_focus(
         moments: FocusMoments | None = None
         held_out: list[Request] = []
         sinks = source.sink_logits(layer)
-        for index, chunk in enumerate(source.iterate(layer, chunks)):
+        for index, chunk in enumerate(islice(stream, len(chunks))):
             geometry = (chunk.q.shape[1], *chunk.k.shape[1:])
             kv_heads, head_dim = geometry[1:]
             if not is_power_of_two(head_dim):
@@ -219,9 +223,8 @@ def fit_focus(
                 moments = FocusMoments(kv_heads, head_dim, stated or head_dim**-0.5, place, sinks)
             if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
-            placed = chunk.to(place)
-            moments.update_values(placed)
-            fitted, later = placed.split(held.get(chunks[index], len(chunk.seq_lens)))
+            moments.update_values(chunk)
+            fitted, later = chunk.split(held.get(chunks[index], len(chunk.seq_lens)))
             if fitted.seq_lens:
                 moments.update_keys(fitted)
             held_out += requests(later, sinks)

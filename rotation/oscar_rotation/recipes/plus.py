@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from oscar_rotation.dump import DumpError, DumpReader
+from oscar_rotation.dump.stream import stream_chunks
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.bits import Row, apply_goal
 from oscar_rotation.fit.device import choose_device
@@ -136,12 +138,13 @@ def fit_plus(
     place = choose_device(device)
     source = dump if isinstance(dump, DumpReader) else DumpReader(dump)
     chunks = source.fit_chunks()
+    stream = stream_chunks(source, [(layer, chunk) for layer in range(source.num_layers) for chunk in chunks], place)
     layers: list[PlusLayer] = []
     positions: Positions | None = None
     tokens = requests = q_heads = kv_heads = head_dim = 0
     for layer in range(source.num_layers):
         moments: Moments | None = None
-        for index, whole in enumerate(source.iterate(layer, chunks)):
+        for index, whole in enumerate(islice(stream, len(chunks))):
             chunk, _ = whole.split((held or {}).get(chunks[index], len(whole.seq_lens)))
             q_heads, kv_heads, head_dim = chunk.q.shape[1], chunk.k.shape[1], chunk.k.shape[2]
             if not is_power_of_two(head_dim):
@@ -151,7 +154,7 @@ def fit_plus(
             if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
             if chunk.seq_lens:
-                moments.update(chunk.q.to(place), chunk.k.to(place), chunk.v.to(place), chunk.seq_lens)
+                moments.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
             if layer == 0:
                 tokens, requests = tokens + sum(chunk.seq_lens), requests + len(chunk.seq_lens)
             if progress is not None:
