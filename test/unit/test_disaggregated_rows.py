@@ -62,6 +62,22 @@ def test_every_waiting_request_gets_its_sink(requests: list[tuple[int, int]]) ->
     assert len({refill.block for refill in queued}) == len(queued)
 
 
+def test_the_block_of_an_aborted_request_is_filled_for_its_next_owner_alone() -> None:
+    """Two refills of one block in one pass would write the same slots in any order."""
+    cache = cache_with()
+    cache.refills.add(cache.sinks.acquire_private(), (1, 2, 3))
+    block = waiting.acquire_block(cache, request(SINK - 4), SINK - 4)
+    cache.sinks.release(block)  # aborted while it waits
+    for prompt, first in ((SINK - 2, 8), (SINK - 3, 9)):
+        assert waiting.acquire_block(cache, request(prompt, first=first), prompt) == block
+        cache.sinks.release(block)
+    other, refill = cache.refills.take()
+    assert other.token_ids == (1, 2, 3)
+    assert refill == Refill(block, (9, *range(1, SINK - 3)))
+    assert cache.refills.take() == []
+    assert cache.refills.total == 2
+
+
 def test_a_token_that_is_not_computed_yet_is_in_no_sink() -> None:
     """A request that goes on after a retraction has one token more than its cache."""
     cache = cache_with()

@@ -33,21 +33,23 @@ class SinkRefills:
     """Refills that the next forward pass has to do first, and how many there have been (``total``).
 
     A queued block may be shared by then, and its request may be gone: the refill is done all the same, because others
-    rely on the block.
+    rely on the block. If nobody did, the block may have been given to another request meanwhile, with a refill of its
+    own: that one alone is done, as both would write the same slots in one pass, in any order.
     """
 
     def __init__(self, counter: Counter | None = None) -> None:
         self.total = 0
         self._counter = counter
-        self._pending: list[Refill] = []
+        self._pending: dict[int, Refill] = {}
 
     def add(self, block: int, token_ids: tuple[int, ...], images: SinkImages | None = None) -> None:
-        """Queue a refill."""
-        self._pending.append(Refill(block, token_ids, images))
+        """Queue a refill, in place of an earlier one of the same block."""
+        self._pending[block] = Refill(block, token_ids, images)
 
     def take(self) -> list[Refill]:
         """All queued refills, which are counted and queued no longer."""
-        taken, self._pending = self._pending, []
+        taken = list(self._pending.values())
+        self._pending.clear()
         self.total += len(taken)
         if taken and self._counter is not None:
             self._counter.inc(len(taken))
