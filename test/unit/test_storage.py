@@ -125,7 +125,7 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
     rows = formats()
     side = rows[0].key
     config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=Qwen3Config(num_hidden_layers=2))
-    args = SimpleNamespace(model_path="a", revision=None, quantization=None)
+    args = SimpleNamespace(model_path="a", revision=None, quantization=None, download_dir=None)
     base: dict[str, Any] = {
         "rows": rows,
         "args": args,
@@ -154,9 +154,9 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
         {"rows": with_side(scale_dtype=torch.float16)},
         {"rows": with_side(transform=replace(side.transform, gain=0.98))},  # another recipe
         {"rows": with_side(transform=replace(side.transform, clip=0.9))},
-        {"args": SimpleNamespace(model_path="b", revision=None, quantization=None)},
-        {"args": SimpleNamespace(model_path="a", revision="main", quantization=None)},
-        {"args": SimpleNamespace(model_path="a", revision=None, quantization="fp8")},
+        {"args": SimpleNamespace(model_path="b", revision=None, quantization=None, download_dir=None)},
+        {"args": SimpleNamespace(model_path="a", revision="main", quantization=None, download_dir=None)},
+        {"args": SimpleNamespace(model_path="a", revision=None, quantization="fp8", download_dir=None)},
         {"config": SimpleNamespace(dtype=torch.float16, hf_text_config=config.hf_text_config)},
         {"config": SimpleNamespace(dtype=torch.bfloat16, hf_text_config=longer)},
         {"heads": slice(0, 1)},

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from sglang_oscar.tiers import hooks
 from sglang_oscar.tiers.file_process import FileProcess
-from sglang_oscar.tiers.page_files import MISSING, OK, Outcome
+from sglang_oscar.tiers.page_files import FAILED, MISSING, OK, Outcome
 from sglang_oscar.tiers.storage import CheckedStorage
 from support.stored_pages import KEYS, LAYOUT, SALT, HostMemoryBackend, Pool, backend, checked, damage, files, pages
 
@@ -105,6 +105,25 @@ def test_damaged_files_are_missed(how: str, tmp_path: Path, caplog: pytest.LogCa
     store.close()
 
 
+def test_a_damaged_file_that_cannot_be_removed_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another user or on a disk that is read only: it is a miss like others, and is said to stay."""
+    store, _ = storage(backend(tmp_path / "store"))
+    store.batch_set_v1(KEYS, SLOTS)
+    damage(files(store)[KEYS[1]], "flipped")
+
+    def remove(path: str) -> None:
+        raise PermissionError(f"not yours: {path}")
+
+    monkeypatch.setattr(os, "remove", remove)
+    assert store.batch_get_v1(KEYS, torch.arange(16 * 4, 16 * 7)) == [True, False, True]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "is damaged" in said
+    assert "cannot be removed (not yours: " in said
+    store.close()
+
+
 def test_a_page_under_another_key_is_missed(tmp_path: Path) -> None:
     store, _ = storage(backend(tmp_path / "store"))
     store.batch_set_v1(KEYS, SLOTS)
@@ -172,11 +191,23 @@ def test_a_page_that_cannot_be_written_takes_no_other_along(
         CheckedStorage, "_path", lambda self, key: str(tmp_path / "none" / "x") if key == bad else paths(self, key)
     )
     assert store.batch_set_v1(KEYS, SLOTS) == [True, False, True]
-    assert any("is not stored" in record.getMessage() for record in caplog.records)
+    assert any("1 of 3 pages are not stored; the first, " in record.getMessage() for record in caplog.records)
     assert [key for key in KEYS if files(store)[key].is_file()] == [KEYS[0], KEYS[2]]
     assert not list(Path(store.file_path).glob(".*"))
     assert store._evictor._total_bytes == 2 * LAYOUT.page_bytes
     assert not store._evictor._pending_writes
+    store.close()
+
+
+def test_a_full_disk_is_said_once_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, _ = storage(backend(tmp_path / "store"))
+    monkeypatch.setattr(store._writer, "write", lambda numbers, *_: [Outcome(FAILED, "disk full")] * len(numbers))
+    assert store.batch_set_v1(KEYS, SLOTS) == [False] * 3
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "3 of 3 pages are not stored" in said
+    assert said.endswith("disk full")
     store.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from sglang.srt.model_loader import loader
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.tiers import hooks
 from sglang_oscar.weights import absorption, updates
 
 
@@ -68,10 +70,35 @@ def test_a_reload_asks_the_runner_that_is_updated(monkeypatch: pytest.MonkeyPatc
     assert updates.around_update_from_disk(original, updater, "path", "auto") == (False, "not auto")
 
 
+@pytest.mark.parametrize("how", ["updated", "breaks off", "no files"])
+def test_no_storage_behind_an_update(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys would say the old weights. Not behind one that breaks off either, but behind one that read nothing."""
+    args = SimpleNamespace(kv_cache_dtype="int2")
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
+    monkeypatch.setattr(absorption, "absorb", lambda model, settings: None)
+    monkeypatch.setattr(absorption, "of_this_process", lambda: None)
+    monkeypatch.setattr(hooks, "_updated", threading.Event())
+    monkeypatch.setattr(hooks, "active", SimpleNamespace)
+
+    def update(*given: Any) -> tuple[bool, str]:
+        if how == "no files":
+            return False, "no such folder"
+        model: Any = SimpleNamespace(load_weights=lambda weights: None)
+        absorption.around_load_weights_and_postprocess(lambda one, *rest: one.load_weights(None), model, None, None)
+        return how == "updated", "read"
+
+    runner = SimpleNamespace(is_draft_worker=False, token_to_kv_pool=SimpleNamespace())
+    updates.around_update_from_disk(update, SimpleNamespace(get_model_runner=lambda: runner), "path", "auto")
+    expected = (AssertionError, "host tier") if how == "no files" else (Int2Error, "start a server on the new weights")
+    with pytest.raises(expected[0], match=expected[1]):
+        hooks.around_create_backend(original, None, "file", SimpleNamespace(), SimpleNamespace())
+
+
 def test_a_draft_model_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache is not rotated, whatever the architecture is called."""
     absorbed: list[Any] = []
-    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(kv_cache_dtype="int2"))
+    args = SimpleNamespace(kv_cache_dtype="int2", model_path="of/nobody", revision=None, download_dir=None)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
     monkeypatch.setattr(absorption, "absorb", lambda model, settings: absorbed.append(model))
     monkeypatch.setattr(absorption, "of_this_process", lambda: None)
 

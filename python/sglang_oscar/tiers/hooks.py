@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -9,16 +10,28 @@ from weakref import WeakSet
 import torch
 
 from sglang_oscar.attach import releases
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import active
 from sglang_oscar.tiers.arguments import check_storage
 
 _storage: WeakSet[Any] = WeakSet()
 """Storage of this process, as long as SGLang keeps it."""
+_updated = threading.Event()
+"""Set once the weights are no longer those that the keys of storage name."""
+UPDATED = (
+    "int2 mode cannot attach storage to a server whose weights were updated: its keys name the weights it was started "
+    "with; start a server on the new weights"
+)
 
 
 def has_storage() -> bool:
     """Whether pages of this process outlive it."""
     return len(_storage) > 0
+
+
+def refuse_storage() -> None:
+    """Attach no storage to this process any more: its weights were updated."""
+    _updated.set()
 
 
 def around_get_mha_host_pool_cls(original: Callable[[Any], Any], source: Any, /) -> Any:
@@ -47,10 +60,12 @@ def around_create_backend(
     """Put salts and checks before a storage backend, also one that is attached while the server runs.
 
     Raises:
-        Int2Error: the backend, or how it is configured, is not served.
+        Int2Error: the backend, or how it is configured, is not served, or weights were updated.
     """
     if active() is None:
         return original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
+    if _updated.is_set():
+        raise Int2Error(UPDATED)
     from sglang_oscar.tiers.host_pool import Int2HostPool
     from sglang_oscar.tiers.salt import salt_of_this_process
     from sglang_oscar.tiers.storage import CheckedStorage

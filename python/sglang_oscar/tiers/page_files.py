@@ -8,14 +8,17 @@ Imports no PyTorch, so that it is there at once and takes little memory.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import mmap
 import os
 import signal
 import sys
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
 
@@ -25,6 +28,10 @@ OK, MISSING, DAMAGED, FAILED = "ok", "missing", "damaged", "failed"
 """What became of a job; FAILED says nothing of a file."""
 Do = Literal["look", "read", "write"]
 """What there is to do."""
+UNFINISHED = ".int2-"
+"""How names of files begin that are being written."""
+ABANDONED_SECONDS = 600
+"""Age of an unfinished file that nobody writes any more, where a file system has no locks. A page takes far less."""
 
 
 class Job(NamedTuple):
@@ -52,17 +59,48 @@ def write(page: memoryview, item_bytes: int, job: Job) -> Outcome:
     """Write a page, unless there is one: its key says what it holds. Others see the whole file or none."""
     if os.path.exists(job.path):
         return Outcome(OK)
-    unfinished = os.path.join(os.path.dirname(job.path), f".{uuid.uuid4().hex}.tmp")
+    sign(job.key, page, item_bytes)
     try:
-        sign(job.key, page, item_bytes)
-        with open(unfinished, "wb") as file:
-            file.write(page)
-        os.replace(unfinished, job.path)
+        with unfinished_file(os.path.dirname(job.path)) as file:
+            try:
+                file.write(page)
+                file.flush()
+                os.replace(file.name, job.path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.remove(file.name)
+                raise
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
         return Outcome(FAILED, str(error))
     return Outcome(OK)
+
+
+def unfinished_file(folder: str) -> IO[bytes]:
+    """A new file to write a page to, locked as long as it is open: a lock ends with its process, however that ends."""
+    while True:
+        file = open(os.path.join(folder, f"{UNFINISHED}{uuid.uuid4().hex}.tmp"), "xb")  # noqa: SIM115
+        with contextlib.suppress(OSError):  # a file system without locks, of which remove_abandoned asks the age
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink > 0:
+            return file
+        file.close()  # removed by a process that looked between the opening and the lock
+
+
+def remove_abandoned(folder: str) -> None:
+    """Remove what processes that were killed have left unfinished, and nothing that another server is writing.
+
+    Locks tell the two apart also where servers run in containers, whose process ids mean nothing to each other.
+    """
+    for path in glob.glob(os.path.join(glob.escape(folder), f"{UNFINISHED}*.tmp")):
+        with contextlib.suppress(OSError), open(path, "r+b") as file:  # gone by now, or another user's
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # no locks here
+                if time.time() - os.fstat(file.fileno()).st_mtime < ABANDONED_SECONDS:
+                    continue
+            os.remove(path)
 
 
 def read(page: memoryview, item_bytes: int, job: Job) -> Outcome:
@@ -98,9 +136,13 @@ def main(descriptor: int, page_bytes: int, item_bytes: int) -> None:
         begin = job.place * page_bytes
         return DOES[job.do](shared[begin : begin + page_bytes], item_bytes, job)
 
+    tidied: set[str] = set()
     with ThreadPoolExecutor(THREADS) as threads:
         for line in sys.stdin.buffer:
             jobs = [Job(*job) for job in json.loads(line)]
+            for folder in {os.path.dirname(job.path) for job in jobs if job.do == "write"} - tidied:
+                remove_abandoned(folder)
+                tidied.add(folder)
             # To look is sooner done than handed to a thread.
             at_once = map if all(job.do == "look" for job in jobs) else threads.map
             outcomes = list(at_once(do, jobs))

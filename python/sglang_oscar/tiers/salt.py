@@ -15,6 +15,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.tiers.pages import PAGE_VERSION, PageLayout
+from sglang_oscar.weights.origin import loaded_origin
 from sglang_oscar.weights.rotations import model_formats
 
 
@@ -41,14 +42,14 @@ def storage_salt(rows: str, model: dict[str, Any], heads: slice, ranks: int, pag
 
 
 def model_facts(args: Any, model: Any) -> dict[str, Any]:
-    """What decides which keys and values a text has: path, revision, dtype, quantization and configuration.
+    """What decides which keys and values a text has: weights, revision, dtype, quantization and configuration.
 
     Args:
         args: server arguments as SGLang resolved them.
         model: SGLang's ModelConfig.
     """
     return {
-        "path": args.model_path,
+        "weights": loaded_origin(args),
         "revision": args.revision,
         "dtype": str(model.dtype),
         "quantization": args.quantization,

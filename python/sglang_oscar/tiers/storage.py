@@ -17,10 +17,15 @@ import torch
 
 from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
 from sglang_oscar.tiers.file_process import FileProcess
+from sglang_oscar.tiers.file_room import reserved_groups
 from sglang_oscar.tiers.host_pool import Int2HostPool
 from sglang_oscar.tiers.page_files import DAMAGED, FAILED, MISSING, OK
 
 logger = logging.getLogger(__name__)
+
+
+def _positions(of: list[bool], value: bool) -> list[int]:
+    return [at for at, is_so in enumerate(of) if is_so == value]
 
 
 class CheckedStorage:
@@ -162,23 +167,42 @@ class CheckedStorage:
         return [result == OK for result, _ in outcomes]
 
     def _write_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
-        """Write files of pages, as far as the backend has room for them."""
-        names = [self._backend._get_suffixed_key(key) for key in keys]
-        size, evictor = self._pool.page_layout.page_bytes, self._backend._evictor
-        admitted = [at for at, key in enumerate(keys) if evictor.reserve(names[at], size, key=key)]
-        outcomes = self._writer.write(
-            [numbers[at] for at in admitted], [self._path(keys[at]) for at in admitted], [keys[at] for at in admitted]
-        )
-        stored = [False] * len(keys)
-        for at, (result, why) in zip(admitted, outcomes, strict=True):
-            stored[at] = result == OK
-            if stored[at]:
-                evictor.commit(names[at])
-            else:
-                logger.error("int2 storage: page %s is not stored: %s", keys[at][:12], why)
-                evictor.abort(names[at])
-            if (index := self._backend.metadata_cache) is not None:
-                (index.add if stored[at] else index.remove)(names[at])
+        """Write files of pages, as far as the backend has room for them; those that are there need none."""
+        names, paths = [self._backend._get_suffixed_key(key) for key in keys], [self._path(key) for key in keys]
+        evictor, stored = self._backend._evictor, [False] * len(keys)
+        if evictor.enabled:
+            stored = [result == OK for result, _ in self._writer.look(paths)]
+            for at in _positions(stored, True):
+                evictor.touch(names[at], paths[at])
+        new, failed = _positions(stored, False), []
+        size = self._pool.page_layout.page_bytes
+        for group in reserved_groups(evictor, [names[at] for at in new], [keys[at] for at in new], size):
+            places = [new[at] for at in group]
+            try:
+                outcomes = self._writer.write(
+                    [numbers[at] for at in places], [paths[at] for at in places], [keys[at] for at in places]
+                )
+            except BaseException:
+                for at in places:
+                    evictor.abort(names[at])
+                raise
+            for at, (result, why) in zip(places, outcomes, strict=True):
+                stored[at] = result == OK
+                (evictor.commit if stored[at] else evictor.abort)(names[at])
+                if not stored[at]:
+                    failed.append((keys[at], why))
+        if (index := self._backend.metadata_cache) is not None:
+            for name, is_there in zip(names, stored, strict=True):
+                (index.add if is_there else index.remove)(name)
+        if failed:
+            first, why = failed[0]
+            logger.error(
+                "int2 storage: %d of %d pages are not stored; the first, %s: %s",
+                len(failed),
+                len(keys),
+                first[:12],
+                why,
+            )
         return stored
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
@@ -231,16 +255,23 @@ class CheckedStorage:
 
     def _damaged(self, key: str, reason: str) -> None:
         """Say so, and let the page be written anew."""
-        logger.warning("int2 storage: page %s is damaged (%s) and is computed again", key[:12], reason)
-        self._forget(key)
+        try:
+            self._forget(key)
+        except OSError as error:  # rights, or a folder that is read only: other pages are none the worse for it
+            logger.warning(
+                "int2 storage: page %s is damaged (%s) and is computed again each time, as it cannot be removed (%s); "
+                "remove it, or give the server the right to", key[:12], reason, error,
+            )  # fmt: skip
+        else:
+            logger.warning("int2 storage: page %s is damaged (%s) and is computed again", key[:12], reason)
 
     def _forget(self, key: str) -> None:
         """Remove a page, of a backend that can and would not overwrite it."""
         if self.is_files:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self._path(key))
             if self._backend.metadata_cache is not None:
                 self._backend.metadata_cache.remove(self._backend._get_suffixed_key(key))
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(key))
         elif type(self._backend).__name__ == "HiCacheHF3FS":  # its module is not imported where it is not used
             for half in "kv":
                 self._backend.delete(f"{key}-{half}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,10 +26,12 @@ from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import Settings, of_this_process
+from sglang_oscar.weights.origin import loaded_origin, note_before_loading
 from sglang_oscar.weights.rotations import IDENTITY, model_formats
 
 logger = logging.getLogger(__name__)
 MARK = "_oscar_absorbed_v_rotation"
+_loads = 0
 
 ARCHITECTURES = frozenset(
     {
@@ -61,21 +63,38 @@ def as_they_are() -> Iterator[None]:
         _as_they_are.reset(token)
 
 
+def loads() -> int:
+    """How often weights of the model have begun to be read into it, by this process."""
+    return _loads
+
+
 def around_load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell the weights of a draft model from those of the model."""
-    with as_they_are() if self.is_draft_worker else nullcontext():
+    """Tell the weights of a draft model from those of the model, and note which these are."""
+    from sglang.srt.runtime_context import get_server_args
+
+    if self.is_draft_worker:
+        with as_they_are():
+            return original(self, *args, **kwargs)
+    server_args = releases.resolved(get_server_args())
+    if server_args.kv_cache_dtype != names.DTYPE:
         return original(self, *args, **kwargs)
+    note_before_loading(server_args)
+    result = original(self, *args, **kwargs)
+    loaded_origin(server_args)
+    return result
 
 
 def around_load_weights_and_postprocess(
     original: Callable[..., None], model: nn.Module, weights: Any, target_device: Any
 ) -> None:
     """Absorb right after ``model.load_weights`` and before any post-processing."""
+    global _loads
     from sglang.srt.runtime_context import get_server_args
 
     server_args = get_server_args()
     if server_args.kv_cache_dtype != names.DTYPE or _as_they_are.get():
         return original(model, weights, target_device)
+    _loads += 1
     load_weights: Any = model.load_weights
 
     def load_and_absorb(*args: Any, **kwargs: Any) -> Any:

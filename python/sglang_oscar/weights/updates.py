@@ -11,7 +11,7 @@ from typing import Any
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.settings import active
-from sglang_oscar.tiers.hooks import has_storage
+from sglang_oscar.tiers.hooks import has_storage, refuse_storage
 from sglang_oscar.weights import absorption
 from sglang_oscar.weights.rotations import IDENTITY
 
@@ -69,7 +69,13 @@ def around_update_from_disk(
     cache = cache_of(runner.token_to_kv_pool)
     if cache is not None and (reason := reload_obstacle(cache, runner, load_format)) is not None:
         return False, reason
-    return original(self, model_path, load_format, *args, **kwargs)
+    before = absorption.loads()
+    try:
+        return original(self, model_path, load_format, *args, **kwargs)
+    finally:
+        # Not by success alone: SGLang undoes an update that breaks off by reading the new path once more.
+        if absorption.loads() > before:
+            refuse_storage()
 
 
 def reload_obstacle(cache: Int2Cache, model_runner: Any, load_format: str) -> str | None:
