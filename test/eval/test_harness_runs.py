@@ -13,7 +13,7 @@ from pyarrow import parquet
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.calibration.errors import DataError, HarnessError
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
-from sglang_oscar.evaluation.harness import RunRequest, check_harness, run, task_config
+from sglang_oscar.evaluation.harness import RunRequest, check_harness, read_result, run, stage, task_config
 from sglang_oscar.evaluation.methods import make_method
 from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
 from support.benchmark_data import ROWS, aime_rows, write_rows
@@ -104,7 +104,8 @@ def test_other_settings_do_not_continue_a_run(tmp_path: Path, stub: Stub) -> Non
     run(request(tmp_path))
     for changes, name in (
         ({"limit": 2}, "limit"),
-        ({"settings": model_settings("qwen3-8B").overridden(max_tokens=8)}, "generation_config"),
+        ({"settings": model_settings("qwen3-8B").overridden(max_tokens=8)}, "generation_config.max_tokens"),
+        ({"server": {"env": {"SGLANG_OSCAR_V_CLIP_RATIO": "0.96"}}}, "server.env.SGLANG_OSCAR_V_CLIP_RATIO"),
     ):
         with pytest.raises(HarnessError, match=f"was begun with {name} ="):
             run(request(tmp_path, **changes))
@@ -129,13 +130,25 @@ def test_local_copies_must_have_the_columns_of_the_real_data(tmp_path: Path, nam
     good = write_rows(tmp_path / "good.jsonl", ROWS[name]())
     config = task_config(request(tmp_path, benchmark=BENCHMARKS[name], local=good))
     staged = Path(config["dataset_args"][BENCHMARKS[name].task]["local_path"])
+    assert not staged.exists()
+    assert stage(request(tmp_path, benchmark=BENCHMARKS[name], local=good)) == staged
     rows = parquet.read_table(staged / f"{BENCHMARKS[name].split}.parquet").to_pylist()
     columns = BENCHMARKS[name].columns
     assert rows == [{column: row[column] for column in columns} for row in ROWS[name]()]
     column = BENCHMARKS[name].columns[0]
     bad = write_rows(tmp_path / "bad.jsonl", [{k: v for k, v in row.items() if k != column} for row in ROWS[name]()])
     with pytest.raises(DataError, match=f"row 1 lacks '{column}'"):
-        task_config(request(tmp_path, benchmark=BENCHMARKS[name], local=bad))
+        stage(request(tmp_path, benchmark=BENCHMARKS[name], local=bad))
+
+
+def test_reviews_may_hold_any_character(tmp_path: Path) -> None:
+    """A line of JSON ends at a line feed only, whatever a model answered."""
+    reviews = tmp_path / "seed0/reviews/model"
+    reviews.mkdir(parents=True)
+    score = {"value": {"acc": 1.0}, "main_score_name": "acc", "prediction": "The answer\u2028is\u2029B\x85."}
+    rows = [{"index": index, "sample_score": {"score": score}} for index in range(2)]
+    (reviews / "set_default.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    assert read_result(request(tmp_path))["scores"] == {"set_default/0": 1.0, "set_default/1": 1.0}
 
 
 def test_a_gated_data_set_is_explained(tmp_path: Path, stub: Stub) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import model_settings
+from sglang_oscar.calibration.dump_driver import DumpRequest
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.cli import app
 from sglang_oscar.evaluation.prove import calibration as calibrating
@@ -219,6 +220,30 @@ def test_the_model_says_bits_on_the_calibration_text(tmp_path: Path, monkeypatch
     measured = texts.documents(MEASUREMENT)[text.stem]
     assert measured
     assert not any(document[:20] in prompt for document in measured for prompt in prompts)
+
+
+def test_rotations_for_other_groups_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean of bits counts scales and zero points, so its plan depends on the group size."""
+    groups: list[int | None] = []
+
+    def fitted(folder: CalibrationFolder, recipe: str, options: FitOptions, out: Path) -> Path:
+        groups.append(options.group_size)
+        out.mkdir(parents=True)
+        for side in "kv":
+            (out / f"{side}_rotation_x.safetensors").touch()
+        return out
+
+    def dumped(request: DumpRequest) -> CalibrationFolder:
+        return CalibrationFolder.of(request.root, "m", "prompts", request.tokens, 8, request.settings.group_size)
+
+    monkeypatch.setattr(calibrating, "run_dump", dumped)
+    monkeypatch.setattr(calibrating, "run_fit", fitted)
+    texts = Texts(AutoTokenizer.from_pretrained(MODEL))
+    for group in (64, 128, 64, 128):
+        settings = model_settings("m").overridden(group_size=group)
+        folder = Calibration(settings, {}, texts, 8192, tmp_path, ()).rotations(Fit("plus", "3.0"))
+        assert folder.parent.name.endswith(f"_group{group}")
+    assert groups == [64, 128]
 
 
 def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ class OwnTokenizer(PreTrainedTokenizer):
 """
     (folder / "own.py").write_text(code)
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.OwnTokenizer", None]}}
-    (folder / "config.json").write_text(json.dumps(config))
+    shape = {"head_dim": 128, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | shape))
     tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": config["auto_map"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder

@@ -86,7 +86,9 @@ def calibrate_command(
     name: NAME,
     calibration: CalibrationOptions,
     tokens: TOKENS = None,
-    dump_dir: Annotated[Path | None, typer.Option(envvar="DUMP_DIR", help="This dump, not the newest one.")] = None,
+    dump_dir: Annotated[
+        Path | None, typer.Option(envvar="DUMP_DIR", help="Folder of this dump, not the newest one.")
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(envvar="RECIPE", help=f"{', '.join(FITTED)}; the table's, else plus.")
     ] = None,
@@ -109,7 +111,7 @@ def calibrate_command(
     if text is not None:
         needs_mean(goal, "--text")
     with driver_errors():
-        folder = CalibrationFolder(dump_dir.parent) if dump_dir else calibration.latest(settings, tokens)
+        folder = CalibrationFolder.of_dump(dump_dir) if dump_dir else calibration.latest(settings, tokens)
         options = FitOptions.of_method(
             method, composition=composition, fit_clip=clip == "fit", report=report,
             group_size=settings.group_size, bits=goal, text=None if text is None else read_documents(text),

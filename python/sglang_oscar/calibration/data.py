@@ -105,7 +105,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if path.suffix == ".jsonl":
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        # Not splitlines(): text may hold other characters that end a line, which JSON leaves as they are.
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
                 continue
             try:

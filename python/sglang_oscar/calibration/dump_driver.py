@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +17,17 @@ from rich.progress import track
 
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, dataset_label
-from sglang_oscar.calibration.errors import DataError
+from sglang_oscar.calibration.dump_origin import ACTIVATIONS, COVARIANCES, check_origin, dump_origin, write_origin
+from sglang_oscar.calibration.errors import DataError, server_message
 from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
-from sglang_oscar.calibration.model_files import load_tokenizer
+from sglang_oscar.calibration.model_files import context_length, load_config, load_tokenizer
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
-from sglang_oscar.local_server import LocalServer, serve
+from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 LONGEST_PROMPT = 8192
 """Tokens; a prompt must fit into one prefill chunk to be recorded whole."""
+ROOM = 16
+"""Tokens of the context that a prompt leaves free: for the one that is generated, and a few that SGLang keeps back."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,23 @@ def encode(tokenizer: Any, prompt: Chat | str) -> list[int]:
     return list(tokenizer.encode("\n\n".join(message["content"] for message in prompt)))
 
 
-def choose_prompts(tokenizer: Any, prompts: Iterable[Chat | str], tokens: int) -> list[list[int]]:
-    """Prompts in order until they hold ``tokens`` tokens; the last one is cut to fit.
+def longest_prompt(request: DumpRequest) -> int:
+    """Tokens of a prompt at most: one prefill chunk, less where the model or the user's flags allow no such context.
+
+    Raises:
+        DataError: the configuration cannot be had, or the context has no room for a prompt.
+    """
+    settings = request.settings
+    context = context_length(load_config(settings), [*settings.server_flags, *request.server_args])
+    if context is not None and context <= ROOM:
+        raise DataError(f"{settings.model}: a context of {context} tokens has no room for a prompt")
+    return LONGEST_PROMPT if context is None else min(LONGEST_PROMPT, context - ROOM)
+
+
+def choose_prompts(
+    tokenizer: Any, prompts: Iterable[Chat | str], tokens: int, longest: int = LONGEST_PROMPT
+) -> list[list[int]]:
+    """Prompts in order until they hold ``tokens`` tokens, each cut to ``longest``; the last one is cut to fit.
 
     Raises:
         DataError: the data set holds no prompt.
@@ -70,7 +90,7 @@ def choose_prompts(tokenizer: Any, prompts: Iterable[Chat | str], tokens: int) -
     chosen: list[list[int]] = []
     total = 0
     for prompt in prompts:
-        ids = encode(tokenizer, prompt)[: min(LONGEST_PROMPT, tokens - total)]
+        ids = encode(tokenizer, prompt)[: min(longest, tokens - total)]
         if ids:
             chosen.append(ids)
             total += len(ids)
@@ -84,34 +104,43 @@ def choose_prompts(tokenizer: Any, prompts: Iterable[Chat | str], tokens: int) -
 def run_dump(request: DumpRequest) -> CalibrationFolder:
     """Dump, unless it was done before; a broken dump of an earlier run is removed first.
 
+    A dump in the same folder that is known to be of other prompts or weights, or of the other mode, is refused.
+
     Returns:
         the calibration folder, its dump complete.
 
     Raises:
-        DataError: the data set or the tokenizer cannot be had.
-        ServerFailedError: the server did not start or ended.
+        DataError: the data set or the tokenizer cannot be had, or the server recorded too little.
+        DumpError: the folder holds a dump of something else.
+        OSError: a file of the model cannot be read.
+        ServerFailedError: the server did not start, ended, or refused a prompt.
     """
     settings = request.settings
     tokenizer = load_tokenizer(settings)
     chats = calibration_chats(request.dataset, request.local.get(request.dataset))
-    prompts = choose_prompts(tokenizer, chats, request.tokens)
+    prompts = choose_prompts(tokenizer, chats, request.tokens, longest_prompt(request))
     if (found := sum(map(len, prompts))) < request.tokens:
         print(f"note: {request.dataset} holds {found} tokens, not the {request.tokens} asked for")
     label = dataset_label(request.dataset)
     folder = CalibrationFolder.of(request.root, settings.name, label, request.tokens, len(prompts), settings.group_size)
+    mode = COVARIANCES if request.covariances else ACTIVATIONS
+    origin = dump_origin(settings.model, prompts, mode)
     state = dump_state(folder.dump)
     if state == "complete":
+        if remark := check_origin(folder.dump, origin):
+            print(f"note: {remark}")
         print(f"{folder.dump} is complete and reused")
         return folder
     if state == "interrupted":
         print(f"{folder.dump} is what an interrupted dump left; starting over")
         shutil.rmtree(folder.dump)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    # Before the server starts: a dump that is complete always has it.
+    write_origin(folder.dump, origin)
     env = {
         "DUMP_KVCACHE": "1",
         "DUMP_KVCACHE_TOKENS": str(sum(map(len, prompts))),
         "DUMP_KVCACHE_DIR": str(folder.dump.resolve()),
-        "DUMP_KVCACHE_MODE": "covariances" if request.covariances else "activations",
+        "DUMP_KVCACHE_MODE": mode,
     }
     args = ["--tensor-parallel-size", str(settings.tp_dump), "--chunked-prefill-size", str(LONGEST_PROMPT)]
     args += [*settings.server_flags, *plain_backend(request.server_args), *request.server_args]
@@ -119,18 +148,33 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
     print(f"dumping {env['DUMP_KVCACHE_TOKENS']} tokens of {len(prompts)} prompts; server log: {log}")
     with serve(settings.model, log, args, server_environment(settings, env)) as server:
         # One at a time: prompts that share a prefill may be split over two chunks, and only the first is recorded.
-        for ids in track(prompts, "dumping"):
-            prefill(server, ids)
+        for number, ids in enumerate(track(prompts, "dumping"), 1):
+            prefill(server, ids, f"prompt {number} of {len(prompts)}")
     if dump_state(folder.dump) != "complete":
         raise DataError(f"{folder.dump}: the server recorded less than was asked for; see {log}")
     return folder
 
 
-def prefill(server: LocalServer, ids: list[int]) -> None:
-    """Let the server see a prompt."""
+def prefill(server: LocalServer, ids: list[int], what: str = "the prompt") -> None:
+    """Let the server see a prompt, named ``what`` in errors.
+
+    Raises:
+        ServerFailedError: it refused the prompt, or did not answer.
+    """
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     request = urllib.request.Request(
         f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=3600) as reply:
-        reply.read()
+    try:
+        with urllib.request.urlopen(request, timeout=3600) as reply:
+            reply.read()
+    except urllib.error.HTTPError as error:
+        said = server_message(error.read().decode(errors="replace"))
+        raise ServerFailedError(
+            f"the server refused {what}, {len(ids)} tokens, with status {error.code}: {said} (log: {server.log})"
+        ) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ServerFailedError(
+            f"the server did not answer to {what}, {len(ids)} tokens ({reason}); its log says why: {server.log}"
+        ) from None

@@ -13,9 +13,21 @@ from oscar_rotation.recipes import PUBLISHED
 
 @dataclass(frozen=True)
 class CalibrationFolder:
-    """One calibration: ``qkv_dumps`` and ``rotations`` lie in it, and evaluations of these rotations."""
+    """One calibration: ``qkv_dumps`` and ``rotations`` lie in it, and evaluations of these rotations.
+
+    Attributes:
+        path: of the folder.
+        given: a dump by another name, or from elsewhere, in place of ``qkv_dumps``.
+    """
 
     path: Path
+    given: Path | None = None
+
+    @classmethod
+    def of_dump(cls, dump: Path) -> CalibrationFolder:
+        """The folder that a dump lies in, whatever the dump's name; its rotations are put beside the dump."""
+        dump = dump.resolve()
+        return cls(dump.parent, dump)
 
     @classmethod
     def of(cls, root: Path, model: str, dataset: str, tokens: int, prompts: int, group: int) -> CalibrationFolder:
@@ -25,7 +37,7 @@ class CalibrationFolder:
     @property
     def dump(self) -> Path:
         """Activations or covariances."""
-        return self.path / "qkv_dumps"
+        return self.given or self.path / "qkv_dumps"
 
     def rotations(self, recipe: str = PUBLISHED) -> Path:
         """Rotation files of a recipe; those of the published one lie where the public release puts them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from oscar_rotation.model_table import ModelSettings
@@ -28,6 +29,24 @@ def load_config(settings: ModelSettings) -> Any:
     from transformers import AutoConfig
 
     return _load(AutoConfig, settings).get_text_config()
+
+
+def context_length(config: Any, flags: Sequence[str] = ()) -> int | None:
+    """Tokens that a server of a model takes: what its configuration says, or its flags where they say less.
+
+    Args:
+        config: of the model.
+        flags: of the server.
+
+    Returns:
+        None where neither says it.
+    """
+    limits = [int(getattr(config, "max_position_embeddings", None) or 0)]
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
+        name, _, value = flag.partition("=")
+        if name == "--context-length" and (value or following).isdigit():
+            limits.append(int(value or following))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _load(kind: Any, settings: ModelSettings) -> Any:

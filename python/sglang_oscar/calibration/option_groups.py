@@ -90,7 +90,9 @@ class ServerOptions:
         typer.BadParameter: further flags with a quote that does not end.
     """
 
-    model: Annotated[str | None, typer.Option(envvar="MODEL", help="Another hub id or path for this model.")] = None
+    model: Annotated[
+        str | None, typer.Option(envvar="MODEL", help="Another hub id, path or folder name for this model.")
+    ] = None
     tp: Annotated[int | None, typer.Option(envvar="TP_SIZE", help="Tensor parallelism.")] = None
     gpu: Annotated[str | None, typer.Option(envvar="GPU", help="CUDA_VISIBLE_DEVICES.")] = None
     server_args: Annotated[
@@ -118,9 +120,11 @@ class ServerOptions:
 
     def settings(self, name: str, group_size: int | None) -> ModelSettings:
         """The table's settings of a model with what the user changed."""
+        # The scripts export MODEL, which may be a folder name of the table, and no server knows those.
+        model = model_settings(self.model).model if self.model else None
         trusted = self.trust_remote_code or TRUST in shlex.split(self.server_args)
         return model_settings(name).overridden(
-            model=self.model, group_size=group_size, gpu=self.gpu, tp_dump=self.tp, tp_eval=self.tp,
+            model=model, group_size=group_size, gpu=self.gpu, tp_dump=self.tp, tp_eval=self.tp,
             trust_remote_code=trusted or None,
         )  # fmt: skip
 

@@ -158,8 +158,7 @@ def eval_command(
             rotations = rot_dir or folder.rotations(RECIPE_OF.get(method, PUBLISHED))
             made.append(make_method(method, settings, rotations, file_clips=file_clips))
         plan = run.plan(settings, folder, made, servers.flags, url)
-        evaluate(plan, typer.echo)
-        _tables(plan, "results", f"{settings.title}: accuracy")
+        _evaluate(plan, "results", f"{settings.title}: accuracy")
 
 
 @with_groups
@@ -189,13 +188,14 @@ def ablation_command(
         chosen = [variant for variant in variants if not wanted or variant.name in wanted]
         made = [variant_method(variant, settings, folder, dump) for variant in chosen]
         plan = run.plan(settings, folder, [make_method("bf16", settings), *made], servers.flags)
-        evaluate(plan, typer.echo)
-        _tables(plan, f"ablation_{ablation}", f"{settings.title}: {ablation}")
+        _evaluate(plan, f"ablation_{ablation}", f"{settings.title}: {ablation}")
 
 
-def _tables(plan: EvaluationPlan, stem: str, title: str) -> None:
+def _evaluate(plan: EvaluationPlan, stem: str, title: str) -> None:
     config = load_config(plan.settings)
+    # Before the first server starts: rotation files that the model does not take must not cost the runs of the others.
     rows = [(method.name, method.title, method.bits(config), plan.folder) for method in plan.methods]
+    evaluate(plan, typer.echo)
     as_json, as_markdown = write_tables(plan.folder, stem, collect(rows, plan.benchmarks), title)
     typer.echo(as_markdown.read_text(encoding="utf-8"))
     typer.echo(f"results: {as_json}\ntable: {as_markdown}")

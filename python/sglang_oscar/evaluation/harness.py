@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,9 @@ from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.data import explain_hub_failure, read_rows
 from sglang_oscar.calibration.errors import DataError, HarnessError
 from sglang_oscar.evaluation.benchmarks import Benchmark
+from sglang_oscar.evaluation.same_task import RESULT, SERVER, SNAPSHOT, TASK, check_same_task
 
 PYTHON_VARIABLE = "OSCAR_HARNESS_PYTHON"
-RESULT, TASK = "result.json", "task.json"
-SNAPSHOT = Path("configs/task_config.yaml")
-"""What the harness leaves once a run has begun; before that there is nothing to resume."""
-
-PASSING = ("api_url", "use_cache", "rerun_review")
-"""What may differ between the attempts of one run: a server has another port every time."""
 SCRIPT = Path(__file__).with_name("evalscope_task.py")
 
 
@@ -38,6 +33,7 @@ class RunRequest:
         folder: for this run alone.
         local: local copy of the data set, with the columns of the real one; None takes it from the hub.
         limit: questions at most.
+        server: what answers depend on besides, as JSON values; runs of other values are not mixed.
     """
 
     benchmark: Benchmark
@@ -47,6 +43,7 @@ class RunRequest:
     folder: Path
     local: Path | None = None
     limit: int | None = None
+    server: dict[str, Any] = field(default_factory=dict)
 
 
 def harness_python() -> str:
@@ -81,10 +78,12 @@ def run(request: RunRequest) -> dict[str, Any]:
     """
     done, task = request.folder / RESULT, request.folder / TASK
     request.folder.mkdir(parents=True, exist_ok=True)
-    config = task_config(request)
-    check_same_task(task, config)
+    check_same_task(request.folder, task_config(request))
     if done.exists():
         return json.loads(done.read_text(encoding="utf-8"))
+    if request.local is not None:
+        stage(request)
+    config = task_config(request)
     task.write_text(json.dumps(config, indent=1), encoding="utf-8")
     log = request.folder / "harness.log"
     env = os.environ | {"HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -106,15 +105,11 @@ def run(request: RunRequest) -> dict[str, Any]:
 
 
 def task_config(request: RunRequest) -> dict[str, Any]:
-    """The harness's configuration of a run.
-
-    Raises:
-        DataError: a local data set lacks columns of the real one.
-    """
+    """The harness's configuration of a run, and under :data:`SERVER` what it does not see. Writes and reads no data."""
     settings, benchmark = request.settings, request.benchmark
     data = dict(benchmark.args)
     if request.local is not None:
-        data |= {"local_path": str(stage(request)), "eval_split": benchmark.split}
+        data |= {"local_path": str(_staged(request)), "eval_split": benchmark.split}
         if "subset_list" in data or benchmark.task in ("humaneval", "ruler_niah"):
             data["subset_list"] = ["default"]
     elif benchmark.hub:
@@ -145,27 +140,12 @@ def task_config(request: RunRequest) -> dict[str, Any]:
         "rerun_review": begun,
         "no_timestamp": True,
         "collect_perf": False,
+        SERVER: request.server,
     }
 
 
-def check_same_task(path: Path, config: dict[str, Any]) -> None:
-    """Refuse to continue, or to count, a run that was begun with other settings.
-
-    Raises:
-        HarnessError: naming the first setting that differs.
-    """
-    if not path.exists():
-        return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return  # cut off while it was written: nothing had begun
-    for name in sorted(set(before) | set(config)):
-        if name not in PASSING and before.get(name) != config.get(name):
-            raise HarnessError(
-                f"{path.parent}: was begun with {name} = {json.dumps(before.get(name))[:80]}, now it is "
-                f"{json.dumps(config.get(name))[:80]}; remove the folder to start over"
-            )
+def _staged(request: RunRequest) -> Path:
+    return (request.folder / "data").resolve()
 
 
 def stage(request: RunRequest) -> Path:
@@ -186,14 +166,14 @@ def stage(request: RunRequest) -> Path:
             raise DataError(
                 f"{request.local}: row {number} lacks {missing[0]!r}, a column of {request.benchmark.title}"
             )
-    folder = request.folder / "data"
+    folder = _staged(request)
     folder.mkdir(parents=True, exist_ok=True)
     import pyarrow
     from pyarrow import parquet
 
     table = pyarrow.Table.from_pylist([{column: row[column] for column in request.benchmark.columns} for row in rows])
     parquet.write_table(table, folder / f"{request.benchmark.split}.parquet")
-    return folder.resolve()
+    return folder
 
 
 def read_result(request: RunRequest) -> dict[str, Any]:
@@ -204,7 +184,8 @@ def read_result(request: RunRequest) -> dict[str, Any]:
     """
     scores: dict[str, float] = {}
     for path in sorted((request.folder / "reviews").rglob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        # Not splitlines(): answers may hold other characters that end a line, which JSON leaves as they are.
+        for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
             review = json.loads(line)
             score = review["sample_score"]["score"]
             value = score["value"]

@@ -12,8 +12,10 @@ from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import FITTED, PUBLISHED
 from sglang_oscar.calibration.dump_driver import plain_backend
 from sglang_oscar.calibration.rotation_driver import rotation_files
+from sglang_oscar.calibration.weight_files import file_digest
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.settings import Settings, variable
+from sglang_oscar.sliding_windows.models import SERVED
 from sglang_oscar.weights.rotations import load_formats
 
 K_PATH, V_PATH, RECIPE = variable("k_rotation"), variable("v_rotation"), variable("recipe")
@@ -68,18 +70,45 @@ class Method:
         """Effective bits per KV element at 128K tokens, windows included.
 
         Args:
-            config: the model's configuration: num_key_value_heads, head_dim, num_hidden_layers.
+            config: as of :func:`bits_per_element`.
+
+        Raises:
+            Int2Error: a rotation file that the server would refuse.
         """
         if self.group_size is None:
             return 16.0
         return bits_per_element(config, self.group_size, self.env)
 
 
+def contents(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a server with the SHA-256 of files instead of their paths: what its answers depend on.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return {name: file_digest(Path(x)) if Path(x).is_file() else x for name, x in sorted(env.items())}
+
+
+def cached_layers(config: Any) -> tuple[int, ...]:
+    """Ids of the layers whose cache is quantized, ascending, as a server chooses them: those that attend to all tokens.
+
+    Args:
+        config: the model's configuration: num_hidden_layers, and layer_types and architectures where it has them.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return tuple(range(config.num_hidden_layers))
+    # Layers with a window keep a cache of their own in these models only; SGLang stores those of others like the rest.
+    apart = not SERVED.isdisjoint(getattr(config, "architectures", None) or ())
+    kept = ("full_attention",) if apart else ("full_attention", "sliding_attention")
+    return tuple(layer for layer, kind in enumerate(kinds[: config.num_hidden_layers]) if kind in kept)
+
+
 def bits_per_element(config: Any, group_size: int, env: Mapping[str, str]) -> float:
     """Effective bits per KV element of an int2 cache at 128K tokens, windows included: what rotation files say.
 
     Args:
-        config: the model's configuration: num_key_value_heads, head_dim, num_hidden_layers.
+        config: the model's configuration: num_key_value_heads, head_dim, and what :func:`cached_layers` reads.
         group_size: channels that share a scale.
         env: variables of the server.
 
@@ -89,7 +118,7 @@ def bits_per_element(config: Any, group_size: int, env: Mapping[str, str]) -> fl
     settings = Settings.from_env(env)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layout = RowLayout(config.num_key_value_heads, head_dim, group_size, settings.scale_torch_dtype)
-    formats = load_formats(settings, layout, range(config.num_hidden_layers))
+    formats = load_formats(settings, layout, cached_layers(config))
     geometry = Geometry(formats, settings.windows, settings.window_torch_dtype)
     return geometry.bits_per_element(CONTEXT_OF_BITS)
 

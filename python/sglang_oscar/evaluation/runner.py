@@ -6,16 +6,20 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.dump_driver import server_environment
+from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.model_files import load_tokenizer
+from sglang_oscar.calibration.weight_files import file_digest, model_files
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS, Benchmark
-from sglang_oscar.evaluation.harness import RESULT, RunRequest, check_harness, run
-from sglang_oscar.evaluation.methods import Method
+from sglang_oscar.evaluation.harness import RunRequest, check_harness, run, task_config
+from sglang_oscar.evaluation.methods import Method, contents
 from sglang_oscar.evaluation.ruler import write_niah
+from sglang_oscar.evaluation.same_task import RESULT, check_same_task
 from sglang_oscar.local_server import LocalServer, serve
 
 NIAH_ROWS = 100
@@ -47,6 +51,15 @@ class EvaluationPlan:
     server_args: tuple[str, ...] = ()
     url: str | None = None
 
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        """What tells the model from others of its name.
+
+        Raises:
+            OSError: a file of it cannot be read.
+        """
+        return model_files(self.settings.model)
+
     def run_folder(self, benchmark: str, method: str, seed: int) -> Path:
         """Folder of one run."""
         return self.folder / f"_eval_{benchmark}_{method}" / f"seed{seed}"
@@ -60,18 +73,69 @@ class EvaluationPlan:
             if not (self.run_folder(benchmark, method.name, seed) / RESULT).exists()
         ]
 
+    def request(
+        self, benchmark: str, method: Method, seed: int, url: str = "", local: Path | None = None
+    ) -> RunRequest:
+        """One run.
+
+        Args:
+            benchmark, method, seed: which.
+            url: of the server.
+            local: where its data set is read from, as :func:`data_source` says.
+
+        Raises:
+            DataError: a local data set is not there.
+            OSError: a rotation file, or a file of the model, cannot be read.
+        """
+        given = self.local.get(benchmark)
+        if given is not None and not given.is_file():
+            raise DataError(f"{given}: no such file")
+        server = {
+            "model": self.model,
+            "args": method.server_args(self.settings, self.server_args),
+            "env": contents(method.env),
+            "data": None if given is None else file_digest(given),
+        }
+        folder = self.run_folder(benchmark, method.name, seed)
+        return RunRequest(BENCHMARKS[benchmark], self.settings, url, seed, folder, local, self.limit, server)
+
+
+def check_earlier_runs(plan: EvaluationPlan) -> None:
+    """Refuse a plan whose folder holds runs of its methods and benchmarks with other settings.
+
+    Interrupted runs would be continued, and finished ones counted: also those of seeds that are not asked for, since
+    tables show them.
+
+    Raises:
+        DataError: a local data set is not there.
+        HarnessError: naming the folder and the first setting that differs.
+        OSError: a rotation file, or a file of the model, cannot be read.
+    """
+    for method in plan.methods:
+        for name in plan.benchmarks:
+            folder = plan.run_folder(name, method.name, 0).parent
+            for run_folder in sorted(folder.glob("seed*")):
+                number = run_folder.name.removeprefix("seed")
+                if not number.isdigit():
+                    continue
+                # That there is a local file is all that counts here: of which content, the request says.
+                local = run_folder if name in plan.local or BENCHMARKS[name].context is not None else None
+                check_same_task(run_folder, task_config(plan.request(name, method, int(number), local=local)))
+
 
 def evaluate(plan: EvaluationPlan, say: Callable[[str], None] = print) -> None:
     """Run what is missing; every finished run is kept, an interrupted one continues where it stopped.
 
     Raises:
         DataError: a data set cannot be had.
-        HarnessError: the harness is missing or failed.
+        HarnessError: the harness is missing or failed, or an earlier run in the plan's folder is of other settings.
+        OSError: a rotation file, or a file of the model, cannot be read.
         ServerFailedError: a server did not start or ended.
         ValueError: several methods for one running server.
     """
     if plan.url and len(plan.methods) != 1:
         raise ValueError("a running server is one method; name it")
+    check_earlier_runs(plan)
     for method in plan.methods:
         pending = plan.pending(method)
         say(f"{method.title}: {len(plan.benchmarks) * len(plan.seeds) - len(pending)} runs done, {len(pending)} to do")
@@ -82,9 +146,7 @@ def evaluate(plan: EvaluationPlan, say: Callable[[str], None] = print) -> None:
         with ExitStack() as stack:
             url = plan.url or stack.enter_context(method_server(plan, method)).url
             for name, seed in pending:
-                folder = plan.run_folder(name, method.name, seed)
-                request = RunRequest(BENCHMARKS[name], plan.settings, url, seed, folder, sources[name], plan.limit)
-                result = run(request)
+                result = run(plan.request(name, method, seed, url, sources[name]))
                 say(f"{method.title}: {BENCHMARKS[name].title} seed {seed}: {result['score']:.2f}")
 
 

@@ -9,6 +9,7 @@ from uuid import uuid4
 import numpy as np
 import requests
 
+from sglang_oscar.calibration.errors import server_message
 from sglang_oscar.evaluation.prove.divergence import TopTokens
 
 TIMEOUT = 1800.0
@@ -86,9 +87,9 @@ class Client:
         except requests.RequestException as error:
             raise AskingError(f"no answer from the server ({type(error).__name__})") from None
         if 400 <= reply.status_code < 500:
-            raise RefusedError(_message(reply))
+            raise RefusedError(server_message(reply.text))
         if not reply.ok:
-            raise AskingError(f"the server answered {reply.status_code}: {_message(reply)}")
+            raise AskingError(f"the server answered {reply.status_code}: {server_message(reply.text)}")
         found = reply.json()
         meta = found["meta_info"]
         finish = meta["finish_reason"]
@@ -151,13 +152,3 @@ class Client:
             np.array([[entry[0] for entry in place] for place in tops], dtype=np.float32),
             np.array([entry[0] for entry in scored], dtype=np.float32),
         )
-
-
-def _message(reply: requests.Response) -> str:
-    try:
-        found = reply.json()
-        error = found.get("error", found) if isinstance(found, dict) else found
-        text = error.get("message", error) if isinstance(error, dict) else error
-    except ValueError:
-        text = reply.text
-    return (str(text).strip().splitlines() or ["no reason given"])[0][:300]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import DEFAULT
 from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.cpu.server import has_gpu
-from sglang_oscar.evaluation.methods import K_PATH, RECIPE_OF, V_PATH, Method, make_method
+from sglang_oscar.evaluation.methods import K_PATH, RECIPE_OF, V_PATH, Method, contents, make_method
 from sglang_oscar.evaluation.prove.calibration import Fit
 
 BF16, FP8, INT2, NAIVE = "bf16", "fp8", "int2", "naive"
@@ -41,12 +40,7 @@ class Cache:
 
     def settings(self) -> dict[str, Any]:
         """What answers depend on: flags, and variables with the content of files instead of their names."""
-        return {"args": self.args, "env": {name: _content(value) for name, value in sorted(self.env.items())}}
-
-
-def _content(value: str) -> str:
-    path = Path(value)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else value
+        return {"args": self.args, "env": contents(self.env)}
 
 
 @dataclass(frozen=True)

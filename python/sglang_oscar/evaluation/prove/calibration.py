@@ -105,7 +105,9 @@ class Calibration:
             ServerFailedError: the dumping server did not start or ended.
         """
         name = CalibrationFolder(Path()).rotations(fit.recipe).name + fit.suffix.replace("-", "_")
-        for folder in sorted(self.root.rglob(name)):
+        # A mean of bits counts scales and zero points, so a plan for groups of one size is none for another.
+        group = self.settings.group_size
+        for folder in sorted(self.root.rglob(f"*_group{group}/{name}")):
             try:
                 rotation_files(folder)
             except RotationFileError:
@@ -116,7 +118,7 @@ class Calibration:
         dumped = run_dump(dump)
         # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
         text = read_documents(prompts) if fit.by_model else None
-        options = FitOptions(group_size=self.settings.group_size, bits=bit_goal(fit.bits), text=text)
+        options = FitOptions(group_size=group, bits=bit_goal(fit.bits), text=text)
         return run_fit(dumped, fit.recipe, options, out=dumped.path / name)
 
 

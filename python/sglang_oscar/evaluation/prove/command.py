@@ -14,12 +14,13 @@ import typer
 from oscar_rotation.errors import DumpError, RotationFileError
 from sglang_oscar.calibration.commands import driver_errors
 from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.calibration.model_files import load_config, load_tokenizer
+from sglang_oscar.calibration.model_files import context_length, load_config, load_tokenizer
 from sglang_oscar.calibration.option_groups import NAME, ServerOptions, with_groups
+from sglang_oscar.calibration.weight_files import model_files
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.evaluation.prove.caches import BF16, FP8, INT2, NAIVE, Cache, CacheMaker
 from sglang_oscar.evaluation.prove.calibration import Calibration, Fit
-from sglang_oscar.evaluation.prove.machine import machine, model_files
+from sglang_oscar.evaluation.prove.machine import machine
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.options import CacheOptions, MeasureOptions
 from sglang_oscar.evaluation.prove.report import collect, write_report
@@ -44,7 +45,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     with driver_errors():
         config, tokenizer = load_config(settings), load_tokenizer(settings)
         settings = settings.overridden(group_size=caches.group_size or min(GROUP, _head_dim(config)))
-        material = measures.material(Texts(tokenizer, measures.text), _limit(servers.flags, _context(config)))
+        material = measures.material(Texts(tokenizer, measures.text), _context(config, servers.flags))
         chosen = measures.measures(material)
         for measure in chosen:
             measure.prepare()
@@ -130,21 +131,12 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _context(config: Any) -> int:
-    found = getattr(config, "max_position_embeddings", None)
-    if not found:
+def _context(config: Any, flags: tuple[str, ...]) -> int:
+    if not getattr(config, "max_position_embeddings", None):
         raise DataError("the model's configuration does not say how many tokens it takes (max_position_embeddings)")
-    return int(found)
-
-
-def _limit(flags: tuple[str, ...], context: int) -> int:
-    """Tokens that servers take, where the user's flags say less than the model's configuration."""
-    for i, flag in enumerate(flags):
-        name, _, value = flag.partition("=")
-        if name == "--context-length":
-            value = value or (flags[i + 1] if i + 1 < len(flags) else "")
-            return min(context, int(value)) if value.isdigit() else context
-    return context
+    found = context_length(config, flags)
+    assert found is not None
+    return found
 
 
 def add_prove_command(app: typer.Typer) -> None:

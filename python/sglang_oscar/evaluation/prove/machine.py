@@ -1,4 +1,4 @@
-"""What a run depends on besides its settings: machine, versions, the files of the model."""
+"""What a run depends on besides its settings and its model: machine and versions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import platform
 from pathlib import Path
-from typing import Any
 
 import oscar_kernels
 import sglang_oscar
@@ -15,7 +14,6 @@ from sglang_oscar.cpu.server import has_gpu
 SOURCES = (".py", ".cu", ".cuh")
 MEASURING = ("calibration", "evaluation")
 """Folders of the plugin that no server runs."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def machine() -> dict[str, str]:
@@ -46,21 +44,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def model_files(model: str) -> dict[str, Any]:
-    """What tells two models apart without reading their weights: name, configuration, sizes of the weight files.
-
-    Args:
-        model: folder or hub id; of the latter only the name is known.
-    """
-    folder = Path(model)
-    found: dict[str, Any] = {"name": folder.name if folder.is_dir() else model}
-    if folder.is_dir():
-        config = folder / "config.json"
-        if config.is_file():
-            found["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
-        found["weights"] = {
-            path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS
-        }
-    return found

@@ -1,0 +1,74 @@
+"""``origin.json`` in a dump: of which prompts and weights it was made, and in which mode."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from oscar_rotation.atomic import write_atomically
+from oscar_rotation.dump.covariances import is_covariance_dump
+from oscar_rotation.errors import DumpError
+from sglang_oscar.calibration.weight_files import model_files
+
+ORIGIN = "origin.json"
+ACTIVATIONS, COVARIANCES = "activations", "covariances"
+MEANINGS = {
+    "prompts": "other prompts (the text, or the tokenizer)",
+    "model": "other weights or another configuration of the model",
+}
+
+
+def dump_origin(model: str, prompts: list[list[int]], mode: str) -> dict[str, Any]:
+    """What a dump is made of, as JSON values.
+
+    Args:
+        model: folder or hub id.
+        prompts: token ids, in order.
+        mode: :data:`ACTIVATIONS` or :data:`COVARIANCES`.
+
+    Raises:
+        OSError: a file of the model cannot be read.
+    """
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    return {"mode": mode, "prompts": digest, "model": model_files(model)}
+
+
+def write_origin(dump: Path, origin: dict[str, Any]) -> None:
+    """Keep the origin in a dump's folder, which is made where it is missing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(origin, indent=1) + "\n"
+
+    def fill(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_atomically(dump / ORIGIN, fill)
+
+
+def check_origin(dump: Path, origin: dict[str, Any]) -> str | None:
+    """Refuse a dump that is known to be made of something else.
+
+    Returns:
+        a remark where not everything could be checked: dumps of older releases do not say what they were made of.
+
+    Raises:
+        DumpError: naming what differs.
+    """
+    remedy = "remove it, or name another OSCAR_ROOT for the new one"
+    mode = COVARIANCES if is_covariance_dump(dump) else ACTIVATIONS
+    if mode != origin["mode"]:
+        raise DumpError(f"{dump}: holds {mode}, {origin['mode']} are asked for; {remedy}")
+    try:
+        before = dict(json.loads((dump / ORIGIN).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return f"{dump} does not say of which prompts and weights it was made, so they are not compared with yours"
+    except (ValueError, TypeError):
+        raise DumpError(f"{dump / ORIGIN}: is broken, so that it is not known what {dump} is of; {remedy}") from None
+    for name, what in MEANINGS.items():
+        if before.get(name) != origin[name]:
+            raise DumpError(f"{dump}: was made of {what} than what is asked for now; {remedy}")
+    return None

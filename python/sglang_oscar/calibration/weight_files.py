@@ -1,0 +1,76 @@
+"""What tells two models apart: name, configuration, and samples of the weight files."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Of a weight file, spread evenly from its first byte to its last; smaller files are read whole."""
+
+
+def model_files(model: str) -> dict[str, Any]:
+    """What tells two models apart without reading all their weights: weights that were trained further have the names
+    and sizes of the old ones, but other bytes nearly everywhere.
+
+    Args:
+        model: folder or hub id; of the latter only the name is known.
+
+    Returns:
+        ``name``; of a folder also ``config``, a digest, and ``weights``: file name -> [bytes, digest of samples].
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    folder = Path(model)
+    # The name of "." is empty.
+    found: dict[str, Any] = {"name": folder.resolve().name if folder.is_dir() else model}
+    if folder.is_dir():
+        config = folder / "config.json"
+        if config.is_file():
+            found["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
+        found["weights"] = {
+            path.name: [path.stat().st_size, sample_digest(path)]
+            for path in sorted(folder.iterdir())
+            if path.suffix in WEIGHTS
+        }
+    return found
+
+
+def sample_digest(path: Path) -> str:
+    """SHA-256 of :data:`SAMPLES` samples of a file, or of all of a smaller one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        if size <= SAMPLES * SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for sample in range(SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a whole file, read once as long as it is not written to.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    facts = path.stat()
+    return _digest(path, facts.st_size, facts.st_mtime_ns)
+
+
+@cache
+def _digest(path: Path, size: int, written: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""Bits of models in which only some layers have an INT2 cache; files for other layers are refused before any server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.model_table import ModelSettings, model_settings
+from sglang_oscar.calibration.model_files import load_config
+from sglang_oscar.cli import app
+from sglang_oscar.evaluation import commands
+from sglang_oscar.evaluation.methods import cached_layers, make_method
+from sglang_oscar.evaluation.prove.caches import CacheMaker, Flags
+from sglang_oscar.evaluation.prove.calibration import Fit
+from sglang_oscar.memory.cached_layers import cached_layer_ids
+from support import hybrid_models, models
+
+GROUP = 64
+
+
+def save_model(architecture: str, folder: Path) -> Path:
+    return (models if architecture in ("gpt_oss", "qwen3") else hybrid_models).save(architecture, folder)
+
+
+def save_rotations(folder: Path, layers: tuple[int, ...], head_dim: int) -> Path:
+    """Of the recipe plus, for some layers of a model."""
+    eye = torch.eye(head_dim).repeat(len(layers), 1, 1)
+    ones = (1.0,) * len(layers)
+    for side in ("k", "v"):
+        facts = RotationMetadata("balanced", side, recipe="plus")  # type: ignore[arg-type]
+        made = RotationSet(eye, None, ones, facts, duals=eye.clone(), gains=ones, layer_ids=layers)
+        save_rotation_file(folder / f"{side}_rotation_balanced_u_h_br.safetensors", made)
+    return folder
+
+
+def settings_of(model: Path) -> ModelSettings:
+    return model_settings(str(model)).overridden(group_size=GROUP)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "gpt_oss", "qwen3"])
+def test_layers_are_those_of_the_server(tmp_path: Path, architecture: str) -> None:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    model = save_model(architecture, tmp_path / "model")
+    config = load_config(settings_of(model))
+    layers = cached_layers(config)
+    assert layers == cached_layer_ids(ModelConfig(str(model)))
+    assert len(layers) == (config.num_hidden_layers if architecture == "qwen3" else 2)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gpt_oss"])
+def test_bits_of_files_for_some_layers(tmp_path: Path, architecture: str) -> None:
+    settings = settings_of(save_model(architecture, tmp_path / "model"))
+    config = load_config(settings)
+    rotations = save_rotations(tmp_path / "rotations_plus", cached_layers(config), config.head_dim)
+    windows = 16 * (64 + 256) / (128 * 1024)
+    bits = 2 + 32 / GROUP + windows
+    assert make_method("plus", settings, rotations).bits(config) == pytest.approx(bits)
+    assert CacheMaker(settings, config, Flags(), 2048).fitted(Fit("plus"), rotations).bits == pytest.approx(bits)
+
+
+def test_files_of_other_layers_cost_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model("qwen3_next", tmp_path / "model")
+    rotations = save_rotations(tmp_path / "rotations_plus", (0, 2), load_config(settings_of(model)).head_dim)
+    monkeypatch.setattr(commands, "evaluate", lambda *_: pytest.fail("servers were started"))
+    asked = ["eval", str(model), "--group-size", str(GROUP), "--methods", "bf16,plus", "--rot-dir", str(rotations)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 1, done.output
+    assert "holds layer 0 where the model has 1; use this model's file" in done.stderr
+    assert done.stderr.count("\n") == 1

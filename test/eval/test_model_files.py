@@ -1,0 +1,33 @@
+"""Models are told apart by samples of their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_oscar.calibration.weight_files import SAMPLE_BYTES, SAMPLES, file_digest, model_files, sample_digest
+
+
+def test_weights_of_one_size_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(64))
+    first = model_files(str(tmp_path))
+    assert first["name"] == tmp_path.name
+    assert first == model_files(str(tmp_path))
+    weights.write_bytes(bytes(63) + b"\1")
+    assert model_files(str(tmp_path)) != first
+    assert model_files("some/model") == {"name": "some/model"}
+
+
+def test_large_files_are_sampled_from_end_to_end(tmp_path: Path) -> None:
+    size = 4 * SAMPLES * SAMPLE_BYTES
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(size))
+    first, whole = sample_digest(path), file_digest(path)
+    places = [(size - SAMPLE_BYTES) * sample // (SAMPLES - 1) for sample in (0, SAMPLES // 2)]
+    for place in (*places, size - 1):
+        changed = bytearray(size)
+        changed[place] = 1
+        path.write_bytes(changed)
+        assert sample_digest(path) != first, place
+        assert file_digest(path) != whole
