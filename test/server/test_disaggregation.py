@@ -9,11 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.load import load_rotation
 from support.compare import LOGPROBS, assert_same
 from support.disaggregated import ENVIRONMENT, Pair, backend_params, over, serve_pair
 from support.models import VOCABULARY, save
@@ -88,6 +91,27 @@ def test_long_answers(pair: Pair, expected: dict[int, list[dict]]) -> None:
     assert_same(expected[330], ask(pair, prompts(LENGTHS), workers=6, tokens=330), NEAR_TIE, DRIFT)
     assert pair.prefill.alive()
     assert pair.decode.alive()
+
+
+def test_bits_that_differ_by_layer(model: Path, backend: str, tmp_path: Path) -> None:
+    """Rows of other sizes in every layer, which lossless ones are not: those of two bits and more, as they are sent."""
+    env = STRICT | by_layer(tmp_path)
+    of = prompts([300, 640, 1100])
+    with serve(model, tmp_path / "one.log", *INT2, env=env) as server:
+        alone = ask(server, of)
+    with serve_pair(model, tmp_path, *INT2, backend=backend, env=env) as pair:
+        assert_same(alone, ask(pair, of), NEAR_TIE, DRIFT)
+
+
+def by_layer(folder: Path) -> dict[str, str]:
+    """Variables of Hadamard rotations of three layers, each with other bits."""
+    env = {}
+    for side, bits in (("K", (2, 3, 4)), ("V", (2, 2, 4))):
+        plain = load_rotation("hadamard", num_layers=3, head_dim=64, side=side.lower(), model=None, layers=(0, 1, 2))
+        path = folder / f"{side}.safetensors"
+        save_rotation_file(path, replace(plain, bits=bits))
+        env[f"SGLANG_OSCAR_{side}_ROTATION_PATH"] = str(path)
+    return env
 
 
 def test_retracted_requests_go_on(model: Path, backend: str, expected: dict[int, list[dict]], tmp_path: Path) -> None:

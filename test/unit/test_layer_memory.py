@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+from sglang.kernels.ops.kvcache import cache_move
+from sglang.srt.mem_cache import memory_pool
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
@@ -40,6 +45,59 @@ def test_bytes_are_those_of_the_formats() -> None:
     assert sum(pool.get_kv_size_bytes()) == (SIZE + PAGE) * geometry.cell_bytes
     assert buffers.sink.nbytes == 4 * geometry.sink_bytes
     assert buffers.ring.nbytes == 3 * geometry.ring_bytes
+
+
+def test_what_servers_register_is_each_layers_own() -> None:
+    """Pages of a layer that are sent by the first one's size would arrive in other places of other layers."""
+    pool, _, _ = made()
+    pages = [PAGE * layer.key_layout.row_bytes for layer in FORMATS.values()]
+    pages += [PAGE * layer.value_layout.row_bytes for layer in FORMATS.values()]
+    assert len(set(pages)) == 3
+    addresses, sizes, found = pool.get_contiguous_buf_infos()
+    assert found == pages
+    assert sizes == [page * (SIZE + PAGE) // PAGE for page in pages]
+    assert addresses == [buffer.data_ptr() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+
+
+@pytest.mark.parametrize("bits", [[(2, 2)] * 2, [(2, 4)] * 2, [(2, 2), (3, 2), (4, 16)]])
+def test_whole_rows_are_moved(bits: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's kernel, in Triton's interpreter, set up as on a GPU: also rows that are wider than the first keys."""
+    formats = {
+        layer: LayerFormat(8, 128, SideFormat(128, bits=key), SideFormat(128, bits=value))
+        for layer, (key, value) in enumerate(bits)
+    }
+    monkeypatch.setattr(cache_move, "_is_cpu", False)
+    monkeypatch.setattr(memory_pool, "copy_all_layer_kv_cache_func", cache_move.copy_all_layer_kv_cache_func)
+    pool = Int2TokenToKVPool(
+        SIZE, formats=formats, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0,
+        end_layer=len(bits), enable_kv_cache_copy=False,
+    )  # fmt: skip
+    pool.use_native_move_kv_cache = False
+    with monkeypatch.context() as of_a_gpu:
+        of_a_gpu.setattr(pool, "device", torch.device("cuda"))
+        of_a_gpu.setattr(
+            memory_pool.MHATokenToKVPool, "_init_kv_copy_and_warmup", on_the_cpu(memory_pool.MHATokenToKVPool)
+        )
+        pool._init_kv_copy_and_warmup()
+    buffers = [*pool.k_buffer, *pool.v_buffer]
+    for buffer in buffers:
+        buffer.random_(0, 256)
+    before = [buffer[[20, 25, 30]].clone() for buffer in buffers]
+    pool.move_kv_cache(torch.tensor([17, 18, 40]), torch.tensor([20, 25, 30]))
+    for buffer, rows in zip(buffers, before, strict=True):
+        assert torch.equal(buffer[[17, 18, 40]], rows)
+
+
+def on_the_cpu(stock: type) -> Callable[[Int2TokenToKVPool], None]:
+    """SGLang's own set-up of a pool that calls itself a GPU's, with tensors of a CPU."""
+    original = stock._init_kv_copy_and_warmup
+
+    def set_up(pool: Int2TokenToKVPool) -> None:
+        named, pool.device = pool.device, "cpu"
+        original(pool)
+        pool.device = named
+
+    return set_up
 
 
 def test_layers_do_not_share_bytes() -> None:

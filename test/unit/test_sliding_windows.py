@@ -95,6 +95,14 @@ def test_sizes_fit_the_budget(
         assert swa <= full * ratio < swa + page
 
 
+def test_what_takes_a_budget_that_is_too_small() -> None:
+    """Each part by name, with the flag that makes it less."""
+    with pytest.raises(Int2Error, match=r"layers with a sliding window .*or --chunked-prefill-size, or raise"):
+        make_plan(GPT_OSS_20B, GIB // 4, 4, 64, windows=WINDOWS)
+    with pytest.raises(Int2Error, match=r"and 8 waiting ones take .*or --disaggregation-decode-extra-slots, or raise"):
+        make_plan(GPT_OSS_20B, GIB // 64, 4, 64, waiting=8)
+
+
 def paired(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's pair of pools, with the INT2 pool in it."""
     from sglang.srt import runtime_context
@@ -247,6 +255,7 @@ def arguments(**changed: Any) -> Any:
         ({"enable_hierarchical_cache": True}, "hierarchical"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         ({"chunked_prefill_size": -1}, "chunked prefill"),
+        ({"chunked_prefill_size": 0}, "chunked prefill"),
     ],
 )
 def test_refused_arguments(changed: dict[str, Any], what: str) -> None:

@@ -149,10 +149,24 @@ def make_plan(
     # The pool needs the padding page and at least one page for a request.
     needed = plan.fixed_bytes + 2 * page_size * plan.token_bytes
     if needed > budget_bytes:
-        raise Int2Error(
-            f"the KV budget of {budget_bytes / GIB:.3f} GiB is too small for int2 mode: BF16 windows of {max_running} "
-            f"running requests take {plan.side_bytes / GIB:.3f} GiB, "
-            f"extend {(plan.fixed_bytes - plan.side_bytes) / GIB:.3f} GiB; lower --max-running-requests, "
-            "SGLANG_MIXED_KV_RECENT_TOKENS or SGLANG_MIXED_KV_PREFIX_TOKENS, or raise --mem-fraction-static"
-        )
+        raise Int2Error(_too_small(plan))
     return plan
+
+
+def _too_small(plan: MemoryPlan) -> str:
+    """What takes the budget, and what would make it less."""
+    rows = f"{plan.max_running} running requests" + (f" and {plan.waiting} waiting ones" if plan.waiting else "")
+    parts = [f"BF16 windows of {rows} take {plan.side_bytes / GIB:.3f} GiB"]
+    remedies = ["--max-running-requests", "SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_MIXED_KV_PREFIX_TOKENS"]
+    if plan.extend is not None:
+        parts.append(f"the workspace of prompts {plan.extend.total_bytes / GIB:.3f} GiB")
+    if plan.windows is not None:
+        pool = plan.windows.fixed_bytes(plan.max_running)
+        parts.append(f"the cache of layers with a sliding window {pool / GIB:.3f} GiB")
+        remedies.append("--chunked-prefill-size")
+    if plan.waiting:
+        remedies.append("--disaggregation-decode-extra-slots")
+    return (
+        f"the KV budget of {plan.budget_bytes / GIB:.3f} GiB is too small for int2 mode: {', '.join(parts)}; lower "
+        f"{', '.join(remedies[:-1])} or {remedies[-1]}, or raise --mem-fraction-static"
+    )

@@ -43,11 +43,14 @@ class Int2TokenToKVPool(MHATokenToKVPool):
             self.use_native_move_kv_cache = True
 
     def _init_kv_copy_and_warmup(self) -> None:
-        """Stock, on a GPU; a CPU copies in torch."""
-        if torch.device(self.device).type != "cpu":
-            super()._init_kv_copy_and_warmup()
-        else:
-            self._kv_copy_config = None
+        """Stock, on a GPU, for the widest row of any layer; a CPU copies in torch."""
+        if torch.device(self.device).type == "cpu":
+            self._kv_copy_config: Any = None
+            return
+        super()._init_kv_copy_and_warmup()
+        # Stock asks the keys of the first layer how wide a row is; the kernel stops at the end of each buffer's own.
+        config: dict[str, int] = self._kv_copy_config
+        config["byte_tiles"] = -(-int(self.data_strides.max()) // config["bytes_per_tile"])
 
     def _create_buffers_normal(self) -> None:
         """Stock, but for the size of rows, which is each layer's own."""
@@ -67,6 +70,16 @@ class Int2TokenToKVPool(MHATokenToKVPool):
                     [layer.value_layout for layer in self.formats.values()],
                 )
             )
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """What a prefill or decode server registers: stock takes all rows to be as wide as those of the first layer.
+
+        Returns:
+            addresses, bytes, and bytes of a page, of the keys of all layers and then of their values.
+        """
+        buffers = [*self.k_buffer, *self.v_buffer]
+        pages = [buffer[0].nbytes * self.page_size for buffer in buffers]
+        return [buffer.data_ptr() for buffer in buffers], [buffer.nbytes for buffer in buffers], pages
 
     def rows(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K rows and V rows of a layer, uint8 [slots, row_bytes] each."""

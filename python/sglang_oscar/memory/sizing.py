@@ -97,7 +97,9 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
         extend = extend_workspace(self, geometry, available)
         draft = draft_model.cell_bytes_of(self.server_args)
         waiting, states = waiting_rows(releases.resolved(self.server_args)), state_slots(self, geometry)
-        running, windows = schedule.max_running_requests, window_pool_of(self)
+        # SGLang runs one request where it is told to run none.
+        asked, windows = schedule.max_running_requests, window_pool_of(self)
+        running = asked if asked is None else max(1, asked)
         plan = make_plan(geometry, available, running, self.page_size, extend, draft, waiting, states, windows)
     except Int2Error as error:
         fatal(error)

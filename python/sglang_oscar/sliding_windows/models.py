@@ -40,7 +40,11 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         lambda a: argument(a, "disaggregation_mode", "null") != "null",
         "with prefill/decode disaggregation; drop --disaggregation-mode",
     ),
-    (lambda a: (a.chunked_prefill_size or 1) < 0, "without chunked prefill; set --chunked-prefill-size"),
+    (
+        # SGLang takes 0 for -1, and None for a default of its own.
+        lambda a: a.chunked_prefill_size is not None and a.chunked_prefill_size <= 0,
+        "without chunked prefill; set --chunked-prefill-size",
+    ),
 ]
 """Arguments that are refused with these models only. Without chunks a prompt would need a window pool of its length."""
 
