@@ -285,6 +285,14 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
     assert not {"rotation_hadamard", "rotation_none", "clip_0.92_0.88", "group_32"} & set(fits)
     assert made["rotation_r_h"].env["SGLANG_OSCAR_K_ROTATION_PATH"].endswith("ablations/rotation_r_h/k_rotation_x_y.pt")
     assert made["rotation_hadamard"].env["SGLANG_OSCAR_K_ROTATION_PATH"] == "hadamard"
+    base.dump.mkdir()
+    for age, again in ((-60, []), (60, ["rotation_r_h"])):  # seconds by which the dump is younger than the fits
+        when = next(base.rotations("paper").iterdir()).stat().st_mtime + age
+        os.utime(base.dump, (when, when))
+        fits.clear()
+        for name in ("rotation_r_h", "clip_0.92_0.88"):
+            ablations.variant_method(rows[name], chosen, base, None)  # type: ignore[arg-type]
+        assert [*fits] == again
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,21 @@ def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationF
         rotations = folder.rotations(PUBLISHED)
     if variant.fit is not None:
         rotations = base.path / "ablations" / variant.name
-    if variant.recipe is None and not _has_files(rotations):
+    # A variant's own fit is made anew where the dump is newer; the calibration's is the user's to make.
+    stale = variant.fit is not None and _is_older(rotations, folder.dump)
+    if variant.recipe is None and (stale or not _has_files(rotations)):
         run_fit(folder, PUBLISHED, FitOptions(**(variant.fit or {})), out=rotations)
     chosen = settings.overridden(group_size=variant.group_size)
     method = make_method(variant.recipe or "oscar", chosen, rotations)
     # An empty value means: leave the variable unset.
     env = {name: value for name, value in (method.env | variant.env).items() if value}
     return replace(method, name=variant.name, title=variant.title, env=env)
+
+
+def _is_older(folder: Path, dump: Path) -> bool:
+    """Whether files of a fit were there before the dump."""
+    written = [path.stat().st_mtime for path in folder.glob("[kv]_rotation_*")]
+    return bool(written) and min(written) < dump.stat().st_mtime
 
 
 def _has_files(folder: Path) -> bool:
