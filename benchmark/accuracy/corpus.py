@@ -17,7 +17,7 @@ from reference_model.retrieval import HELD_OUT
 from sglang_oscar.evaluation.prove import local_text
 from sglang_oscar.evaluation.prove.local_text import Render, plain_chat, renderer
 
-__all__ = ["KINDS", "PARTS", "TEXTS", "Corpus", "library_files", "part_of", "plain_chat"]
+__all__ = ["KINDS", "PARTS", "TEXTS", "Corpus", "part_of", "plain_chat", "python_sources"]
 
 KINDS = ("source", "docs", "chat", "descriptions")
 PARTS = ("train", "choose", "report")
@@ -33,14 +33,14 @@ def part_of(name: str) -> str:
     return PARTS[next(i for i, end in enumerate(SHARES) if place < end)]
 
 
-def library_files() -> dict[str, str]:
+def python_sources() -> dict[str, str]:
     """Files of the standard library, the held-out modules first, in their own order."""
-    return local_text.library_files(HELD_OUT)
+    return local_text.python_sources(HELD_OUT)
 
 
 def source_texts(part: str, render: Render) -> Iterator[str]:
     """Files of the standard library."""
-    yield from (text for name, text in library_files().items() if part_of(name) == part)
+    yield from (text for name, text in python_sources().items() if part_of(name) == part)
 
 
 def docs_texts(part: str, render: Render) -> Iterator[str]:
@@ -50,7 +50,7 @@ def docs_texts(part: str, render: Render) -> Iterator[str]:
 
 def chat_texts(part: str, render: Render) -> Iterator[str]:
     """Conversations, each about one file."""
-    files = {name: text for name, text in library_files().items() if part_of(name) == part}
+    files = {name: text for name, text in python_sources().items() if part_of(name) == part}
     yield from (text for _, text in local_text.conversations(files, render))
 
 

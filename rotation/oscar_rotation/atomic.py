@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it into place.
 
     A reader never sees a partial file: an interrupted write leaves the old file, if any, and at worst a
@@ -27,3 +27,12 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """:func:`write_atomically` of a text, in UTF-8.
+
+    Raises:
+        OSError: if the folder or file cannot be written.
+    """
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

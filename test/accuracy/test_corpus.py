@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
-from accuracy.corpus import KINDS, PARTS, TEXTS, Corpus, library_files, part_of, plain_chat  # noqa: E402
+from accuracy.corpus import KINDS, PARTS, TEXTS, Corpus, part_of, plain_chat, python_sources  # noqa: E402
 from accuracy.material import SEQUENCES, RealMaterial  # noqa: E402
 from reference_model.corpus import held_out_tokens  # noqa: E402
 from reference_model.retrieval import HELD_OUT  # noqa: E402
@@ -42,8 +42,8 @@ def test_parts_share_no_document(kind: str) -> None:
 
 def test_held_out_modules_are_reported_on() -> None:
     """What the shipped models have not seen comes first in the report and is in no other part."""
-    held_out = [name for name in library_files() if name in HELD_OUT]
-    assert list(library_files())[: len(held_out)] == held_out
+    held_out = [name for name in python_sources() if name in HELD_OUT]
+    assert list(python_sources())[: len(held_out)] == held_out
     assert {part_of(name) for name in HELD_OUT} == {"report"}
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.errors import DumpError
 from sglang_oscar.calibration.weight_files import model_files
@@ -41,12 +41,7 @@ def write_origin(dump: Path, origin: dict[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    text = json.dumps(origin, indent=1) + "\n"
-
-    def fill(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomically(dump / ORIGIN, fill)
+    write_text_atomically(dump / ORIGIN, json.dumps(origin, indent=1) + "\n")
 
 
 def check_origin(dump: Path, origin: dict[str, Any]) -> str | None:

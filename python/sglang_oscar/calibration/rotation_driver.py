@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.rotation_file import SUFFIXES
@@ -71,12 +71,7 @@ def _replace_earlier(folder: Path, written: list[Path]) -> None:
         if path.name not in kept and path.is_file() and file_digest(path) == digest:
             path.unlink()
             print(f"removed {path}, of an earlier fit")
-    text = json.dumps(kept, indent=1) + "\n"
-
-    def fill(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomically(note, fill)
+    write_text_atomically(note, json.dumps(kept, indent=1) + "\n")
 
 
 def rotation_files(folder: Path) -> tuple[Path, Path]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.data import explain_hub_failure, read_rows
 from sglang_oscar.calibration.errors import DataError, HarnessError
@@ -95,12 +95,7 @@ def run(request: RunRequest) -> dict[str, Any]:
     if status:
         raise _failure(request, status, log)
     result = read_result(request)
-    text = json.dumps(result, indent=1) + "\n"
-
-    def fill(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomically(done, fill)
+    write_text_atomically(done, json.dumps(result, indent=1) + "\n")
     return result
 
 

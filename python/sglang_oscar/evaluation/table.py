@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
 from sglang_oscar.evaluation.runner import scores_of
 from sglang_oscar.evaluation.significance import mean_and_std, paired_test
@@ -90,11 +90,7 @@ def write_tables(folder: Path, stem: str, results: dict[str, Any], title: str) -
     paths = []
     for suffix, text in texts.items():
         path = folder / f"{stem}{suffix}"
-
-        def fill(temporary: Path, text: str = text) -> None:
-            temporary.write_text(text, encoding="utf-8")
-
-        write_atomically(path, fill)
+        write_text_atomically(path, text)
         paths.append(path)
     return paths[0], paths[1]
 

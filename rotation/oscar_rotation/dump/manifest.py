@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.errors import DumpError
 
 MANIFEST_NAME = "manifest.json"
@@ -63,12 +63,7 @@ class DumpManifest(BaseModel):
         Raises:
             OSError: if the file cannot be written.
         """
-        text = self.model_dump_json(indent=2) + "\n"
-
-        def fill(temporary: Path) -> None:
-            temporary.write_text(text, encoding="utf-8")
-
-        write_atomically(Path(root) / MANIFEST_NAME, fill)
+        write_text_atomically(Path(root) / MANIFEST_NAME, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def read(cls, root: str | Path) -> DumpManifest | None:

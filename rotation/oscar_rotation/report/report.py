@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.errors import ReportError
 from oscar_rotation.report.layer_report import CHOSEN
 
@@ -32,12 +32,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> Path:
         OSError: if it cannot be written.
     """
     path = folder / REPORT_NAME
-    text = json.dumps(report, indent=1) + "\n"
-
-    def fill(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomically(path, fill)
+    write_text_atomically(path, json.dumps(report, indent=1) + "\n")
     return path
 
 

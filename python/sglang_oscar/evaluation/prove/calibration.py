@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.texts import read_documents
@@ -93,7 +93,7 @@ class Calibration:
             # Decoded and encoded again a text may lose a token or two; a few more make up for it.
             windows = self.texts.windows(CALIBRATION, self.tokens // LENGTH + 2, LENGTH, at_least=FEWEST)
             rows = [json.dumps({"text": self.texts.tokenizer.decode(ids)}) for ids in windows]
-            write_atomically(path, lambda temporary: _write(temporary, rows))
+            write_text_atomically(path, "\n".join(rows) + "\n")
         return path
 
     def rotations(self, fit: Fit) -> Path:
@@ -120,7 +120,3 @@ class Calibration:
         text = read_documents(prompts) if fit.by_model else None
         options = FitOptions(group_size=group, bits=bit_goal(fit.bits), text=text)
         return run_fit(dumped, fit.recipe, options, out=dumped.path / name)
-
-
-def _write(path: Path, rows: list[str]) -> None:
-    path.write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -34,7 +34,7 @@ TURNS = 6
 
 
 @cache
-def library_files(first: Sequence[str] = ()) -> dict[str, str]:
+def python_sources(first: Sequence[str] = ()) -> dict[str, str]:
     """Python files of the standard library, without its tests and tables of characters: path below the library -> text.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oscar_rotation.atomic import write_atomically
+from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.errors import ReportError
 from sglang_oscar.evaluation.prove.caches import BF16, Cache
 from sglang_oscar.evaluation.prove.measures import Material
@@ -71,9 +71,5 @@ def write_report(results: dict[str, Any], folder: Path) -> Path:
         results["remarks"].append(str(error))
     texts = {".json": json.dumps(results, indent=1) + "\n", ".md": page(results, plots)}
     for suffix, text in texts.items():
-
-        def fill(temporary: Path, text: str = text) -> None:
-            temporary.write_text(text, encoding="utf-8")
-
-        write_atomically(folder / f"{STEM}{suffix}", fill)
+        write_text_atomically(folder / f"{STEM}{suffix}", text)
     return folder / f"{STEM}.md"

@@ -32,7 +32,7 @@ def part_of(document: str) -> str:
 
 def local_documents(part: str, render: Render) -> Kinds:
     """Text that this machine has (:mod:`local_text`), by kind; no text is in both parts."""
-    files = local_text.library_files()
+    files = local_text.python_sources()
     named: dict[str, Iterable[tuple[str, str]]] = {
         "source": files.items(),
         "docs": local_text.reference_topics(),
