@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+from sglang_oscar.weights.origin import WEIGHT_FILES
+
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Of a weight file, spread evenly from its first byte to its last; smaller files are read whole."""
 
@@ -35,7 +36,7 @@ def model_files(model: str) -> dict[str, Any]:
         found["weights"] = {
             path.name: [path.stat().st_size, sample_digest(path)]
             for path in sorted(folder.iterdir())
-            if path.suffix in WEIGHTS
+            if path.suffix in WEIGHT_FILES
         }
     return found
 
