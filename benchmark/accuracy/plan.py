@@ -41,11 +41,11 @@ ABLATED = dict.fromkeys(("plus", "bits", "codebooks", "factors", "order", "targe
 ONCE = {"windows": REGIMES[1:2], "clip": REGIMES[1:2], "calibration": REGIMES[1:2]}
 
 
-REAL = (*EVERYWHERE, "focus", "bits", "broad bits", "codebooks", "domains")
+REAL = (*EVERYWHERE, "focus", "bits", "broad bits", "codebooks", "broad codebooks", "domains")
 """Tables of a real model, in this order: every method, the parts of the recipe that was made on one, bits of keys and
-values, codes of pairs of channels, and calibration on one kind of text."""
+values, codes of pairs of channels, and calibration on one kind of text. Broad ones are calibrated on all kinds."""
 
-EVERY_LENGTH = (*EVERYWHERE, "bits", "broad bits")
+EVERY_LENGTH = (*EVERYWHERE, "bits", "broad bits", "broad codebooks")
 """Tables whose methods are asked about documents of every length, not of the first alone."""
 
 

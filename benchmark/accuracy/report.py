@@ -20,12 +20,13 @@ TITLES = {
     "bits": "Bits of keys and values",
     "broad bits": "Bits, calibrated on all kinds of text",
     "codebooks": "Codebooks of pairs of channels",
+    "broad codebooks": "Codebooks of pairs of channels, calibrated on all kinds of text",
     "beyond": "Beyond the recipe focus",
 }
 BASES = {
     "plus": ("OSCAR g128", "plus g128"),
     "codebooks": tuple(f"plus g{n}{points}" for n in (128, 64) for points in ("", ", 16 points per pair")),
-    "beyond": ("focus g64, served form, calibrated on all kinds, 41K tokens",),
+    **dict.fromkeys(("beyond", "broad codebooks"), ("focus g64, served form, calibrated on all kinds, 41K tokens",)),
     **dict.fromkeys(("focus", "domains", "bits", "broad bits"), ("plus g128", "plus g64", "focus g128", "focus g64")),
 }
 """Rows of the main table that a table of variants begins with; :data:`PUBLISHED` where nothing is said."""

@@ -13,7 +13,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kerne
 
 from accuracy.codebooks import gaussian_book, nearest, product_book, refined  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
-from accuracy.methods.pair_codebook import PairCodebook, read_back  # noqa: E402
+from accuracy.methods.base import Transforms  # noqa: E402
+from accuracy.methods.pair_codebook import FocusPairs, PairCodebook, read_back  # noqa: E402
 from accuracy.quantizers import lloyd_max, lloyd_max_round  # noqa: E402
 
 
@@ -95,3 +96,16 @@ def test_codebook_of_calibration_fits_what_is_not_normal() -> None:
     fitted = method._fitted(y, levels_book())
     errors = [float((read_back(y, book, 64, 1.0) - y).square().mean()) for book in (fitted, gaussian_book().float())]
     assert errors[0] < 0.2 * errors[1]
+
+
+def test_transforms_by_head_take_pairs_of_every_head() -> None:
+    """What is fitted by kv head is stored in pairs as well, each head in its own basis."""
+    forward = torch.linalg.qr(normal(1, 2, 64, 64))[0]
+    method = FocusPairs(points="levels")
+    method.key = method.value = Transforms(forward, forward.mT.contiguous())
+    method.books = [(levels_book(), levels_book())]
+    x = normal(1, 2, 300, 64)
+    for read, gain in ((method.keys(0, x), method.k_gain), (method.values(0, x), method.v_gain)):
+        for head in range(2):
+            alone = read_back(x[0, head] @ forward[0, head], levels_book(), 64, gain) @ forward[0, head].T
+            torch.testing.assert_close(read[0, head], alone, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What a small vector codebook buys: the transforms of ``plus``, and 16 points per pair of channels."""
+"""What a small vector codebook buys: the transforms of a recipe, and 16 points per pair of channels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from accuracy.calibration import Calibration
 from accuracy.codebooks import gaussian_book, nearest, product_book, refined
+from accuracy.methods.base import RowMethod
+from accuracy.methods.focus import ServedFocus
 from accuracy.methods.plus import Plus
 from accuracy.quantizers import lloyd_max
 from oscar_kernels.codec import STRETCH
@@ -60,8 +62,9 @@ def read_back(y: torch.Tensor, book: torch.Tensor, group: int, gain: float) -> t
 
 
 @dataclass
-class PairCodebook(Plus):
-    """``plus`` with other codes and the same bytes: an index of four bits per pair of neighbouring channels.
+class PairCodes(RowMethod):
+    """A recipe with other codes and the same bytes: an index of four bits per pair of neighbouring channels. The class
+    of the recipe stands behind this one among the bases.
 
     Not served: the codes of a pair would be looked up instead of computed.
 
@@ -75,7 +78,7 @@ class PairCodebook(Plus):
     source: str = "this project; Lloyd 1982 and Linde, Buzo, Gray 1980 for the codebook"
 
     def fit(self, calibration: Calibration) -> None:
-        """Transforms of ``plus``, and a codebook per layer and side."""
+        """Transforms of the recipe, and a codebook per layer and side."""
         super().fit(calibration)
         fixed = product_book(tuple(lloyd_max(2)[0].tolist())) if self.points == "levels" else gaussian_book()
         fixed = fixed.float().to(calibration.device)
@@ -105,6 +108,16 @@ class PairCodebook(Plus):
         return self.value.out(layer, read_back(y, self.books[layer][1], min(self.group, y.shape[-1]), self.v_gain))
 
 
+@dataclass
+class PairCodebook(PairCodes, Plus):
+    """The transforms of ``plus``."""
+
+
+@dataclass
+class FocusPairs(PairCodes, ServedFocus):
+    """The transforms of ``focus`` as it is served."""
+
+
 def variant(label: str, group: int, points: str, table: str = "codebooks") -> Callable[[], PairCodebook]:
     """One row."""
     return partial(PairCodebook, label=label, group=group, points=points, table=table)
@@ -117,5 +130,12 @@ METHODS = [
         variant(label, group, points)
         for group in (128, 64)
         for label, points in (("Lloyd-Max levels", "levels"), ("16 points per pair, of calibration", "calibration"))
+    ),
+    partial(
+        FocusPairs,
+        label="calibrated on all kinds, 41K tokens, 16 points per pair, of calibration",
+        domain="broad",
+        points="calibration",
+        table="broad codebooks",
     ),
 ]
