@@ -43,6 +43,13 @@ current() {  # current NAME SUM: whether the environment was made for this check
   [ "$(cat "$venv/.oscar-$1" 2>/dev/null)" = "$2" ]
 }
 
+check_place() {  # what is there must be an environment of this script's, finished or not: it is removed
+  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$venv/.oscar-begun" ] && [ ! -e "$venv/.oscar-packages" ]; then
+    echo "error: $venv is not empty and no environment that this script made; remove it, or set OSCAR_VENV to a new folder" >&2
+    return 1
+  fi
+}
+
 check_room() {
   local folder free
   folder=$(dirname "$venv")
@@ -59,11 +66,14 @@ make_environment() {
   packages=$({ grep -E '^(dependencies|plots|eval|dev) ' "$root/pyproject.toml" && cat "$root/scripts/constraints/sglang$sglang"-*.txt && echo "$root ${PYTHON:-}"; } | sha256sum)
   project=$(sha256sum <"$root/pyproject.toml")
   if ! current packages "$packages"; then
+    check_place
     python=$(find_python)
     version=$(version_of "$python")
     [ -d "$venv" ] || check_room
     echo "making $venv with Python $version, SGLang $sglang and the pinned packages (9 to 11 GB, some minutes)"
     rm -rf "$venv"
+    mkdir -p "$venv"
+    touch "$venv/.oscar-begun"
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --progress-bar off "pip==25.3"
     "$venv/bin/python" -m pip install --quiet --progress-bar off --no-compile \
@@ -83,4 +93,3 @@ make_environment
 export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1
 # Every process of every server would compile this project anew.
 unset PYTHONDONTWRITEBYTECODE
-cd "$root"

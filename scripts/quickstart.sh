@@ -3,4 +3,4 @@
 # chat), serve it with a 2-bit KV cache and compare. Arguments go to scripts/quickstart.py (--help lists them).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec python scripts/quickstart.py "$@"
+exec python "$root/scripts/quickstart.py" "$@"

@@ -3,4 +3,4 @@
 # to scripts/real_model.py (--help lists them).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec python scripts/real_model.py "$@"
+exec python "$root/scripts/real_model.py" "$@"

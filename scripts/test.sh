@@ -13,6 +13,7 @@
 # file named by OSCAR_TEST_WARM_LOG lists what was forked, and why the rest was not.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$root"
 ruff check .
 ruff format --check .
 mypy

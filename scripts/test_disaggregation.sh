@@ -13,4 +13,5 @@ for module in mooncake.engine nixl; do
     exit 1
   }
 done
+cd "$root"
 exec python -m pytest test/server/test_disaggregation.py test/server/test_storage_backends.py "$@"

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 from oscar_rotation.errors import RotationFileError
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.evaluation.intervals import bootstrap, clustered_bootstrap, wilson
+from sglang_oscar.evaluation.prove.asking import AskingError, Client, Reply
 from sglang_oscar.evaluation.prove.caches import given_rotations
 from sglang_oscar.evaluation.prove.divergence import TopTokens, covered, kl_lower_bound, same_choice
-from sglang_oscar.evaluation.prove.haystack import FIRST, LAST, build_haystack, fact, question, recalled
+from sglang_oscar.evaluation.prove.haystack import FIRST, LAST, OVERRUN, build_haystack, fact, question, recalled
 from sglang_oscar.evaluation.prove.loops import loops
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.measures.session import EVERY, Session
@@ -71,6 +72,15 @@ def test_the_bound_is_tight_where_most_probability_is_told() -> None:
     assert same_choice(first, first).all()
     with pytest.raises(ValueError, match="cannot compare"):
         kl_lower_bound(first, second, text[:3])
+
+
+def test_log_probabilities_that_are_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang writes NaN as null. A bound of such would be 0, which is what a perfect cache has."""
+    number = {"output_token_logprobs": [], "input_token_logprobs": [[None, 1], [-0.5, 2], [None, 3]],
+              "input_top_logprobs": [None, [[-0.5, 2]], [[None, 3]]]}  # fmt: skip
+    monkeypatch.setattr(Client, "generate", lambda *_, **__: Reply("", [], "length", 4, 1, number))
+    with pytest.raises(AskingError, match=r"^the server's log probabilities are no numbers"):
+        Client("http://x").read([5, 1, 2, 3], 1, 1, cached=False)
 
 
 def test_loops_are_repeated_tails() -> None:
@@ -134,6 +144,28 @@ def test_facts_lie_where_they_are_asked_for(texts: Texts, depth: float, distract
     with pytest.raises(ValueError, match="do not fit"):
         build_haystack(texts.encode, lines, 500, depth, distractors, "seed")
     assert made.key in question(made.key)
+
+
+@pytest.mark.parametrize("longest", [40, 500, 5000])
+@pytest.mark.parametrize("depth", [0, 0.25, 0.5, 1])
+def test_long_lines_hide_facts_where_short_ones_do(longest: int, depth: float) -> None:
+    """Paragraphs of prose are one line each. A token is a character here."""
+    encode = lambda text: [ord(x) for x in text]  # noqa: E731
+    lines = tuple("x" * (longest // 2 + 37 * i % (longest // 2)) + "\n" for i in range(50))
+    for number in range(30):
+        made = build_haystack(encode, lines, 3000, depth, 3, f"seed {number}")
+        text = "".join(map(chr, made.ids))
+        assert len(text) == 3000
+        assert text.count("The magic number for") == 4
+        hidden = fact(made.key, made.number)
+        assert text[made.place :].startswith(hidden)
+        assert text[made.place - 1] == "\n"
+        assert text.endswith("\n")
+        # Four facts are no part of the text that depths count, three of them may lie before.
+        facts = 4 * (len(hidden) + 12)
+        wanted = FIRST + depth * (3000 - facts - LAST - FIRST)
+        assert wanted - 20 <= made.place <= wanted + facts + OVERRUN
+        assert len(text) - made.place - len(hidden) >= LAST - OVERRUN
 
 
 def test_an_answer_begins_with_the_number() -> None:

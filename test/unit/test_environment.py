@@ -82,3 +82,47 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stderr.startswith(f"error: {tmp_path / 'venv'} takes 9 to 11 GB, and its disk has 3 GB left; make room")
     assert done.stdout == ""
+
+
+def made_with(python: str, tmp_path: Path, venv: Path) -> subprocess.CompletedProcess:
+    """The script with an interpreter that is this text of a shell."""
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\n{python}\n")
+    fake.chmod(0o755)
+    env = os.environ | {"OSCAR_VENV": str(venv), "PYTHON": str(fake)}
+    script = f"set -euo pipefail; source '{SCRIPTS / 'environment.sh'}'; echo made"
+    return subprocess.run([shutil.which("bash") or "bash", "-c", script], env=env, capture_output=True, text=True,
+                          timeout=120, check=False, cwd=tmp_path)  # fmt: skip
+
+
+STOPS = 'case "$1" in -c) echo 3.11;; *) echo stopped >&2; exit 3;; esac'
+"""An interpreter that makes no environment."""
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    venv = tmp_path / "precious"
+    venv.mkdir()
+    (venv / "thesis.txt").write_text("years of work")
+    done = made_with(STOPS, tmp_path, venv)
+    assert done.returncode != 0
+    assert done.stderr == (
+        f"error: {venv} is not empty and no environment that this script made; remove it, or set OSCAR_VENV to a new "
+        "folder\n"
+    )
+    assert (venv / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_unfinished_environment_is_made_anew(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    for _ in range(2):
+        done = made_with(STOPS, tmp_path, venv)
+        assert done.returncode == 3, done.stderr
+        assert "stopped" in done.stderr
+    assert [path.name for path in venv.iterdir()] == [".oscar-begun"]
+
+
+def test_scripts_take_paths_from_where_they_are_called() -> None:
+    text = (SCRIPTS / "environment.sh").read_text()
+    assert not re.search(r"^\s*cd ", text, re.MULTILINE)
+    for name in ("quickstart.sh", "real_model.sh"):
+        assert 'exec python "$root/scripts/' in (SCRIPTS / name).read_text()

@@ -135,7 +135,7 @@ class Client:
             of ``len(ids) - begin - 1`` tokens.
 
         Raises:
-            AskingError: see :meth:`behind_cache`.
+            AskingError: see :meth:`behind_cache`; or log probabilities that are not finite, which SGLang writes as null.
         """
         asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": begin, "top_logprobs_num": top}
         if cached:
@@ -147,8 +147,11 @@ class Client:
         scored, tops = reply.meta["input_token_logprobs"][1:], reply.meta["input_top_logprobs"][1:]
         if len(scored) != len(ids) - begin - 1 or len(tops) != len(scored):
             raise AskingError(f"the server scored {len(scored)} of {len(ids) - begin - 1} tokens")
-        return TopTokens(
+        found = TopTokens(
             np.array([[entry[1] for entry in place] for place in tops], dtype=np.int32),
             np.array([[entry[0] for entry in place] for place in tops], dtype=np.float32),
             np.array([entry[0] for entry in scored], dtype=np.float32),
         )
+        if not (np.isfinite(found.logprobs).all() and np.isfinite(found.read).all()):
+            raise AskingError("the server's log probabilities are no numbers: its model or its cache computes NaN")
+        return found

@@ -15,6 +15,8 @@ from sglang_oscar.evaluation.ruler import WORDS
 Encode = Callable[[str], list[int]]
 FIRST, LAST = 128, 320
 """Tokens at either end of a document without facts: what int2 servers read in 16 bits, and some more."""
+OVERRUN = 64
+"""Tokens by which a fact may be later than its place, so that the line before it stays whole."""
 DIGITS = 7
 """Of a hidden number: 1 in 10 million by chance."""
 ADJECTIVES = ("", "red ", "green ", "blue ", "white ", "black ")
@@ -88,19 +90,27 @@ def build_haystack(
     # What is cut to fit ends in a line break, so that the question begins a line.
     end = encode("\n")
     room = length - len(leading or ()) - sum(map(len, facts)) - len(end)
-    if room < FIRST + LAST + 64:
+    if room < FIRST + LAST + OVERRUN:
         raise ValueError(f"{len(facts)} facts do not fit into {length} tokens")
     places = [FIRST + round(depth * (room - LAST - FIRST)), *(rng.randrange(FIRST, room - LAST) for _ in facts[1:])]
     waiting = sorted(zip(places, range(len(facts)), strict=True))
     ids, text, asked = list(leading or ()), 0, 0
     begin = rng.randrange(len(lines))
-    line = 0
+    line, more = 0, list[int]()
     while text < room:
         while waiting and waiting[0][0] <= text:
             number = waiting.pop(0)[1]
             asked = len(ids) if number == 0 else asked
             ids += facts[number]
-        more = encode(lines[(begin + line) % len(lines)])[: room - text]
-        ids += more
-        text, line = text + len(more), line + 1
+        if not more:
+            more, line = encode(lines[(begin + line) % len(lines)]), line + 1
+        taken = len(more)
+        if waiting and text + taken > waiting[0][0] + OVERRUN:
+            # A long line, such as a paragraph of prose, is broken where a fact belongs.
+            taken = max(waiting[0][0] - text - len(end), 0)
+            more = more[:taken] + end + more[taken:]
+            taken += len(end)
+        taken = min(taken, room - text)
+        ids += more[:taken]
+        text, more = text + taken, more[taken:]
     return Haystack(ids + end, keys[0], numbers[0], asked)
