@@ -28,9 +28,12 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 """Lines by mode, as in the README's figures."""
 PAPER = {"color": "#e08e0b", "marker": "*", "linestyle": ":", "label": "the paper: OSCAR"}
+LOST = {"linestyle": "none", "marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgecolor": "black",
+        "label": "pushed out and computed again"}  # fmt: skip
+"""A ring around points of prompts that did not stay in the cache."""
 PARTS = {"matrix products": "#34495e", "attention": "#c0392b", "store": "#f4b860", "other": "#8fb3d9",
          "idle": "#d5d8dc"}  # fmt: skip
-CACHES = {OFF: "no prefix cache", COLD: "prefix cache, empty before", HIT: "every prompt a prefix hit"}
+CACHES = {OFF: "no prefix cache", COLD: "prefix cache, empty before", HIT: "prompts computed before"}
 
 
 def draw(result: Result, experiment: str, folder: Path) -> Path | None:
@@ -117,11 +120,19 @@ def lines(
     """
     drawn = False
     for mode in result.modes(experiment):
-        points = [(x(load), value) for load in loads if (value := y(mode, load)) is not None]
+        points = {load: (x(load), value) for load in loads if (value := y(mode, load)) is not None}
         if points:
-            axis.plot(*zip(*points, strict=True), label=result.label(mode), **STYLES[mode])
+            axis.plot(*zip(*points.values(), strict=True), label=result.label(mode), **STYLES[mode])
+            ring(axis, result, mode, experiment, points)
             drawn = True
     return drawn
+
+
+def ring(axis: Any, result: Result, mode: str, experiment: str, points: dict[Load, tuple[float, float]]) -> None:
+    """Mark the points of prompts that a cache has lost."""
+    lost = [point for load, point in points.items() if result.lost(mode, experiment, load)]
+    if lost:
+        axis.plot(*zip(*lost, strict=True), **LOST)
 
 
 def contexts_and_batches(result: Result) -> Any:
@@ -194,14 +205,15 @@ def frontiers(result: Result) -> Any:
         axis.set_title(CACHES[cache])
         axis.set_xlabel("U, tokens per second of a user")
         for mode in result.modes("figure6"):
-            points = []
+            points = {}
             for load in (load for load in loads if load.cache == cache):
                 user, gpu = (result.value(mode, "figure6", load, key) for key in "UG")
                 if user is not None and gpu is not None:
-                    points.append((user, gpu))
+                    points[load] = user, gpu
                     axis.annotate(load.requests, (user, gpu), (3, 3), textcoords="offset points", fontsize=6)
             if points:
-                axis.plot(*zip(*points, strict=True), label=result.label(mode), **STYLES[mode])
+                axis.plot(*zip(*points.values(), strict=True), label=result.label(mode), **STYLES[mode])
+                ring(axis, result, mode, "figure6", points)
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
     figure.axes[0].set_ylabel("G, tokens per second of a GPU")

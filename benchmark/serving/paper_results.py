@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paper_loads import EXPERIMENTS, Load
+from paper_loads import EXPERIMENTS, HIT, Load
 from shapes import SHAPES
 
 Row = dict[str, Any]
@@ -28,6 +28,9 @@ NAMES = {
     "int2": "INT2",
 }
 """Modes in the order of tables."""
+MOSTLY = 0.9
+"""Share of a load's prompt tokens that a cache has to hold for its prompts to be hits: int2 mode computes the recent
+window again."""
 ON_CPU = {"bf16": "BF16, PyTorch", "fp8": "FP8, PyTorch"}
 
 
@@ -101,6 +104,11 @@ class Result:
         row = self.row(mode, experiment, load) or {}
         found = row.get(key, row.get("ms", {}).get(key))
         return None if found is None else float(found)
+
+    def lost(self, mode: str, experiment: str, load: Load) -> bool:
+        """Whether prompts that had been computed before were not in the cache any more, and were computed again."""
+        cached = self.value(mode, experiment, load, "cached_share")
+        return load.cache == HIT and cached is not None and cached < MOSTLY
 
     def ratio(
         self, mode: str, bases: tuple[str, ...], experiment: str, load: Load, key: str, time: bool = False

@@ -17,13 +17,18 @@ KINDS = ("matrix products", "attention", "store", "other", "idle", "total")
 """Columns of a step, milliseconds."""
 STEP_HEAD = ["requests", "cache", *KINDS, "log", "attention / BF16", "total / BF16", "attention / FP8", "total / FP8"]
 LOAD_HEAD = ["requests", "prompt", "answer", "prefix cache", "cache", "U", "G", "U / BF16", "G / BF16", "U / FP8",
-             "G / FP8", "first token, ms", "at once"]  # fmt: skip
+             "G / FP8", "first token, ms", "at once", "cached"]  # fmt: skip
 NOTHING = "-"
 
 
 def number(value: float | None, digits: int) -> str:
     """A figure, or a dash where there is none."""
     return NOTHING if value is None else f"{value:,.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """A share in percent, or a dash where there is none."""
+    return NOTHING if value is None else f"{value:.0%}"
 
 
 def step_table(result: Result) -> Iterator[str]:
@@ -87,6 +92,7 @@ def throughput_table(result: Result, experiment: str) -> Iterator[str]:
                 cells += [number(result.ratio(mode, bases, experiment, load, key), 2) for key in ("U", "G")]
             cells.append(number(result.value(mode, experiment, load, "first_token_ms"), 0))
             cells.append(number(result.value(mode, experiment, load, "running"), 0))
+            cells.append(share(result.value(mode, experiment, load, "cached_share")))
             body.append([*head, result.label(mode), *cells])
         body += [[*head, *row] for row in paper_throughput(result, experiment, load)]
     yield from table(LOAD_HEAD, body)
@@ -108,6 +114,6 @@ def paper_throughput(result: Result, experiment: str, load: Load) -> list[list[s
         if user or job:
             found.append(("OSCAR", None, None, user, job))
     return [
-        [f"the paper: {method}", number(user, 1), number(gpu, 1), number(of_user, 2), number(of_gpu, 2), *[NOTHING] * 4]
+        [f"the paper: {method}", number(user, 1), number(gpu, 1), number(of_user, 2), number(of_gpu, 2), *[NOTHING] * 5]
         for method, user, gpu, of_user, of_gpu in found
     ]

@@ -92,7 +92,7 @@ def test_ratios_are_to_the_faster_baseline(tmp_path: Path) -> None:
         "5.7", "8.5", "0.5", "0.8", "-", "15.5", "-", "2.00", "1.51", "-", "-",
     ]  # fmt: skip
     assert cells(text, "32", "8,192", "1,024", "cold", "INT2")[5:] == [
-        "60.0", "960.0", "2.40", "2.40", "2.00", "2.00", "12", "32",
+        "60.0", "960.0", "2.40", "2.40", "2.00", "2.00", "12", "32", "0%",
     ]  # fmt: skip
     assert cells(text, "32", "8,192", "1,024", "cold", "the paper: OSCAR")[5:9] == ["52.5", "1,374.0", "1.47", "1.37"]
     assert cells(text, "32", "8,192", "1,024", "cold", "the paper: Saw-INT4")[7:9] == ["1.20", "1.18"]
@@ -122,13 +122,33 @@ def test_nothing_is_made_up_for_a_mode_that_is_missing(tmp_path: Path) -> None:
         if "| INT2 |" in line:
             assert [cell.strip() for cell in line.split("|")[8:12]] == ["-"] * 4
     assert cells(text, "1", "60,000", "1,024", "hit", "the paper: OSCAR")[5:] == [
-        "-", "-", "2.52", "-", "-", "-", "-", "-",
+        "-", "-", "2.52", "-", "-", "-", "-", "-", "-",
     ]  # fmt: skip
     # No speed over BF16 without BF16: the left panel is not there.
     drawn = (tmp_path / "figures" / "paper-run-figure4.svg").read_text(encoding="utf-8")
     assert "over those of BF16" not in drawn
     assert "behind 100,000 tokens" in drawn
     assert not list(tmp_path.glob("figures/*figure5*"))
+
+
+def test_prompts_that_were_pushed_out_are_no_hits(tmp_path: Path) -> None:
+    path, data = result(tmp_path, "run", ("figure4", "figure6"), ("bf16", "int2"))
+    for found in data["rows"]["int2"]:
+        found["cached_share"] = 0.997 if found["cache"] == "hit" else 0.0
+    path.write_text(json.dumps(data))
+    text = written([path], tmp_path / "paper.md")
+    figure6 = text.partition("## Figure 6")[2]
+    assert cells(figure6, "8", "100,000", "1,024", "hit", "BF16, FlashInfer")[-1] == "0%"
+    assert cells(figure6, "8", "100,000", "1,024", "hit", "INT2")[-1] == "100%"
+    found = read(path)
+    hit, cold = (Load(8, 100_000, 1024, cache) for cache in ("hit", "cold"))
+    assert found.lost("bf16", "figure6", hit)
+    assert not found.lost("int2", "figure6", hit)
+    assert not found.lost("bf16", "figure6", cold)
+    for name in ("figure4", "figure6"):
+        drawn = (tmp_path / "figures" / f"paper-run-{name}.svg").read_text(encoding="utf-8")
+        assert "pushed out and computed again" in drawn
+        assert "prefix hit" not in drawn
 
 
 def test_two_cards_are_told_apart(tmp_path: Path) -> None:
