@@ -17,6 +17,7 @@ from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from sglang_oscar.attach import failure
 from sglang_oscar.cli import app
 from sglang_oscar.doctor import command, machine
+from sglang_oscar.doctor.account import weight_bytes
 from sglang_oscar.doctor.check import Check, attempt
 from sglang_oscar.doctor.model import model_checks
 
@@ -45,6 +46,31 @@ def test_a_fitting_model(model: Path) -> None:
     assert "2.50 bits per element" in checks["group size"].detail
     for what in ("6.800 GiB budget", "tokens x 320 bytes", "at 8K", "at 32K", "at 128K"):
         assert what in checks["memory"].detail
+
+
+def test_weights_are_counted_wherever_they_are(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a folder, of an id that was downloaded, in one of several formats; else it is said that they are missing."""
+    assert "weights of" in by_name(model_checks(str(model), 64, 8 * GIB))["memory"].detail
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--acme--ref" / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    (snapshot / "pytorch_model.bin").write_bytes(bytes(300))
+    assert weight_bytes("acme/ref") == weight_bytes(str(snapshot)) == 300
+    (snapshot / "consolidated.safetensors").write_bytes(bytes(290))
+    assert weight_bytes("acme/ref") == 290
+    (snapshot / "model-1.safetensors").write_bytes(bytes(280))
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes("acme/ref") == 280
+    assert weight_bytes(str(snapshot / "pytorch_model.bin")) == 300
+    assert weight_bytes("acme/other") == 0
+    (model / "model.safetensors").write_bytes(bytes(GIB // 10))
+    detail = by_name(model_checks(str(model), 64, 8 * GIB))["memory"].detail
+    assert "6.700 GiB budget" in detail
+    assert "weights of" not in detail
 
 
 def test_a_model_that_reads_images(model: Path) -> None:

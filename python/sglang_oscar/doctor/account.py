@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from sglang_oscar.memory.cached_layers import cached_layer_ids
+from sglang_oscar.weights.origin import WEIGHT_FILES, cached_snapshot
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
@@ -14,8 +16,31 @@ IN_FLIGHT = 2 * 8192
 
 
 def weight_bytes(model: str) -> int:
-    """Size of the weight files of a local model; 0 where they are not here."""
-    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
+    """Size of the weight files of a model: of a folder, a file, or what was downloaded from a hub; 0 where none are here.
+
+    Of a folder that has the same weights in several formats, SGLang loads one.
+    """
+    place: Path | None = Path(model)
+    if not Path(model).exists():
+        place = cached_snapshot(model)
+    if place is None or place.is_file():
+        return place.stat().st_size if place else 0
+    for kind in WEIGHT_FILES:
+        if found := _named_by_index(place) if kind == ".safetensors" else []:
+            return sum(path.stat().st_size for path in found)
+        if found := list(place.glob(f"*{kind}")):
+            return sum(path.stat().st_size for path in found)
+    return 0
+
+
+def _named_by_index(folder: Path) -> list[Path]:
+    """Files that the index of a sharded checkpoint names and that are here; others beside them are not loaded."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        names = sorted(set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [path for name in names if (path := folder / str(name)).is_file()]
 
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:

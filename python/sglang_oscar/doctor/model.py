@@ -77,8 +77,10 @@ def model_checks(
         return rotation_facts(loaded["settings"], found)
 
     def account() -> str:
-        budget = int(MEM_FRACTION * memory) - sum(map(weight_bytes, {path, draft_path or path}))
-        return memory_account(loaded, budget)
+        weights = {name: weight_bytes(name) for name in (path, draft_path or path)}
+        account = memory_account(loaded, int(MEM_FRACTION * memory) - sum(weights.values()))
+        missing = [f"; weights of {name} are not here and not counted" for name, size in weights.items() if not size]
+        return "".join([account, *missing])
 
     def host_tier() -> str:
         return host_facts(loaded, host_size, host_ratio)

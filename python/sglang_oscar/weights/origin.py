@@ -58,7 +58,22 @@ def note_before_loading(args: Any) -> None:
 
 
 def _commit(repository: str, revision: str, download_dir: str | None) -> str | None:
-    """The commit that a revision of a hub's repository means, in the caches and the order in which SGLang looks."""
+    """The commit that a revision of a hub's repository means."""
+    folder = cached_snapshot(repository, revision, download_dir)
+    return None if folder is None else folder.name
+
+
+def cached_snapshot(repository: str, revision: str = "main", download_dir: str | None = None) -> Path | None:
+    """Where the files of a hub's repository are on this machine, in the caches and the order in which SGLang looks.
+
+    Args:
+        repository: its id.
+        revision: a branch, a tag or a commit.
+        download_dir: where SGLang puts downloads, None for the default.
+
+    Returns:
+        a folder named by the commit; None where no cache knows it.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     for cache in filter(None, (download_dir, HF_HUB_CACHE)):
@@ -66,5 +81,5 @@ def _commit(repository: str, revision: str, download_dir: str | None) -> str | N
         reference = folder / "refs" / revision
         commit = reference.read_text().strip() if reference.is_file() else revision
         if (folder / "snapshots" / commit).is_dir():
-            return commit
+            return folder / "snapshots" / commit
     return None
