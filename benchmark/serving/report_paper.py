@@ -35,8 +35,8 @@ the results below.
   its FP8 caches: stock SGLang with FlashInfer, and with FlashAttention-3, as far as they were measured. A dash is what
   was not.
 * **At once** is how many requests of those sent were decoded together; the others waited for room.
-* **Cached** is the share of prompt tokens that came from the prefix cache. A load whose prefix cache is *hit* has sent
-  its prompts once before; those that do not fit together push each other out and are computed again, all the same.
+* **Cached** is the share of prompt tokens that came from the prefix cache. Prompts of a load whose prefix cache is
+  *hit* were sent once before; those that do not fit together push each other out, and are computed again.
 * Rows of **the paper** are of one {GPU}. They stand beside loads that are exactly the paper's, and where a run
   leaves out layers, only their ratios do."""
 
@@ -71,7 +71,7 @@ measured.""",
     + "). Its other bars are a picture.",
     "figure5": f"The prefix cache is empty before. The paper states no numbers: with OSCAR throughput goes on growing\n"
     f"up to {FIGURE5_REQUESTS} requests on one GPU.",
-    "figure6": "Without prefix cache (off), with one that is empty before (cold), and with prompts that have been sent\n"
+    "figure6": "Without prefix cache (off), with one that is empty before (cold), and with prompts that were sent\n"
     "before (hit). The paper's figure is a picture without numbers in the text.",
 }
 

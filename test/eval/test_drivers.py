@@ -113,17 +113,41 @@ def test_local_copies_of_one_or_several_data_sets() -> None:
     assert local_data_sets("MMLU=a.jsonl,WikiText=b", "GPQA") == {"MMLU": Path("a.jsonl"), "WikiText": Path("b")}
 
 
+GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
 def test_broken_calibration_data_are_named(tmp_path: Path) -> None:
     cases = [
         ("nowhere.jsonl", None, "neither one of GPQA, MMLU, WikiText nor a local"),
         (str(write_rows(tmp_path / "a.jsonl", [{"words": 1}])), None, "needs 'text' or 'messages'"),
         ("GPQA", tmp_path / "none.jsonl", "no such file"),
         ("GPQA", write_rows(tmp_path / "b.jsonl", [{"Question": "?"}]), "lacks the column 'Correct Answer'"),
+        (
+            "GPQA",
+            write_rows(tmp_path / "e.jsonl", [dict.fromkeys(GPQA, "x") | {"Question": None}]),
+            "row 1: the column 'Question' is empty",
+        ),
+        (
+            "MMLU",
+            write_rows(tmp_path / "f.jsonl", [{"question": float("nan"), "choices": ["a"]}]),
+            "row 1: the column 'question' is empty",
+        ),
+        *(
+            (
+                str(write_rows(tmp_path / f"g{i}.jsonl", [{"messages": wrong}])),
+                None,
+                f"g{i}.jsonl:1: every one of 'messages'",
+            )
+            for i, wrong in enumerate(([], ["x"], [{"role": "user"}], [{"role": "assistant", "content": None}]))
+        ),
         ("MMLU", write_rows(tmp_path / "c.txt", []), "expected .jsonl, .csv or .parquet"),
     ]
     for dataset, local, fault in cases:
         with pytest.raises(DataError, match=fault.replace(".", r"\.")):
             list(calibration_chats(dataset, local))
+    (tmp_path / "h.jsonl").write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(DataError, match=r"h\.jsonl: is no UTF-8 \(invalid start byte at byte 10\)"):
+        list(calibration_chats(str(tmp_path / "h.jsonl")))
     (tmp_path / "d.jsonl").write_text('{"text": "x"}\n{"text"')
     with pytest.raises(DataError, match=r"d\.jsonl:2: not JSON"):
         list(calibration_chats(str(tmp_path / "d.jsonl")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import socket
 import threading
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError
+from oscar_rotation.fit.texts import read_documents, sequences
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.calibration import dump_driver
 from sglang_oscar.calibration.data import calibration_chats
@@ -28,6 +31,7 @@ from sglang_oscar.calibration.dump_origin import ORIGIN
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.cli import app
+from sglang_oscar.evaluation.prove.texts import CALIBRATION, Texts
 from sglang_oscar.local_server import LocalServer, ServerFailedError
 from support.benchmark_data import write_rows
 from support.reference import MODEL
@@ -100,6 +104,29 @@ def test_prompts_fit_into_the_context(
     run_dump(asked)
     assert max(server.lengths) == longest
     assert sum(server.lengths) == min(20000, 4 * longest)
+
+
+def test_a_conversation_that_the_template_does_not_take_is_one_line(tmp_path: Path, server: Server) -> None:
+    """Some models have no system role; the record says which conversation it was."""
+    model = checkpoint(tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    user, system = ({"role": role, "content": "word " * 50} for role in ("user", "system"))
+    data = write_rows(tmp_path / "sys.jsonl", [{"messages": [user]}, {"messages": [system, user]}])
+    said = "the model's chat template does not take a conversation of system, user (System role not supported)"
+    arguments = ["dump", str(model), "--dataset", str(data), "--root", str(tmp_path / "rotation")]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stderr) == (1, f"error: prompt 2: {said}\n")
+    assert not server.started
+    with pytest.raises(DataError, match=re.escape(f"sys.jsonl: document 2: {said}")):
+        Texts(AutoTokenizer.from_pretrained(model), data).documents(CALIBRATION)
+    with pytest.raises(DumpError, match=re.escape("document 2: the model's chat template does not take it (System")):
+        sequences(read_documents(data), model)
 
 
 def test_a_context_without_room_for_a_prompt(tmp_path: Path) -> None:

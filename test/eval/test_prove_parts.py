@@ -152,8 +152,8 @@ def test_long_lines_hide_facts_where_short_ones_do(longest: int, depth: float) -
     """Paragraphs of prose are one line each. A token is a character here."""
     encode = lambda text: [ord(x) for x in text]  # noqa: E731
     lines = tuple("x" * (longest // 2 + 37 * i % (longest // 2)) + "\n" for i in range(50))
-    for number in range(30):
-        made = build_haystack(encode, lines, 3000, depth, 3, f"seed {number}")
+    for seed in range(30):
+        made = build_haystack(encode, lines, 3000, depth, 3, str(seed))
         text = "".join(map(chr, made.ids))
         assert len(text) == 3000
         assert text.count("The magic number for") == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,43 +60,45 @@ def test_what_servers_register_is_each_layers_own() -> None:
 
 @pytest.mark.parametrize("bits", [[(2, 2)] * 2, [(2, 4)] * 2, [(2, 2), (3, 2), (4, 16)]])
 def test_whole_rows_are_moved(bits: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's kernel, in Triton's interpreter, set up as on a GPU: also rows that are wider than the first keys."""
+    """SGLang's kernel, on a CPU in Triton's interpreter: also rows that are wider than the first keys."""
     formats = {
         layer: LayerFormat(8, 128, SideFormat(128, bits=key), SideFormat(128, bits=value))
         for layer, (key, value) in enumerate(bits)
     }
-    monkeypatch.setattr(cache_move, "_is_cpu", False)
-    monkeypatch.setattr(memory_pool, "copy_all_layer_kv_cache_func", cache_move.copy_all_layer_kv_cache_func)
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        monkeypatch.setattr(cache_move, "_is_cpu", False)
+        monkeypatch.setattr(memory_pool, "copy_all_layer_kv_cache_func", cache_move.copy_all_layer_kv_cache_func)
     pool = Int2TokenToKVPool(
-        SIZE, formats=formats, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0,
-        end_layer=len(bits), enable_kv_cache_copy=False,
+        SIZE, formats=formats, page_size=PAGE, device="cuda" if gpu else "cpu", enable_memory_saver=False,
+        start_layer=0, end_layer=len(bits), enable_kv_cache_copy=gpu,
     )  # fmt: skip
-    pool.use_native_move_kv_cache = False
-    with monkeypatch.context() as of_a_gpu:
-        of_a_gpu.setattr(pool, "device", torch.device("cuda"))
-        of_a_gpu.setattr(
-            memory_pool.MHATokenToKVPool, "_init_kv_copy_and_warmup", on_the_cpu(memory_pool.MHATokenToKVPool)
-        )
-        pool._init_kv_copy_and_warmup()
+    if not gpu:
+        set_up_as_on_a_gpu(pool, monkeypatch)
     buffers = [*pool.k_buffer, *pool.v_buffer]
     for buffer in buffers:
         buffer.random_(0, 256)
     before = [buffer[[20, 25, 30]].clone() for buffer in buffers]
-    pool.move_kv_cache(torch.tensor([17, 18, 40]), torch.tensor([20, 25, 30]))
+    pool.move_kv_cache(*(torch.tensor(rows, device=pool.device) for rows in ([17, 18, 40], [20, 25, 30])))
     for buffer, rows in zip(buffers, before, strict=True):
         assert torch.equal(buffer[[17, 18, 40]], rows)
 
 
-def on_the_cpu(stock: type) -> Callable[[Int2TokenToKVPool], None]:
+def set_up_as_on_a_gpu(pool: Int2TokenToKVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own set-up of a pool that calls itself a GPU's, with tensors of a CPU."""
+    stock = memory_pool.MHATokenToKVPool
     original = stock._init_kv_copy_and_warmup
 
-    def set_up(pool: Int2TokenToKVPool) -> None:
+    def on_the_cpu(pool: Int2TokenToKVPool) -> None:
         named, pool.device = pool.device, "cpu"
         original(pool)
         pool.device = named
 
-    return set_up
+    pool.use_native_move_kv_cache = False
+    with monkeypatch.context() as of_a_gpu:
+        of_a_gpu.setattr(pool, "device", torch.device("cuda"))
+        of_a_gpu.setattr(stock, "_init_kv_copy_and_warmup", on_the_cpu)
+        pool._init_kv_copy_and_warmup()
 
 
 def test_layers_do_not_share_bytes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def calibration_chats(dataset: str, local: Path | None = None) -> Iterator[Chat 
         raise DataError(f"{dataset}: neither one of {', '.join(HUB_SETS)} nor a local .jsonl file")
     for number, row in enumerate(read_rows(path), 1):
         if isinstance(row.get("messages"), list):
+            if not is_chat(row["messages"]):
+                raise DataError(f"{path}:{number}: every one of 'messages' needs a 'role' and a 'content', both text")
             yield row["messages"]
         elif isinstance(row.get("text"), str):
             yield row["text"]
@@ -75,24 +78,63 @@ def calibration_chats(dataset: str, local: Path | None = None) -> Iterator[Chat 
             raise DataError(f"{path}:{number}: a line needs 'text' or 'messages', it has {sorted(row)}")
 
 
+def is_chat(messages: list[Any]) -> bool:
+    """Whether this is a conversation that can be rendered: some messages, each with a role and text."""
+    return bool(messages) and all(
+        isinstance(x, dict) and isinstance(x.get("role"), str) and isinstance(x.get("content"), str) for x in messages
+    )
+
+
+def render_chat(tokenizer: Any, messages: Chat, **options: Any) -> str:
+    """A conversation as the model's chat template writes it.
+
+    Args:
+        tokenizer: of transformers, with a template.
+        messages: see :func:`is_chat`.
+        options: further ones of ``apply_chat_template``.
+
+    Raises:
+        DataError: the template takes no such conversation, some no system message, for instance.
+    """
+    import jinja2
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except (jinja2.TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages[:4])
+        raise DataError(
+            f"the model's chat template does not take a conversation of {roles}{', ...' * (len(messages) > 4)} "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from None
+
+
+def _text_of(row: dict[str, Any], column: str, where: str) -> str:
+    """What a column says; a table's empty cell is NaN."""
+    value = row[column]
+    if value is None or (isinstance(value, float) and math.isnan(value)) or not str(value).strip():
+        raise DataError(f"{where}: the column {column!r} is empty")
+    return str(value).strip()
+
+
 def _prompts(dataset: str, rows: Iterable[dict[str, Any]]) -> Iterator[Chat | str]:
-    for row in rows:
+    for number, row in enumerate(rows, 1):
+        where = f"{dataset}: row {number}"
         try:
             if dataset == "WikiText":
-                if len(row["text"]) >= SHORTEST_TEXT:
+                if isinstance(row["text"], str) and len(row["text"]) >= SHORTEST_TEXT:
                     yield row["text"]
                 continue
             if dataset == "MMLU":
                 choices = list(row["choices"])
-                question = row["question"]
+                question = _text_of(row, "question", where)
             else:
                 names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-                choices = sorted(str(row[name]).strip() for name in names)
-                question = row["Question"]
+                choices = sorted(_text_of(row, name, where) for name in names)
+                question = _text_of(row, "Question", where)
         except KeyError as error:
-            raise DataError(f"{dataset}: a row lacks the column {error}, it has {sorted(row)}") from error
+            raise DataError(f"{where} lacks the column {error}, it has {sorted(row)}") from error
         options = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCDEFGHIJ", choices, strict=False))
-        text = f"Answer the following multiple choice question.\n\n{question.strip()}\n\n{options}"
+        text = f"Answer the following multiple choice question.\n\n{question}\n\n{options}"
         yield [{"role": "user", "content": text}]
 
 
@@ -106,7 +148,11 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: no such file")
     if path.suffix == ".jsonl":
         # Not splitlines(): text may hold other characters that end a line, which JSON leaves as they are.
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            content = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: is no UTF-8 ({error.reason} at byte {error.start})") from None
+        for number, line in enumerate(content.split("\n"), 1):
             if not line.strip():
                 continue
             try:

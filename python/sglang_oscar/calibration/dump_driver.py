@@ -16,7 +16,7 @@ from typing import Any
 from rich.progress import track
 
 from oscar_rotation.model_table import ModelSettings
-from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, dataset_label
+from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, dataset_label, render_chat
 from sglang_oscar.calibration.dump_origin import ACTIVATIONS, COVARIANCES, check_origin, dump_origin, write_origin
 from sglang_oscar.calibration.errors import DataError, server_message
 from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
@@ -57,11 +57,15 @@ def plain_backend(args: Sequence[str]) -> list[str]:
 
 
 def encode(tokenizer: Any, prompt: Chat | str) -> list[int]:
-    """Token ids of a prompt; chats go through the model's template, or are joined where it has none."""
+    """Token ids of a prompt; chats go through the model's template, or are joined where it has none.
+
+    Raises:
+        DataError: see :func:`render_chat`.
+    """
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        text = render_chat(tokenizer, prompt, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))
     return list(tokenizer.encode("\n\n".join(message["content"] for message in prompt)))
 
@@ -85,12 +89,15 @@ def choose_prompts(
     """Prompts in order until they hold ``tokens`` tokens, each cut to ``longest``; the last one is cut to fit.
 
     Raises:
-        DataError: the data set holds no prompt.
+        DataError: the data set holds no prompt, or one that the model's template does not take.
     """
     chosen: list[list[int]] = []
     total = 0
-    for prompt in prompts:
-        ids = encode(tokenizer, prompt)[: min(longest, tokens - total)]
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            ids = encode(tokenizer, prompt)[: min(longest, tokens - total)]
+        except DataError as error:
+            raise DataError(f"prompt {number}: {error}") from None
         if ids:
             chosen.append(ids)
             total += len(ids)

@@ -16,7 +16,7 @@ IN_FLIGHT = 2 * 8192
 
 
 def weight_bytes(model: str) -> int:
-    """Size of the weight files of a model: of a folder, a file, or what was downloaded from a hub; 0 where none are here.
+    """Size of a model's weights: a folder's, a file's, or what was downloaded from a hub; 0 where none are here.
 
     Of a folder that has the same weights in several formats, SGLang loads one.
     """

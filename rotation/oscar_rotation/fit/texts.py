@@ -51,7 +51,9 @@ def read_documents(path: Path) -> tuple[Document, ...]:
 
 def _is_document(document: Any) -> bool:
     if isinstance(document, list):
-        return all(isinstance(x, dict) and isinstance(x.get("content"), str) for x in document)
+        return all(
+            isinstance(x, dict) and all(isinstance(x.get(k), str) for k in ("role", "content")) for x in document
+        )
     return isinstance(document, str)
 
 
@@ -66,8 +68,10 @@ def sequences(documents: tuple[Document, ...], folder: Path) -> torch.Tensor:
         int64 [at most :data:`SEQUENCES`, at most :data:`LENGTH`].
 
     Raises:
-        DumpError: no tokenizer, too little text, or a context too short to store anything.
+        DumpError: no tokenizer, too little text, a conversation that the model's chat template does not take, or a
+            context too short to store anything.
     """
+    import jinja2
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -80,8 +84,12 @@ def sequences(documents: tuple[Document, ...], folder: Path) -> torch.Tensor:
     if length < 2 * (SINK + RECENT):
         raise DumpError(f"{folder}: a context of {context} tokens is too short for --text")
     ids: list[int] = []
-    for document in documents:
-        ids += _encoded(tokenizer, document)
+    for number, document in enumerate(documents, 1):
+        try:
+            ids += _encoded(tokenizer, document)
+        except (jinja2.TemplateError, TypeError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DumpError(f"document {number}: the model's chat template does not take it ({first})") from None
         if tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
         if len(ids) >= MOST_TOKENS:

@@ -135,7 +135,7 @@ class Client:
             of ``len(ids) - begin - 1`` tokens.
 
         Raises:
-            AskingError: see :meth:`behind_cache`; or log probabilities that are not finite, which SGLang writes as null.
+            AskingError: see :meth:`behind_cache`; or log probabilities are not finite, which SGLang writes as null.
         """
         asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": begin, "top_logprobs_num": top}
         if cached:

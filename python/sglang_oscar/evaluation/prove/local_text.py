@@ -22,6 +22,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from sglang_oscar.calibration.data import render_chat
+
 Messages = list[dict[str, str]]
 Render = Callable[[Messages], str]
 """Messages -> the text that a chat model reads."""
@@ -114,7 +116,8 @@ def plain_chat(messages: Messages) -> str:
 
 
 def renderer(tokenizer: Any) -> Render:
-    """The chat template of a transformers tokenizer, or :func:`plain_chat`."""
+    """The chat template of a transformers tokenizer, or :func:`plain_chat`; a conversation that it does not take is a
+    :class:`~sglang_oscar.calibration.errors.DataError`."""
     if not getattr(tokenizer, "chat_template", None):
         return plain_chat
-    return lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
+    return lambda messages: render_chat(tokenizer, messages)

@@ -9,7 +9,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from sglang_oscar.calibration.data import calibration_chats
+from sglang_oscar.calibration.data import calibration_chats, render_chat
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.evaluation.prove import local_text
 from sglang_oscar.evaluation.prove.local_text import Messages, Render
@@ -57,7 +57,12 @@ def file_documents(path: Path, part: str, render: Render) -> Kinds:
     """
     if path.suffix == ".jsonl":
         rows = calibration_chats(str(path))
-        texts = [row if isinstance(row, str) else render(row) for row in rows]
+        texts = []
+        for number, row in enumerate(rows, 1):
+            try:
+                texts.append(row if isinstance(row, str) else render(row))
+            except DataError as error:
+                raise DataError(f"{path}: document {number}: {error}") from None
     elif path.suffix == ".txt":
         if not path.is_file():
             raise DataError(f"{path}: no such file")
@@ -110,9 +115,7 @@ class Texts:
         """Token ids of a conversation whose next turn is the model's, through its template or as plain text."""
         if getattr(self.tokenizer, "chat_template", None):
             # Templates without a thinking mode ignore the last argument; thinking would use up the short answers.
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-            )
+            text = render_chat(self.tokenizer, messages, add_generation_prompt=True, enable_thinking=False)
             return self.encode(text)
         return self.leading + self.encode(f"{local_text.plain_chat(messages)}Assistant:")
 
