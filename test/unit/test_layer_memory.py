@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from sglang.kernels.ops.kvcache import cache_move
