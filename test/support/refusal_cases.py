@@ -73,6 +73,8 @@ FLAGS = [
     "--enable-torch-compile --cuda-graph-backend-decode breakable",
     "--cuda-graph-backend-prefill full",
     "--load-format presharded",
+    "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+    "--load-format remote_instance",
     "--checkpoint-engine-wait-weights-before-ready",
     "--model-impl transformers",
     "--use-ray",
@@ -116,6 +118,7 @@ RECENT_FLAGS = {
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "hicache_host_memory_mode": "--enable-hierarchical-cache --hicache-host-memory-mode buffer_only",
     "attn_dp_size": "--attn-dp-size 2 --tp-size 2",
+    "disaggregation_enable_kv_checksum": "--disaggregation-mode decode --disaggregation-enable-kv-checksum",
     "enable_nvidia_megakernel": "--enable-nvidia-megakernel",
 }
 """Command lines by the server argument that not all releases have."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
+from torch import nn
 
 from oscar_rotation.load import recipe_rotation
-from sglang_oscar.weights.absorption import rotate_output_columns, rotate_value_rows
+from sglang_oscar.weights import absorption
+from sglang_oscar.weights.absorption import rotate_output_columns, rotate_value_bias, rotate_value_rows
 
 HIDDEN, HEAD_DIM, TOKENS = 96, 64, 12
 
@@ -51,6 +57,13 @@ class Block:
         return self.o_proj(out.transpose(0, 1).reshape(TOKENS, -1))
 
 
+def rotate_values(qkv: Linear, matrix: torch.Tensor) -> None:
+    """Rows, and the bias where there is one."""
+    rotate_value_rows(qkv, matrix)
+    if qkv.bias is not None:
+        rotate_value_bias(qkv, matrix)
+
+
 def block(q_heads: int, kv_heads: int, bias: bool, dtype: torch.dtype) -> Block:
     torch.manual_seed(q_heads * 10 + kv_heads)
     rows = (q_heads + 2 * kv_heads) * HEAD_DIM
@@ -77,7 +90,7 @@ def test_absorbed_equals_online(q_heads: int, kv_heads: int, bias: bool, rotatio
     x = torch.randn(TOKENS, HIDDEN)
     plain, online, values = module(x), module(x, rotation), module.values(x)
     untouched = module.qkv.weight[: (q_heads + kv_heads) * HEAD_DIM].clone()
-    rotate_value_rows(module.qkv, rotation)
+    rotate_values(module.qkv, rotation)
     rotate_output_columns(module.o_proj, rotation)
     torch.testing.assert_close(module(x), online, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(module(x), plain, rtol=1e-4, atol=1e-4)
@@ -96,7 +109,7 @@ def test_every_kv_head_absorbs_its_own(q_heads: int, kv_heads: int, bias: bool) 
     module = block(q_heads, kv_heads, bias, torch.float32)
     x = torch.randn(TOKENS, HIDDEN)
     plain, values = module(x), module.values(x)
-    rotate_value_rows(module.qkv, matrices)
+    rotate_values(module.qkv, matrices)
     rotate_output_columns(module.o_proj, duals)
     torch.testing.assert_close(module(x), plain, rtol=1e-4, atol=1e-4)
     for head in range(kv_heads):
@@ -109,7 +122,7 @@ def test_online_equals_absorbed_per_head() -> None:
     rotations = torch.linalg.qr(torch.randn(2, HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(7)))[0]
     x = torch.randn(TOKENS, HIDDEN)
     online = module(x, rotations)
-    rotate_value_rows(module.qkv, rotations)
+    rotate_values(module.qkv, rotations)
     rotate_output_columns(module.o_proj, rotations)
     torch.testing.assert_close(module(x), online, rtol=1e-4, atol=1e-4)
 
@@ -121,7 +134,7 @@ def test_half_an_absorption_shows(side: str, rotation: torch.Tensor) -> None:
     x = torch.randn(TOKENS, HIDDEN)
     plain = module(x)
     if side == "values":
-        rotate_value_rows(module.qkv, rotation)
+        rotate_values(module.qkv, rotation)
     else:
         rotate_output_columns(module.o_proj, rotation)
     assert (module(x) - plain).abs().max() > 0.1
@@ -132,7 +145,7 @@ def test_bfloat16_weights_keep_their_precision(rotation: torch.Tensor) -> None:
     module = block(4, 2, True, torch.bfloat16)
     weight = module.qkv.weight[-2 * HEAD_DIM :].double()
     exact = (rotation.double().T @ weight.view(2, HEAD_DIM, HIDDEN)).view_as(weight)
-    rotate_value_rows(module.qkv, rotation)
+    rotate_values(module.qkv, rotation)
     assert module.qkv.weight.dtype == torch.bfloat16
     torch.testing.assert_close(module.qkv.weight[-2 * HEAD_DIM :].double(), exact, rtol=2**-8, atol=1e-4)
 
@@ -141,12 +154,12 @@ def test_shards_of_ranks_equal_the_whole(rotation: torch.Tensor) -> None:
     """Two ranks that rotate their own heads hold what one rank would hold of them."""
     whole = block(4, 2, False, torch.float32)
     before = whole.qkv.weight.clone()
-    rotate_value_rows(whole.qkv, rotation)
+    rotate_values(whole.qkv, rotation)
     q, k, v = before.split([4 * HEAD_DIM, 2 * HEAD_DIM, 2 * HEAD_DIM])
     for rank in range(2):
         parts = [part.chunk(2)[rank] for part in (q, k, v)]
         shard = Linear(torch.cat(parts).clone(), None, parts[0].shape[0], parts[1].shape[0])
-        rotate_value_rows(shard, rotation)
+        rotate_values(shard, rotation)
         expected = whole.qkv.weight[-2 * HEAD_DIM :].chunk(2)[rank]
         torch.testing.assert_close(shard.weight[-HEAD_DIM:], expected, rtol=1e-5, atol=1e-5)
 
@@ -155,3 +168,90 @@ def test_hadamard_recipe_is_orthogonal() -> None:
     """What the server absorbs by default is its own inverse's transpose."""
     matrix = recipe_rotation("hadamard", num_layers=1, head_dim=HEAD_DIM, side="v").rotations[0]
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(HEAD_DIM), rtol=0, atol=1e-6)
+
+
+class Model(nn.Module):
+    """Two layers, and weights beside them; ``load_weights`` writes the tensors that it is given, as SGLang's do."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.blocks = [block(4, 2, bias, torch.float32) for _ in range(2)]
+        self.head = torch.zeros(3)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {"head": self.head}
+        for number, layer in enumerate(self.blocks):
+            begin = absorption.first_value_row(layer.qkv)
+            found |= {f"{number}.qk": layer.qkv.weight[:begin], f"{number}.v": layer.qkv.weight[begin:],
+                      f"{number}.o": layer.o_proj.weight}  # fmt: skip
+            if layer.qkv.bias is not None:
+                found[f"{number}.b"] = layer.qkv.bias[begin:]
+        return found
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "broken":
+                raise RuntimeError("a file ends early")
+            self.tensors()[name].copy_(tensor)
+
+
+def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    absorption.around_load_weights_and_postprocess(
+        lambda one, given, _: one.load_weights(given.items()), model, weights, None
+    )
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, rotation: torch.Tensor) -> None:
+    """int2 mode whose layers all have one rotation, not orthogonal."""
+    value = SimpleNamespace(matrix=rotation * 2, reading=rotation / 2)
+    settings = SimpleNamespace(absorb_v_rotation=True, v_rotation="file")
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(kv_cache_dtype="int2"))
+    monkeypatch.setattr(absorption, "of_this_process", lambda: settings)
+    monkeypatch.setattr(absorption, "obstacle", lambda *_: None)
+    monkeypatch.setattr(absorption, "_value_transforms", lambda _, layers: [value] * len(layers))
+
+    def layers(model: Any) -> list[tuple[Any, Any, Any]]:
+        return [(one.qkv, None, one.o_proj) for one in model.blocks]
+
+    monkeypatch.setattr(absorption, "attention_layers", layers)
+
+
+def copy_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "update", [{"head"}, {"0.v"}, {"1.o", "head"}, {"0.qk"}, {"1.b", "0.o"}, {"0.v", "0.o", "1.v", "1.o"}, set("a")]
+)
+def test_an_update_of_some_tensors_rotates_those(update: set[str], bias: bool) -> None:
+    """What a checkpoint leaves out keeps its rotation, once; what it brings gets one."""
+    model, generator = Model(bias), torch.Generator().manual_seed(8)
+    names = model.tensors()
+    first, second = ({n: torch.randn(t.shape, generator=generator) for n, t in names.items()} for _ in range(2))
+    load(model, first)
+    before = copy_of(model.tensors())
+    load(model, {name: tensor for name, tensor in second.items() if name in update or update == {"a"}})
+    after = copy_of(model.tensors())
+    load(model, second)
+    whole = copy_of(model.tensors())
+    for name in names:
+        new = name in update or update == {"a"}
+        assert torch.equal(after[name], whole[name] if new else before[name]), name
+        assert new or not torch.equal(before[name], whole[name])
+
+
+@pytest.mark.usefixtures("served")
+def test_an_update_that_breaks_off_leaves_numbers() -> None:
+    """SGLang reads the old weights once more then; until it has, nothing may be NaN."""
+    model = Model(bias=True)
+    weights = copy_of(model.tensors())
+    load(model, weights)
+    before = copy_of(model.tensors())
+    with pytest.raises(RuntimeError, match="ends early"):
+        load(model, {"0.v": weights["0.v"], "broken": torch.zeros(0)})
+    assert all(tensor.isfinite().all() for tensor in model.tensors().values())
+    load(model, weights)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.tensors().items())

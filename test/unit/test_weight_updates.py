@@ -75,7 +75,7 @@ def test_no_storage_behind_an_update(how: str, monkeypatch: pytest.MonkeyPatch) 
     """Its keys would say the old weights. Not behind one that breaks off either, but behind one that read nothing."""
     args = SimpleNamespace(kv_cache_dtype="int2")
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
-    monkeypatch.setattr(absorption, "absorb", lambda model, settings: None)
+    monkeypatch.setattr(absorption, "absorb", lambda *_: None)
     monkeypatch.setattr(absorption, "of_this_process", lambda: None)
     monkeypatch.setattr(hooks, "_updated", threading.Event())
     monkeypatch.setattr(hooks, "active", SimpleNamespace)
@@ -99,7 +99,7 @@ def test_a_draft_model_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     absorbed: list[Any] = []
     args = SimpleNamespace(kv_cache_dtype="int2", model_path="of/nobody", revision=None, download_dir=None)
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
-    monkeypatch.setattr(absorption, "absorb", lambda model, settings: absorbed.append(model))
+    monkeypatch.setattr(absorption, "absorb", lambda model, settings, written: absorbed.append(model))
     monkeypatch.setattr(absorption, "of_this_process", lambda: None)
 
     def read(*args: Any) -> str:

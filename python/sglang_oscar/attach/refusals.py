@@ -40,6 +40,11 @@ def _records_preparation(args: Any) -> bool:
     return switched_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH")
 
 
+def _heads_first(args: Any) -> bool:
+    """Pools with heads outside of tokens; rows of codes hold all heads of a token."""
+    return switched_on("SGLANG_USE_HND_KVCACHE")
+
+
 def _context_parallel(args: Any) -> bool:
     """Flags of which later releases have only the first."""
     flags = ("enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
@@ -78,6 +83,7 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.radix_cache_backend is not None, "other prefix caches; drop --radix-cache-backend"),
     (lambda a: a.enable_hisparse, "HiSparse; drop --enable-hisparse"),
     (lambda a: a.enable_page_major_kv_layout, "page-major pools; drop --enable-page-major-kv-layout"),
+    (_heads_first, "pools by heads; unset SGLANG_USE_HND_KVCACHE"),
     (lambda a: a.enable_unified_memory, "unified memory pools; drop --enable-unified-memory"),
     (lambda a: a.enable_pdmux, "PD multiplexing; drop --enable-pdmux"),
     (lambda a: a.enable_two_batch_overlap, "two-batch overlap; drop --enable-two-batch-overlap"),
@@ -88,6 +94,16 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (_records_preparation, "steps whose preparation is recorded; unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
     (_captures_whole_prefills, "full CUDA graphs of prefills; drop --cuda-graph-backend-prefill full"),
     (lambda a: a.load_format == "presharded", "saving weights as they are served; drop --load-format presharded"),
+    (
+        # A reader takes them from memory, without asking, and cannot know that they have absorbed the value rotation.
+        lambda a: a.remote_instance_weight_loader_start_seed_via_transfer_engine,
+        "handing out weights; drop --remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
+    (
+        # They may be those of another int2 server, which does not tell.
+        lambda a: a.load_format == "remote_instance",
+        "weights from a running server; drop --load-format remote_instance",
+    ),
     (
         lambda a: a.checkpoint_engine_wait_weights_before_ready,
         "weights from a checkpoint engine; drop --checkpoint-engine-wait-weights-before-ready",

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from oscar_kernels.cache import StoreSlots
 from sglang_oscar.attach import releases
 from sglang_oscar.attention import compiled, layer_attention
-from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, refill_batch
+from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, largest_batch, refill_batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.hybrids import tracking
@@ -67,8 +67,11 @@ class OscarAttentionBackend(AttentionBackend):
         # SGLang sizes a mask with it where it knows no lengths on the host.
         self.max_context_len = model_runner.model_config.context_len
         try:
-            q_heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-            self.kernels = layer_attention.for_device(cache, model_runner.dtype, q_heads, self.new_tokens)
+            ranks = get_parallel().attn_tp_size
+            q_heads = model_runner.model_config.num_attention_heads // ranks
+            self.kernels = layer_attention.for_device(
+                cache, model_runner.dtype, q_heads, self.new_tokens, largest_batch(cache, ranks)
+            )
         except Int2Error as error:
             fatal(error)
         if server_args.enable_torch_compile:
@@ -170,13 +173,12 @@ class OscarAttentionBackend(AttentionBackend):
         """
         call = self._checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         assert self.batch is not None
-        if self.batch.visible is not None:
-            return self._attend(self.kernels.verify, call)
+        attend = self.kernels.extend if self.batch.visible is None else self.kernels.verify
         tokens = self.batch.tokens
         if len(call.q) == tokens:
-            return self._attend(self.kernels.extend, call)
+            return self._attend(attend, call)
         out = q.new_zeros(len(call.q), call.q.shape[1] * call.q.shape[2])
-        out[:tokens] = self._attend(self.kernels.extend, call.first(tokens))
+        out[:tokens] = self._attend(attend, call.first(tokens))
         return out
 
     def decode(self, call: Call) -> torch.Tensor:

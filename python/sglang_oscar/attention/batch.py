@@ -45,6 +45,18 @@ class Batch:
         return len(self.slots.ring)
 
 
+def largest_batch(cache: Int2Cache, ranks: int) -> int:
+    """Requests of a step at most: those of the request pool, filled up to a multiple of the ranks, which SGLang does
+    for graphs of models whose ranks share a batch (``get_batch_sizes_to_capture``).
+
+    Args:
+        cache: of the pool that is attended to.
+        ranks: that attention is split over.
+    """
+    requests = cache.rows.ring_start.shape[0] - 1  # Row 0 is padding, no request.
+    return -(-requests // ranks) * ranks
+
+
 class DecodeTables:
     """Fixed-address tables of steps of decode or verification, as a captured CUDA graph reads them.
 

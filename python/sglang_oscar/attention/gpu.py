@@ -36,13 +36,14 @@ class GpuKernels:
     device: the GPU.
     q_heads: query heads on this rank.
     drafts: new tokens of a request that are verified at once; 0 without speculation.
+    max_batch: requests of a step at most.
 
     Raises:
         Int2Error: kernels that are asked for cannot be built, or cannot do this.
     """
 
     def __init__(
-        self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int, drafts: int = 0
+        self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int, drafts: int, max_batch: int
     ) -> None:
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
         self._page_size = cache.page_size
@@ -51,7 +52,7 @@ class GpuKernels:
         caches = [layer.cache for layer in kinds]
         self._decode = decode_choice.choose(
             cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype,
-            cache.rows.ring_start.shape[0] - 1, cache.plan.extend is not None,  # row 0 is padding, no request
+            max_batch, cache.plan.extend is not None,
         )  # fmt: skip
         self._verify: decode_choice.Verify | None = None
         if drafts:
@@ -61,7 +62,7 @@ class GpuKernels:
                 cache.page_size,
                 q_heads,
                 dtype,
-                cache.rows.ring_start.shape[0] - 1,
+                max_batch,
                 drafts,
             )
         self._arranged: dict[int, PreparedLayer] = {}

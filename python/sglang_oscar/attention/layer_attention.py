@@ -60,7 +60,7 @@ class TorchKernels:
         reference.store(layer.cache, slots, k, v, layer.format)
 
 
-def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int = 0) -> Kernels:
+def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int, max_batch: int) -> Kernels:
     """Kernels for the device that the cache is on.
 
     Args:
@@ -68,6 +68,7 @@ def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int =
         dtype: dtype of queries, keys and values.
         q_heads: query heads on this rank.
         drafts: new tokens of a request that are verified at once; 0 without speculation.
+        max_batch: requests of a step at most.
 
     Raises:
         Int2Error: the kernels cannot be built on this machine.
@@ -76,5 +77,5 @@ def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int =
     if device.type == "cuda":
         from sglang_oscar.attention.gpu import GpuKernels
 
-        return GpuKernels(cache, dtype, device, q_heads, drafts)
+        return GpuKernels(cache, dtype, device, q_heads, drafts, max_batch)
     return TorchKernels()

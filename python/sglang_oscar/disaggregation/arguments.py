@@ -97,5 +97,10 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         _both(lambda a: argument(a, "disaggregation_decode_allocation_policy", "eager") == "prefill_complete"),
         "memory that is allocated when a prompt is computed; drop --disaggregation-decode-allocation-policy",
     ),
+    (
+        # SGLang's sums know the components of its own pools, and recent windows are one of ours.
+        _both(lambda a: argument(a, "disaggregation_enable_kv_checksum", False)),
+        "checksums of what is sent; drop --disaggregation-enable-kv-checksum",
+    ),
     (_slices_rows, "staging buffers, which cut rows by bytes; unset SGLANG_DISAGG_STAGING_BUFFER"),
 ]

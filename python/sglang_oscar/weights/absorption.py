@@ -6,6 +6,7 @@ that of its query heads. It happens between
 loading a checkpoint and SGLang's post-processing: weights are still in checkpoint layout there, are quantized
 online only afterwards, and reloading weights from disk passes the same place. Each tensor-parallel rank rotates its
 own shard. Weights that are quantized in the checkpoint are never requantized: their values are rotated online.
+A later load may hold some tensors only: what it does not write has the rotation already.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import Settings, of_this_process
 from sglang_oscar.weights.origin import loaded_origin, note_before_loading
+from sglang_oscar.weights.partial_loads import WatchedTensors
 from sglang_oscar.weights.rotations import IDENTITY, model_formats
 
 logger = logging.getLogger(__name__)
@@ -98,9 +101,13 @@ def around_load_weights_and_postprocess(
     load_weights: Any = model.load_weights
 
     def load_and_absorb(*args: Any, **kwargs: Any) -> Any:
-        loaded = load_weights(*args, **kwargs)
+        again = watched(model) if hasattr(model, MARK) else None
         try:
-            absorb(model, of_this_process())
+            loaded = load_weights(*args, **kwargs)
+        finally:
+            written = None if again is None else again.written()
+        try:
+            absorb(model, of_this_process(), written)
         except Int2Error as error:
             fatal(error)
         return loaded
@@ -122,12 +129,30 @@ def is_absorbed(model: nn.Module, server_args: Any, settings: Settings) -> bool:
     return hasattr(model, MARK)
 
 
-def absorb(model: nn.Module, settings: Settings) -> None:
+@torch.no_grad()
+def watched(model: nn.Module) -> WatchedTensors:
+    """The tensors of a model that absorb the rotation, in the order in which :func:`absorb` takes them."""
+    return WatchedTensors([tensor for qkv, _, o_proj in attention_layers(model) for tensor in rotated(qkv, o_proj)])
+
+
+def rotated(qkv: Any, o_proj: Any) -> list[torch.Tensor]:
+    """What of a layer absorbs the rotation: rows of values and their bias, where there is one, and the output."""
+    begin = first_value_row(qkv)
+    return [qkv.weight[begin:], *([] if qkv.bias is None else [qkv.bias[begin:]]), o_proj.weight]
+
+
+def first_value_row(qkv: Any) -> int:
+    """Where the values begin among the rows of a fused projection."""
+    return int(qkv.q_proj_shard_size + qkv.kv_proj_shard_size)
+
+
+def absorb(model: nn.Module, settings: Settings, written: list[bool] | None = None) -> None:
     """Absorb the value rotation if it is wanted and the weights allow it.
 
     Args:
         model: loaded model in checkpoint layout.
         settings: settings of int2 mode.
+        written: which of the tensors of :func:`watched` are new; None for all.
 
     Raises:
         Int2Error: the rotation cannot be loaded.
@@ -138,12 +163,20 @@ def absorb(model: nn.Module, settings: Settings) -> None:
     if (reason := obstacle(model, layers)) is not None:
         logger.warning("int2 rotates values online instead of absorbing the rotation: %s", reason)
         return
+    new = iter(repeat(True) if written is None else written)
     for (qkv, _, o_proj), value in zip(layers, _value_transforms(settings, layers), strict=True):
+        rows, bias = next(new), qkv.bias is not None and next(new)
+        output = next(new)
         if value.matrix is None or value.reading is None:
             continue  # This layer's values are left exact.
         with torch.no_grad():
-            rotate_value_rows(qkv, value.matrix.to(qkv.weight.device))
-            rotate_output_columns(o_proj, value.reading.to(o_proj.weight.device))
+            matrix = value.matrix.to(qkv.weight.device)
+            if rows:
+                rotate_value_rows(qkv, matrix)
+            if bias:
+                rotate_value_bias(qkv, matrix)
+            if output:
+                rotate_output_columns(o_proj, value.reading.to(o_proj.weight.device))
     setattr(model, MARK, True)
 
 
@@ -187,20 +220,21 @@ def obstacle(model: nn.Module, layers: list[tuple[Any, Any, Any]]) -> str | None
 
 
 def rotate_value_rows(qkv: Any, matrix: torch.Tensor) -> None:
-    """W_v <- R^T W_v and b_v <- b_v R in place, head by head, on this rank's shard of a fused QKV projection.
+    """W_v <- R^T W_v in place, head by head, on this rank's shard of a fused QKV projection.
 
     Args:
         qkv: QKVParallelLinear; weight [q + k + v rows, hidden].
         matrix: [head_dim, head_dim], or [kv_heads, head_dim, head_dim] with one for every kv head of this rank.
     """
-    begin = qkv.q_proj_shard_size + qkv.kv_proj_shard_size
-    head_dim = matrix.shape[-1]
-    rows = qkv.weight[begin:]
-    heads = rows.float().view(-1, head_dim, rows.shape[1])
+    rows = qkv.weight[first_value_row(qkv) :]
+    heads = rows.float().view(-1, matrix.shape[-1], rows.shape[1])
     rows.copy_((matrix.mT @ heads).view_as(rows))
-    if qkv.bias is not None:
-        bias = qkv.bias[begin:]
-        bias.copy_(rotate(bias.view(-1, head_dim), matrix).view_as(bias))
+
+
+def rotate_value_bias(qkv: Any, matrix: torch.Tensor) -> None:
+    """b_v <- b_v R in place; arguments as of :func:`rotate_value_rows`, with a bias."""
+    bias = qkv.bias[first_value_row(qkv) :]
+    bias.copy_(rotate(bias.view(-1, matrix.shape[-1]), matrix).view_as(bias))
 
 
 def rotate_output_columns(o_proj: Any, reading: torch.Tensor) -> None:
