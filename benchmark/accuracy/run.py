@@ -237,7 +237,7 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.resume and args.out.is_file():
-        results["models"] = json.loads(args.out.read_text(encoding="utf-8"))["models"]
+        results["models"] = resumed(args, size_name)
 
     def save(name: str, found: dict[str, Any]) -> None:
         results["models"][name] = found
@@ -261,17 +261,36 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
     return results
 
 
+def resumed(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
+    """What an earlier run saved for the models.
+
+    Raises:
+        SystemExit: it measured something else, and its rows would stand beside others.
+    """
+    before = json.loads(args.out.read_text(encoding="utf-8"))
+    models: dict[str, Any] = before["models"]
+    splits = {found["split"] for found in models.values()}
+    for what, old, now in (("size", {before["size"]}, size_name), ("split", splits, args.split)):
+        if old - {now}:
+            raise SystemExit(
+                f"error: {args.out} has rows of {what} {', '.join(sorted(old))}, not {now}; name another --out"
+            )
+    return models
+
+
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs' results as one, rows of the same model and regime together; the last run wins."""
+    """Several runs' results as one, rows of the same model and regime together; of a row the last run wins."""
     out = {**runs[0], "models": {}, "seconds": max(run["seconds"] for run in runs)}
     for run in runs:
         for model, found in run["models"].items():
             known = out["models"].setdefault(model, {**found, "regimes": {}})["regimes"]
             seconds = sum(data["seconds"] for data in found["regimes"].values())
             for regime, data in found["regimes"].items():
-                rows = known.get(regime, {}).get("rows", {}) | data["rows"]
-                facts = {"run": f"{run['size']}, {run['device']}, {seconds:.0f} s"}
-                known[regime] = known.get(regime, {}) | data | facts | {"rows": rows}
+                before = known.get(regime, {})
+                rows = before.get("rows", {}) | data["rows"]
+                own = f"{run['size']}, {run['device']}, {seconds:.0f} s"
+                label = {"run": f"{before['run']}; {own}" if before else own}
+                known[regime] = before | data | label | {"rows": rows}
         if "server" in run:
             out["server"] = run["server"]
     return out

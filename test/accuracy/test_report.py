@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
 from accuracy.report import lines, share  # noqa: E402
-from accuracy.run import merged  # noqa: E402
+from accuracy.run import merged, parse_args, resumed  # noqa: E402
 from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
 
 
@@ -56,10 +56,23 @@ def test_runs_are_merged_by_model_and_regime() -> None:
     out = merged([run("a", "x", "one", 3), run("a", "x", "two", 5), run("a", "y", "one", 1), run("b", "x", "one", 1)])
     assert out["seconds"] == 5
     assert out["models"]["a"]["regimes"] == {
-        "x": {"run": "s, d, 2 s", "rows": {"one": "one", "two": "two"}, "seconds": 2.0},
+        "x": {"run": "s, d, 2 s; s, d, 2 s", "rows": {"one": "one", "two": "two"}, "seconds": 2.0},
         "y": {"run": "s, d, 2 s", "rows": {"one": "one"}, "seconds": 2.0},
     }
     assert list(out["models"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("more", "fault"), [(["--split", "choice"], "split report, not choice"),
+                                             (["--size", "full"], "size tiny, not full"), ([], None)])  # fmt: skip
+def test_a_run_goes_on_with_what_it_measured_only(tmp_path: Path, more: list[str], fault: str | None) -> None:
+    out = tmp_path / "accuracy.json"
+    out.write_text(json.dumps({"size": "tiny", "models": {"a": {"split": "report", "regimes": {}}}}))
+    args = parse_args(["--resume", "--size", "tiny", "--out", str(out), *more])
+    if fault is None:
+        assert list(resumed(args, args.size)) == ["a"]
+        return
+    with pytest.raises(SystemExit, match=f"has rows of {fault}; name another --out"):
+        resumed(args, args.size)
 
 
 def test_a_real_model_has_kinds_of_text_and_tables_of_its_own() -> None:
