@@ -32,6 +32,12 @@ from sglang_oscar.local_server import LocalServer, serve
 TOKENS = 256
 
 
+def dense(config: dict[str, Any]) -> bool:
+    """Whether all layers read all weights and attend to everything, which the bounds below are for."""
+    others = ("num_experts", "num_local_experts", "n_routed_experts", "layer_types", "text_config", "sliding_window")
+    return not any(config.get(key) for key in others)
+
+
 def weight_bytes(config: dict[str, Any]) -> int:
     """Bytes of BF16 weights that a decode step reads: all but the embedding."""
     hidden, head = config["hidden_size"], config["head_dim"]
@@ -88,12 +94,15 @@ def measure(
 
 
 def row(config: dict[str, Any], measured: dict[str, dict[str, Any]], length: int, bandwidth: float) -> dict[str, Any]:
-    """Times of all modes at one context length and what they are of their byte bounds; ``bandwidth`` in TB/s."""
+    """Times of all modes at one context length and, of a dense model, what they are of their byte bounds;
+    ``bandwidth`` in TB/s."""
     out: dict[str, Any] = {"length": length}
     for name, result in measured.items():
-        bound = 1e3 * (weight_bytes(config) + kv_bytes(config, length, MODES[name].bits)) / (bandwidth * 1e12)
         taken = result["ms"][length]
-        out |= {f"{name}_ms": round(taken, 3), f"{name}_of_bound": round(taken / bound, 2)}
+        out |= {f"{name}_ms": round(taken, 3)}
+        if dense(config):
+            bound = 1e3 * (weight_bytes(config) + kv_bytes(config, length, MODES[name].bits)) / (bandwidth * 1e12)
+            out |= {f"{name}_of_bound": round(taken / bound, 2)}
     if len(measured) == 2:
         out["speedup"] = round(out["bf16_ms"] / out["int2_ms"], 2)
     return out

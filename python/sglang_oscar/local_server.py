@@ -22,7 +22,9 @@ from pathlib import Path
 
 from sglang_oscar.cpu.server import environment, has_gpu
 
-START_TIMEOUT = 600.0
+START_VARIABLE = "OSCAR_START_TIMEOUT"
+START_TIMEOUT = 1800.0
+"""Seconds that a server may take to start, unless the variable says otherwise: large models load for minutes."""
 READY = "The server is fired up and ready to roll!"
 
 
@@ -58,19 +60,27 @@ class LocalServer:
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 
-    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+    def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until the server has warmed up.
 
+        Args:
+            timeout: seconds; None for those of :func:`start_timeout`.
+
         Raises:
-            ServerFailedError: it ended or took longer than ``timeout`` seconds.
+            ServerFailedError: it ended or took longer.
         """
+        timeout = start_timeout() if timeout is None else timeout
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None:
             if READY in self.text() and self.healthy():
                 return
             time.sleep(0.3)
         status = self.process.poll()
-        what = f"ended with status {status}" if status is not None else f"was not ready after {timeout:.0f} s"
+        what = (
+            f"ended with status {status}"
+            if status is not None
+            else f"was not ready after {timeout:.0f} s ({START_VARIABLE})"
+        )
         raise ServerFailedError(f"the server {what}; end of {self.log}:\n{self.text()[-4000:]}")
 
     def flush(self, timeout: float = 600.0) -> None:
@@ -93,6 +103,22 @@ class LocalServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def start_timeout() -> float:
+    """Seconds that a server may take to start.
+
+    Raises:
+        ServerFailedError: the variable is no positive number.
+    """
+    text = os.environ.get(START_VARIABLE, "")
+    try:
+        seconds = float(text) if text else START_TIMEOUT
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ServerFailedError(f"{START_VARIABLE}={text} is no number of seconds")
+    return seconds
 
 
 def _die_with_parent() -> None:

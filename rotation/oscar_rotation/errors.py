@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RotationFileError(ValueError):
     """A rotation file, or recipe name, that cannot be used."""
@@ -9,6 +12,25 @@ class RotationFileError(ValueError):
 
 class DumpError(ValueError):
     """A dump of activations that is missing, broken or does not suffice."""
+
+
+class DumpVersionError(DumpError):
+    """A dump in a layout of another release."""
+
+
+@contextmanager
+def of_layer(layer: int) -> Iterator[None]:
+    """While inside, what is wrong with numbers is told with the layer whose dump has them.
+
+    Raises:
+        DumpError: in place of a ValueError.
+    """
+    try:
+        yield
+    except DumpError:
+        raise
+    except ValueError as error:
+        raise DumpError(f"layer {layer} of the dump: {error}") from error
 
 
 class ReportError(ValueError):

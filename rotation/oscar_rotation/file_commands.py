@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
 
+from oscar_rotation.atomic import write_atomically
 from oscar_rotation.files.convert import convert
 
 RepoOption = Annotated[str | None, typer.Option("--repo", help="Hub repository of the zoo; or OSCAR_ZOO_REPO.")]
@@ -65,9 +67,15 @@ def add_file_commands(app: typer.Typer, errors: Callable[[], AbstractContextMana
         from oscar_rotation.files.zoo import get_rotations, zoo_repo
 
         with errors():
+            names = [PurePosixPath(path).name for path in paths]
+            if out is not None and (twice := next((name for name in names if names.count(name) > 1), None)):
+                raise typer.BadParameter(
+                    f"several files are named {twice}; fetch them one after the other", param_hint="--out"
+                )
             for path in get_rotations(zoo_repo(repo), paths, revision, offline=offline):
                 place = path
                 if out is not None:
                     out.mkdir(parents=True, exist_ok=True)
-                    place = Path(shutil.copyfile(path, out / path.name))
+                    place = out / path.name
+                    write_atomically(place, partial(shutil.copyfile, path))
                 typer.echo(str(place))

@@ -195,6 +195,39 @@ def test_the_same_dump_is_reused(tmp_path: Path, server: Server, capsys: pytest.
         run_dump(request(tmp_path, model, data, covariances=True))
 
 
+def test_a_dump_that_is_being_made_is_left_alone(tmp_path: Path, server: Server) -> None:
+    """Unfinished files of a running dump look like those of an interrupted one."""
+    model, data = checkpoint(tmp_path / "model"), texts(tmp_path / "a/mine.jsonl", "alpha")
+    folder = run_dump(request(tmp_path, model, data))
+    with dump_driver.alone_in(folder.dump), pytest.raises(DumpError, match="another process is making this dump"):
+        run_dump(request(tmp_path, model, data))
+    assert run_dump(request(tmp_path, model, data)) == folder
+    assert server.started == 1
+
+
+def test_a_dump_of_a_newer_release_is_not_removed(tmp_path: Path, server: Server) -> None:
+    model, data = checkpoint(tmp_path / "model"), texts(tmp_path / "a/mine.jsonl", "alpha")
+    folder = run_dump(request(tmp_path, model, data))
+    manifest = folder.dump / "manifest.json"
+    newer = manifest.read_text().replace('"format_version": 1', '"format_version": 2')
+    manifest.write_text(newer)
+    with pytest.raises(DumpError, match=r"format_version is 2, this release reads 1; update sglang-oscar"):
+        run_dump(request(tmp_path, model, data))
+    assert manifest.read_text() == newer
+
+
+def test_what_an_older_dump_does_not_say_contradicts_nothing(tmp_path: Path, server: Server) -> None:
+    model, data = checkpoint(tmp_path / "model"), texts(tmp_path / "a/mine.jsonl", "alpha")
+    folder = run_dump(request(tmp_path, model, data))
+    origin = json.loads((folder.dump / ORIGIN).read_text())
+    del origin["model"]["tokenizer"]
+    (folder.dump / ORIGIN).write_text(json.dumps(origin | {"model": origin["model"] | {"commit": None}}))
+    assert run_dump(request(tmp_path, model, data)) == folder
+    (model / "config.json").write_text((model / "config.json").read_text() + "\n")
+    with pytest.raises(DumpError, match="another configuration of the model"):
+        run_dump(request(tmp_path, model, data))
+
+
 def test_a_dump_of_something_else_is_refused(tmp_path: Path, server: Server) -> None:
     model, data = checkpoint(tmp_path / "run1/model"), texts(tmp_path / "a/mine.jsonl", "alpha")
     folder = run_dump(request(tmp_path, model, data))

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from pyarrow import parquet
 
 from oscar_rotation.model_table import model_settings
+from sglang_oscar.calibration.data import local_data_sets
 from sglang_oscar.calibration.errors import DataError, HarnessError
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
+from sglang_oscar.evaluation.commands import local_data
 from sglang_oscar.evaluation.harness import RunRequest, check_harness, read_result, run, stage, task_config
 from sglang_oscar.evaluation.methods import make_method
 from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
@@ -155,8 +158,21 @@ def test_a_gated_data_set_is_explained(tmp_path: Path, stub: Stub) -> None:
     stub.crash.write_text(
         "datasets.exceptions.DatasetNotFoundError: Dataset 'Idavidrein/gpqa' is a gated dataset on the Hub."
     )
-    with pytest.raises(DataError, match=r"Idavidrein/gpqa: access is restricted.*hf auth login.*DATASET_PATH"):
+    with pytest.raises(DataError, match=r"Idavidrein/gpqa: access is restricted.*hf auth login.*EVAL_DATA"):
         run(request(tmp_path, benchmark=BENCHMARKS["gpqa"], local=None))
+
+
+def test_a_server_that_is_gone_is_no_missing_data_set(tmp_path: Path, stub: Stub) -> None:
+    stub.crash.write_text("openai.APIConnectionError: Connection error.")
+    with pytest.raises(HarnessError, match=r"ends with: openai\.APIConnectionError"):
+        run(request(tmp_path, benchmark=BENCHMARKS["gpqa"], local=None))
+
+
+def test_local_data_are_named_one_by_one() -> None:
+    with pytest.raises(typer.BadParameter, match="'humaneval' is not name=path"):
+        local_data("gpqa=a.jsonl,humaneval")
+    with pytest.raises(ValueError, match="'WikiText' is not name=path"):
+        local_data_sets("GPQA=a.jsonl,WikiText", "GPQA")
 
 
 def test_a_missing_harness_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

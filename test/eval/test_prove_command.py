@@ -222,6 +222,16 @@ def test_the_model_says_bits_on_the_calibration_text(tmp_path: Path, monkeypatch
     assert not any(document[:20] in prompt for document in measured for prompt in prompts)
 
 
+def test_prompts_do_not_begin_twice(tmp_path: Path) -> None:
+    """The dump adds what a model expects in front of a text."""
+    texts = Texts(AutoTokenizer.from_pretrained(MODEL))
+    texts.leading = texts.encode("BEGINNING")
+    path = Calibration(model_settings("m"), {}, texts, 8192, tmp_path, ()).prepare()
+    prompts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(prompts) >= 8
+    assert not any("BEGINNING" in prompt for prompt in prompts)
+
+
 def test_rotations_for_other_groups_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean of bits counts scales and zero points, so its plan depends on the group size."""
     groups: list[int | None] = []

@@ -21,6 +21,7 @@ from sglang_oscar.evaluation.prove.haystack import FIRST, LAST, OVERRUN, build_h
 from sglang_oscar.evaluation.prove.loops import loops
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.measures.session import EVERY, Session
+from sglang_oscar.evaluation.prove.measures.tail_kl import RUN, sharing
 from sglang_oscar.evaluation.prove.page import interval, number, p_value
 from sglang_oscar.evaluation.prove.sizes import SIZES
 from sglang_oscar.evaluation.prove.store import Store, fingerprint
@@ -234,6 +235,23 @@ def test_clusters_widen_the_interval() -> None:
     with pytest.raises(ValueError, match="needs observations"):
         clustered_bootstrap([], np.mean)
     assert wilson(5, 5).low == pytest.approx(0.566, abs=1e-3)
+
+
+def test_texts_that_are_scored_on_the_same_tokens_are_one(texts: Texts) -> None:
+    """Windows of several lengths come from one stream: every second one of 512 ends where one of 1,024 does."""
+    lengths = 512, 1024
+    tails = {f"{n}-{i}": ids[-256:] for n in lengths for i, ids in enumerate(texts.windows(MEASUREMENT, 8, n))}
+    groups = sharing(list(tails), tails)
+    assert sorted(unit for group in groups for unit in group) == sorted(tails)
+    assert sum(len(group) == 2 for group in groups) >= 3
+    for group in groups:
+        for other in groups:
+            if other is not group:
+                runs = [{tuple(tails[u][i : i + RUN]) for u in g for i in range(257 - RUN)} for g in (group, other)]
+                assert not runs[0] & runs[1]
+    chain = {"a": list(range(64)), "b": list(range(32, 96)), "c": list(range(64, 128)), "d": list(range(200, 264))}
+    assert sharing(["d", "c", "a", "b"], chain) == [["d"], ["c", "a", "b"]]
+    assert sharing(["a", "c"], chain) == [["a"], ["c"]]
 
 
 def test_mcnemar_looks_at_what_changed() -> None:

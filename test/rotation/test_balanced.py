@@ -175,6 +175,24 @@ def test_fit_files_and_command(tmp_path: Path, make_dump: Callable[..., Path], m
     torch.testing.assert_close(again.key.rotations, key.rotations, rtol=0, atol=0)
 
 
+def test_a_layer_that_saw_nothing_is_named(tmp_path: Path, make_dump: Callable[..., Path], model: Path) -> None:
+    dump = make_dump(tmp_path / "dump")
+    for path in dump.glob("layer_1/[qkv]/*.pt"):
+        torch.save(torch.load(path, weights_only=True) * 0, path)
+    for recipe in ("plus", "focus"):
+        arguments = ["fit", str(dump), "--out", str(tmp_path / "out"), "--model", str(model), "--recipe", recipe]
+        done = runner.invoke(app, arguments)
+        assert done.exit_code == 1
+        assert done.stderr.startswith("error: layer 1 of the dump: a second moment is zero")
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(DumpError, match="not a readable index of weights"):
+        OutputWeights(tmp_path)
+
+
 @pytest.mark.parametrize("named", ["weights", "model_id", "relative"])
 def test_the_dump_names_the_model(
     tmp_path: Path, make_dump: Callable[..., Path], model: Path, named: str, monkeypatch: pytest.MonkeyPatch

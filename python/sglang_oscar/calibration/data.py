@@ -29,12 +29,14 @@ def local_data_sets(text: str, dataset: str) -> LocalData:
     """Local copies of hub sets from an option: a path, which is one of ``dataset``, or ``name=path,...``.
 
     Raises:
-        ValueError: a name that is no data set of the hub.
+        ValueError: a name that is no data set of the hub, or a part without a path.
     """
     if not text:
         return {}
     if "=" not in text:
         return {dataset: Path(text)}
+    if wrong := [part for part in text.split(",") if "=" not in part]:
+        raise ValueError(f"{wrong[0]!r} is not name=path")
     pairs = dict(part.split("=", 1) for part in text.split(","))
     unknown = sorted(set(pairs) - set(HUB_SETS))
     if unknown:
@@ -189,12 +191,12 @@ def hub_rows(repo: str, configuration: str, split: str) -> Iterator[dict[str, An
     yield from rows
 
 
-def explain_hub_failure(repo: str, error: Exception) -> str:
-    """One line on why a data set could not be had and what to do."""
+def explain_hub_failure(repo: str, error: Exception, variable: str = "DATASET_PATH") -> str:
+    """One line on why a data set could not be had and what to do; ``variable`` takes a local copy."""
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     if "gated" in str(error).lower() or "401" in text or "403" in text:
         return (
             f"{repo}: access is restricted; accept its terms at https://huggingface.co/datasets/{repo} and log in "
-            "with `hf auth login`, or give a local copy (DATASET_PATH)"
+            f"with `hf auth login`, or give a local copy ({variable})"
         )
-    return f"{repo}: cannot be had from the hub ({text[:160]}); give a local copy (DATASET_PATH)"
+    return f"{repo}: cannot be had from the hub ({text[:160]}); give a local copy ({variable})"

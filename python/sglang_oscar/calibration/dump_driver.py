@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 
+from oscar_rotation.errors import DumpError
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, dataset_label, render_chat
 from sglang_oscar.calibration.dump_origin import ACTIVATIONS, COVARIANCES, check_origin, dump_origin, write_origin
@@ -118,7 +121,7 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
 
     Raises:
         DataError: the data set or the tokenizer cannot be had, or the server recorded too little.
-        DumpError: the folder holds a dump of something else.
+        DumpError: the folder holds a dump of something else, or another process is filling it.
         OSError: a file of the model cannot be read.
         ServerFailedError: the server did not start, ended, or refused a prompt.
     """
@@ -130,6 +133,29 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
         print(f"note: {request.dataset} holds {found} tokens, not the {request.tokens} asked for")
     label = dataset_label(request.dataset)
     folder = CalibrationFolder.of(request.root, settings.name, label, request.tokens, len(prompts), settings.group_size)
+    with alone_in(folder.dump):
+        _dump(request, folder, prompts)
+    return folder
+
+
+@contextmanager
+def alone_in(dump: Path) -> Iterator[None]:
+    """While inside, no other process makes this dump: its unfinished files would look like an interrupted one's.
+
+    Raises:
+        DumpError: another one does.
+    """
+    dump.parent.mkdir(parents=True, exist_ok=True)
+    with (dump.parent / f".{dump.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DumpError(f"{dump}: another process is making this dump; wait until it is done") from None
+        yield
+
+
+def _dump(request: DumpRequest, folder: CalibrationFolder, prompts: list[list[int]]) -> None:
+    settings = request.settings
     mode = COVARIANCES if request.covariances else ACTIVATIONS
     origin = dump_origin(settings.model, prompts, mode)
     state = dump_state(folder.dump)
@@ -137,7 +163,7 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
         if remark := check_origin(folder.dump, origin):
             print(f"note: {remark}")
         print(f"{folder.dump} is complete and reused")
-        return folder
+        return
     if state == "interrupted":
         print(f"{folder.dump} is what an interrupted dump left; starting over")
         shutil.rmtree(folder.dump)
@@ -159,7 +185,6 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
             prefill(server, ids, f"prompt {number} of {len(prompts)}")
     if dump_state(folder.dump) != "complete":
         raise DataError(f"{folder.dump}: the server recorded less than was asked for; see {log}")
-    return folder
 
 
 def prefill(server: LocalServer, ids: list[int], what: str = "the prompt") -> None:

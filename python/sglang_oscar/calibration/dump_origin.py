@@ -44,6 +44,14 @@ def write_origin(dump: Path, origin: dict[str, Any]) -> None:
     write_text_atomically(dump / ORIGIN, json.dumps(origin, indent=1) + "\n")
 
 
+def _differs(before: Any, now: Any) -> bool:
+    """Whether two descriptions contradict each other. What one leaves out, as older releases did, or an id whose commit
+    was not known, contradicts nothing."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return bool(before != now)
+    return any(before[key] != now[key] for key in before.keys() & now.keys() if None not in (before[key], now[key]))
+
+
 def check_origin(dump: Path, origin: dict[str, Any]) -> str | None:
     """Refuse a dump that is known to be made of something else.
 
@@ -64,6 +72,6 @@ def check_origin(dump: Path, origin: dict[str, Any]) -> str | None:
     except (ValueError, TypeError):
         raise DumpError(f"{dump / ORIGIN}: is broken, so that it is not known what {dump} is of; {remedy}") from None
     for name, what in MEANINGS.items():
-        if before.get(name) != origin[name]:
+        if _differs(before.get(name), origin[name]):
             raise DumpError(f"{dump}: was made of {what} than what is asked for now; {remedy}")
     return None

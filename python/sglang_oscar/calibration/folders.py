@@ -7,7 +7,7 @@ from pathlib import Path
 
 from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.dump.manifest import DumpManifest
-from oscar_rotation.errors import DumpError
+from oscar_rotation.errors import DumpError, DumpVersionError
 from oscar_rotation.recipes import PUBLISHED
 
 
@@ -45,11 +45,17 @@ class CalibrationFolder:
 
 
 def dump_state(folder: Path) -> str:
-    """ "complete", "interrupted" or "none"."""
+    """ "complete", "interrupted" or "none".
+
+    Raises:
+        DumpVersionError: the dump is of another release, which knows what it is.
+    """
     if not folder.is_dir() or not any(folder.iterdir()):
         return "none"
     try:
         manifest = DumpManifest.read(folder)
+    except DumpVersionError:
+        raise
     except DumpError:
         return "interrupted"
     if manifest is None:

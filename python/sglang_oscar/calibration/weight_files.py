@@ -1,4 +1,4 @@
-"""What tells two models apart: name, configuration, and samples of the weight files."""
+"""What tells two models apart: name, configuration, tokenizer, and samples of the weight files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sglang_oscar.weights.origin import WEIGHT_FILES
+from sglang_oscar.weights.origin import WEIGHT_FILES, cached_snapshot
+
+TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab.*", "merges.txt")
+"""Files that decide which tokens a text becomes."""
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Of a weight file, spread evenly from its first byte to its last; smaller files are read whole."""
@@ -18,10 +21,12 @@ def model_files(model: str) -> dict[str, Any]:
     and sizes of the old ones, but other bytes nearly everywhere.
 
     Args:
-        model: folder or hub id; of the latter only the name is known.
+        model: folder or hub id.
 
     Returns:
-        ``name``; of a folder also ``config``, a digest, and ``weights``: file name -> [bytes, digest of samples].
+        ``name``; of a hub id also ``commit``, the one that is on this machine, None where none is; of a folder
+        ``config``, a digest, ``tokenizer``: file name -> digest, and ``weights``: file name -> [bytes, digest of
+        samples].
 
     Raises:
         OSError: a file cannot be read.
@@ -29,10 +34,15 @@ def model_files(model: str) -> dict[str, Any]:
     folder = Path(model)
     # The name of "." is empty.
     found: dict[str, Any] = {"name": folder.resolve().name if folder.is_dir() else model}
+    if not folder.exists():
+        snapshot = cached_snapshot(model)
+        found["commit"] = None if snapshot is None else snapshot.name
     if folder.is_dir():
         config = folder / "config.json"
         if config.is_file():
             found["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
+        texts = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+        found["tokenizer"] = {path.name: file_digest(path) for path in sorted(texts)}
         found["weights"] = {
             path.name: [path.stat().st_size, sample_digest(path)]
             for path in sorted(folder.iterdir())

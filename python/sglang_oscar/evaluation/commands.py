@@ -46,7 +46,9 @@ class RunOptions:
     data: Annotated[
         str, typer.Option(envvar="EVAL_DATA", help="Local data sets: name=path, with commas; or a folder.")
     ] = ""
-    limit: Annotated[int | None, typer.Option(envvar="LIMIT", min=1, help="Questions per benchmark at most.")] = None
+    limit: Annotated[
+        int | None, typer.Option(envvar="LIMIT", min=1, help="Questions per benchmark at most; of MATH500 per level.")
+    ] = None
     max_tokens: Annotated[int | None, typer.Option(envvar="MAX_TOKENS", min=1, help="Generation length.")] = None
     concurrency: Annotated[int | None, typer.Option(envvar="CONCURRENCY", min=1, help="Requests in flight.")] = None
 
@@ -116,6 +118,8 @@ def local_data(text: str) -> dict[str, Path]:
         if not folder.is_dir():
             raise typer.BadParameter(f"{text!r} is neither name=path nor a folder", param_hint="--data")
         return {name: folder / f"{name}.jsonl" for name in BENCHMARKS if (folder / f"{name}.jsonl").exists()}
+    if wrong := [part for part in text.split(",") if "=" not in part]:
+        raise typer.BadParameter(f"{wrong[0]!r} is not name=path", param_hint="--data")
     pairs = dict(part.split("=", 1) for part in text.split(","))
     unknown = sorted(set(pairs) - set(BENCHMARKS))
     if unknown:

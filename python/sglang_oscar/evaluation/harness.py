@@ -200,8 +200,9 @@ def _failure(request: RunRequest, status: int, log: Path) -> Exception:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     hub = request.benchmark.hub
-    if request.local is None and any(
-        word in last for word in ("huggingface.co", "Dataset", "gated", "Connection", "hub")
-    ):
-        return DataError(explain_hub_failure(hub, RuntimeError(last)))
+    # The harness asks the server by way of openai, whose errors of the connection are not the hub's.
+    asked = "openai." in last or "APIConnectionError" in last
+    words = ("huggingface.co", "Dataset", "gated", "Connection", "hub")
+    if request.local is None and not asked and any(word in last for word in words):
+        return DataError(explain_hub_failure(hub, RuntimeError(last), "EVAL_DATA"))
     return HarnessError(f"the harness ended with status {status}; its log {log} ends with: {last[:300]}")

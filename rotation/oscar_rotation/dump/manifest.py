@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from oscar_rotation.atomic import write_text_atomically
-from oscar_rotation.errors import DumpError
+from oscar_rotation.errors import DumpError, DumpVersionError
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -70,7 +70,8 @@ class DumpManifest(BaseModel):
         """Read ``<root>/manifest.json``; None where there is none.
 
         Raises:
-            DumpError: if it is not valid, or of a version that this release does not read.
+            DumpVersionError: it is of a version that this release does not read.
+            DumpError: it is not valid.
         """
         path = Path(root) / MANIFEST_NAME
         if not path.exists():
@@ -84,7 +85,7 @@ class DumpManifest(BaseModel):
         except OSError as error:
             raise DumpError(f"{path}: cannot be read ({error.strerror})") from error
         if manifest.format_version != MANIFEST_VERSION:
-            raise DumpError(
+            raise DumpVersionError(
                 f"{path}: format_version is {manifest.format_version}, this release reads {MANIFEST_VERSION}; "
                 "update sglang-oscar"
             )

@@ -104,8 +104,11 @@ def _tensors(folder: Path) -> list[tuple[Path, str]]:
     """Every tensor's file and name, from the index where there is one."""
     index = folder / INDEX
     if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [(folder / file, name) for name, file in names.items()]
+        try:
+            names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            return [(folder / file, name) for name, file in names.items()]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DumpError(f"{index}: not a readable index of weights ({type(error).__name__}: {error})") from error
     found = []
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -52,17 +52,17 @@ def rotary_positions(model: Path, head_dim: int, context: int | None) -> Positio
             return None
         own = int(config["max_position_embeddings"])
         frequencies = _frequencies(config, head_dim)
+        if frequencies is None:
+            return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DumpError(f"{path}: its rotary embedding cannot be read ({error}); pass --context 0") from error
+        raise DumpError(
+            f"{path}: its rotary embedding cannot be read ({error}); `oscar fit --context 0` does without"
+        ) from error
     return Positions(frequencies, context or min(own, MOST_POSITIONS))
 
 
-def _frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Radians a token by pair, float64 [pairs].
-
-    Raises:
-        ValueError: frequencies that depend on the length of a request.
-    """
+def _frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor | None:
+    """Radians a token by pair, float64 [pairs]; None where they depend on the length of a request."""
     facts = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = facts.get("rope_type") or facts.get("type") or "default"
     if kind in ("default", "mrope"):  # coordinates of images, with the frequencies of text
@@ -71,7 +71,7 @@ def _frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
         pairs = int(config.get("rotary_dim") or head_dim * share) // 2
         return theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     if kind not in SCALED:
-        raise ValueError(f"rope_type is {kind!r}; known are default, {', '.join(SCALED)}")
+        return None
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -19,6 +19,7 @@ import torch
 
 from oscar_rotation.dump import DumpChunk, DumpError, DumpReader
 from oscar_rotation.dump.stream import stream_chunks
+from oscar_rotation.errors import of_layer
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.held_out import QUERIES, Request, moved, plan_held_out, requests
@@ -231,7 +232,9 @@ def fit_focus(
             if progress is not None:
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
-        layers.append(fit_focus_layer(moments, held_out, weights.reader(layer, kv_heads, head_dim), positions))
+        reader = weights.reader(layer, kv_heads, head_dim)
+        with of_layer(layer):
+            layers.append(fit_focus_layer(moments, held_out, reader, positions))
     tokens = sum(map(sum, seq_lens.values()))
     calibration = {
         "tokens": tokens, "requests": sum(map(len, seq_lens.values())), "chunks": len(chunks), "include_warmup": False,

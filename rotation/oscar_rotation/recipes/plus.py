@@ -12,6 +12,7 @@ import torch
 
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.dump.stream import stream_chunks
+from oscar_rotation.errors import of_layer
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.bits import Row, apply_goal
 from oscar_rotation.fit.device import choose_device
@@ -160,7 +161,9 @@ def fit_plus(
             if progress is not None:
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
-        layers.append(fit_plus_layer(moments, weights.reader(layer, kv_heads, head_dim), positions))
+        reader = weights.reader(layer, kv_heads, head_dim)
+        with of_layer(layer):
+            layers.append(fit_plus_layer(moments, reader, positions))
     calibration = {
         "tokens": tokens, "requests": requests, "chunks": len(chunks), "include_warmup": False,
         "q_heads": q_heads, "kv_heads": kv_heads, "context": positions.context if positions else 0,

@@ -92,7 +92,9 @@ class Calibration:
         if not path.exists():
             # Decoded and encoded again a text may lose a token or two; a few more make up for it.
             windows = self.texts.windows(CALIBRATION, self.tokens // LENGTH + 2, LENGTH, at_least=FEWEST)
-            rows = [json.dumps({"text": self.texts.tokenizer.decode(ids)}) for ids in windows]
+            # The dump adds what the model expects in front of a text.
+            begin = len(self.texts.leading)
+            rows = [json.dumps({"text": self.texts.tokenizer.decode(ids[begin:])}) for ids in windows]
             write_text_atomically(path, "\n".join(rows) + "\n")
         return path
 

@@ -17,6 +17,8 @@ from sglang_oscar.evaluation.prove.texts import MEASUREMENT
 from sglang_oscar.evaluation.significance import paired_test
 
 PERCENTILES = {"p99": 99.0, "p99.9": 99.9}
+RUN = 32
+"""Tokens in a row that two tails have by chance only where the text repeats itself."""
 ALL = "all"
 """Key of the figures over all lengths."""
 
@@ -82,12 +84,38 @@ class TailKl(Measure):
         """By length and over all: mean and percentiles of KL, agreement, nats, excess over BF16 with a paired test."""
         by_length = {str(n): [u for u in answers if u.startswith(f"{n}-")] for n in self.material.lengths}
         groups = {ALL: list(answers)} | by_length
-        return {key: _figures(units, answers, reference) for key, units in groups.items() if units}
+        tails = {unit: self.documents[unit][-TAIL:] for unit in answers}
+        return {key: _figures(sharing(units, tails), answers, reference) for key, units in groups.items() if units}
 
 
-def _figures(units: list[str], answers: Answers, reference: Answers | None) -> Figures:
-    kl = [np.array(answers[unit]["kl"]) for unit in units]
-    same = [np.array(answers[unit]["same"], dtype=np.float64) for unit in units]
+def sharing(units: list[str], tails: dict[str, list[int]]) -> list[list[str]]:
+    """Units in groups: texts of several lengths are cut from one stream, so that some are scored on the same tokens.
+
+    Args:
+        units: texts.
+        tails: token ids that are scored, by unit.
+
+    Returns:
+        the groups, in the order of their first units. Tails of two groups share no :data:`RUN` tokens in a row.
+    """
+    group = {unit: unit for unit in units}
+    seen: dict[tuple[int, ...], str] = {}
+    for unit in units:
+        tail = tails[unit]
+        for begin in range(max(1, len(tail) - RUN + 1)):
+            other = group[seen.setdefault(tuple(tail[begin : begin + RUN]), unit)]
+            if other != group[unit]:
+                group = {x: other if of == group[unit] else of for x, of in group.items()}
+    found: dict[str, list[str]] = {}
+    for unit in units:
+        found.setdefault(group[unit], []).append(unit)
+    return list(found.values())
+
+
+def _figures(groups: list[list[str]], answers: Answers, reference: Answers | None) -> Figures:
+    units = [unit for group in groups for unit in group]
+    kl = [np.concatenate([np.array(answers[unit]["kl"]) for unit in group]) for group in groups]
+    same = [np.concatenate([np.array(answers[unit]["same"], dtype=np.float64) for unit in group]) for group in groups]
     found: Figures = {"documents": len(units), "tokens": sum(map(len, kl))}
     found["kl"] = {"mean": clustered_bootstrap(kl, np.mean).to_json()} | {
         name: clustered_bootstrap(kl, lambda x, q=q: np.percentile(x, q)).to_json()  # type: ignore[misc]
@@ -96,8 +124,12 @@ def _figures(units: list[str], answers: Answers, reference: Answers | None) -> F
     found["agreement"] = clustered_bootstrap(same, np.mean).to_json()
     found["nats"] = float(np.mean([answers[unit]["nats"] for unit in units]))
     found["covered"] = float(np.mean([answers[unit]["covered"] for unit in units]))
-    common = [unit for unit in units if reference is not None and unit in reference]
-    if reference is not None and common:
-        pair = [{unit: source[unit]["nats"] for unit in common} for source in (reference, answers)]
-        found["excess"] = paired_test(pair[:1], pair[1:]).to_json()
+    if reference is not None:
+        common = [kept for group in groups if (kept := [unit for unit in group if unit in reference])]
+        pair = [
+            {group[0]: float(np.mean([source[unit]["nats"] for unit in group])) for group in common}
+            for source in (reference, answers)
+        ]
+        if common:
+            found["excess"] = paired_test(pair[:1], pair[1:]).to_json()
     return found
