@@ -15,6 +15,7 @@ from oscar_kernels.layout import RowLayout
 from sglang_oscar.hybrids import refusals, tracking
 from sglang_oscar.hybrids.kept_windows import KeptWindows
 from sglang_oscar.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.memory import side_buffers
 from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
@@ -70,7 +71,10 @@ def buffers() -> SideBuffers:
     return side
 
 
-def test_kept_windows_come_back_in_all_layers() -> None:
+@pytest.mark.parametrize("at_once", [1, 64 << 20])
+def test_kept_windows_come_back_in_all_layers(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of them are on their way at once, or all."""
+    monkeypatch.setattr(side_buffers, "MOST_COPIED", at_once)
     side = buffers()
     kept = KeptWindows(side, ROWS, BLOCKS)
     rings = side.ring.view(4, ROWS + SLOTS, -1).clone()

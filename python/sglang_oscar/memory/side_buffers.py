@@ -10,6 +10,9 @@ from oscar_kernels.cache import LayerCache
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 
+MOST_COPIED = 64 << 20
+"""Bytes of windows that are on their way at once: the memory account has no room for those of all requests."""
+
 
 class SideBuffers:
     """Rotated BF16 (or FP16) keys and values of sink and recent tokens.
@@ -107,5 +110,8 @@ class SideBuffers:
 
 
 def _copy(units: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy units [layers, count, elements] to others, none of which is a source, some at a time."""
     if units.numel():
-        units.index_copy_(1, target, units.index_select(1, source))
+        at_once = max(1, MOST_COPIED // (units.shape[0] * units.shape[2] * units.element_size()))
+        for some, others in zip(source.split(at_once), target.split(at_once), strict=True):
+            units.index_copy_(1, others, units.index_select(1, some))
