@@ -20,9 +20,12 @@ from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.cli import app
 from sglang_oscar.evaluation.prove import calibration as calibrating
 from sglang_oscar.evaluation.prove import run, sizes
+from sglang_oscar.evaluation.prove.asking import Reply
 from sglang_oscar.evaluation.prove.calibration import Calibration, Fit
+from sglang_oscar.evaluation.prove.measures import Material
+from sglang_oscar.evaluation.prove.measures.json_schema import JsonSchema
 from sglang_oscar.evaluation.prove.options import CacheOptions
-from sglang_oscar.evaluation.prove.sizes import Size
+from sglang_oscar.evaluation.prove.sizes import SIZES, Size
 from sglang_oscar.evaluation.prove.store import Store
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
 from sglang_oscar.local_server import ServerFailedError
@@ -220,6 +223,23 @@ def test_the_model_says_bits_on_the_calibration_text(tmp_path: Path, monkeypatch
     measured = texts.documents(MEASUREMENT)[text.stem]
     assert measured
     assert not any(document[:20] in prompt for document in measured for prompt in prompts)
+
+
+def test_a_long_chat_template_leaves_room_for_the_answer() -> None:
+    """Some templates bring a system prompt of hundreds of tokens."""
+    texts = Texts(AutoTokenizer.from_pretrained(MODEL))
+    plain, sent = texts.chat_ids, []
+
+    class Cached:
+        def behind_cache(self, prefix: list[int], ids: list[int], tokens: int, sampling: Any) -> Reply:
+            sent.append(ids)
+            return Reply("{}", [], "stop", len(ids), len(prefix), {})
+
+    for system in (0, 400):
+        texts.chat_ids = lambda messages, n=system: [1] * n + plain(messages)  # type: ignore[method-assign]
+        measure = JsonSchema(Material(texts, SIZES["reduced"], (2048,), 4096))
+        measure.ask(Cached(), "2048/0", None, None)  # type: ignore[arg-type]
+        assert 1400 < len(sent[-1]) <= 2048 - 160
 
 
 def test_prompts_do_not_begin_twice(tmp_path: Path) -> None:

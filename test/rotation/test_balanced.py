@@ -186,6 +186,13 @@ def test_a_layer_that_saw_nothing_is_named(tmp_path: Path, make_dump: Callable[.
         assert done.stderr.startswith("error: layer 1 of the dump: a second moment is zero")
 
 
+def test_layers_that_draft_are_no_layers_of_the_model(tmp_path: Path) -> None:
+    own, draft = torch.eye(64), torch.zeros(64, 64)
+    names = {"model.layers.0.self_attn.o_proj.weight": own, "mtp.layers.0.self_attn.o_proj.weight": draft}
+    save_file(names, str(tmp_path / "model.safetensors"))
+    assert torch.equal(OutputWeights(tmp_path).reader(0, 2, 32), torch.eye(32).expand(2, -1, -1))
+
+
 @pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)

@@ -34,7 +34,8 @@ class OutputWeights:
         self.folder, self._layer_ids = _folder(model), layer_ids
         self._files: dict[int, tuple[Path, str]] = {}
         for path, name in _tensors(self.folder):
-            if match := _NAME.search(name):
+            # Layers that predict further tokens (mtp) count from 0 again.
+            if (match := _NAME.search(name)) and not name.startswith("mtp"):
                 self._files[int(match[1])] = (path, name)
         if not self._files:
             raise DumpError(f"{self.folder}: no weights named layers.<n>.self_attn.o_proj.weight in safetensors files")

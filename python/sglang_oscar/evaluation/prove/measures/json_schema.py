@@ -16,8 +16,9 @@ from sglang_oscar.evaluation.significance import mcnemar
 
 TOKENS = 160
 """Of an answer; a record takes about 40."""
-CHAT = 128
-"""Tokens of a context that are left for the chat template and the question."""
+CHAT, SPARE = 128, 32
+"""Tokens of a context that are left for the chat template and the question, at least; and of these, for what a document
+may grow by when it is decoded and encoded again."""
 VERDICTS = ("valid", "complete", "right")
 
 
@@ -30,6 +31,11 @@ class Record(BaseModel):
 
 
 SCHEMA = json.dumps(Record.model_json_schema())
+
+
+def request_for(key: str) -> str:
+    """What is asked behind a document."""
+    return f"What is the magic number for {key}? Answer with a JSON object: key, number, short comment."
 
 
 class JsonSchema(Measure):
@@ -64,11 +70,11 @@ class JsonSchema(Measure):
         # The depth is part of what the unit chooses.
         length, i = map(int, unit.split("/"))
         depth = (i + 0.5) / self.material.size.records
-        size = length - CHAT - TOKENS
+        around = len(texts.chat_ids([{"role": "user", "content": request_for("word")}])) + SPARE
+        size = length - max(CHAT, around) - TOKENS
         asked = build_haystack(texts.encode, self.material.lines(), size, depth, 0, f"json/{unit}")
         document = texts.tokenizer.decode(asked.ids)
-        request = f"What is the magic number for {asked.key}? Answer with a JSON object: key, number, short comment."
-        ids = texts.chat_ids([{"role": "user", "content": f"{document}\n{request}"}])
+        ids = texts.chat_ids([{"role": "user", "content": f"{document}\n{request_for(asked.key)}"}])
         reply = client.behind_cache(ids[:-1], ids, TOKENS, {"json_schema": SCHEMA})
         try:
             record = Record.model_validate_json(reply.text)
