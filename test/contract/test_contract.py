@@ -58,8 +58,8 @@ ATTRIBUTES: dict[str, str] = {
     "is_encoder_decoder is_generation is_hybrid_swa is_multimodal model_path num_attention_heads num_hidden_layers "
     "get_num_kv_heads get_total_num_kv_heads from_server_args full_attention_layer_ids swa_attention_layer_ids "
     "get_swa_num_kv_heads swa_head_dim swa_v_head_dim has_attention_sinks",
-    "layers.radix_attention.RadixAttention": "layer_id scaling head_dim tp_q_head_num tp_k_head_num tp_v_head_num "
-    "logit_cap sliding_window_size is_cross_attention attn_type xai_temperature_len use_irope",
+    "layers.radix_attention.RadixAttention": "layer_id scaling head_dim v_head_dim tp_q_head_num tp_k_head_num "
+    "tp_v_head_num logit_cap sliding_window_size is_cross_attention attn_type xai_temperature_len use_irope",
     "layers.linear.QKVParallelLinear": "q_proj_shard_size kv_proj_shard_size quant_method",
     "layers.attention.base_attn_backend.AttentionBackend": "init_forward_metadata init_forward_metadata_out_graph "
     "init_cuda_graph_state get_cuda_graph_seq_len_fill_value forward_decode forward_extend",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sglang_oscar.attach import releases
+from sglang_oscar.attach import refusals, releases
 from support import server_arguments
 from support.releases import SGLANG_VERSIONS, tree
 from support.syntax import SourceTree
@@ -72,3 +73,48 @@ def test_every_server_argument_has_been_read() -> None:
     assert server_arguments.FILE.read_text() == server_arguments.listing(), (
         "run `python test/support/server_arguments.py`, and refuse in attach/refusals.py what int2 mode cannot do"
     )
+
+
+def defaults_of(version: str) -> dict[str, object]:
+    """Defaults by name; None for one that is no literal."""
+    found: dict[str, object] = {}
+    for name, text in fields(version).items():
+        try:
+            found[name] = ast.literal_eval(text)
+        except ValueError:
+            found[name] = None
+    return found
+
+
+def refused_of(args: dict[str, object]) -> list[str]:
+    return [what for refused, what in refusals.ARGUMENTS if refused(SimpleNamespace(**args))]
+
+
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+def test_what_a_release_does_by_default_is_not_refused(
+    version: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag may change its meaning, and its default with it."""
+    defaults = defaults_of(version)
+    monkeypatch.setattr(releases, "field_defaults", lambda record: defaults)
+    assert refused_of(defaults | {"disaggregation_mode": mode}) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "threshold", "refused"),
+    [
+        ("0.5.21", 0.0, False),
+        ("0.5.21", 1.0, True),
+        ("0.5.22", 0.0, True),
+        ("0.5.23", 1.0, False),
+        ("0.5.23", 0.5, True),
+    ],
+)
+def test_receiving_into_host_memory_by_release(
+    version: str, threshold: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults, name = defaults_of(version), "disaggregation_decode_host_receive_threshold"
+    monkeypatch.setattr(releases, "field_defaults", lambda record: defaults)
+    found = refused_of(defaults | {"disaggregation_mode": "decode", name: threshold})
+    assert [what.startswith("receiving into host memory") for what in found] == [True] * refused

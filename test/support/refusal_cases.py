@@ -119,6 +119,7 @@ RECENT_FLAGS = {
     "hicache_host_memory_mode": "--enable-hierarchical-cache --hicache-host-memory-mode buffer_only",
     "attn_dp_size": "--attn-dp-size 2 --tp-size 2",
     "disaggregation_enable_kv_checksum": "--disaggregation-mode decode --disaggregation-enable-kv-checksum",
+    "enable_kv_cache_sharding": "--disaggregation-mode prefill --enable-kv-cache-sharding",
     "enable_nvidia_megakernel": "--enable-nvidia-megakernel",
 }
 """Command lines by the server argument that not all releases have."""

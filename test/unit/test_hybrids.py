@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.layers.attention import attention_registry
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.hybrids import refusals, tracking
+from sglang_oscar.hybrids import known_name, refusals, tracking
 from sglang_oscar.hybrids.kept_windows import KeptWindows
 from sglang_oscar.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
 from sglang_oscar.memory import side_buffers
@@ -20,6 +23,7 @@ from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.side_buffers import SideBuffers
+from sglang_oscar.sliding_windows import attention
 
 WINDOWS = Windows(sink=4, recent=8, ring=8)
 ROWS, BLOCKS, SLOTS = 3, 5, 4
@@ -201,3 +205,41 @@ def test_overlap_is_refused_where_states_are_mistaken(apart: bool, monkeypatch: 
     assert [line.rpartition("; ")[2] for line in lines] == ([] if apart else ["set --disable-overlap-schedule"])
     assert refused(disable_overlap_schedule=False, disable_radix_cache=True) == []
     assert refused() == []
+
+
+@pytest.mark.parametrize("recent", [True, False], ids=["runner", "server_args"])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_sglang_finds_a_name_that_it_knows(recent: bool, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Blackwell it puts linear layers beside backends of some names only, whatever they are."""
+    monkeypatch.setattr(attention, "linear_config", lambda config: hybrid or None)
+    cache = SimpleNamespace(plan=SimpleNamespace(windows=None))
+    monkeypatch.setattr(attention, "cache_of", lambda pool: pool)
+    args = SimpleNamespace(attention_backend="oscar")
+    runner = SimpleNamespace(token_to_kv_pool=cache, model_config=None, is_draft_worker=False, server_args=args)
+    names = dict.fromkeys(known_name.NAMES, "oscar") if recent else {}
+    vars(runner).update(names)
+    seen = []
+
+    def original(runner: Any, full: Any) -> Any:
+        seen.append([getattr(runner, name) for name in names] or [runner.server_args.attention_backend])
+        if full is None:
+            raise RuntimeError("no memory")
+        return full
+
+    assert attention.around_wrapper(original, runner, "backend") == "backend"
+    with pytest.raises(RuntimeError, match="no memory"):
+        attention.around_wrapper(original, runner, None)
+    expected = ["triton" if hybrid else "oscar"] * (2 if recent else 1)
+    assert seen == [expected, expected]
+    assert args.attention_backend == "oscar"
+    assert all(getattr(runner, name) == "oscar" for name in names)
+    # A server without an INT2 cache is asked for nothing.
+    runner.token_to_kv_pool = None
+    attention.around_wrapper(original, runner, "backend")
+    assert seen[-1] == ["oscar"] * len(expected)
+
+
+def test_blackwell_takes_the_name_that_we_give() -> None:
+    sets = re.findall(r"(?:allowed|HYBRID_GDN_SM100_BACKENDS) = \{([^}]*)\}", inspect.getsource(attention_registry))
+    assert len(sets) == 2
+    assert all(f'"{known_name.KNOWN}"' in names for names in sets)

@@ -156,6 +156,10 @@ def _other_multimodal(model: Any) -> bool:
 MODELS: list[tuple[Check, str]] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
+    (
+        lambda m: bool(getattr(m.hf_config, "has_minicpm_sparse_attention", False)),
+        "block-sparse attention models",
+    ),
     (_other_multimodal, "multimodal models other than Qwen2.5-VL, Qwen3-VL and Qwen3.5/3.6"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),

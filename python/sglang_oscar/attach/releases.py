@@ -119,6 +119,21 @@ def field_defaults(record: type) -> dict[str, Any]:
     return {field.name: field.default for field in msgspec.structs.fields(record)}
 
 
+def differs_from_default(server_args: Any, name: str) -> bool:
+    """Whether a server argument says something else than its release does by default; not where there is none.
+
+    For arguments whose default is off in every release, by other values.
+
+    Args:
+        server_args: SGLang's ServerArgs.
+        name: of the field.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    default = field_defaults(ServerArgs).get(name)
+    return bool(argument(server_args, name, default) != default)
+
+
 def window_ratio(server_args: Any) -> float | None:
     """What the operator says of the size of the pool of sliding windows; None where that is left to SGLang.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar.attach.releases import argument
+from sglang_oscar.attach.releases import argument, differs_from_default
 from sglang_oscar.cpu import transfer
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import Settings
@@ -90,7 +90,8 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         "a host pool for retracted requests; drop --disaggregation-decode-retraction-backup host_pool",
     ),
     (
-        _both(lambda a: argument(a, "disaggregation_decode_host_receive_threshold", 1) < 1),
+        # 0 is off in the release that brought it, 1 in later ones.
+        _both(lambda a: differs_from_default(a, "disaggregation_decode_host_receive_threshold")),
         "receiving into host memory; drop --disaggregation-decode-host-receive-threshold",
     ),
     (
@@ -101,6 +102,10 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
         # SGLang's sums know the components of its own pools, and recent windows are one of ours.
         _both(lambda a: argument(a, "disaggregation_enable_kv_checksum", False)),
         "checksums of what is sent; drop --disaggregation-enable-kv-checksum",
+    ),
+    (
+        lambda a: argument(a, "enable_kv_cache_sharding", False),
+        "prompts whose rows are spread over ranks; drop --enable-kv-cache-sharding",
     ),
     (_slices_rows, "staging buffers, which cut rows by bytes; unset SGLANG_DISAGG_STAGING_BUFFER"),
 ]

@@ -61,7 +61,7 @@ def keep_decoded(cache: Int2Cache, forward_batch: Any) -> None:
     if not len(chosen):
         return
     rows = forward_batch.req_pool_indices[chosen].long()
-    slots = torch.where(mask[chosen], forward_batch.mamba_track_indices[chosen], 0).long()
+    slots = torch.where(mask[chosen], forward_batch.mamba_track_indices[chosen], 0).long().clamp(min=0)
     cache.kept.keep(rows, cache.rows.sink_block[rows].long(), slots)
 
 

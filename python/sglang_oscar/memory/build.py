@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from oscar_kernels.cache import LayerCache
@@ -46,7 +46,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     settings, device, geometry = of_this_process(), configurator.device, plan.geometry
     model_config = configurator.model_config
     windows = set(model_config.swa_attention_layer_ids) if model_config.is_hybrid_swa else set()
-    check_layers(configurator.model, set(geometry.formats), windows)
+    check_layers(configurator.model, geometry.formats, windows)
     whole = model_formats(configurator.server_args, settings, model_config)
     pool = Int2TokenToKVPool(
         sizes.max_total_num_tokens,
@@ -134,16 +134,16 @@ def cached_layers(
     }
 
 
-def check_layers(model: Any, ids: set[int], windows: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-    """Refuse models whose attention layers do not map one to one to cache layers.
+def check_layers(model: Any, formats: Mapping[int, LayerFormat], windows: Collection[int] = ()) -> None:
+    """Refuse models whose attention layers do not map one to one to cache layers, or have other heads than these.
 
     Args:
         model: the loaded model.
-        ids: of the cache layers.
+        formats: of this rank's cache layers, by layer id.
         windows: of layers with a sliding window, whose cache is SGLang's.
 
     Raises:
-        Int2Error: an unsupported attention feature, or layers that share their cache.
+        Int2Error: an unsupported attention feature, layers that share their cache, or heads that differ by layer.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -151,8 +151,16 @@ def check_layers(model: Any, ids: set[int], windows: set[int] = frozenset()) -> 
     found = [layer for layer in every if layer.layer_id not in windows]
     for layer in found:
         refusals.check_attention_layer(layer)
-    if sorted(layer.layer_id for layer in found) != sorted(ids):
+    if sorted(layer.layer_id for layer in found) != sorted(formats):
         raise Int2Error(
             f"--kv-cache-dtype int2 needs one attention layer per cache layer; the model has {len(found)} for "
-            f"{len(ids)}; use --kv-cache-dtype auto"
+            f"{len(formats)}; use --kv-cache-dtype auto"
         )
+    for layer in found:
+        kept = formats[layer.layer_id].kv_heads, formats[layer.layer_id].head_dim
+        own = layer.tp_k_head_num, layer.head_dim
+        if own != kept or (layer.tp_v_head_num, layer.v_head_dim) != kept:
+            raise Int2Error(
+                f"--kv-cache-dtype int2 needs the same kv heads in all layers; layer {layer.layer_id} has {own[0]} of "
+                f"{own[1]} channels, the configuration says {kept[0]} of {kept[1]}; use --kv-cache-dtype auto"
+            )

@@ -1,0 +1,41 @@
+"""Attention layers of a loaded model are those that the cache was made for."""
+
+from __future__ import annotations
+
+import pytest
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import nn
+
+from oscar_kernels.format import LayerFormat, SideFormat
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.build import check_layers
+
+FORMATS = {layer: LayerFormat(2, 128, SideFormat(128), SideFormat(128)) for layer in (0, 3)}
+
+
+def model(*layers: RadixAttention) -> nn.Module:
+    return nn.ModuleList(layers)
+
+
+def attention(layer_id: int, kv_heads: int = 2, head_dim: int = 128, v_head_dim: int = -1) -> RadixAttention:
+    return RadixAttention(8, head_dim, 0.1, kv_heads, layer_id, v_head_dim=v_head_dim)
+
+
+def test_layers_with_the_heads_of_the_configuration() -> None:
+    check_layers(model(attention(0), attention(3)), FORMATS)
+    check_layers(model(attention(0), attention(3), attention(1, kv_heads=4)), FORMATS, {1})
+
+
+@pytest.mark.parametrize(
+    ("layers", "fault"),
+    [
+        ([attention(0)], "the model has 1 for 2"),
+        ([attention(0), attention(3), attention(3)], "the model has 3 for 2"),
+        ([attention(0), attention(3, kv_heads=4)], "layer 3 has 4 of 128 channels, the configuration says 2 of 128"),
+        ([attention(0), attention(3, head_dim=64)], "layer 3 has 2 of 64 channels"),
+        ([attention(0), attention(3, v_head_dim=64)], "layer 3 has 2 of 128 channels"),
+    ],
+)
+def test_other_layers_are_refused(layers: list[RadixAttention], fault: str) -> None:
+    with pytest.raises(Int2Error, match=fault):
+        check_layers(model(*layers), FORMATS)
