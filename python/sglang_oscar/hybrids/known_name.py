@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from sglang_oscar.attach import releases
 
 KNOWN = "triton"
 NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
@@ -21,14 +19,12 @@ def under_a_known_name(runner: Any) -> Iterator[None]:
         runner: SGLang's ModelRunner of a hybrid model whose attention is ours.
     """
     recent = hasattr(runner, NAMES[0])
-    place: Any = runner if recent else runner.server_args
+    # Server arguments are sealed by now; theirs is a dictionary all the same.
+    place = vars(runner) if recent else vars(runner.server_args)
     names = NAMES if recent else ("attention_backend",)
-    write: Callable[[Any, str, Any], None] = setattr if recent else releases.write
-    before = [getattr(place, name) for name in names]
-    for name in names:
-        write(place, name, KNOWN)
+    before = {name: place[name] for name in names}
+    place.update(dict.fromkeys(names, KNOWN))
     try:
         yield
     finally:
-        for name, value in zip(names, before, strict=True):
-            write(place, name, value)
+        place.update(before)
