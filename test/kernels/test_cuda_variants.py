@@ -153,6 +153,7 @@ def test_multiprocessors_are_not_shared(on_hopper: LayerCache, monkeypatch: pyte
         ({"gqa": 17}, "query heads"),
         ({"key": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
         ({"value": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
+        ({"key": RowLayout(8, 128, 128, torch.float16)}, "scales of different dtypes"),
         ({"key": RowLayout(17, 128, 128), "value": RowLayout(17, 128, 128)}, "kv heads"),
         ({"page_size": 16}, "page size 16"),
         ({"window_dtype": FP32}, "windows of"),
@@ -162,3 +163,9 @@ def test_unsupported_variants_say_why(change: dict[str, object], reason: str) ->
     base = variant(SHAPES[0])
     assert base.unsupported() is None
     assert reason in (replace(base, **change).unsupported() or "")
+
+
+def test_scales_of_two_dtypes_are_not_stored() -> None:
+    mixed = replace(variant(SHAPES[0]), key=RowLayout(8, 128, 128, torch.float16))
+    with pytest.raises(ValueError, match="scales of different dtypes"):
+        cuda_store._load(mixed, ())

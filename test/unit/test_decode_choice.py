@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from oscar_kernels.cache import Windows
 from oscar_kernels.cuda import decode as cuda
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH
@@ -16,7 +17,7 @@ from oscar_kernels.triton import decode as triton
 from sglang_oscar.attention import decode_choice
 from sglang_oscar.errors import Int2Error
 
-CACHE = SimpleNamespace(k_rows=torch.empty(0), exact=False)
+CACHE = SimpleNamespace(k_rows=torch.empty(0), exact=False, kv_heads=8, windows=Windows(64, 256, 320))
 EXACT = SimpleNamespace(k_rows=torch.empty(0), exact=True)
 
 
@@ -112,6 +113,23 @@ def test_what_decodes_verifies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert made == [(65,), 4, (65, 4)]
     assert "CUDA kernel, 4 tokens of a request in 2 passes" in caplog.text
     assert "int2 verification: Triton kernel" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "requests", "drafts", "fits"),
+    [(64, 48, 4, True), (64, 256, 16, True), (128, 256, 64, False), (96, 256, 52, False), (64, 512, 64, False),
+     (128, 48, 64, True)],
+)  # fmt: skip
+def test_a_verification_that_no_grid_holds_is_one_line(q_heads: int, requests: int, drafts: int, fits: bool) -> None:
+    def chosen() -> object:
+        return decode_choice.choose_verify(triton.decode, [CACHE], 64, q_heads, torch.bfloat16, requests, drafts)  # type: ignore[arg-type, list-item]
+
+    if fits:
+        assert chosen() is triton.verify
+        assert triton.partials_of(CACHE, q_heads, requests, 300, drafts) < 65_536  # type: ignore[arg-type]
+        return
+    with pytest.raises(Int2Error, match=r"^the Triton kernel takes .* lower --max-running-requests or --speculative-"):
+        chosen()
 
 
 def test_a_cuda_kernel_that_cannot_verify_is_one_line(monkeypatch: pytest.MonkeyPatch, hopper: list[object]) -> None:

@@ -105,10 +105,12 @@ def _load(variant: Variant, kind: tuple[int, ...]) -> Any:
     """Compile (or find in the cache) and load the kernel: a second or two the first time.
 
     Raises:
-        ValueError: a side is left exact.
+        ValueError: a side is left exact, or the sides' scales have different dtypes.
     """
     if variant.exact:
         raise ValueError("the CUDA store kernel does not support keys or values of 16 bits")
+    if variant.scales_differ:
+        raise ValueError("the CUDA store kernel does not support keys and values with scales of different dtypes")
     return load("store.cu", "oscar_store", _defines(variant, kind), 0)
 
 

@@ -53,6 +53,11 @@ class Variant:
         return self.key.exact or self.value.exact
 
     @property
+    def scales_differ(self) -> bool:
+        """Whether scales and zero points of keys are stored otherwise than those of values: kernels read one kind."""
+        return not self.exact and self.key.scale_dtype != self.value.scale_dtype
+
+    @property
     def columns(self) -> int:
         """Query heads that read a kv head together."""
         return self.gqa * self.queries
@@ -84,6 +89,7 @@ class Variant:
         page, dtypes = self.page_size, {self.q_dtype, self.window_dtype}
         reasons = (
             (self.exact, "keys or values of 16 bits"),
+            (self.scales_differ, "keys and values with scales of different dtypes"),
             (self.columns > MOST_COLUMNS, f"{self.columns} query heads per kv head ({MOST_COLUMNS} at most)"),
             (
                 self.kv_heads > self.math_warps,

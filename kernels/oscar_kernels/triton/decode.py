@@ -28,6 +28,10 @@ BLOCK_W = 16
 """Tokens of a tile of a window."""
 MOST_COLUMNS = 16
 """Query heads, of one token after the other, that read a kv head together in verification; one token may have more."""
+MOST_PASSES = 4096
+"""Requests of a verification times passes over each: with more, partial results take gigabytes and plans long."""
+MOST_PROGRAMS = 65_535
+"""In the second dimension of a grid, which is CUDA's limit."""
 STAGES = 6
 """Tiles in flight, the one worked on included."""
 EXACT_TILE = 16
@@ -86,10 +90,24 @@ def workspace_numel(
     """float32 elements that :func:`decode`, or :func:`verify` with ``drafts``, needs for partial results of up to
     ``batch`` requests.
     """
+    queries, _ = passes_of(drafts, q_heads // cache.kv_heads)
+    return partials_of(cache, q_heads, batch, max_kv_splits, drafts) * q_heads * queries * (cache.head_dim + 1)
+
+
+def partials_of(cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None, drafts: int) -> int:
+    """Partial results of up to ``batch`` requests: as many programs of every block of heads."""
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
-    queries, passes = passes_of(drafts, q_heads // cache.kv_heads)
-    partials = pieces + batch * passes * (1 + sum(window_parts(cache.windows, drafts)[:2]))
-    return partials * q_heads * queries * (cache.head_dim + 1)
+    _, passes = passes_of(drafts, q_heads // cache.kv_heads)
+    return pieces + batch * passes * (1 + sum(window_parts(cache.windows, drafts)[:2]))
+
+
+def unsupported_verify(cache: LayerCache, q_heads: int, batch: int, drafts: int) -> str | None:
+    """Why :func:`verify` cannot take ``drafts`` new tokens of each of ``batch`` requests on a GPU, or None."""
+    _, passes = passes_of(drafts, q_heads // cache.kv_heads)
+    if batch * passes > MOST_PASSES or partials_of(cache, q_heads, batch, None, drafts) > MOST_PROGRAMS:
+        most = min(MOST_PASSES, MOST_PROGRAMS // 16) // passes
+        return f"the Triton kernel takes {drafts} new tokens of some {most} requests at a time, not of {batch}"
+    return None
 
 
 def decode(

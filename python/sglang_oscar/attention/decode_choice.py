@@ -159,9 +159,12 @@ def choose_verify(
         drafts: new tokens of a request.
 
     Raises:
-        Int2Error: the CUDA kernel decodes and cannot do this, or cannot be built on this machine.
+        Int2Error: the kernel cannot do this, or cannot be built on this machine.
     """
     if not isinstance(decode, CudaDecode):
+        reasons = (triton.unsupported_verify(cache, q_heads, max_batch, drafts) for cache in caches)
+        if (reason := next(filter(None, reasons), None)) is not None:
+            raise Int2Error(f"{reason}; lower --max-running-requests or --speculative-num-draft-tokens")
         logger.info("int2 verification: Triton kernel, %d tokens of a request", drafts)
         return triton.verify
     coded = _coded(caches)
