@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kerne
 from accuracy import plan  # noqa: E402
 from accuracy.attention import all_layers_attend, prefill_then_decode  # noqa: E402
 from accuracy.calibration import Calibration, calibrate  # noqa: E402
+from accuracy.earlier_runs import merged, resumed  # noqa: E402
 from accuracy.material import Material, RealMaterial, ShippedMaterial  # noqa: E402
 from accuracy.measures.language import Language  # noqa: E402
 from accuracy.measures.layers import Layers  # noqa: E402
@@ -237,7 +238,7 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.resume and args.out.is_file():
-        results["models"] = resumed(args, size_name)
+        results["models"] = resumed(args.out, size_name, args.split)
 
     def save(name: str, found: dict[str, Any]) -> None:
         results["models"][name] = found
@@ -259,41 +260,6 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
     results["seconds"] = round(time.time() - begin)
     args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
     return results
-
-
-def resumed(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
-    """What an earlier run saved for the models.
-
-    Raises:
-        SystemExit: it measured something else, and its rows would stand beside others.
-    """
-    before = json.loads(args.out.read_text(encoding="utf-8"))
-    models: dict[str, Any] = before["models"]
-    splits = {found["split"] for found in models.values()}
-    for what, old, now in (("size", {before["size"]}, size_name), ("split", splits, args.split)):
-        if old - {now}:
-            raise SystemExit(
-                f"error: {args.out} has rows of {what} {', '.join(sorted(old))}, not {now}; name another --out"
-            )
-    return models
-
-
-def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs' results as one, rows of the same model and regime together; of a row the last run wins."""
-    out = {**runs[0], "models": {}, "seconds": max(run["seconds"] for run in runs)}
-    for run in runs:
-        for model, found in run["models"].items():
-            known = out["models"].setdefault(model, {**found, "regimes": {}})["regimes"]
-            seconds = sum(data["seconds"] for data in found["regimes"].values())
-            for regime, data in found["regimes"].items():
-                before = known.get(regime, {})
-                rows = before.get("rows", {}) | data["rows"]
-                own = f"{run['size']}, {run['device']}, {seconds:.0f} s"
-                label = {"run": f"{before['run']}; {own}" if before else own}
-                known[regime] = before | data | label | {"rows": rows}
-        if "server" in run:
-            out["server"] = run["server"]
-    return out
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,8 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
+from accuracy.earlier_runs import merged, resumed  # noqa: E402
 from accuracy.report import lines, share  # noqa: E402
-from accuracy.run import merged, parse_args, resumed  # noqa: E402
+from accuracy.run import parse_args  # noqa: E402
 from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
 
 
@@ -69,10 +70,10 @@ def test_a_run_goes_on_with_what_it_measured_only(tmp_path: Path, more: list[str
     out.write_text(json.dumps({"size": "tiny", "models": {"a": {"split": "report", "regimes": {}}}}))
     args = parse_args(["--resume", "--size", "tiny", "--out", str(out), *more])
     if fault is None:
-        assert list(resumed(args, args.size)) == ["a"]
+        assert list(resumed(out, args.size, args.split)) == ["a"]
         return
     with pytest.raises(SystemExit, match=f"has rows of {fault}; name another --out"):
-        resumed(args, args.size)
+        resumed(out, args.size, args.split)
 
 
 def test_a_real_model_has_kinds_of_text_and_tables_of_its_own() -> None:
