@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
 from oscar_kernels.format import LayerFormat, SideFormat
+from sglang_oscar.attach import refusals
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.build import check_layers
 
@@ -39,3 +42,11 @@ def test_layers_with_the_heads_of_the_configuration() -> None:
 def test_other_layers_are_refused(layers: list[RadixAttention], fault: str) -> None:
     with pytest.raises(Int2Error, match=fault):
         check_layers(model(*layers), FORMATS)
+
+
+@pytest.mark.parametrize("sparse", [True, False, None])
+def test_block_sparse_models_are_refused_by_what_their_configuration_says(sparse: bool | None) -> None:
+    """Not all releases have such configurations."""
+    config = SimpleNamespace() if sparse is None else SimpleNamespace(has_minicpm_sparse_attention=sparse)
+    (refused,) = [row for row, what in refusals.MODELS if what == "block-sparse attention models"]
+    assert refused(SimpleNamespace(hf_config=config)) == bool(sparse)
