@@ -122,14 +122,14 @@ def lines(
     for mode in result.modes(experiment):
         points = {load: (x(load), value) for load in loads if (value := y(mode, load)) is not None}
         if points:
-            axis.plot(*zip(*points.values(), strict=True), label=result.label(mode), **STYLES[mode])
-            ring(axis, result, mode, experiment, points)
+            line(axis, result, mode, experiment, points)
             drawn = True
     return drawn
 
 
-def ring(axis: Any, result: Result, mode: str, experiment: str, points: dict[Load, tuple[float, float]]) -> None:
-    """Mark the points of prompts that a cache has lost."""
+def line(axis: Any, result: Result, mode: str, experiment: str, points: dict[Load, tuple[float, float]]) -> None:
+    """The line of a mode, with rings around the points of prompts that its cache has lost."""
+    axis.plot(*zip(*points.values(), strict=True), label=result.label(mode), **STYLES[mode])
     lost = [point for load, point in points.items() if result.lost(mode, experiment, load)]
     if lost:
         axis.plot(*zip(*lost, strict=True), **LOST)
@@ -212,8 +212,7 @@ def frontiers(result: Result) -> Any:
                     points[load] = user, gpu
                     axis.annotate(load.requests, (user, gpu), (3, 3), textcoords="offset points", fontsize=6)
             if points:
-                axis.plot(*zip(*points.values(), strict=True), label=result.label(mode), **STYLES[mode])
-                ring(axis, result, mode, "figure6", points)
+                line(axis, result, mode, "figure6", points)
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
     figure.axes[0].set_ylabel("G, tokens per second of a GPU")

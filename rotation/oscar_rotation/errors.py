@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def first_line(error: Exception) -> str:
+    """What an exception says first, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class RotationFileError(ValueError):
     """A rotation file, or recipe name, that cannot be used."""
 

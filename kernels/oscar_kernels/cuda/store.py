@@ -107,10 +107,8 @@ def _load(variant: Variant, kind: tuple[int, ...]) -> Any:
     Raises:
         ValueError: a side is left exact, or the sides' scales have different dtypes.
     """
-    if variant.exact:
-        raise ValueError("the CUDA store kernel does not support keys or values of 16 bits")
-    if variant.scales_differ:
-        raise ValueError("the CUDA store kernel does not support keys and values with scales of different dtypes")
+    if (reason := variant.unsupported_rows()) is not None:
+        raise ValueError(f"the CUDA store kernel does not support {reason}")
     return load("store.cu", "oscar_store", _defines(variant, kind), 0)
 
 

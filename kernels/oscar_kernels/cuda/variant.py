@@ -52,10 +52,13 @@ class Variant:
         """Whether a side is left exact: the kernels read and write codes only."""
         return self.key.exact or self.value.exact
 
-    @property
-    def scales_differ(self) -> bool:
-        """Whether scales and zero points of keys are stored otherwise than those of values: kernels read one kind."""
-        return not self.exact and self.key.scale_dtype != self.value.scale_dtype
+    def unsupported_rows(self) -> str | None:
+        """What no kernel reads or writes of these rows, or None."""
+        if self.exact:
+            return "keys or values of 16 bits"
+        if self.key.scale_dtype != self.value.scale_dtype:
+            return "keys and values with scales of different dtypes"
+        return None
 
     @property
     def columns(self) -> int:
@@ -87,9 +90,9 @@ class Variant:
     def unsupported(self) -> str | None:
         """Why this variant cannot be compiled, or None."""
         page, dtypes = self.page_size, {self.q_dtype, self.window_dtype}
+        if (rows := self.unsupported_rows()) is not None:
+            return rows
         reasons = (
-            (self.exact, "keys or values of 16 bits"),
-            (self.scales_differ, "keys and values with scales of different dtypes"),
             (self.columns > MOST_COLUMNS, f"{self.columns} query heads per kv head ({MOST_COLUMNS} at most)"),
             (
                 self.kv_heads > self.math_warps,

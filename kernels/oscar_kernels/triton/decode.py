@@ -104,9 +104,10 @@ def partials_of(cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int 
 def unsupported_verify(cache: LayerCache, q_heads: int, batch: int, drafts: int) -> str | None:
     """Why :func:`verify` cannot take ``drafts`` new tokens of each of ``batch`` requests on a GPU, or None."""
     _, passes = passes_of(drafts, q_heads // cache.kv_heads)
-    if batch * passes > MOST_PASSES or partials_of(cache, q_heads, batch, None, drafts) > MOST_PROGRAMS:
-        most = min(MOST_PASSES, MOST_PROGRAMS // 16) // passes
-        return f"the Triton kernel takes {drafts} new tokens of some {most} requests at a time, not of {batch}"
+    of_a_request = partials_of(cache, q_heads, 1, 0, drafts)
+    most = min(MOST_PASSES // passes, (MOST_PROGRAMS - default_pieces(cache)) // of_a_request)
+    if batch > most:
+        return f"the Triton kernel takes {drafts} new tokens of {most} requests at a time, not of {batch}"
     return None
 
 

@@ -142,12 +142,10 @@ def window_ratio(server_args: Any) -> float | None:
     Args:
         server_args: SGLang's ServerArgs, resolved.
     """
-    from sglang.srt.server_args import ServerArgs
-
     ratio: float | None = server_args.swa_full_tokens_ratio
     given = getattr(server_args, "_swa_full_tokens_ratio_explicitly_set", None)
     if given is None:
-        given = ratio != field_defaults(ServerArgs)["swa_full_tokens_ratio"]
+        given = differs_from_default(server_args, "swa_full_tokens_ratio")
     return ratio if given else None
 
 

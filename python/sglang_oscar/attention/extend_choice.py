@@ -15,6 +15,7 @@ import torch
 
 from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits, Ragged
 from oscar_kernels.format import LayerFormat
+from oscar_rotation.errors import first_line
 from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.errors import Int2Error
@@ -127,8 +128,7 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
     except torch.cuda.OutOfMemoryError:
         raise  # says itself what is missing
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Int2Error(_unusable(size, reason)) from error
+        raise Int2Error(_unusable(size, first_line(error))) from error
     return made
 
 

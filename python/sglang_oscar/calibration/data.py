@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from oscar_rotation.chats import is_chat
+from oscar_rotation.errors import first_line
 from sglang_oscar.calibration.errors import DataError
 
 Chat = list[dict[str, str]]
@@ -35,13 +37,23 @@ def local_data_sets(text: str, dataset: str) -> LocalData:
         return {}
     if "=" not in text:
         return {dataset: Path(text)}
-    if wrong := [part for part in text.split(",") if "=" not in part]:
-        raise ValueError(f"{wrong[0]!r} is not name=path")
-    pairs = dict(part.split("=", 1) for part in text.split(","))
-    unknown = sorted(set(pairs) - set(HUB_SETS))
+    paths = named_paths(text)
+    unknown = sorted(set(paths) - set(HUB_SETS))
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not one of {', '.join(HUB_SETS)}")
-    return {name: Path(path) for name, path in pairs.items()}
+    return paths
+
+
+def named_paths(text: str) -> dict[str, Path]:
+    """Paths by name, of ``name=path,...``.
+
+    Raises:
+        ValueError: a part without a path.
+    """
+    parts = text.split(",")
+    if wrong := [part for part in parts if "=" not in part]:
+        raise ValueError(f"{wrong[0]!r} is not name=path")
+    return {name: Path(path) for name, path in (part.split("=", 1) for part in parts)}
 
 
 def dataset_label(dataset: str) -> str:
@@ -80,13 +92,6 @@ def calibration_chats(dataset: str, local: Path | None = None) -> Iterator[Chat 
             raise DataError(f"{path}:{number}: a line needs 'text' or 'messages', it has {sorted(row)}")
 
 
-def is_chat(messages: list[Any]) -> bool:
-    """Whether this is a conversation that can be rendered: some messages, each with a role and text."""
-    return bool(messages) and all(
-        isinstance(x, dict) and isinstance(x.get("role"), str) and isinstance(x.get("content"), str) for x in messages
-    )
-
-
 def render_chat(tokenizer: Any, messages: Chat, **options: Any) -> str:
     """A conversation as the model's chat template writes it.
 
@@ -106,7 +111,7 @@ def render_chat(tokenizer: Any, messages: Chat, **options: Any) -> str:
         roles = ", ".join(message["role"] for message in messages[:4])
         raise DataError(
             f"the model's chat template does not take a conversation of {roles}{', ...' * (len(messages) > 4)} "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"({first_line(error)})"
         ) from None
 
 

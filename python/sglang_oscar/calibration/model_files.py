@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from oscar_rotation.errors import first_line
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.errors import DataError
 
@@ -57,5 +58,4 @@ def _load(kind: Any, settings: ModelSettings) -> Any:
             raise DataError(
                 f"{settings.model}: comes with code of its own; read it, then allow it with --trust-remote-code"
             ) from None
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(f"{settings.model}: {first[0]}") from None
+        raise DataError(f"{settings.model}: {first_line(error)}") from None

@@ -20,17 +20,13 @@ def weight_bytes(model: str) -> int:
 
     Of a folder that has the same weights in several formats, SGLang loads one.
     """
-    place: Path | None = Path(model)
-    if not Path(model).exists():
-        place = cached_snapshot(model)
-    if place is None or place.is_file():
-        return place.stat().st_size if place else 0
-    for kind in WEIGHT_FILES:
-        if found := _named_by_index(place) if kind == ".safetensors" else []:
-            return sum(path.stat().st_size for path in found)
-        if found := list(place.glob(f"*{kind}")):
-            return sum(path.stat().st_size for path in found)
-    return 0
+    place = Path(model) if Path(model).exists() else cached_snapshot(model)
+    if place is None:
+        return 0
+    if place.is_file():
+        return place.stat().st_size
+    formats = [_named_by_index(place), *(list(place.glob(f"*{kind}")) for kind in WEIGHT_FILES)]
+    return sum(path.stat().st_size for path in next(filter(None, formats), []))
 
 
 def _named_by_index(folder: Path) -> list[Path]:

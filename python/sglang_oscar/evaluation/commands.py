@@ -11,7 +11,7 @@ import typer
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import PUBLISHED
 from sglang_oscar.calibration.commands import driver_errors
-from sglang_oscar.calibration.data import dataset_label
+from sglang_oscar.calibration.data import dataset_label, named_paths
 from sglang_oscar.calibration.dump_driver import DumpRequest
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.calibration.model_files import load_config
@@ -118,13 +118,14 @@ def local_data(text: str) -> dict[str, Path]:
         if not folder.is_dir():
             raise typer.BadParameter(f"{text!r} is neither name=path nor a folder", param_hint="--data")
         return {name: folder / f"{name}.jsonl" for name in BENCHMARKS if (folder / f"{name}.jsonl").exists()}
-    if wrong := [part for part in text.split(",") if "=" not in part]:
-        raise typer.BadParameter(f"{wrong[0]!r} is not name=path", param_hint="--data")
-    pairs = dict(part.split("=", 1) for part in text.split(","))
-    unknown = sorted(set(pairs) - set(BENCHMARKS))
+    try:
+        paths = named_paths(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--data") from None
+    unknown = sorted(set(paths) - set(BENCHMARKS))
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is not a benchmark", param_hint="--data")
-    return {name: Path(path) for name, path in pairs.items()}
+    return paths
 
 
 @with_groups

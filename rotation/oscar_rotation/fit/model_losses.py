@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oscar_rotation.errors import DumpError
+from oscar_rotation.errors import DumpError, first_line
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.math.attention_weights import RECENT, SINK
 from oscar_rotation.math.positions import Positions
@@ -189,8 +189,7 @@ def load_model(folder: Path, device: torch.device) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     except (OSError, ValueError, ImportError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DumpError(f"{folder}: --text needs a model that transformers loads ({first})") from error
+        raise DumpError(f"{folder}: --text needs a model that transformers loads ({first_line(error)})") from error
     wide = 4 * sum(parameter.numel() for parameter in model.parameters())
     if device.type != "cuda" or wide < 0.6 * torch.cuda.mem_get_info(device)[0]:
         model = model.float()

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from oscar_rotation.errors import DumpError
+from oscar_rotation.chats import is_chat
+from oscar_rotation.errors import DumpError, first_line
 from oscar_rotation.math.attention_weights import RECENT, SINK
 
 SEQUENCES, LENGTH, TAIL = 12, 1536, 128
@@ -50,11 +51,7 @@ def read_documents(path: Path) -> tuple[Document, ...]:
 
 
 def _is_document(document: Any) -> bool:
-    if isinstance(document, list):
-        return all(
-            isinstance(x, dict) and all(isinstance(x.get(k), str) for k in ("role", "content")) for x in document
-        )
-    return isinstance(document, str)
+    return is_chat(document) if isinstance(document, list) else isinstance(document, str)
 
 
 def sequences(documents: tuple[Document, ...], folder: Path) -> torch.Tensor:
@@ -78,8 +75,7 @@ def sequences(documents: tuple[Document, ...], folder: Path) -> torch.Tensor:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         context = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", LENGTH)
     except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DumpError(f"{folder}: --text needs the model's tokenizer ({first})") from error
+        raise DumpError(f"{folder}: --text needs the model's tokenizer ({first_line(error)})") from error
     length = min(LENGTH, int(context))
     if length < 2 * (SINK + RECENT):
         raise DumpError(f"{folder}: a context of {context} tokens is too short for --text")
@@ -88,8 +84,9 @@ def sequences(documents: tuple[Document, ...], folder: Path) -> torch.Tensor:
         try:
             ids += _encoded(tokenizer, document)
         except (jinja2.TemplateError, TypeError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DumpError(f"document {number}: the model's chat template does not take it ({first})") from None
+            raise DumpError(
+                f"document {number}: the model's chat template does not take it ({first_line(error)})"
+            ) from None
         if tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
         if len(ids) >= MOST_TOKENS:
