@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, GptOssConfig, Qwen3Config, Qwen3VLConfig
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 from typer.testing import CliRunner
 
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
-from sglang_oscar.attach import failure
+from sglang_oscar.attach import failure, releases
 from sglang_oscar.cli import app
 from sglang_oscar.doctor import command, machine
 from sglang_oscar.doctor.account import weight_bytes
@@ -118,6 +118,31 @@ def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fewer = re.search(r"would hold \d+ tokens, ([\d.]+) times fewer", checks["memory"].detail)
     assert fewer is not None
     assert float(fewer[1]) > 4
+
+
+@pytest.fixture
+def hybrid(model: Path) -> Path:
+    """Configuration of a small hybrid model, every fourth layer of full attention."""
+    sizes = SIZES | {"num_hidden_layers": 8, "num_key_value_heads": 2, "head_dim": 128}
+    config = Qwen3NextConfig(**sizes, dtype="bfloat16", architectures=["Qwen3NextForCausalLM"]).to_dict()
+    # Files of the Hub have it; this class leaves it out.
+    (model / "config.json").write_text(json.dumps(config | {"full_attention_interval": 4}))
+    return model
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_hybrid_model(apart: bool, hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "tells_kept_states_apart", lambda: apart)
+    checks = by_name(model_checks(str(hybrid), None, 8 * GIB))
+    assert all(check.ok for check in checks.values()), checks
+    assert "8 layers, 2 of them with full attention" in checks["model"].detail
+    assert ("--disable-overlap-schedule" in checks["model"].detail) == (not apart)
+    assert "states of linear layers" in checks["memory"].detail
+
+
+def test_what_a_hybrid_model_is_not_served_with(hybrid: Path) -> None:
+    assert "--speculative-algorithm" in failed(model_checks(str(hybrid), None, 8 * GIB, str(hybrid)), "model")
+    assert "--enable-hierarchical-cache" in failed(model_checks(str(hybrid), None, 8 * GIB, host_size=1), "model")
 
 
 def test_unreadable_model(tmp_path: Path) -> None:

@@ -189,13 +189,18 @@ def refused(**changed: Any) -> list[str]:
     [
         ("speculative_algorithm", "NGRAM"), ("enable_torch_compile", True),
         ("mamba_radix_cache_strategy", "no_buffer"), ("mamba_radix_cache_strategy", "extra_buffer_lazy"),
-        ("linear_attn_backend", "cutedsl"), ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),
+        ("linear_attn_backend", "cutedsl"), ("linear_attn_prefill_backend", "cutedsl"),
+        ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),
         ("enable_mixed_chunk", True), ("enable_hierarchical_cache", True), ("disaggregation_mode", "prefill"),
     ],
 )  # fmt: skip
 def test_refused(argument: str, value: Any) -> None:
     assert refused() == []
     assert len(refused(**{argument: value})) == 1
+
+
+def test_prefill_that_keeps_states_is_taken() -> None:
+    assert refused(linear_attn_prefill_backend="flashinfer") == []
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -31,17 +31,7 @@ def model_checks(
 
     loaded: dict[str, Any] = {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    arguments = SimpleNamespace(
-        device=device,
-        speculative_algorithm=None,
-        enable_torch_compile=False,
-        tp_size=1,
-        linear_attn_backend="triton",
-        enable_mixed_chunk=False,
-        enable_hierarchical_cache=False,
-        disaggregation_mode="null",
-        chunked_prefill_size=None,
-    )
+    arguments = arguments_for(device, draft_path is not None, bool(host_size or host_ratio))
 
     def model() -> str:
         config = loaded["model"] = model_config(path)
@@ -100,6 +90,28 @@ def model_checks(
     return checks
 
 
+def arguments_for(device: str, drafts: bool, host_tier: bool) -> Any:
+    """Arguments of a server by their defaults, for checks of what does not go with a model.
+
+    Args:
+        device: of the server.
+        drafts: with a draft model.
+        host_tier: with hierarchical caching.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_oscar.attach.releases import field_defaults
+    from sglang_oscar.speculation.arguments import DRAFT_MODELS
+
+    asked = {
+        "device": device,
+        "speculative_algorithm": DRAFT_MODELS[0] if drafts else None,
+        "enable_hierarchical_cache": host_tier,
+        "disable_overlap_schedule": True,  # a hybrid model may need it, which is told and not held against it
+    }
+    return SimpleNamespace(**field_defaults(ServerArgs) | asked)
+
+
 def model_config(path: str, **kwargs: Any) -> Any:
     """SGLang's ModelConfig of a model.
 
@@ -117,12 +129,15 @@ def model_config(path: str, **kwargs: Any) -> Any:
 
 
 def layer_facts(config: Any) -> str:
-    """How many layers a model has, and of which kind where there are several."""
+    """How many layers a model has, of which kind where there are several, and what flag they need."""
+    from sglang_oscar.attach.releases import tells_kept_states_apart
+
     layers, full = f"{config.num_hidden_layers} layers", len(cached_layer_ids(config))
     if full == config.num_hidden_layers:
         return layers
     if not config.is_hybrid_swa:
-        return f"{layers}, {full} of them with full attention"
+        flag = "" if tells_kept_states_apart() else " (to be served with --disable-overlap-schedule)"
+        return f"{layers}, {full} of them with full attention{flag}"
     windows = f"{config.num_hidden_layers - full} with a window of {config.sliding_window_size}"
     return f"{layers} ({full} in 2 bits, {windows})"
 

@@ -39,6 +39,11 @@ ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
         "with a backend of linear attention that keeps no states within a chunk; drop --linear-attn-backend",
     ),
     (
+        # FlashInfer's keeps them; SGLang takes it by itself on Hopper and Blackwell.
+        lambda a: argument(a, "linear_attn_prefill_backend", None) not in (None, "triton", "flashinfer"),
+        "with a backend of linear attention that keeps no states within a chunk; drop --linear-attn-prefill-backend",
+    ),
+    (
         lambda a: argument(a, "enable_int8_mamba_checkpoint", False),
         "with states that are kept in 8 bits; drop --enable-int8-mamba-checkpoint",
     ),
