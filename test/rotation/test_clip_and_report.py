@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from oscar_kernels.codec import clip, dequantize, quantize
 from oscar_rotation.cli import app
 from oscar_rotation.dump import DumpError, DumpReader
+from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.fit.clip import CLIP_GRID, fit_clip_ratio
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.result import FitResult
@@ -20,6 +21,7 @@ from oscar_rotation.fit.samples import HeadSample, head_samples, plan_samples
 from oscar_rotation.load import load_rotation
 from oscar_rotation.math.quantized import quantized, quantized_at
 from oscar_rotation.recipes.paper import fit
+from oscar_rotation.report.inspect import describe
 from oscar_rotation.report.layer_report import importance
 
 MakeDump = Callable[..., Path]
@@ -176,6 +178,17 @@ def test_commands(tmp_path: Path, make_dump: MakeDump) -> None:
     assert "fit with --report" in missing.stderr
     (out / "fit_report.json").write_text("{}")
     assert "not a fit report" in runner.invoke(app, ["report", str(out)]).stderr
+
+
+def test_layers_are_named_by_their_ids_in_the_model(tmp_path: Path, make_dump: MakeDump) -> None:
+    dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
+    DumpManifest(num_layers=2, layer_ids=(1, 3), q_heads=4, kv_heads=2, head_dim=32).write(dump)
+    result = runner.invoke(app, ["fit", str(dump), "--out", str(out), "--recipe", "paper", "--report"])
+    assert result.exit_code == 0, result.output
+    content = json.loads((out / "fit_report.json").read_text())
+    assert [layer["layer"] for layer in content["layers"]] == [1, 3]
+    shown = [describe(path) for path in out.glob("*.safetensors")]
+    assert [[layer["layer"] for layer in file["layers"]] for file in shown] == [[1, 3]] * 2
 
 
 def test_plots(tmp_path: Path, make_dump: MakeDump) -> None:

@@ -25,11 +25,15 @@ class FitResult:
     report: dict[str, Any] = field(default_factory=dict)
 
     def of_layers(self, layer_ids: tuple[int, ...] | None) -> FitResult:
-        """The same, with both files stating which layers of the model they are for; None where they are all."""
+        """The same, with both files and the report stating which layers of the model they are for; None where they are
+        all."""
         if layer_ids is None:
             return self
         key, value = (replace(side, layer_ids=layer_ids) for side in (self.key, self.value))
-        return replace(self, key=key, value=value)
+        report = dict(self.report)
+        if report:
+            report["layers"] = [layer | {"layer": layer_ids[layer["layer"]]} for layer in report["layers"]]
+        return replace(self, key=key, value=value, report=report)
 
     def usual_formats(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
         """The first of a recipe's file formats that can hold this: a .pt file has all layers of a model."""

@@ -55,9 +55,9 @@ def describe(path: str | Path) -> dict[str, Any]:
         lose, in words; empty where there is no more than one), ``recipe``, ``centers`` (lengths of the key centers, by
         layer and kv head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error``
         (largest of all layers; of transforms with duals, how far they are from inverting each other) and ``layers``:
-        one dict per layer with ``layer``, ``orthogonality_error``, ``clip_ratio``, ``gain``, ``bits``, ``spectrum``
-        (see :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see :mod:`oscar_rotation.report.sharing`); the
-        last five None where the file does not tell.
+        one dict per layer with ``layer`` (its id in the model), ``orthogonality_error``, ``clip_ratio``, ``gain``,
+        ``bits``, ``spectrum`` (see :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see
+        :mod:`oscar_rotation.report.sharing`); the last five None where the file does not tell.
 
     Raises:
         RotationFileError: if the file cannot be used.
@@ -70,7 +70,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     errors = exactness.reshape(loaded.num_layers, -1).amax(1).tolist()
     layers = [
         {
-            "layer": layer,
+            "layer": loaded.ids[layer],
             "orthogonality_error": errors[layer],
             "clip_ratio": loaded.clip_ratios[layer] if loaded.clip_ratios else None,
             "gain": loaded.gains[layer] if loaded.gains else None,
