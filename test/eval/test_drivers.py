@@ -294,7 +294,7 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
         return out
 
     monkeypatch.setattr(ablations, "run_fit", fitted)
-    base, chosen = CalibrationFolder(tmp_path), model_settings("some/model").overridden(group_size=128)
+    base, chosen = CalibrationFolder(tmp_path), model_settings("some/model").overridden(group_size=64)
     fitted(base, "paper", FitOptions(), base.rotations("paper"))
     fits.clear()
     rows = {v.name: v for name in ("clip", "rotation", "group-size") for v in ABLATIONS[name]()}
@@ -302,10 +302,10 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
     clipped = made["clip_0.92_0.88"].env
     assert (clipped["SGLANG_OSCAR_K_CLIP_RATIO"], clipped["SGLANG_OSCAR_V_CLIP_RATIO"]) == ("0.92", "0.88")
     assert not {"SGLANG_OSCAR_K_CLIP_RATIO", "SGLANG_OSCAR_V_CLIP_RATIO"} & set(made["clip_fitted"].env)
-    assert (made["group_32"].group_size, made["rotation_r_h"].group_size) == (32, 128)
-    assert fits["rotation_r_h"] == FitOptions(composition="r_h")
-    assert fits["rotation_ktk_vtv"] == FitOptions(key_target="ktk", value_target="vtv")
-    assert fits["clip_fitted"] == FitOptions(fit_clip=True)
+    assert (made["group_32"].group_size, made["rotation_r_h"].group_size) == (32, 64)
+    assert fits["rotation_r_h"] == FitOptions(composition="r_h", group_size=64)
+    assert fits["rotation_ktk_vtv"] == FitOptions(key_target="ktk", value_target="vtv", group_size=64)
+    assert fits["clip_fitted"] == FitOptions(fit_clip=True, group_size=64)
     assert not {"rotation_hadamard", "rotation_none", "clip_0.92_0.88", "group_32"} & set(fits)
     assert made["rotation_r_h"].env["SGLANG_OSCAR_K_ROTATION_PATH"].endswith("ablations/rotation_r_h/k_rotation_x_y.pt")
     assert made["rotation_hadamard"].env["SGLANG_OSCAR_K_ROTATION_PATH"] == "hadamard"

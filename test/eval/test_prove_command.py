@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from oscar_rotation.files.rotation_file import save_rotation_file
+from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.calibration.dump_driver import DumpRequest
@@ -156,6 +159,16 @@ def test_a_prefix_that_is_not_cached_is_no_measurement(tmp_path: Path, servers: 
     assert "only 0 of 768 tokens came from the prefix cache" in (tmp_path / "prove.md").read_text()
 
 
+def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers) -> None:
+    for side in ("k", "v"):
+        facts = RotationMetadata("qqt", side)  # type: ignore[arg-type]
+        save_rotation_file(tmp_path / f"{side}_rotation_qqt_r_h.pt", RotationSet(torch.eye(64)[None], metadata=facts))
+    done = prove(tmp_path / "out", "--cache", "int2", "--rotations", str(tmp_path))
+    assert done.exit_code == 1
+    assert "head_dim 64" in done.stderr
+    assert not servers.started
+
+
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
@@ -171,6 +184,11 @@ def test_a_prefix_that_is_not_cached_is_no_measurement(tmp_path: Path, servers: 
         (["--bits", "3.0", "--recipe", "paper"], "has no meaning for --recipe paper"),
         (["--bits", "k3v2", "--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
         (["--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
+        (["--bits", "2.0", "--bits", "3.0"], "--bits: must be from 2.25 to 16 with groups of 128, got 2"),
+        (["--group-size", "48"], "--group-size: group_size must be a power of two"),
+        (["--cache", "bf16", "--bits", "3.0"], "--bits: has no meaning without --cache int2"),
+        (["--cache", "naive", *ROTATIONS], "--k-rotation: has no meaning without --cache int2"),
+        (["--tp", "0"], "should be greater than or equal to 1"),
         (["--size", "huge"], "'huge' is not one of full, reduced"),
         (["--lengths", "many"], "'many' is not numbers with commas"),
         (["--lengths", "512"], "512 is below 1024"),

@@ -121,11 +121,20 @@ def test_a_pinned_file_comes_from_the_cache_the_second_time(
         ("Qwen3-8B/v_rotation_sst_r_h_pbr.pt", COMMIT, "not a readable torch file"),
         ("Qwen3-8B/none.pt", COMMIT, "no such file"),
         ("Qwen3-8B/k_rotation_qqt_r_h_pbr.pt", "v9", "no revision v9"),
+        ("../k.pt", COMMIT, r"\.\./k\.pt"),
     ],
 )
 def test_what_cannot_be_used_is_said(hub: Hub, tmp_path: Path, path: str, revision: str, fault: str) -> None:
     with pytest.raises(RotationFileError, match=fault):
         get_rotations("some/zoo", [path], revision, endpoint=hub.url, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("repo", ["foo bar", "a/b/c"])
+def test_names_that_no_repository_has(repo: str) -> None:
+    for command in (["zoo", "list"], ["zoo", "get", "x.pt", "--offline"]):
+        result = runner.invoke(app, [*command, "--repo", repo])
+        assert result.exit_code == 1
+        assert repo in result.stderr
 
 
 def test_a_zoo_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +197,17 @@ def test_conversion_keeps_everything(tmp_path: Path, rotation_set: RotationSet) 
         assert back.eigenvalues is not None
         assert torch.equal(back.eigenvalues, rotation_set.eigenvalues)
         assert (back.clip_ratios, back.metadata) == (rotation_set.clip_ratios, rotation_set.metadata)
+
+
+@pytest.mark.parametrize("name", ["org/\tmodel", "two\nlines", "x" * 5000])
+def test_what_no_file_may_state_is_not_written(name: str, tmp_path: Path, rotation_set: RotationSet) -> None:
+    path = tmp_path / "k.pt"
+    save_rotation_file(path, rotation_set)
+    before = path.read_bytes()
+    result = runner.invoke(app, ["convert", str(path), str(path), "--model-id", name])
+    assert result.exit_code == 1
+    assert "model_id is not a line" in result.stderr
+    assert path.read_bytes() == before
 
 
 def test_conversion_of_a_public_file_records_what_its_name_says(tmp_path: Path, rotation_set: RotationSet) -> None:

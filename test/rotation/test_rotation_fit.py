@@ -122,6 +122,8 @@ def test_unknown_names_are_refused() -> None:
         FitOptions(value_target="qqt")
     with pytest.raises(ValueError, match="unknown device"):
         choose_device("abacus")
+    with pytest.raises(ValueError, match="use auto, cpu or cuda"):
+        choose_device("meta")
 
 
 def test_head_dim_must_be_a_power_of_two(tmp_path: Path, make_dump: MakeDump) -> None:

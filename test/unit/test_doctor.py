@@ -170,6 +170,27 @@ def test_variables(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SGLANG_OSCAR_V_CLIP_RATIO='7'" in failed(model_checks(str(model), None, 8 * GIB), "variables")
 
 
+def test_a_sink_that_no_page_ends_at(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MIXED_KV_PREFIX_TOKENS", "100")
+    assert "SGLANG_MIXED_KV_PREFIX_TOKENS=100" in failed(model_checks(str(model), None, 8 * GIB), "variables")
+
+
+def test_a_kernel_for_gpus_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SGLANG_OSCAR_DECODE_BACKEND", "cuda")
+    assert "--device cuda" in failed(model_checks(str(model), None, 8 * GIB), "prompts")
+
+
+def test_an_import_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise ImportError("\n\n[sgl_kernel] CRITICAL: no library\nmore")
+
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", load)
+    line = failed([attempt("hooks", machine.check_hooks)], "hooks")
+    assert "[sgl_kernel] CRITICAL: no library" in line
+    assert "more" not in line
+
+
 def test_prompts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU there is nothing to choose."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

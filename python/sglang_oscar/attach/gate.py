@@ -110,6 +110,18 @@ def before_check_server_args(self: Any) -> None:
             raise
 
 
+def check_sink(tokens: int) -> None:
+    """Refuse a sink window that no page ends at.
+
+    Raises:
+        Int2Error: no power of two.
+    """
+    if tokens & (tokens - 1):
+        raise Int2Error(
+            f"SGLANG_MIXED_KV_PREFIX_TOKENS={tokens}: must be 0 or a power of two, because pages are powers of two"
+        )
+
+
 def configure(args: Any, settings: Settings, model: Any = None) -> None:
     """Set the arguments that int2 mode decides: attention backends, page size, how a draft model drafts.
 
@@ -127,11 +139,7 @@ def configure(args: Any, settings: Settings, model: Any = None) -> None:
         _configure_backends(args)
     speculation.configure(args)
     disaggregation.configure(args)
-    sink = settings.windows.sink
-    if sink & (sink - 1):
-        raise Int2Error(
-            f"SGLANG_MIXED_KV_PREFIX_TOKENS={sink}: must be 0 or a power of two, because pages are powers of two"
-        )
+    check_sink(sink := settings.windows.sink)
     if args.page_size is None:
         args.page_size = max(DEFAULT_PAGE_SIZE, sink)
     page_size = args.page_size

@@ -75,5 +75,5 @@ def latest_calibration(root: Path, model: str, dataset: str, tokens: int | None,
     complete = [folder for folder in found if dump_state(folder.dump) == "complete"]
     if not complete:
         place = root / model / dataset / pattern
-        raise DumpError(f"{place}/qkv_dumps: no complete dump; make one with rotation/{model}/save_qkv_{model}.sh")
+        raise DumpError(f"{place}/qkv_dumps: no complete dump; make one with `oscar dump`")
     return max(complete, key=lambda folder: folder.dump.stat().st_mtime)

@@ -70,7 +70,9 @@ class CalibrationOptions:
 
     root: Annotated[Path, typer.Option(envvar="OSCAR_ROOT", help="Where <model>/<DATASET>/... are.")] = ROOT
     dataset: Annotated[str, typer.Option(envvar="DATASET", help="GPQA, MMLU, WikiText or a local .jsonl.")] = "GPQA"
-    group_size: Annotated[int | None, typer.Option(envvar="GROUP_SIZE", help="Channels per quantization group.")] = None
+    group_size: Annotated[
+        int | None, typer.Option(envvar="GROUP_SIZE", min=1, help="Channels per quantization group.")
+    ] = None
 
     def latest(self, settings: ModelSettings, tokens: int | None = None) -> CalibrationFolder:
         """The calibration with the newest complete dump, of so many tokens if given.
@@ -93,7 +95,7 @@ class ServerOptions:
     model: Annotated[
         str | None, typer.Option(envvar="MODEL", help="Another hub id, path or folder name for this model.")
     ] = None
-    tp: Annotated[int | None, typer.Option(envvar="TP_SIZE", help="Tensor parallelism.")] = None
+    tp: Annotated[int | None, typer.Option(envvar="TP_SIZE", min=1, help="Tensor parallelism.")] = None
     gpu: Annotated[str | None, typer.Option(envvar="GPU", help="CUDA_VISIBLE_DEVICES.")] = None
     server_args: Annotated[
         str, typer.Option(envvar="SERVER_ARGS", help="Further flags for every server, quoted as in a shell.")

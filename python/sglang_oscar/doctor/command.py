@@ -24,10 +24,10 @@ def doctor(
         typer.Option("--speculative-draft-model-path", help="Draft model to check with it; MODEL itself if it drafts."),
     ] = None,
     host_size: Annotated[
-        int, typer.Option("--hicache-size", help="Host memory of a hierarchical cache, 10^9 bytes a rank.")
+        int, typer.Option("--hicache-size", min=0, help="Host memory of a hierarchical cache, 10^9 bytes a rank.")
     ] = 0,
     host_ratio: Annotated[
-        float, typer.Option("--hicache-ratio", help="The same as a multiple of the tokens on the device.")
+        float, typer.Option("--hicache-ratio", min=0, help="The same as a multiple of the tokens on the device.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from oscar_rotation.errors import first_line
 from sglang_oscar.attach.failure import supported, unsupported_release
 from sglang_oscar.doctor.check import Check, attempt, quiet
 from sglang_oscar.errors import Int2Error
@@ -62,7 +65,7 @@ def check_hooks() -> str:
 
     from sglang_oscar.attach import bindings, failure, touchpoints
 
-    with quiet():
+    with quiet(), named_imports():
         load_plugins()
         if (reason := failure.reason()) is None:
             # This process launches nothing, so it can be what the scheduler of a server is.
@@ -75,6 +78,22 @@ def check_hooks() -> str:
     if reason is not None:
         raise Int2Error(f"{reason}; remove other plugins, or install sglang anew")
     return f"all {len(targets)} touch points attached"
+
+
+@contextmanager
+def named_imports() -> Iterator[None]:
+    """Say of an import that fails in SGLang what is missing: kernels say so in many lines.
+
+    Raises:
+        Int2Error: the first line of what failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise Int2Error(
+            f"SGLang cannot be imported ({first_line(error)}); install sglang anew, or on a machine without a GPU put "
+            "the stand-in for sgl_kernel on PYTHONPATH"
+        ) from error
 
 
 def check_torch() -> str:

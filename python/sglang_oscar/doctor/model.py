@@ -11,6 +11,9 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.weights.model_identity import model_identity
 
+EXTEND = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
+"""What attends to prompts, by its setting."""
+
 
 def model_checks(
     path: str,
@@ -24,7 +27,8 @@ def model_checks(
     import torch
 
     from sglang_oscar.attach import refusals
-    from sglang_oscar.attention import extend_choice
+    from sglang_oscar.attach.gate import check_sink
+    from sglang_oscar.attention import decode_choice, extend_choice
     from sglang_oscar.memory.geometry import row_layout
     from sglang_oscar.settings import Settings
     from sglang_oscar.weights.rotations import load_formats
@@ -40,8 +44,9 @@ def model_checks(
         return f"{config.hf_config.architectures[0]}, {layer_facts(config)}, {heads} of {config.head_dim}"
 
     def variables() -> str:
-        loaded["settings"] = Settings.from_env()
-        windows = loaded["settings"].windows
+        windows = (settings := Settings.from_env()).windows
+        check_sink(windows.sink)
+        loaded["settings"] = settings
         return f"windows of {windows.sink} first and {windows.recent} newest tokens"
 
     def group() -> str:
@@ -52,12 +57,12 @@ def model_checks(
         return f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
 
     def prompts() -> str:
-        names = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
         config = loaded["model"]
+        decode_choice.check(loaded["settings"].decode_backend, device)
         chosen = extend_choice.choose(
             loaded["settings"].extend_backend, device, config.head_dim, config.has_attention_sinks
         )
-        return f"attention by {names[chosen] if chosen else 'the torch reference'}"
+        return f"attention by {EXTEND[chosen] if chosen else 'the torch reference'}"
 
     def rotations() -> str:
         config = loaded["model"]

@@ -115,6 +115,7 @@ def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationF
     Raises:
         DataError, DumpError, RotationFileError: as the drivers.
     """
+    chosen = settings.overridden(group_size=variant.group_size)
     folder, rotations = base, base.rotations(PUBLISHED)
     if variant.calibration is not None:
         dataset, tokens = variant.calibration
@@ -125,8 +126,7 @@ def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationF
     # A variant's own fit is made anew where the dump is newer; the calibration's is the user's to make.
     stale = variant.fit is not None and _is_older(rotations, folder.dump)
     if variant.recipe is None and (stale or not _has_files(rotations)):
-        run_fit(folder, PUBLISHED, FitOptions(**(variant.fit or {})), out=rotations)
-    chosen = settings.overridden(group_size=variant.group_size)
+        run_fit(folder, PUBLISHED, FitOptions(**{"group_size": chosen.group_size} | (variant.fit or {})), out=rotations)
     method = make_method(variant.recipe or "oscar", chosen, rotations)
     # An empty value means: leave the variable unset.
     env = {name: value for name, value in (method.env | variant.env).items() if value}

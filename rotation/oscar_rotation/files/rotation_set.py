@@ -73,10 +73,19 @@ class RotationMetadata:
         if not isinstance(calibration, dict):
             raise ValueError("calibration is not a JSON object")
         known = {name: texts[name] for name in names if name in texts}
-        for name, text in known.items():
-            if len(text) > LONGEST_TEXT or not text.isprintable():
+        found = cls(calibration=calibration, **known)
+        found.check_lines()
+        return found
+
+    def check_lines(self) -> None:
+        """Refuse texts that no file may state.
+
+        Raises:
+            ValueError: a text is longer than a line.
+        """
+        for name, text in vars(self).items():
+            if isinstance(text, str) and (len(text) > LONGEST_TEXT or not text.isprintable()):
                 raise ValueError(f"{name} is not a line of at most {LONGEST_TEXT} characters")
-        return cls(calibration=calibration, **known)
 
 
 @dataclass(frozen=True)
@@ -170,8 +179,13 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
 
     Raises:
         RotationFileError: wrong shape or dtype, no layers, NaN or infinite entries, not orthogonal (beyond
-            :data:`ORTHOGONALITY_TOLERANCE`), or clip ratios or gains that do not fit.
+            :data:`ORTHOGONALITY_TOLERANCE`), clip ratios or gains that do not fit, or a text of the metadata that is
+            no line.
     """
+    try:
+        loaded.metadata.check_lines()
+    except ValueError as error:
+        raise RotationFileError(f"{source}: {error}") from error
     rotations = loaded.rotations
     if rotations.ndim not in (3, 4) or 0 in rotations.shape or rotations.shape[-2] != rotations.shape[-1]:
         raise RotationFileError(

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from oscar_rotation.errors import RotationFileError
+from oscar_rotation.errors import RotationFileError, first_line
 from oscar_rotation.files.rotation_file import SUFFIXES, read_rotation_file
 
 REPO_VARIABLE = "OSCAR_ZOO_REPO"
@@ -62,7 +62,7 @@ def list_zoo(repo: str, revision: str | None = None, *, endpoint: str | None = N
     """
     try:
         info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, timeout=30)
-    except (*FAILURES, OSError) as error:
+    except (*FAILURES, OSError, ValueError) as error:
         raise _explain(repo, revision, error) from error
     folders: dict[str, list[str]] = defaultdict(list)
     for sibling in info.siblings or []:
@@ -102,7 +102,7 @@ def get_rotations(
             local = hf_hub_download(
                 repo, path, revision=revision, local_files_only=offline, endpoint=endpoint, cache_dir=cache_dir
             )
-        except (*FAILURES, OSError) as error:
+        except (*FAILURES, OSError, ValueError) as error:
             raise _explain(f"{repo}/{path}", revision, error) from error
         read_rotation_file(local)
         found.append(Path(local))
@@ -121,4 +121,8 @@ def _explain(what: str, revision: str | None, error: Exception) -> RotationFileE
         return RotationFileError(f"{what}{at}: not in the cache and the hub is not reached; fetch it once online")
     if isinstance(error, EntryNotFoundError):
         return RotationFileError(f"{what}{at}: no such file; `oscar zoo list` shows what there is")
-    return RotationFileError(f"{what}{at}: the hub cannot be reached ({type(error).__name__}); try again or --offline")
+    if isinstance(error, (*FAILURES, OSError)):
+        fault = f"the hub cannot be reached ({type(error).__name__}); try again or --offline"
+    else:
+        fault = first_line(error)  # a name that no repository or file has
+    return RotationFileError(f"{what}{at}: {fault}")

@@ -45,6 +45,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     with driver_errors():
         config, tokenizer = load_config(settings), load_tokenizer(settings)
         settings = settings.overridden(group_size=caches.group_size or min(GROUP, _head_dim(config)))
+        caches.check_rows(_head_dim(config), settings.group_size)
         material = measures.material(Texts(tokenizer, measures.text), _context(config, servers.flags))
         chosen = measures.measures(material)
         for measure in chosen:
@@ -110,7 +111,8 @@ def _makers(caches: CacheOptions, maker: CacheMaker, identity: dict[str, Any], m
     if FP8 in caches.names():
         found[FP8] = maker.fp8
     if INT2 in caches.names() and given is not None:
-        found[INT2] = lambda: maker.given(*given)
+        made = maker.given(*given)  # Now: files that do not fit the model should not cost the time of two servers.
+        found[INT2] = lambda: made
     elif INT2 in caches.names():
         args = (*maker.defaults, *flags.common, *flags.bf16)
         tokens = material.size.calibration_tokens

@@ -73,7 +73,12 @@ class CacheOptions:
     int2_args: Annotated[str, typer.Option(help="Further flags of int2 servers.")] = ""
 
     def __post_init__(self) -> None:
-        self.names()
+        names = self.names()
+        fitted = {"--recipe": self.recipe, "--bits": self.bits, "--bits-by-model": self.bits_by_model}
+        files = {"--rotations": self.rotations, "--k-rotation": self.k_rotation, "--v-rotation": self.v_rotation}
+        for option, value in (fitted | files).items():
+            if value and INT2 not in names:
+                raise typer.BadParameter(f"has no meaning without --cache {INT2}", param_hint=option)
         self.fits()
         self.flags(())
 
@@ -99,6 +104,31 @@ class CacheOptions:
             needs_mean(bit_goal(next(iter(means), None)), "--bits-by-model")
         asked = {text: self.bits_by_model and text in means for text in goals}
         return tuple(Fit(recipe, text, by_model) for recipe in recipes for text, by_model in asked.items())
+
+    def check_rows(self, head_dim: int, group_size: int) -> None:
+        """Refuse groups and means that no row of the model has, before a server is started.
+
+        Args:
+            head_dim: channels of a head of the model.
+            group_size: channels that share a scale.
+
+        Raises:
+            typer.BadParameter: one of them.
+        """
+        import torch
+
+        from oscar_kernels.layout import RowLayout
+
+        option = "--group-size"
+        try:
+            if self.group_size is not None:
+                RowLayout(1, head_dim, group_size, torch.bfloat16)
+            option = "--bits"
+            for goal in map(bit_goal, self.bits or ()):
+                if goal is not None and goal.mean is not None:
+                    goal.widths(head_dim, group_size)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=option) from error
 
     def given(self) -> tuple[Path, Path] | None:
         """The user's rotation files."""
