@@ -52,6 +52,13 @@ def test_a_folder_name_of_the_table_is_a_model_too() -> None:
         assert (settings.name, settings.model) == ("qwen3-8B", model), given
 
 
+def test_a_model_needs_a_name() -> None:
+    for command in ("dump", "calibrate", "eval"):
+        done = CliRunner().invoke(app, [command, ""])
+        assert done.exit_code == 2, done.output
+        assert "is empty" in done.stderr
+
+
 def test_a_word_behind_an_option_is_its_value(tmp_path: Path) -> None:
     said, env = run_script(
         ROTATION / "qwen3-8B/save_qkv_qwen3-8B.sh", tmp_path,

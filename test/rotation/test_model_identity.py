@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.identity import ModelIdentity, model_name
+from oscar_rotation.files.identity import ModelIdentity, model_name, named_model
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.load import load_rotation
@@ -67,3 +67,12 @@ def test_geometry_has_no_override(tmp_path: Path, rotation_set: RotationSet) -> 
     for layers, head_dim, fault in ((4, 64, "holds 3 layers"), (3, 128, "made for head_dim 64")):
         with pytest.raises(RotationFileError, match=fault):
             load_rotation(path, num_layers=layers, head_dim=head_dim, side="k")
+
+
+def test_a_folder_given_relative_to_another_is_called_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some-model" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "some-model")
+    assert [model_name(named_model(name)) for name in (".", "./", "below/..")] == ["some-model"] * 3
+    assert [named_model(name) for name in ("Qwen/Qwen3-8B", "below", "")] == ["Qwen/Qwen3-8B", "below", ""]

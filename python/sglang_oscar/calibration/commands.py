@@ -28,6 +28,7 @@ from sglang_oscar.calibration.option_groups import (
     CalibrationOptions,
     DataOptions,
     ServerOptions,
+    settings_of,
     with_groups,
 )
 from sglang_oscar.calibration.rotation_driver import run_fit
@@ -105,7 +106,7 @@ def calibrate_command(
         raise typer.BadParameter(f"{clip!r} is neither none nor fit", param_hint="--clip")
     if recipe is not None and recipe not in FITTED:
         raise typer.BadParameter(f"{recipe!r} is not one of {', '.join(FITTED)}", param_hint="--recipe")
-    settings = model_settings(name).overridden(group_size=calibration.group_size, recipe=recipe)
+    settings = settings_of(name).overridden(group_size=calibration.group_size, recipe=recipe)
     refuse_foreign_options(context, FITTED[settings.recipe], "group_size")
     goal = bit_goal(bits)
     if text is not None:

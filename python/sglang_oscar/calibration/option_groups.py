@@ -22,6 +22,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from oscar_rotation.files.identity import named_model
 from oscar_rotation.model_table import TRUST, ModelSettings, model_settings
 from sglang_oscar.calibration.data import LocalData, dataset_label, local_data_sets
 from sglang_oscar.calibration.folders import CalibrationFolder, latest_calibration
@@ -123,12 +124,26 @@ class ServerOptions:
     def settings(self, name: str, group_size: int | None) -> ModelSettings:
         """The table's settings of a model with what the user changed."""
         # The scripts export MODEL, which may be a folder name of the table, and no server knows those.
-        model = model_settings(self.model).model if self.model else None
+        model = settings_of(self.model).model if self.model else None
         trusted = self.trust_remote_code or TRUST in shlex.split(self.server_args)
-        return model_settings(name).overridden(
+        return settings_of(name).overridden(
             model=model, group_size=group_size, gpu=self.gpu, tp_dump=self.tp, tp_eval=self.tp,
             trust_remote_code=trusted or None,
         )  # fmt: skip
+
+
+def settings_of(name: str) -> ModelSettings:
+    """The table's settings of a model.
+
+    Args:
+        name: as in the table, a hub id or a path.
+
+    Raises:
+        typer.BadParameter: it is empty.
+    """
+    if not name.strip():
+        raise typer.BadParameter("is empty; give a folder name of the table, a hub id or a path", param_hint="name")
+    return model_settings(named_model(name))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from oscar_rotation.files.identity import ModelIdentity
+from oscar_rotation.files.identity import ModelIdentity, named_model
 
 FIELDS = (
     "architectures", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts", "num_hidden_layers",
@@ -30,7 +30,7 @@ def config_hash(config: dict[str, Any]) -> str:
 def model_identity(model_path: str, model_config: Any) -> ModelIdentity:
     """A model by SGLang's configuration of it, under the path that the user gave, not where a download put it."""
     return ModelIdentity(
-        model_id=model_path,
+        model_id=named_model(model_path),
         model_hash=config_hash(model_config.hf_text_config.to_dict()),
         kv_heads=model_config.get_total_num_kv_heads(),
     )

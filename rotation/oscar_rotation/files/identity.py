@@ -28,6 +28,11 @@ class ModelIdentity:
     kv_heads: int | None = None
 
 
+def named_model(model: str) -> str:
+    """A model as it is called anywhere: of a folder that is given relative to another, such as ``.``, its path."""
+    return str(Path(model).resolve()) if model and Path(model).name in ("", "..") else model
+
+
 def model_name(model_id: str) -> str:
     """The part of an id that names the model, wherever it is stored.
 
