@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from oscar_rotation.dump.covariances import CovarianceWriter
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
-from oscar_rotation.files.identity import named_model
 from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal, malformed
@@ -163,9 +162,10 @@ class Dump:
         self.covariances = (
             covariance_writer(self.writer, len(layers), sm_scale) if settings.mode == "covariances" else None
         )
+        identity = model_identity(server_args.model_path, model)
         self.manifest = DumpManifest(
-            model_id=named_model(server_args.model_path),
-            model_hash=model_identity(server_args.model_path, model).model_hash,
+            model_id=identity.model_id,
+            model_hash=identity.model_hash,
             weights=weights_place(server_args.model_path),
             num_layers=len(layers),
             layer_ids=None if len(layers) == model.num_hidden_layers else layers,
