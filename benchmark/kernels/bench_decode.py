@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -96,10 +97,14 @@ def in_new_process(function: Callable[..., T], *args: object) -> T:
 
 
 def rows_for(
-    heads: Heads, shapes: list[tuple[int, int]], kernels: list[str], baselines: list[str], limit: float
+    heads: Heads, shapes: list[tuple[int, int]], kernels: list[str], baselines: list[str], limit: float, repeats: int
 ) -> list[dict[str, object]]:
-    """A row of the report for every shape; ``limit`` is the bandwidth in GB/s."""
-    times = {name: in_new_process(measure, name, heads, shapes) for name in [*kernels, *baselines]}
+    """A row of the report for every shape: medians of repetitions, each in processes of its own, and of each kernel how
+    far they lie apart, relative to the median; ``limit`` is the bandwidth in GB/s."""
+    names = [*kernels, *baselines]
+    runs = [{name: in_new_process(measure, name, heads, shapes) for name in names} for _ in range(repeats)]
+    took = {name: list(zip(*(run[name] for run in runs), strict=True)) for name in names}
+    times = {name: [statistics.median(of_shape) for of_shape in took[name]] for name in names}
     rows = []
     for i, (batch, length) in enumerate(shapes):
         in_two_bits = read_bytes(batch, length, rows_of("", heads))
@@ -115,6 +120,8 @@ def rows_for(
         for baseline in baselines[1:]:
             row[f"{baseline}_us"] = times[baseline][i]
             row |= {f"{kernel}_speedup_{baseline}": times[baseline][i] / times[kernel][i] for kernel in kernels}
+        if repeats > 1:
+            row |= {f"{name}_spread": (max(took[name][i]) - min(took[name][i])) / times[name][i] for name in names}
         rows.append(row)
     return rows
 
@@ -128,6 +135,7 @@ def main() -> None:
     stock.add_argument("--baselines", help=f"of {', '.join(decode_baselines.NAMES)}, separated by commas")
     parser.add_argument("--heads", default="32x8x128", help="query heads x kv heads x head_dim, separated by commas")
     parser.add_argument("--shapes", default=SHAPES, help="requests x tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=1, help="how often everything is measured")
     args = parser.parse_args()
     try:
         asked = decode_baselines.chosen(args.baselines) if args.baselines else decode_baselines.default()
@@ -141,7 +149,7 @@ def main() -> None:
     rows = [
         row
         for heads in args.heads.split(",")
-        for row in rows_for(Heads.parse(heads), shapes, kernels, baselines, limit)
+        for row in rows_for(Heads.parse(heads), shapes, kernels, baselines, limit, args.repeats)
     ]
     report("decode", rows, limit, args.json)
 

@@ -31,6 +31,7 @@ import typer
 from safetensors.torch import save_file
 
 from oscar_rotation.dump import DumpWriter
+from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.recipes import FITTED, FitRequest
@@ -117,7 +118,9 @@ def main(
     clip: Annotated[bool, typer.Option(help="Fit clip ratios, too.")] = False,
     report: Annotated[bool, typer.Option(help="Measure errors, too.")] = False,
     cold: Annotated[bool, typer.Option(help="Drop the dump from the page cache before the fit.")] = False,
+    bits: Annotated[str | None, typer.Option(help="As in `oscar fit`.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Where the dump goes; a temporary folder by default.")] = None,
+    rotations: Annotated[Path | None, typer.Option(help="Keep the rotation files in this folder.")] = None,
     out: Annotated[Path, typer.Option(help="JSON with the result.")] = Path("results/bench_fit.json"),
 ) -> None:
     """Write a dump, fit it, report seconds and memory."""
@@ -146,9 +149,9 @@ def main(
         reset_peak_memory()
         before = time.process_time()
         begin = time.perf_counter()
-        options = FitOptions.of_method(method, fit_clip=clip, report=report)
+        options = FitOptions.of_method(method, fit_clip=clip, report=report, bits=BitGoal.parse(bits) if bits else None)
         request = FitRequest(root, options, str(model) if model else None, device)
-        fitted.fit(request).save(Path(temporary) / "rotations", fitted.suffixes[:1])
+        fitted.fit(request).save(rotations or Path(temporary) / "rotations", fitted.suffixes[:1])
         seconds = time.perf_counter() - begin
         cpu_seconds, peak = time.process_time() - before, peak_memory()
     facts: dict[str, Any] = {

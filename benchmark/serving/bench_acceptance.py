@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from subjects import MODES, asking, eagle3
 
+from oscar_rotation.fit.bit_goal import BitGoal
 from sglang_oscar.cpu.server import environment, has_gpu
 from sglang_oscar.evaluation.intervals import RESAMPLES
 from sglang_oscar.local_server import LocalServer, serve
@@ -66,9 +67,9 @@ def cache_settings(name: str, k_rotation: str, v_rotation: str) -> dict[str, str
     for side, given in (("K", k_rotation), ("V", v_rotation)):
         rotation = rotation_of(name, given)
         env[f"SGLANG_OSCAR_{side}_ROTATION_PATH"] = rotation
-        bits = f"SGLANG_OSCAR_{side}_BITS"
-        if rotation in (HADAMARD, IDENTITY) and bits in mode.env:
-            env[bits] = mode.env[bits]
+        if rotation in (HADAMARD, IDENTITY) and mode.fit is not None:
+            goal = BitGoal.parse(mode.fit)
+            env[f"SGLANG_OSCAR_{side}_BITS"] = str(goal.key if side == "K" else goal.value)
     return env
 
 

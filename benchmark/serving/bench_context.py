@@ -22,13 +22,12 @@ from room import room_of
 from shapes import SHAPES, attending_layers
 from subjects import MODES, Mode, Subject, subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import serve
 
 
 def room(mode: Mode, what: Subject, flags: list[str], log: Path) -> dict[str, int]:
     """Tokens that a cache holds and requests that run at once, as a server says that has just started."""
-    with serve(what.folder, log, [*what.flags, *mode.args, *flags], environment() | mode.env) as server:
+    with serve(what.folder, log, [*what.flags, *mode.args, *flags], mode.environment(what.folder)) as server:
         found = room_of(server)
     return {"tokens": found.tokens, "requests": found.requests}
 

@@ -26,7 +26,6 @@ from shapes import SHAPES, config_of
 from step_profile import profile_steps
 from subjects import BASELINE, MODES, Mode, Subject, asking, prompt, subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TOKENS = 256
@@ -81,7 +80,7 @@ def measure(
         steps: layers of the model, to profile where a step goes; 0 for not.
     """
     begin = time.monotonic()
-    env = environment() | mode.env | extra
+    env = mode.environment(what.folder) | extra
     with serve(what.folder, log, [*what.flags, *decode_log.FLAGS, *server_args, *mode.args], env) as server:
         result: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1)}
         result["ms"] = {length: ms_per_token(server, length) for length in sizes}

@@ -36,7 +36,6 @@ from machine import describe
 from shapes import SHAPES
 from subjects import MODES, Mode, Subject, asking, subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, ServerFailedError, free_port, serve
 
 TRANSFERS = ("mooncake_tcp", "nixl")
@@ -131,7 +130,7 @@ def pair(mode: Mode, what: Subject, transfer: str, gpus: list[str], flags: list[
     ends = {"prefill": ["--disaggregation-bootstrap-port", str(port)], "decode": []}
     for own, gpu in zip(ends.values(), gpus, strict=False):
         own += ["--base-gpu-id", gpu]
-    env = environment() | mode.env | ON_THIS_MACHINE
+    env = mode.environment(what.folder) | ON_THIS_MACHINE
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         started = []
         for end, own in ends.items():

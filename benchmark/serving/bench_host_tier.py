@@ -25,7 +25,6 @@ from room import room_of
 from shapes import SHAPES
 from subjects import MODES, asking, subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TIERS = ("device", "host", "storage")
@@ -148,7 +147,7 @@ def main(
         for name in modes.split(","):
             store = place / name
             store.mkdir()
-            env = environment() | MODES[name].env | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
+            env = MODES[name].environment(what.folder) | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
             with serve(what.folder, out.with_suffix(f".{name}.log"), [*flags, *MODES[name].args], env) as server:
                 result[name] = measure(
                     server, asked, what.vocabulary, repeats, device_tokens, store if storage else None

@@ -41,7 +41,7 @@ from room import room_of
 from shapes import SHAPES, write_model
 from subjects import MODES
 
-from sglang_oscar.cpu.server import environment, has_gpu
+from sglang_oscar.cpu.server import has_gpu
 from sglang_oscar.local_server import serve
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -113,7 +113,7 @@ def main(
             rows[mode] = []
             for more, asked in servers(loads):
                 log = out.with_suffix(f".{mode}{''.join(more)}.log")
-                with serve(served, log, [*flags, *MODES[mode].args, *more], environment() | MODES[mode].env) as server:
+                with serve(served, log, [*flags, *MODES[mode].args, *more], MODES[mode].environment(served)) as server:
                     room = room_of(server)
                     result["gpus"] = room.gpus if has_gpu() else 0
                     for name, load in asked:

@@ -30,7 +30,6 @@ from machine import describe
 from shapes import SHAPES
 from subjects import MODES, subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 LONGEST_WAIT = 3600
@@ -129,7 +128,9 @@ def main(
         flags += ["--hicache-size", str(host_gigabytes)] if host_gigabytes else []
         for name in modes.split(","):
             given = [*flags, *MODES[name].args, *server_args.split()]
-            with serve(what.folder, out.with_suffix(f".{name}.log"), given, environment() | MODES[name].env) as server:
+            with serve(
+                what.folder, out.with_suffix(f".{name}.log"), given, MODES[name].environment(what.folder)
+            ) as server:
                 result[f"{name}_host_tokens"] = host_tokens(server.text())
                 print(f"{name}: room for {result[f'{name}_host_tokens']} tokens on the host", flush=True)
                 print("  ".join(f"{column:>12}" for column in COLUMNS), flush=True)

@@ -168,8 +168,9 @@ def start(mode: Mode, what: Subject, flags: list[str], home: Path, log: Path, le
         by folder.
     """
     questions = [what.prompt(seed, length) for seed in (1, 2)]
+    env = at_home(mode.environment(what.folder), home)
     begin = time.monotonic()
-    with watched(log, begin) as seen, serve(what.folder, log, flags, at_home(environment() | mode.env, home)) as server:
+    with watched(log, begin) as seen, serve(what.folder, log, flags, env) as server:
         took = [first_token(server.url, ids) for ids in questions]
     by_folder = written(home)
     return {

@@ -11,6 +11,7 @@ import asyncio
 import json
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import decode_log
@@ -21,7 +22,6 @@ from room import room_of
 from shapes import SHAPES
 from subjects import MODES, send_all, subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 
@@ -52,9 +52,9 @@ FULL = "full"
 """As many requests as fit."""
 
 
-def measure(server: LocalServer, counts: list[str], length: int, tokens: int) -> list[dict[str, Any]]:
+def measure(server: LocalServer, counts: list[str], length: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
     """One row for every number of requests, or :data:`FULL`, up to the first that does not fit. ``room`` is how many
-    tokens the cache holds.
+    tokens the cache holds; speeds are medians of so many repetitions, ``runs`` has all of them.
 
     Raises:
         RuntimeError: the server refused requests.
@@ -62,14 +62,15 @@ def measure(server: LocalServer, counts: list[str], length: int, tokens: int) ->
     rows, room = [], room_of(server)
     for asked in counts:
         count = room.fitting(length + tokens) if asked == FULL else int(asked)
-        speed = speed_of(server, [length] * count, tokens)
+        runs = [speed_of(server, [length] * count, tokens) for _ in range(repeats)]
         rows.append(
             {
                 "requests": count,
-                "running": speed.running,
-                "tokens_per_s": round(speed.tokens_per_s, 1),
-                "ms_per_step": round(speed.ms_per_step, 2),
+                "running": max(run.running for run in runs),
+                "tokens_per_s": round(median(run.tokens_per_s for run in runs), 1),
+                "ms_per_step": round(median(run.ms_per_step for run in runs), 2),
                 "room": room.tokens,
+                "runs": [round(run.tokens_per_s, 1) for run in runs],
             }
         )
         print(rows[-1], flush=True)
@@ -83,6 +84,7 @@ def main(
     length: Annotated[int, typer.Option(help="tokens of a prompt")] = 16_384,
     requests: Annotated[str, typer.Option(help=f"numbers of requests, or {FULL}, separated by commas")] = "8,48,128",
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 192,
+    repeats: Annotated[int, typer.Option(min=1, help="how often each number of requests is sent")] = 1,
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, separated by commas")] = "bf16,int2",
     server_args: Annotated[str, typer.Option(help="further flags for both servers")] = "",
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/throughput.json"),
@@ -96,8 +98,8 @@ def main(
         common = [*what.flags, *decode_log.FLAGS, *server_args.split()]
         for name in modes.split(","):
             mode, log = MODES[name], out.with_suffix(f".{name}.log")
-            with serve(what.folder, log, [*common, *mode.args], environment() | mode.env) as server:
-                result[name] = measure(server, counts, length, tokens)
+            with serve(what.folder, log, [*common, *mode.args], mode.environment(what.folder)) as server:
+                result[name] = measure(server, counts, length, tokens, repeats)
             out.write_text(json.dumps(result, indent=2) + "\n")
     best = {name: max(row["tokens_per_s"] for row in result[name]) for name in modes.split(",")}
     for base, speed in best.items():

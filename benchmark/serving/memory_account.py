@@ -20,7 +20,6 @@ from machine import describe, used_bytes
 from shapes import SHAPES
 from subjects import MODES, send_all, subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import LocalServer, serve
 
 TOLERANCE = 0.02
@@ -82,7 +81,7 @@ def check(shape: str, fill: float, longest: int, server_args: list[str], folder:
     what, mode = subject(None, shape, folder), MODES["int2"]
     begin = time.monotonic()
     with serve(
-        folder, folder / f"{shape}.log", [*what.flags, *server_args, *mode.args], environment() | mode.env
+        folder, folder / f"{shape}.log", [*what.flags, *server_args, *mode.args], mode.environment(what.folder)
     ) as server:
         row: dict[str, Any] = {"shape": shape, "start_s": round(time.monotonic() - begin, 1), **account(server.text())}
         row["difference"] = round(row["allocated_gib"] / row["account_gib"] - 1, 4)

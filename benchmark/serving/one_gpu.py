@@ -18,7 +18,6 @@ from room import room_of
 from step_profile import NeverAtOnceError, profile_steps
 from subjects import Mode, Subject
 
-from sglang_oscar.cpu.server import environment
 from sglang_oscar.local_server import serve
 
 
@@ -67,7 +66,7 @@ def measure(
     """
     rows = []
     args = [*what.flags, *decode_log.FLAGS, *mode.args, *flags]
-    with serve(what.folder, log, args, environment() | mode.env | env) as server:
+    with serve(what.folder, log, args, mode.environment(what.folder) | env) as server:
         room, most = room_of(server).tokens, max(count for count, _ in loads)
         ask(server, [max(length for count, length in loads if count > number) for number in range(most)], 1)
         for count, length in loads:

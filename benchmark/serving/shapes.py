@@ -124,9 +124,13 @@ def attending_layers(shape: str, windows: bool) -> int:
     Raises:
         ValueError: as in :func:`config_of`.
     """
-    config = config_of(shape)
-    kinds: list[str] = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    kinds = layer_types(config_of(shape))
     return kinds.count("full_attention") + windows * kinds.count("sliding_attention")
+
+
+def layer_types(config: dict[str, Any]) -> list[str]:
+    """What each layer of a text model attends to."""
+    return list(config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"])
 
 
 def has_images(config: dict[str, Any]) -> bool:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+from rotations import rotations_of
 from shapes import config_of, has_images, write_model
 
-from sglang_oscar.cpu.server import has_gpu
+from sglang_oscar.cpu.server import environment, has_gpu
 
 
 class Subject(NamedTuple):
@@ -44,16 +45,21 @@ def subject(model: Path | None, shape: str, folder: Path) -> Subject:
 
 
 class Mode(NamedTuple):
-    """A cache: flags and environment of a server, and bits per cached element."""
+    """A cache: flags and environment of a server, bits per element, and widths of codes where matrices are fitted."""
 
     args: list[str]
     env: dict[str, str]
     bits: float
+    fit: str | None = None
 
     @property
     def stock(self) -> bool:
         """Whether SGLang serves it by itself."""
         return "int2" not in self.args
+
+    def environment(self, model: Path) -> dict[str, str]:
+        """Variables of a server of the model in a folder, which gets matrices where the cache has fitted ones."""
+        return environment() | self.env | ({} if self.fit is None else rotations_of(model, self.fit))
 
 
 BASELINE = "flashinfer" if has_gpu() else "torch_native"
@@ -64,7 +70,6 @@ EXACT = {
     for name, value in (("ROTATION_PATH", "identity"), ("BITS", "16"))
 }
 """Int2 mode's rows with 16 bits a side, for the difference that its arithmetic alone makes."""
-HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}
 FP8 = ["--kv-cache-dtype", "fp8_e4m3"]
 FA3 = ["--attention-backend", "fa3", "--page-size", "64"]
 """SGLang's default on Hopper. With its default pages of one token FP8 is a tenth slower."""
@@ -78,9 +83,9 @@ MODES = {
     "xqa": Mode(XQA, {}, 16.0),
     "xqa_fp8": Mode([*XQA, *FP8], {}, 8.0),
     "exact": Mode(["--kv-cache-dtype", "int2"], EXACT, 16.0),
-    "int2": Mode(["--kv-cache-dtype", "int2"], HADAMARD, 2.25),
-    "k3v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "3"}, 2.75),
-    "k4v2": Mode(["--kv-cache-dtype", "int2"], HADAMARD | {"SGLANG_OSCAR_K_BITS": "4"}, 3.25),
+    "int2": Mode(["--kv-cache-dtype", "int2"], {}, 2.25, "k2v2"),
+    "k3v2": Mode(["--kv-cache-dtype", "int2"], {}, 2.75, "k3v2"),
+    "k4v2": Mode(["--kv-cache-dtype", "int2"], {}, 3.25, "k4v2"),
 }
 
 

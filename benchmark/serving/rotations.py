@@ -1,0 +1,50 @@
+"""Matrices of the default recipe for a model of random weights: fitted to random activations.
+
+A server does with them what it does with those of a real model: centers, a matrix per head where the recipe has them,
+scales that are fitted to the codes. They say nothing about accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from shapes import layer_types
+
+from oscar_rotation.recipes import DEFAULT
+from sglang_oscar.calibration.rotation_driver import rotation_files
+from sglang_oscar.settings import variable
+
+BENCH_FIT = Path(__file__).resolve().parents[1] / "rotation" / "bench_fit.py"
+TOKENS = 4096
+"""Of the dump: enough for covariances of full rank, few enough for seconds."""
+
+
+@cache
+def rotations_of(model: Path, bits: str) -> dict[str, str]:
+    """Variables that name rotation files for a model folder; they are fitted into it at the first call.
+
+    Args:
+        model: folder with config.json.
+        bits: widths of codes, such as k2v2.
+
+    Raises:
+        subprocess.CalledProcessError: the fit failed.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config") or config
+    heads = config["num_attention_heads"]
+    sizes = {
+        "layers": layer_types(config).count("full_attention"),
+        "q-heads": heads,
+        "kv-heads": config["num_key_value_heads"],
+        "head-dim": config.get("head_dim") or config["hidden_size"] // heads,
+    }
+    out = model / f"rotations_{bits}"
+    command = [sys.executable, str(BENCH_FIT), "--recipe", DEFAULT, "--bits", bits, "--tokens", str(TOKENS)]
+    command += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    subprocess.run([*command, "--rotations", str(out), "--out", str(out / "fit.json")], check=True)
+    return dict(zip((variable("k_rotation"), variable("v_rotation")), map(str, rotation_files(out)), strict=True))
