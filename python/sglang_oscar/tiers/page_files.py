@@ -134,7 +134,10 @@ def main(descriptor: int, page_bytes: int, item_bytes: int) -> None:
 
     def do(job: Job) -> Outcome:
         begin = job.place * page_bytes
-        return DOES[job.do](shared[begin : begin + page_bytes], item_bytes, job)
+        try:
+            return DOES[job.do](shared[begin : begin + page_bytes], item_bytes, job)
+        except Exception as error:  # of one page, which takes no other along
+            return Outcome(FAILED, f"{type(error).__name__}: {error}")
 
     tidied: set[str] = set()
     with ThreadPoolExecutor(THREADS) as threads:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
-from sglang_oscar.tiers.file_process import FileProcess
+from sglang_oscar.tiers.file_process import HANGING, FileProcess
 from sglang_oscar.tiers.file_room import reserved_groups
 from sglang_oscar.tiers.host_pool import Int2HostPool
 from sglang_oscar.tiers.page_files import DAMAGED, FAILED, MISSING, OK
@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 
 def _positions(of: list[bool], value: bool) -> list[int]:
     return [at for at, is_so in enumerate(of) if is_so == value]
+
+
+def _say_failed(what: str, failed: list[tuple[str, str]], count: int) -> None:
+    """One line for a batch of ``count`` pages; none where its process hangs, which has been said once."""
+    if failed and (why := failed[0][1]) != HANGING:
+        logger.error(
+            "int2 storage: %d of %d pages %s; the first, %s: %s", len(failed), count, what, failed[0][0][:12], why
+        )
 
 
 class CheckedStorage:
@@ -153,7 +161,7 @@ class CheckedStorage:
         """Read files of pages; the backend is told of those that were used and of those that are gone."""
         paths = [self._path(key) for key in keys]
         outcomes = self._reader.read(numbers, paths, keys)
-        index = self._backend.metadata_cache
+        index, failed = self._backend.metadata_cache, []
         for key, path, (result, why) in zip(keys, paths, outcomes, strict=True):
             name = self._backend._get_suffixed_key(key)
             if result == OK:
@@ -161,9 +169,10 @@ class CheckedStorage:
             elif result == DAMAGED:
                 self._damaged(key, why)
             elif result == FAILED:
-                logger.warning("int2 storage: page %s cannot be read (%s) and is computed again", key[:12], why)
+                failed.append((key, why))
             if index is not None and result in (OK, MISSING):
                 (index.add if result == OK else index.remove)(name)
+        _say_failed("cannot be read and are computed again", failed, len(keys))
         return [result == OK for result, _ in outcomes]
 
     def _write_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
@@ -194,15 +203,7 @@ class CheckedStorage:
         if (index := self._backend.metadata_cache) is not None:
             for name, is_there in zip(names, stored, strict=True):
                 (index.add if is_there else index.remove)(name)
-        if failed:
-            first, why = failed[0]
-            logger.error(
-                "int2 storage: %d of %d pages are not stored; the first, %s: %s",
-                len(failed),
-                len(keys),
-                first[:12],
-                why,
-            )
+        _say_failed("are not stored", failed, len(keys))
         return stored
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
