@@ -35,7 +35,7 @@ from sglang_oscar.local_server import ServerFailedError
 from support.reference import MODEL, ROOT
 from support.stand_in_server import stand_in_server
 
-TINY = Size("reduced", 1024, 2, 32, 2, 1, 1, 9, 1, 8192, 2)
+TINY = Size("reduced", 1024, 2, 32, 2, 1, 1, 9, 1, 2, 8192, 2)
 """A run of seconds."""
 BLUR = {"bf16": 0.0, "fp8": 0.3, "int2": 1.0, "naive": 4.0}
 ROTATIONS = [f"--{side}-rotation={ROOT}/test/data/reference_{side}_rotation.safetensors" for side in "kv"]
@@ -98,6 +98,34 @@ def test_a_whole_run(tmp_path: Path, servers: Servers) -> None:
     for part in ("## Verdict", "| BF16 | 16.00 |", "## Growing session", "plots/tail-kl.png"):
         assert part in page
     assert (tmp_path / "plots" / "retrieval.png").stat().st_size > 1000
+
+
+def test_questions_of_a_user(tmp_path: Path, servers: Servers) -> None:
+    """Of both forms, with a function to recall. Answers of the stand-in are cut off, which the page says."""
+    sums, code = tmp_path / "sums.jsonl", tmp_path / "code.jsonl"
+    sums.write_text(
+        "\n".join(json.dumps({"question": f"What is {i} + 1? " * 9, "answer": "#### 3"}) for i in range(60))
+    )
+    heads = [f'def f{i}(x):\n    """{"Add one. " * 30}"""\n' for i in range(30)]
+    tests = "def check(candidate):\n    assert candidate(1) == 2\n"
+    rows = [{"prompt": head, "entry_point": f"f{i}", "test": tests} for i, head in enumerate(heads)]
+    code.write_text("\n".join(map(json.dumps, rows)))
+    asked = ["--measure", "tasks", "--measure", "recall", "--tasks", str(sums), "--tasks", str(code)]
+    refused = prove(tmp_path / "out", *asked)
+    assert refused.exit_code == 1
+    assert "code: scoring these questions runs code that the model writes, on this machine; allow it" in refused.stderr
+    assert not servers.started
+    done = prove(tmp_path / "out", *asked, "--task-count", "2", "--run-code", "--cache", "bf16")
+    assert done.exit_code == 0, done.output
+    found = figures(tmp_path / "out")["bf16"]
+    assert found["tasks"]["counts"] == {"asked": 4, "answered": 4, "cut_off": 4}
+    assert set(found["tasks"]["files"]) == {"sums", "code"}
+    assert found["recall"]["counts"] == {"asked": 2, "answered": 2, "cut_off": 2}
+    page = (tmp_path / "out" / "prove.md").read_text()
+    for part in ("| recall, 1024 | buried sums | buried code |", "## Buried tasks", "100.0%"):
+        assert part in page
+    for said in (page, done.output):
+        assert "BF16, Buried tasks: 4 of 4 answers were cut off at their limit of tokens" in said
 
 
 def test_a_second_run_asks_nothing_and_a_third_only_what_is_new(tmp_path: Path, servers: Servers) -> None:
@@ -172,7 +200,7 @@ def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers)
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["--measure", "luck"], "'luck' is not one of tail-kl, retrieval, session, json"),
+        (["--measure", "luck"], "'luck' is not one of tail-kl, retrieval, recall, tasks, session, json"),
         (["--cache", "int3"], "'int3' is not one of bf16, fp8, int2, naive"),
         (["--recipe", "x"], "'x' is not one of plus, focus, paper"),
         (["--recipe", "plus", *ROTATIONS], "is for rotations that are fitted; some are given"),
@@ -188,6 +216,14 @@ def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers)
         (["--group-size", "48"], "--group-size: group_size must be a power of two"),
         (["--cache", "bf16", "--bits", "3.0"], "--bits: has no meaning without --cache int2"),
         (["--cache", "naive", *ROTATIONS], "--k-rotation: has no meaning without --cache int2"),
+        (["--measure", "tasks"], "tasks needs questions: name their file with --tasks"),
+        (["--measure", "json", "--tasks", "x.jsonl"], "--tasks: has no meaning without --measure tasks"),
+        (["--run-code"], "--run-code: has no meaning without --tasks"),
+        (["--task-count", "5"], "--task-count: has no meaning without --tasks"),
+        (
+            ["--measure", "json", "--recall-lengths", "2048"],
+            "--recall-lengths: has no meaning without --measure recall",
+        ),
         (["--tp", "0"], "should be greater than or equal to 1"),
         (["--size", "huge"], "'huge' is not one of full, reduced"),
         (["--lengths", "many"], "'many' is not numbers with commas"),
@@ -303,14 +339,16 @@ def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:
 
 
 def test_a_small_cache_is_asked_less_at_once(tmp_path: Path) -> None:
-    plan = run.Plan(model_settings("m"), [], Store(tmp_path), tmp_path, {}, at_once=8, longest=1000)
-    assert [plan.in_flight(n) for n in (None, 10**6, 5000, 500)] == [8, 8, 2, 1]
+    plan = run.Plan(model_settings("m"), [], Store(tmp_path), tmp_path, {}, at_once=8)
+    assert [plan.in_flight(n, 1000) for n in (None, 10**6, 5000, 500)] == [8, 8, 2, 1]
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
     for model, arguments, fault in (
         (tmp_path / "nowhere", [], "nowhere"),
         (MODEL, ["--lengths", "8192"], "a context of 8192 tokens does not fit: the model takes 8192, less 64"),
+        (MODEL, ["--recall-lengths", "8000"], "modules of 8000 tokens do not fit: the model takes 8192, less 640"),
+        (MODEL, ["--tasks", str(tmp_path / "none.jsonl")], "none.jsonl: no such file"),
         (MODEL, ["--text", str(tmp_path / "none.txt")], "none.txt: no such file"),
     ):
         done = CliRunner().invoke(app, ["prove", str(model), "--out", str(tmp_path / "out"), *arguments])

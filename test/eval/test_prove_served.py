@@ -18,7 +18,7 @@ from support.reference import MODEL
 
 pytestmark = pytest.mark.server
 
-TINY = Size("reduced", 1024, 3, 64, 2, 2, 1, 10, 1, 8192, 2)
+TINY = Size("reduced", 1024, 3, 64, 2, 2, 1, 10, 1, 2, 8192, 2)
 
 
 @pytest.fixture(scope="module")

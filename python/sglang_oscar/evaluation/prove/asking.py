@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -58,6 +59,9 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._guard = threading.Lock()
+        self._caching: dict[tuple[int, ...], threading.Lock] = {}
+        self._cached: set[tuple[int, ...]] = set()
 
     def capacity(self) -> int | None:
         """Tokens that the server's cache holds; None if it does not say."""
@@ -107,20 +111,30 @@ class Client:
     def behind_cache(
         self, prefix: list[int], ids: list[int], tokens: int, sampling: dict[str, Any] | None = None, **extra: Any
     ) -> Reply:
-        """Let a first request cache ``prefix``, then ask with ``ids``, which begin with it.
+        """Ask with ``ids``, which begin with ``prefix``, behind a request that caches it: one for all that ask behind
+        the same prefix, and another where it was pushed out.
 
         Raises:
             AskingError: see :meth:`generate`; or the prefix was not taken from the cache.
         """
         for _ in range(2):  # Under memory pressure another request may have pushed it out in between.
-            self.generate(prefix, 1)
+            self._cache(tuple(prefix))
             reply = self.generate(ids, tokens, sampling, **extra)
             if reply.cached >= len(prefix) - SLACK:
                 return reply
+            self._cached.discard(tuple(prefix))
         raise AskingError(
             f"only {reply.cached} of {len(prefix)} tokens came from the prefix cache: it is off, or the server has "
             "too little memory"
         )
+
+    def _cache(self, prefix: tuple[int, ...]) -> None:
+        with self._guard:
+            caching = self._caching.setdefault(prefix, threading.Lock())
+        with caching:
+            if prefix not in self._cached:
+                self.generate(list(prefix), 1)
+                self._cached.add(prefix)
 
     def read(self, ids: list[int], begin: int, top: int, cached: bool = True) -> TopTokens:
         """What the server thinks of the tokens of ``ids`` behind position ``begin``, the first one left out.

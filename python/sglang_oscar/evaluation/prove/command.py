@@ -21,8 +21,9 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.evaluation.prove.caches import BF16, FP8, INT2, NAIVE, Cache, CacheMaker
 from sglang_oscar.evaluation.prove.calibration import Calibration, Fit
 from sglang_oscar.evaluation.prove.machine import machine
+from sglang_oscar.evaluation.prove.measure_options import MeasureOptions
 from sglang_oscar.evaluation.prove.measures import Material
-from sglang_oscar.evaluation.prove.options import CacheOptions, MeasureOptions
+from sglang_oscar.evaluation.prove.options import CacheOptions
 from sglang_oscar.evaluation.prove.report import collect, write_report
 from sglang_oscar.evaluation.prove.run import Outcome, Plan, ProveError, prove
 from sglang_oscar.evaluation.prove.store import Store
@@ -56,7 +57,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
         out.mkdir(parents=True, exist_ok=True)
         identity, here = model_files(settings.model), machine()
         depends = {"model": identity, "machine": here, "text": material.texts.fingerprint(MEASUREMENT)}
-        plan = Plan(settings, chosen, store, out, depends, material.size.at_once, material.lengths[-1])
+        plan = Plan(settings, chosen, store, out, depends, material.size.at_once)
         maker = CacheMaker(settings, config, caches.flags(servers.flags), material.context)
         makers = _makers(caches, maker, identity, material, out)
         asked, outcome = _ask_all(plan, makers)

@@ -1,4 +1,4 @@
-"""Options of ``oscar prove``, in two groups."""
+"""Options of ``oscar prove`` that say which caches are compared."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ import typer
 
 from oscar_rotation.recipe_options import bit_goal, needs_mean, refuse_bits
 from oscar_rotation.recipes import DEFAULT, FITTED
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.cpu.server import has_gpu
 from sglang_oscar.evaluation.prove.caches import BF16, CACHES, FP8, INT2, Flags, given_rotations
 from sglang_oscar.evaluation.prove.calibration import Fit
-from sglang_oscar.evaluation.prove.measures import MEASURES, Material, Measure
-from sglang_oscar.evaluation.prove.sizes import ROOM, SHORTEST, SIZES
-from sglang_oscar.evaluation.prove.texts import Texts
+from sglang_oscar.evaluation.prove.names import known
 
 
 def _flags(text: str, option: str) -> tuple[str, ...]:
@@ -25,14 +21,6 @@ def _flags(text: str, option: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise typer.BadParameter(f"{error} in {text!r}", param_hint=option) from error
-
-
-def _known(values: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    """Values of an option that can be repeated; all of ``known`` where there are none, in its order."""
-    for value in values or ():
-        if value not in known:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
-    return tuple(name for name in known if not values or name in values)
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ class CacheOptions:
 
     def names(self) -> tuple[str, ...]:
         """Names of caches."""
-        chosen = _known(self.cache or [BF16, FP8, INT2], CACHES, "--cache")
+        chosen = known(self.cache or [BF16, FP8, INT2], CACHES, "--cache")
         return chosen if BF16 in chosen else (BF16, *chosen)
 
     def fits(self) -> tuple[Fit, ...]:
@@ -92,7 +80,7 @@ class CacheOptions:
         for option, values in (("--recipe", self.recipe), ("--bits", self.bits)):
             if values and (self.rotations or self.k_rotation or self.v_rotation):
                 raise typer.BadParameter("is for rotations that are fitted; some are given", param_hint=option)
-        recipes = _known(self.recipe or [DEFAULT], tuple(FITTED), "--recipe")
+        recipes = known(self.recipe or [DEFAULT], tuple(FITTED), "--recipe")
         for text in self.bits or ():
             bit_goal(text)
             for recipe in recipes:
@@ -142,56 +130,3 @@ class CacheOptions:
         bf16 = _flags(self.bf16_args, "--bf16-args")
         fp8 = _flags(self.fp8_args, "--fp8-args") if self.fp8_args else bf16
         return Flags(common, bf16, fp8, _flags(self.int2_args, "--int2-args"))
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """What is asked.
-
-    Raises:
-        typer.BadParameter: an unknown measure or size, or lengths that are no numbers or too short.
-    """
-
-    measure: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MEASURES)}; repeatable.")] = None
-    size: Annotated[str | None, typer.Option(help="full or reduced; default: full with a GPU.")] = None
-    lengths: Annotated[
-        str, typer.Option(help="Context lengths in tokens, with commas; default: 1/4, 1/2 and all of the model's.")
-    ] = ""
-    text: Annotated[
-        Path | None, typer.Option(help=".jsonl (text or messages) or .txt to calibrate and measure on.")
-    ] = None
-    out: Annotated[Path, typer.Option(help="Folder for answers, logs and the page.")] = Path("prove")
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep answers of an earlier run, or not.")] = True
-
-    def __post_init__(self) -> None:
-        _known(self.measure, tuple(MEASURES), "--measure")
-        if self.size is not None and self.size not in SIZES:
-            raise typer.BadParameter(f"{self.size!r} is not one of {', '.join(SIZES)}", param_hint="--size")
-        self.given_lengths()
-
-    def measures(self, material: Material) -> list[Measure]:
-        """The measures."""
-        return [MEASURES[name](material) for name in _known(self.measure, tuple(MEASURES), "--measure")]
-
-    def given_lengths(self) -> tuple[int, ...]:
-        """The user's lengths, ascending; none to choose by the model."""
-        try:
-            lengths = tuple(sorted({int(part) for part in self.lengths.split(",") if part.strip()}))
-        except ValueError:
-            raise typer.BadParameter(f"{self.lengths!r} is not numbers with commas", param_hint="--lengths") from None
-        if lengths and lengths[0] < SHORTEST:
-            raise typer.BadParameter(f"{lengths[0]} is below {SHORTEST}", param_hint="--lengths")
-        return lengths
-
-    def material(self, texts: Texts, context: int) -> Material:
-        """What measures are made of, for a model of ``context`` tokens.
-
-        Raises:
-            DataError: the model's context is too short.
-        """
-        size = SIZES[self.size or ("full" if has_gpu() else "reduced")]
-        lengths = self.given_lengths() or size.lengths(context)
-        if not lengths or lengths[-1] > context - ROOM:
-            wanted = lengths[-1] if lengths else SHORTEST
-            raise DataError(f"a context of {wanted} tokens does not fit: the model takes {context}, less {ROOM}")
-        return Material(texts, size, lengths, context)

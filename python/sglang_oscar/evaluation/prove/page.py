@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_oscar.evaluation.prove.measures.tail_kl import ALL
+from sglang_oscar.evaluation.prove.rates import cut_share
 
 Row = dict[str, Any]
 NONE = "-"
@@ -36,6 +37,19 @@ def rate(found: dict[str, Any] | None) -> str:
 def _share(found: dict[str, Any] | None) -> str:
     """A proportion near 1 with its interval."""
     return NONE if not found else f"{found['mean']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def paired(found: dict[str, Any] | None) -> str:
+    """A proportion with its interval, and the p-value beside BF16."""
+    if not found:
+        return NONE
+    p = p_value(found)
+    return rate(found["right"]) + ("" if p == NONE else f", p {p}")
+
+
+def share_cut(found: dict[str, int]) -> str:
+    """The share of answers that reached their limit of tokens."""
+    return f"{cut_share(found):.1%}"
 
 
 def p_value(found: dict[str, Any] | None) -> str:
@@ -75,8 +89,9 @@ def page(results: dict[str, Any], plots: dict[str, str]) -> str:
 
 READING = """Bits are per element of keys and values, 16-bit windows included, at 128K tokens. KL is in nats per token,
 from BF16, on tokens behind a cached prefix; a lower bound (see below). The KL of BF16 itself is the floor: the same
-text computed in one go instead of behind a prefix. Excess is the mean of nats per token minus that of BF16. Retrieval,
-session and JSON are shares of right answers. Brackets hold 95% intervals.
+text computed in one go instead of behind a prefix. Excess is the mean of nats per token minus that of BF16. Other
+columns are shares of right answers; p is of McNemar's test against BF16, question by question. Brackets hold 95%
+intervals.
 """
 
 
@@ -92,10 +107,13 @@ def _setting(results: dict[str, Any]) -> str:
 def verdict(caches: Sequence[Row]) -> str:
     """One line per cache, with what decides."""
     heads = ("cache", "bits", "mean KL", "p99", "p99.9", "top-1 agreement", "excess", "retrieval", "session", "JSON")
-    return table(heads, [_verdict_row(row) for row in caches])
+    recalled = {length: None for row in caches for length in row["figures"].get("recall", {}).get("lengths", ())}
+    buried = {name: None for row in caches for name in row["figures"].get("tasks", {}).get("files", ())}
+    more = (*(f"recall, {length}" for length in recalled), *(f"buried {name}" for name in buried))
+    return table((*heads, *more), [_verdict_row(row, list(recalled), list(buried)) for row in caches])
 
 
-def _verdict_row(row: Row) -> list[str]:
+def _verdict_row(row: Row, recalled: Sequence[str], buried: Sequence[str]) -> list[str]:
     figures = row["figures"]
     tail = figures.get("tail-kl", {}).get(ALL, {})
     kl = tail.get("kl", {})
@@ -111,6 +129,8 @@ def _verdict_row(row: Row) -> list[str]:
         rate(retrieval.get("right")),
         rate(figures.get("session", {}).get("right")),
         rate(figures.get("json", {}).get("all", {}).get("right")),
+        *(paired(figures.get("recall", {}).get("lengths", {}).get(length)) for length in recalled),
+        *(paired(figures.get("tasks", {}).get("files", {}).get(name)) for name in buried),
     ]
 
 
@@ -132,6 +152,7 @@ def _tail(rows: Sequence[Row]) -> Iterator[str]:
 
 def _lengths(found: dict[str, Any]) -> list[tuple[str, Any]]:
     """Figures by length, and over all where there are several."""
+    found = {key: x for key, x in found.items() if key != "counts"}
     return [(key, x) for key, x in found.items() if key != ALL or len(found) > 2]
 
 
@@ -140,8 +161,8 @@ def _retrieval(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         for task, x in row["figures"]["retrieval"]["tasks"].items():
             for length, y in x["lengths"].items():
-                lines.append([row["title"], task, length, rate(y["right"]), p_value(y), str(y["questions"])])
-    yield table(("cache", "task", "context", "right", "p", "questions"), lines)
+                lines.append([row["title"], task, length, *_answers(y)])
+    yield table(("cache", "task", "context", *ANSWERS), lines)
     for task in rows[0]["figures"]["retrieval"]["tasks"]:
         yield f"By depth of the fact, {task} (0%: behind the sink, 100%: before the recent window):\n"
         lines = []
@@ -151,6 +172,33 @@ def _retrieval(rows: Sequence[Row]) -> Iterator[str]:
                 heads = ["cache", "context", *[f"{depth}%" for depth in cells]]
                 lines.append([row["title"], length, *[f"{x:.2f}" for x in cells.values()]])
         yield table(heads, lines)
+
+
+ANSWERS = ("asked", "answered", "right", "difference", "p", "cut off")
+
+
+def _answers(found: dict[str, Any]) -> list[str]:
+    """Cells of :data:`ANSWERS`, of figures with rates and counts."""
+    numbers = found["counts"]
+    asked = [str(numbers[name]) for name in ("asked", "answered")]
+    difference = interval(found.get("difference"), sign=True)
+    return [*asked, rate(found["right"]), difference, p_value(found), share_cut(numbers)]
+
+
+def _recall(rows: Sequence[Row]) -> Iterator[str]:
+    lines = [
+        [row["title"], length, *_answers(x), f"{x['similarity']:.3f}"]
+        for row in rows
+        for length, x in row["figures"]["recall"]["lengths"].items()
+    ]
+    yield table(("cache", "tokens", *ANSWERS, "mean similarity"), lines)
+
+
+def _tasks(rows: Sequence[Row]) -> Iterator[str]:
+    found = [(row["title"], row["figures"]["tasks"]["files"]) for row in rows]
+    yield table(
+        ("cache", "file", *ANSWERS), [[t, name, *_answers(x)] for t, files in found for name, x in files.items()]
+    )
 
 
 def _session(rows: Sequence[Row]) -> Iterator[str]:
@@ -193,15 +241,26 @@ def _servers(caches: Sequence[Row]) -> str:
 SECTIONS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {
     "tail-kl": _tail,
     "retrieval": _retrieval,
+    "recall": _recall,
+    "tasks": _tasks,
     "session": _session,
     "json": _json,
 }
+PAIRED = (
+    "Intervals: Wilson. Difference from BF16: bootstrap, paired by question. p: McNemar's test. *Cut off*: answers "
+    "that reached their limit of tokens; they count as wrong."
+)
 NOTES = {
     "tail-kl": "The last 256 tokens of a text are read behind the rest, which is cached. A server tells the log "
     "probabilities of its most likely tokens only, so KL is a lower bound, tight where the tokens told hold nearly all "
     "probability (column *told*). Intervals: bootstrap over texts. p: sign-flip test of the excess, paired by text.",
     "retrieval": "A seven-digit number hidden in a cached document, alone (needle) or among three others (multi-key); "
-    "exact match. Intervals: Wilson. p: McNemar's test against BF16, question by question.",
+    "exact match of the answer's beginning. Intervals: Wilson. Difference from BF16: bootstrap, paired by question. p: "
+    "McNemar's test against BF16, question by question.",
+    "recall": "A module of Python source is cached, one of its functions is to be repeated: right from a similarity of "
+    "more than .95 on (difflib). " + PAIRED,
+    "tasks": "Many questions of a file stand in one cached prompt, then one is asked for by its number, which is in "
+    "neither the first 64 nor the last 512 tokens: int2 servers read it in few bits. " + PAIRED,
     "session": "A conversation grows on its cached beginning, with the model's own answers in it. *Cut off*: an answer "
     "that reached its token limit. *Loops*: it ends in one n-gram three times over. *Prefix reused*: of the tokens "
     "that a server had seen, those it did not compute again; int2 computes the last 256 anew. Turns depend on "

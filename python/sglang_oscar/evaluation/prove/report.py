@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from sglang_oscar.evaluation.prove.caches import BF16, Cache
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.page import page
 from sglang_oscar.evaluation.prove.plots import draw
+from sglang_oscar.evaluation.prove.rates import counts, cut_warning
 from sglang_oscar.evaluation.prove.run import Outcome, Plan
 
 STEM = "prove"
+NOTHING = counts(0, ())
 
 
 def collect(
@@ -50,9 +52,19 @@ def collect(
         "remarks": [
             *outcome.remarks,
             *(f"{', '.join(titles)}: {reason}" for reason, titles in outcome.unavailable.items()),
+            *_cut_off(plan, rows),
         ],
         "caches": rows,
     }
+
+
+def _cut_off(plan: Plan, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """One line for every cache and measure with too many answers that reached their limit."""
+    for row in rows:
+        for measure in plan.measures:
+            warning = cut_warning(row["figures"].get(measure.name, {}).get("counts", NOTHING))
+            if warning:
+                yield f"{row['title']}, {measure.title}: {warning}"
 
 
 def write_report(results: dict[str, Any], folder: Path) -> Path:

@@ -39,7 +39,6 @@ class Plan:
         folder: for server logs.
         depends: what every answer depends on besides cache and measure: model, text, versions, machine.
         at_once: requests in flight.
-        longest: tokens of the longest prompt.
     """
 
     settings: ModelSettings
@@ -48,11 +47,15 @@ class Plan:
     folder: Path
     depends: dict[str, Any]
     at_once: int
-    longest: int
 
-    def in_flight(self, capacity: int | None) -> int:
-        """Requests in flight at a server whose cache holds so many tokens: prefixes must live until they are read."""
-        return self.at_once if capacity is None else max(1, min(self.at_once, capacity // (2 * self.longest)))
+    def in_flight(self, capacity: int | None, longest: int) -> int:
+        """Requests in flight at a server whose cache holds so many tokens: prefixes must live until they are read.
+
+        Args:
+            capacity: of the server's cache, in tokens; None if it does not say.
+            longest: tokens of the longest prompt.
+        """
+        return self.at_once if capacity is None else max(1, min(self.at_once, capacity // (2 * longest)))
 
 
 @dataclass
@@ -179,7 +182,7 @@ def _ask_units(plan: Plan, cache: Cache, client: Client, measure: Measure, units
     shown = console.is_terminal
     with (
         Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown) as bars,
-        ThreadPoolExecutor(plan.in_flight(client.capacity())) as pool,
+        ThreadPoolExecutor(plan.in_flight(client.capacity(), measure.longest())) as pool,
     ):
         task = bars.add_task(f"{cache.title}: {measure.title}", total=len(measure.units()), completed=len(cell.done))
         waiting = {pool.submit(measure.ask, client, unit, cell, reference): unit for unit in units}

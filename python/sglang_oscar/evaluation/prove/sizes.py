@@ -15,6 +15,10 @@ UNIT = 64
 """Tokens; default lengths are multiples."""
 ROOM = 64
 """Tokens between a context and the model's limit, for questions and answers."""
+RECALL = 6144
+"""Tokens of a module whose functions are recalled."""
+ANSWER = 640
+"""Tokens between a module and the model's limit, for the request and an answer of common length."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Size:
         questions: per length, depth and task of retrieval.
         sessions, turns: growing conversations.
         records: JSON records per length.
+        functions: to be recalled, per length.
         calibration_tokens: dumped, where rotations are fitted.
         at_once: requests in flight.
     """
@@ -43,6 +48,7 @@ class Size:
     sessions: int
     turns: int
     records: int
+    functions: int
     calibration_tokens: int
     at_once: int
 
@@ -57,8 +63,17 @@ class Size:
         parts = {-(-top // share // UNIT) * UNIT for share in (4, 2, 1)}
         return tuple(sorted(n for n in parts if n >= SHORTEST))
 
+    def recall_lengths(self, context: int) -> tuple[int, ...]:
+        """Default length of modules whose functions are recalled; none where the model takes too little.
+
+        >>> [SIZES[name].recall_lengths(n) for name, n in (("full", 32768), ("reduced", 8192), ("full", 1024))]
+        [(6144,), (2048,), ()]
+        """
+        length = min(RECALL, self.longest, (context - ANSWER) // UNIT * UNIT)
+        return (length,) if length >= SHORTEST else ()
+
 
 SIZES = {
-    "full": Size("full", LONGEST_DEFAULT, 32, 128, 5, 8, 8, 70, 24, 32768, 8),
-    "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 24, 3, 8192, 2),
+    "full": Size("full", LONGEST_DEFAULT, 32, 128, 5, 8, 8, 70, 24, 120, 32768, 8),
+    "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 24, 3, 6, 8192, 2),
 }

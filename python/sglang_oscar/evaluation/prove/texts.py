@@ -40,13 +40,19 @@ def local_documents(part: str, render: Render) -> Kinds:
         "chat": local_text.conversations({n: t for n, t in files.items() if part_of(n) == part}, render),
         "descriptions": ((f"package {name}", text) for name, text in local_text.package_descriptions()),
     }
-    found: Kinds = {}
-    for kind, documents in named.items():
-        first: dict[str, str] = {}
-        for name, text in documents:
-            first.setdefault(text, name)  # Copies are in the part of the first.
-        found[kind] = [text for text, name in first.items() if part_of(name) == part]
-    return found
+    return {kind: _of_part(documents, part) for kind, documents in named.items()}
+
+
+def python_documents(part: str) -> list[str]:
+    """Python sources of this machine, as in :func:`local_documents`."""
+    return _of_part(local_text.python_sources().items(), part)
+
+
+def _of_part(documents: Iterable[tuple[str, str]], part: str) -> list[str]:
+    first: dict[str, str] = {}
+    for name, text in documents:
+        first.setdefault(text, name)  # Copies are in the part of the first.
+    return [text for text, name in first.items() if part_of(name) == part]
 
 
 def file_documents(path: Path, part: str, render: Render) -> Kinds:
@@ -118,6 +124,21 @@ class Texts:
             text = render_chat(self.tokenizer, messages, add_generation_prompt=True, enable_thinking=False)
             return self.encode(text)
         return self.leading + self.encode(f"{local_text.plain_chat(messages)}Assistant:")
+
+    def chat_frame(self) -> tuple[list[int], str]:
+        """What stands around all that a user says in a first message.
+
+        Returns:
+            token ids in front of it; the text behind it, the beginning of the model's turn included.
+        """
+        mark = "What the user says."
+        if not getattr(self.tokenizer, "chat_template", None):
+            head, _, tail = f"{local_text.plain_chat([{'role': 'user', 'content': mark}])}Assistant:".partition(mark)
+            return self.leading + self.encode(head), tail
+        messages = [{"role": "user", "content": mark}]
+        text = render_chat(self.tokenizer, messages, add_generation_prompt=True, enable_thinking=False)
+        head, _, tail = text.partition(mark)
+        return self.encode(head), tail
 
     def chat_stops(self) -> list[str]:
         """Text behind which a model without a chat template would go on to speak for the user."""

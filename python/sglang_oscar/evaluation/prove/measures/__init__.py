@@ -2,12 +2,16 @@
 
 from sglang_oscar.evaluation.prove.measures.base import Answer, Answers, Figures, Material, Measure
 from sglang_oscar.evaluation.prove.measures.json_schema import JsonSchema
+from sglang_oscar.evaluation.prove.measures.recall import Recall
 from sglang_oscar.evaluation.prove.measures.retrieval import Retrieval
 from sglang_oscar.evaluation.prove.measures.session import Session
 from sglang_oscar.evaluation.prove.measures.tail_kl import TailKl
+from sglang_oscar.evaluation.prove.measures.tasks import Tasks
 
 __all__ = ["MEASURES", "Answer", "Answers", "Figures", "Material", "Measure"]
 
-MEASURES: dict[str, type[Measure]] = {measure.name: measure for measure in (TailKl, Retrieval, Session, JsonSchema)}
+MEASURES: dict[str, type[Measure]] = {
+    measure.name: measure for measure in (TailKl, Retrieval, Recall, Tasks, Session, JsonSchema)
+}
 """Name on the command line -> measure, in the order in which they are asked. JSON comes last: should a server be unable
 to serve a grammar, it has answered everything else."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_oscar.evaluation.prove.asking import Client
+from sglang_oscar.evaluation.prove.questions import QuestionFile
 from sglang_oscar.evaluation.prove.sizes import Size
 from sglang_oscar.evaluation.prove.store import Cell
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
@@ -27,12 +28,18 @@ class Material:
         size: how much.
         lengths: contexts in tokens, ascending.
         context: tokens that the model takes.
+        tasks: files of questions.
+        task_count: how many of each file are asked; None for all.
+        recall_lengths: tokens of modules whose functions are recalled, ascending.
     """
 
     texts: Texts
     size: Size
     lengths: tuple[int, ...]
     context: int
+    tasks: tuple[QuestionFile, ...] = ()
+    task_count: int | None = None
+    recall_lengths: tuple[int, ...] = ()
 
     def lines(self) -> tuple[str, ...]:
         """Lines for documents with facts."""
@@ -60,6 +67,10 @@ class Measure(ABC):
     @abstractmethod
     def units(self) -> Sequence[str]:
         """Names of what is asked and kept one by one."""
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.material.lengths[-1]
 
     def prepare(self) -> None:
         """Make what is asked, before the first server is started.

@@ -11,6 +11,7 @@ from sglang_oscar.evaluation.intervals import wilson
 from sglang_oscar.evaluation.prove.asking import Client, RefusedError
 from sglang_oscar.evaluation.prove.haystack import build_haystack
 from sglang_oscar.evaluation.prove.measures.base import Answer, Answers, Figures, Measure
+from sglang_oscar.evaluation.prove.rates import counts
 from sglang_oscar.evaluation.prove.store import Cell
 from sglang_oscar.evaluation.significance import mcnemar
 
@@ -19,6 +20,8 @@ TOKENS = 160
 CHAT, SPARE = 128, 32
 """Tokens of a context that are left for the chat template and the question, at least; and of these, for what a document
 may grow by when it is decoded and encoded again."""
+FORM = 2
+"""Of answers; those of another form are not read."""
 VERDICTS = ("valid", "complete", "right")
 
 
@@ -50,6 +53,7 @@ class JsonSchema(Measure):
             "records": self.material.size.records,
             "tokens": TOKENS,
             "schema": SCHEMA,
+            "form": FORM,
         }
 
     def units(self) -> list[str]:
@@ -83,6 +87,7 @@ class JsonSchema(Measure):
         return {
             "valid": record is not None,
             "complete": reply.finish == "stop",
+            "finish": reply.finish,
             "right": record is not None and str(record.number) == asked.number,
             "text": reply.text,
             "number": asked.number,
@@ -94,7 +99,8 @@ class JsonSchema(Measure):
         groups = {"all": list(answers)} | {
             str(n): [unit for unit in answers if unit.startswith(f"{n}/")] for n in self.material.lengths
         }
-        return {key: _rates(units, answers, reference) for key, units in groups.items() if units}
+        found: Figures = {key: _rates(units, answers, reference) for key, units in groups.items() if units}
+        return found | {"counts": counts(len(self.units()), (answer["finish"] for answer in answers.values()))}
 
 
 def _rates(units: list[str], answers: Answers, reference: Answers | None) -> Figures:

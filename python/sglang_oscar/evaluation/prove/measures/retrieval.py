@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from sglang_oscar.evaluation.intervals import wilson
 from sglang_oscar.evaluation.prove.asking import Client
 from sglang_oscar.evaluation.prove.haystack import Haystack, build_haystack, question, recalled
 from sglang_oscar.evaluation.prove.measures.base import Answer, Answers, Figures, Measure
+from sglang_oscar.evaluation.prove.rates import counts, rate
 from sglang_oscar.evaluation.prove.store import Cell
-from sglang_oscar.evaluation.significance import mcnemar
 
 TASKS = {"needle": 0, "multi-key": 3}
 """Task -> facts of other keys in the same document, as in RULER's single needle and multi-key tasks."""
-ANSWER = 12
-"""Tokens; a number has 7 digits."""
+ANSWER, STOPS = 24, ["\n"]
+"""Tokens; a number has 7 digits. The text that states a fact ends with its line."""
 
 
 class Retrieval(Measure):
@@ -32,6 +30,7 @@ class Retrieval(Measure):
             "questions": size.questions,
             "tasks": TASKS,
             "answer": ANSWER,
+            "stops": STOPS,
         }
 
     def depths(self) -> list[int]:
@@ -63,9 +62,10 @@ class Retrieval(Measure):
         """Whether the answer is right, and what it was."""
         asked = self.document(unit)
         ids = asked.ids + self.material.texts.encode(question(asked.key))
-        reply = client.behind_cache(asked.ids, ids, ANSWER)
+        reply = client.behind_cache(asked.ids, ids, ANSWER, {"stop": STOPS})
         return {
             "right": recalled(reply.text, asked.number),
+            "finish": reply.finish,
             "text": reply.text,
             "number": asked.number,
             "cached": reply.cached,
@@ -75,25 +75,19 @@ class Retrieval(Measure):
         """Over all, by task, by task and length, and by task, length and depth (the heat map)."""
         right = {unit: bool(answer["right"]) for unit, answer in answers.items()}
         base = None if reference is None else {unit: bool(answer["right"]) for unit, answer in reference.items()}
-        found: Figures = {"all": _rate(right, base, right), "tasks": {}}
+        found: Figures = {"all": rate(right, base, right), "tasks": {}}
+        found["counts"] = counts(len(self.units()), (answer["finish"] for answer in answers.values()))
         for task in TASKS:
             of_task = [unit for unit in right if unit.startswith(f"{task}/")]
             if not of_task:
                 continue
-            rows: Figures = {"all": _rate(right, base, of_task), "lengths": {}, "map": {}}
+            rows: Figures = {"all": rate(right, base, of_task), "lengths": {}, "map": {}}
             for length in self.material.lengths:
                 units = [unit for unit in of_task if unit.split("/")[1] == str(length)]
                 if units:
-                    rows["lengths"][str(length)] = _rate(right, base, units)
+                    finishes = (answers[unit]["finish"] for unit in units)
+                    rows["lengths"][str(length)] = rate(right, base, units) | {"counts": counts(len(units), finishes)}
                 cells = {d: [right[u] for u in units if u.split("/")[2] == str(d)] for d in self.depths()}
                 rows["map"][str(length)] = {str(d): sum(x) / len(x) for d, x in cells.items() if x}
             found["tasks"][task] = rows
         return found
-
-
-def _rate(right: dict[str, bool], base: dict[str, bool] | None, units: Iterable[str]) -> Figures:
-    chosen = {unit: right[unit] for unit in units}
-    found: Figures = {"questions": len(chosen), "right": wilson(sum(chosen.values()), len(chosen)).to_json()}
-    if base is not None:
-        found["p_value"] = mcnemar({unit: base[unit] for unit in chosen if unit in base}, chosen)
-    return found

@@ -15,6 +15,7 @@ from sglang_oscar.evaluation.prove.haystack import KEYS, draw_number, fact
 from sglang_oscar.evaluation.prove.local_text import Messages
 from sglang_oscar.evaluation.prove.loops import loops
 from sglang_oscar.evaluation.prove.measures.base import Answer, Answers, Figures, Material, Measure
+from sglang_oscar.evaluation.prove.rates import counts
 from sglang_oscar.evaluation.prove.sizes import ROOM
 from sglang_oscar.evaluation.prove.store import Cell
 from sglang_oscar.evaluation.significance import mcnemar
@@ -163,6 +164,9 @@ class Session(Measure):
         base = {f"{u}/{i}": t for u, answer in (reference or {}).items() for i, t in enumerate(answer["turns"])}
         found: Figures = {"sessions": len(answers), "turns": len(turns)}
         asked = {key: t for key, t in turns.items() if t["right"] is not None}
+        # An open question has no verdict that its limit could change.
+        wanted = self.material.size.sessions * sum(i % EVERY != EVERY - 1 for i in range(self.turns))
+        found["counts"] = counts(wanted, (t["finish"] for t in asked.values()))
         verdicts = {
             "right": _pair(asked, base, lambda t: t["right"]),
             "cut_off": _pair(turns, base, lambda t: t["finish"] == "length"),
