@@ -1,7 +1,7 @@
 """The main job: serve and dump, fit, serve with int2, ask questions, compare.
 
     python scripts/quickstart.py           # the shipped model
-    python scripts/quickstart.py --real    # a real small one, in chat; downloads 93 MB
+    python scripts/quickstart.py --real    # a real one, in chat: 135M parameters (93 MB), or 1.5B (1.1 GB) on a GPU
 
 Everything is what a user of a large model would run: stock SGLang servers over HTTP, the ``oscar fit`` command, the
 ``openai`` client. Facts lie in the quantized part of the cache and questions arrive on a cached prefix, so every
@@ -25,7 +25,8 @@ from typing import Annotated, Any
 import real_model
 import requests
 import typer
-from quickstart_jobs import DEFAULT_ROW, Method, RealJob, ShippedJob
+from quickstart_jobs import DEFAULT_ROW, GPU_MODEL, REAL_JOBS, Method, ShippedJob
+from real_models import DEFAULT
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -132,15 +133,20 @@ def table(job: ShippedJob, rows: list[dict[str, Any]], lengths: list[int]) -> Ta
 
 
 def main(
-    real: Annotated[bool, typer.Option("--real", help="SmolLM2-135M-Instruct, in chat, in reduced sizes")] = False,
+    real: Annotated[bool, typer.Option("--real", help="a real model, in chat, in sizes fit for the machine")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"the real model, {DEFAULT} or {GPU_MODEL}; --real takes the latter where there is a GPU"),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder for dump, rotations, logs, results; results/quickstart[_real]")
+        Path | None, typer.Option(help="folder for dump, rotations, logs, results; results/quickstart[_...]")
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="context lengths in tokens, separated by commas; 1024,2048, or 640 with --real")
+        str | None,
+        typer.Option(help="context lengths in tokens, separated by commas; 1024,2048, or 640 or 4096 of real models"),
     ] = None,
     documents: Annotated[
-        int | None, typer.Option(min=1, help="documents per length, five questions each, or four with --real")
+        int | None, typer.Option(min=1, help="documents per length, five questions each, or four of real models")
     ] = None,
     server_args: Annotated[str, typer.Option(help="further flags for every server")] = "",
     bf16_args: Annotated[str, typer.Option(help="further flags of the BF16 servers")] = "",
@@ -148,9 +154,14 @@ def main(
     """Serve a model in BF16, with the default INT2 cache and with others, and print one table."""
     EXTRA_ARGS.extend(shlex.split(server_args))
     BF16_ARGS.extend(shlex.split(bf16_args))
-    job = RealJob() if real else ShippedJob()
-    if real and real_model.main(["--out", str(job.model)]):
-        raise typer.Exit(1)
+    if model is not None and model not in REAL_JOBS:
+        raise typer.BadParameter(f"{model!r} is not one of {', '.join(REAL_JOBS)}", param_hint="--model")
+    job = ShippedJob()
+    if real or model:
+        model = model or (GPU_MODEL if has_gpu() else DEFAULT)
+        job = REAL_JOBS[model]
+        if real_model.main(["--model", model, "--out", str(job.model)]):
+            raise typer.Exit(1)
     folder, sizes = out or job.out, [int(part) for part in (lengths or job.lengths).split(",")]
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the quickstart is done on: the shipped model, asked for completions, or a real small one, asked in chat."""
+"""What the quickstart is done on: the shipped model, asked for completions, or a real one, asked in chat."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from openai import OpenAI
+from real_models import DEFAULT, MODELS
 
 from reference_model.retrieval import DIGITS, Document, chat_question, question
 from sglang_oscar.cpu.server import has_gpu
@@ -112,15 +113,20 @@ class ShippedJob:
 
 @dataclass(frozen=True)
 class RealJob(ShippedJob):
-    """Chat with SmolLM2-135M-Instruct, as ``scripts/real_model.py`` makes it; sizes for two CPU cores.
+    """Chat with a model that ``scripts/real_model.py`` makes; by default SmolLM2-135M-Instruct, with sizes for two CPU
+    cores.
 
     Documents and questions are one message of the user, behind the model's own chat template, and the model answers in
-    a sentence. Its heads have 64 channels, so groups have, too.
+    a sentence.
+
+    Attributes:
+        group: channels that share a scale; as many as a head has.
     """
 
     name: str = "SmolLM2-135M-Instruct, in chat"
     out: Path = ROOT / "results" / "quickstart_real"
-    model: Path = ROOT / "results" / "real_model"
+    model: Path = MODELS[DEFAULT].folder
+    group: int = 64
     lengths: str = "640"
     documents: int = 3
     facts: int = 4
@@ -137,7 +143,8 @@ class RealJob(ShippedJob):
         """BF16, and every recipe."""
         names = (DEFAULT_ROW, "INT2 (recipe focus)", "OSCAR INT2")
         rows = [
-            Method(name, 64, rotation_env(*fit.files(rotations))) for name, fit in zip(names, self.fits, strict=True)
+            Method(name, self.group, rotation_env(*fit.files(rotations)))
+            for name, fit in zip(names, self.fits, strict=True)
         ]
         return [Method("BF16"), *rows]
 
@@ -155,6 +162,25 @@ class RealJob(ShippedJob):
     def right(self, answer: str, number: str) -> bool:
         """Whether the sentence has the number."""
         return number in answer
+
+
+GPU_MODEL = "qwen2.5-coder-1.5b"
+"""What a machine with a GPU is asked to serve."""
+REAL_JOBS = {
+    DEFAULT: RealJob(),
+    GPU_MODEL: RealJob(
+        name="Qwen2.5-Coder-1.5B-Instruct, in chat",
+        out=ROOT / "results" / f"quickstart_{GPU_MODEL}",
+        model=MODELS[GPU_MODEL].folder,
+        group=128,
+        lengths="4096",
+        documents=10,
+        answer_tokens=40,
+        calibration_tokens=32000,
+        calibration_length=4000,
+    ),
+}
+"""By their names in :mod:`real_models`."""
 
 
 def client(server: LocalServer) -> OpenAI:

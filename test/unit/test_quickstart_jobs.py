@@ -16,7 +16,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "kernels", "rotatio
 import quickstart  # noqa: E402
 import quickstart_jobs  # noqa: E402
 import typer  # noqa: E402
-from quickstart_jobs import RealJob, ShippedJob  # noqa: E402
+from quickstart_jobs import REAL_JOBS, RealJob, ShippedJob  # noqa: E402
+from real_models import MODELS  # noqa: E402
 
 from reference_model.retrieval import DIGITS, Document  # noqa: E402
 
@@ -43,7 +44,6 @@ def test_rows_of_the_real_model(tmp_path: Path) -> None:
     job = RealJob()
     rows = job.methods(tmp_path)
     assert [row.name for row in rows] == ["BF16", "INT2 (recipe plus)", "INT2 (recipe focus)", "OSCAR INT2"]
-    assert {row.group for row in rows[1:]} == {64}
     files = [path for fit in job.fits for path in fit.files(tmp_path)]
     assert len(set(files)) == len(files)
     for row in rows[1:]:
@@ -97,10 +97,45 @@ def test_the_real_model_chats(client: Client) -> None:
     ]
 
 
-def test_a_real_model_that_cannot_be_made_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(quickstart.real_model, "main", lambda argv: 1)
+def test_jobs_of_real_models() -> None:
+    """One for each model that can be made, each with results, matrices among them, and a model of its own; groups are
+    of a whole head."""
+    assert REAL_JOBS.keys() == MODELS.keys()
+    assert len({job.out for job in REAL_JOBS.values()} | {ShippedJob().out}) == len(REAL_JOBS) + 1
+    assert {name: job.model for name, job in REAL_JOBS.items()} == {name: of.folder for name, of in MODELS.items()}
+    assert {name: {row.group for row in job.methods(Path())[1:]} for name, job in REAL_JOBS.items()} == {
+        "smollm2-135m": {64},
+        "qwen2.5-coder-1.5b": {128},
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "made"),
+    [
+        (["--real"], False, "smollm2-135m"),
+        (["--real"], True, "qwen2.5-coder-1.5b"),
+        (["--model", "smollm2-135m"], True, "smollm2-135m"),
+        (["--real", "--model", "qwen2.5-coder-1.5b"], False, "qwen2.5-coder-1.5b"),
+    ],
+)
+def test_a_gpu_takes_the_larger_model(
+    flags: list[str], gpu: bool, made: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless one is named; a model that cannot be made ends the run."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(quickstart.real_model, "main", lambda argv: asked.append(argv) or 1)
+    monkeypatch.setattr(quickstart, "has_gpu", lambda: gpu)
     monkeypatch.setattr(quickstart, "EXTRA_ARGS", [])
     app = typer.Typer()
     app.command()(quickstart.main)
-    assert CliRunner().invoke(app, ["--real", "--out", str(tmp_path / "out")]).exit_code == 1
+    assert CliRunner().invoke(app, [*flags, "--out", str(tmp_path / "out")]).exit_code == 1
+    assert asked == [["--model", made, "--out", str(MODELS[made].folder)]]
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_real_model_is_refused() -> None:
+    app = typer.Typer()
+    app.command()(quickstart.main)
+    done = CliRunner().invoke(app, ["--model", "gpt-2"])
+    assert done.exit_code == 2
+    assert "'gpt-2' is not one of" in done.output
