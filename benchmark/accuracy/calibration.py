@@ -10,7 +10,6 @@ import torch
 
 from accuracy.attention import CacheView, reading
 from oscar_rotation.fit.output_weights import reader_of
-from oscar_rotation.fit.rotary import MOST_POSITIONS
 from oscar_rotation.math.covariance import CovarianceAccumulator
 from oscar_rotation.math.positions import Positions
 
@@ -130,6 +129,7 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
         LayerActivations(*(torch.cat([getattr(part, name) for part in parts[layer]]) for name in ("q", "k", "v")))
         for layer in range(len(parts))
     ]
-    context = min(model.config.max_position_embeddings, MOST_POSITIONS)
     outputs = [readers[layer] for layer in range(len(parts))]
-    return Calibration(layers, [ids.shape[1]] * len(ids), outputs, rotary, context, model=model, ids=ids)
+    return Calibration(
+        layers, [ids.shape[1]] * len(ids), outputs, rotary, model.config.max_position_embeddings, model=model, ids=ids
+    )

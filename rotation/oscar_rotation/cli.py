@@ -26,9 +26,11 @@ from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
 from oscar_rotation.recipe_options import (
     BITS_HELP,
+    OVERRIDES_HELP,
     TEXT_HELP,
     bit_goal,
     given,
+    model_overrides,
     needs_mean,
     refuse_foreign_options,
 )
@@ -77,8 +79,11 @@ def fit_command(
         typer.Option(
             "--context",
             min=0,
-            help="Positions to fit for, not for paper; default: the model's, 32768 at most; 0: the dump's alone.",
+            help="Positions to fit for, not for paper; default: all of the model's; 0: the dump's alone.",
         ),
+    ] = None,
+    overrides: Annotated[
+        str | None, typer.Option("--json-model-override-args", metavar="JSON", help=OVERRIDES_HELP)
     ] = None,
     bits: Annotated[
         str | None,
@@ -137,6 +142,7 @@ def fit_command(
             group_size=group_size,
             holdout_tokens=holdout_tokens,
             context=positions,
+            overrides=model_overrides(overrides),
             bits=goal,
             **{name: value for name, value in targets.items() if value is not None},
         )
@@ -170,6 +176,7 @@ def _print_fit(result: FitResult, paths: list[Path]) -> None:
     calibration = result.key.metadata.calibration
     typer.echo(
         f"fitted {result.key.num_layers} layers on {calibration['tokens']} tokens of {calibration['requests']} requests"
+        + (f", for {calibration['context']:,} positions" if "context" in calibration else "")
     )
     for path in paths:
         typer.echo(f"wrote {path}")

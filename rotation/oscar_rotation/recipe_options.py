@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import typer
 
@@ -12,7 +14,7 @@ from oscar_rotation.recipes import FITTED, FittedRecipe
 FIELDS: Mapping[str, str] = {"method": "key_target", "clip": "fit_clip", "positions": "context"}
 """Parameter of a command -> field of FitOptions, where the names differ."""
 
-FLAGS: Mapping[str, str] = {"positions": "context"}
+FLAGS: Mapping[str, str] = {"positions": "context", "overrides": "json-model-override-args"}
 """Parameter of a command -> its flag, where the names differ: typer keeps ``context`` for itself."""
 
 OPTIONS = frozenset(field for recipe in FITTED.values() for field in recipe.options)
@@ -34,6 +36,24 @@ def bit_goal(text: str | None) -> BitGoal | None:
         return None if text is None else BitGoal.parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--bits") from error
+
+
+OVERRIDES_HELP = "Of the model's configuration, as for SGLang (YaRN, say), not for paper; default: the dump's server's."
+
+
+def model_overrides(text: str | None) -> dict[str, Any] | None:
+    """What ``--json-model-override-args`` says; None without it.
+
+    Raises:
+        typer.BadParameter: it is no JSON object.
+    """
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"is not JSON ({error})", param_hint="--json-model-override-args") from error
+    if found is not None and not isinstance(found, dict):
+        raise typer.BadParameter("is not a JSON object", param_hint="--json-model-override-args")
+    return found
 
 
 TEXT_HELP = "JSON Lines with text or messages: the model itself says on it where a mean of --bits is needed."

@@ -30,6 +30,7 @@ from sglang_oscar.calibration.dump_driver import DumpRequest, longest_prompt, pr
 from sglang_oscar.calibration.dump_origin import ORIGIN
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.folders import CalibrationFolder
+from sglang_oscar.calibration.model_files import OVERRIDES
 from sglang_oscar.cli import app
 from sglang_oscar.evaluation.prove.texts import CALIBRATION, Texts
 from sglang_oscar.local_server import LocalServer, ServerFailedError
@@ -93,6 +94,7 @@ def request(tmp_path: Path, model: Path, data: Path, **more: Any) -> DumpRequest
         (8192, ("--context-length", "1024"), 1008),
         (8192, ("--page-size", "64", "--context-length=512"), 496),
         (8192, ("--context-length", "16384"), 8176),
+        (512, (OVERRIDES, '{"max_position_embeddings": 2048}'), 2032),
     ],
 )
 def test_prompts_fit_into_the_context(
@@ -239,6 +241,10 @@ def test_a_dump_of_something_else_is_refused(tmp_path: Path, server: Server) -> 
         (request(tmp_path, stretched, data), "was made of other weights or another configuration of the model"),
         (request(tmp_path, model, other), "was made of other prompts"),
         (request(tmp_path, model, data, covariances=True), "holds activations, covariances are asked for"),
+        (
+            request(tmp_path, model, data, server_args=(OVERRIDES, '{"rope_theta": 5e6}')),
+            f"made under other {OVERRIDES}",
+        ),
     ):
         with pytest.raises(DumpError, match=what) as caught:
             run_dump(asked)

@@ -30,7 +30,7 @@ def test_the_published_recipe_asks_for_least() -> None:
     paper = FITTED[PUBLISHED]
     assert not paper.needs_activations
     assert not paper.needs_weights
-    assert paper.options == set(vars(FitOptions())) - {"context", "bits", "text"}
+    assert paper.options == set(vars(FitOptions())) - {"context", "overrides", "bits", "text"}
     assert set(paper.suffixes) == set(SUFFIXES)
 
 

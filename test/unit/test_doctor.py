@@ -300,3 +300,43 @@ def test_host_tier(model: Path) -> None:
     twice = by_name(model_checks(str(model), 64, 8 * GIB, host_ratio=2.0))
     on_device = int(twice["memory"].detail.partition(" tokens x 320 bytes")[0].rpartition(" ")[2])
     assert f"host tier: {2 * on_device // 64 * 64 + 64} tokens" in twice["host tier"].detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag", "fault"),
+    [
+        (["--hicache-ratio", "nan", "model"], "--hicache-ratio", ""),
+        (["--hicache-ratio", "inf", "model"], "--hicache-ratio", "inf is no number of times"),
+        (["--hicache-size", "4"], "--hicache-size", "has no meaning without a MODEL"),
+        (["--context-length", "4"], "--context-length", "has no meaning without a MODEL"),
+        (["--json-model-override-args", "{"], "--json-model-override-args", "is not JSON"),
+    ],
+)
+def test_options_without_a_meaning(
+    arguments: list[str], flag: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is looked at."""
+    monkeypatch.setattr(command, "machine_checks", lambda: pytest.fail("looked"))
+    result = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert flag in result.output
+    assert fault in result.output
+
+
+def test_a_longer_context_is_warned_of(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the context length and the overrides that a server would be started with."""
+    import torch
+
+    from oscar_rotation.files.rotation_file import save_rotation_file
+    from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+
+    for side in ("k", "v"):
+        metadata = RotationMetadata(side=side, recipe="plus", calibration={"context": 1024})
+        path = tmp_path / f"{side}.safetensors"
+        save_rotation_file(path, RotationSet(torch.eye(128).expand(2, 2, -1, -1).contiguous(), metadata=metadata))
+        monkeypatch.setenv(f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH", str(path))
+    for length, warned in ((1024, False), (4096, True)):
+        found = by_name(model_checks(str(model), 64, 8 * GIB, config={"context_length": length}))
+        assert f"{length:,} positions" in found["model"].detail
+        assert "keys fitted for 1,024 positions" in found["rotations"].detail
+        assert ("oscar fit --context 4096" in found["rotations"].detail) == warned

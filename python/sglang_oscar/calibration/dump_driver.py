@@ -23,7 +23,7 @@ from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, da
 from sglang_oscar.calibration.dump_origin import ACTIVATIONS, COVARIANCES, check_origin, dump_origin, write_origin
 from sglang_oscar.calibration.errors import DataError, server_message
 from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
-from sglang_oscar.calibration.model_files import context_length, load_config, load_tokenizer
+from sglang_oscar.calibration.model_files import context_length, load_config, load_tokenizer, model_overrides
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
@@ -157,7 +157,8 @@ def alone_in(dump: Path) -> Iterator[None]:
 def _dump(request: DumpRequest, folder: CalibrationFolder, prompts: list[list[int]]) -> None:
     settings = request.settings
     mode = COVARIANCES if request.covariances else ACTIVATIONS
-    origin = dump_origin(settings.model, prompts, mode)
+    overrides = model_overrides([*settings.server_flags, *request.server_args])
+    origin = dump_origin(settings.model, prompts, mode, overrides)
     state = dump_state(folder.dump)
     if state == "complete":
         if remark := check_origin(folder.dump, origin):

@@ -7,6 +7,7 @@ runs without prefix cache and without prefill CUDA graphs, whose replay would by
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -166,6 +167,7 @@ class Dump:
         self.manifest = DumpManifest(
             model_id=identity.model_id,
             model_hash=identity.model_hash,
+            model_overrides=json.loads(server_args.json_model_override_args),
             weights=weights_place(server_args.model_path),
             num_layers=len(layers),
             layer_ids=None if len(layers) == model.num_hidden_layers else layers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,22 @@ MEANINGS = {
 }
 
 
-def dump_origin(model: str, prompts: list[list[int]], mode: str) -> dict[str, Any]:
+def dump_origin(
+    model: str, prompts: list[list[int]], mode: str, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What a dump is made of, as JSON values.
 
     Args:
         model: folder or hub id.
         prompts: token ids, in order.
         mode: :data:`ACTIVATIONS` or :data:`COVARIANCES`.
+        overrides: of the model's configuration, the server's ``--json-model-override-args``.
 
     Raises:
         OSError: a file of the model cannot be read.
     """
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    return {"mode": mode, "prompts": digest, "model": model_files(model)}
+    return {"mode": mode, "prompts": digest, "model": model_files(model), "overrides": dict(overrides or {})}
 
 
 def write_origin(dump: Path, origin: dict[str, Any]) -> None:
@@ -71,6 +75,9 @@ def check_origin(dump: Path, origin: dict[str, Any]) -> str | None:
         return f"{dump} does not say of which prompts and weights it was made, so they are not compared with yours"
     except (ValueError, TypeError):
         raise DumpError(f"{dump / ORIGIN}: is broken, so that it is not known what {dump} is of; {remedy}") from None
+    # Dumps of older releases do not say, and few had any.
+    if before.get("overrides", {}) != origin["overrides"]:
+        raise DumpError(f"{dump}: was made under other --json-model-override-args than are asked for now; {remedy}")
     for name, what in MEANINGS.items():
         if _differs(before.get(name), origin[name]):
             raise DumpError(f"{dump}: was made of {what} than what is asked for now; {remedy}")

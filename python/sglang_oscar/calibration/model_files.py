@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oscar_rotation.errors import first_line
+from oscar_rotation.math.rope import context_of, overridden
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.errors import DataError
+
+OVERRIDES = "--json-model-override-args"
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
@@ -33,7 +37,8 @@ def load_config(settings: ModelSettings) -> Any:
 
 
 def context_length(config: Any, flags: Sequence[str] = ()) -> int | None:
-    """Tokens that a server of a model takes: what its configuration says, or its flags where they say less.
+    """Tokens that a server of a model takes: what its configuration says under the overrides among the flags, or these
+    where they say less.
 
     Args:
         config: of the model.
@@ -41,13 +46,39 @@ def context_length(config: Any, flags: Sequence[str] = ()) -> int | None:
 
     Returns:
         None where neither says it.
+
+    Raises:
+        DataError: overrides that are not a JSON object.
     """
-    limits = [int(getattr(config, "max_position_embeddings", None) or 0)]
-    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
-        name, _, value = flag.partition("=")
-        if name == "--context-length" and (value or following).isdigit():
-            limits.append(int(value or following))
+    change = model_overrides(flags)
+    facts = overridden(config.to_dict(), {**change, **change.get("text_config", {})})
+    limits = [int(value) for value in _values(flags, "--context-length") if value.isdigit()]
+    if facts.get("max_position_embeddings"):
+        limits.append(context_of(facts))
     return min((limit for limit in limits if limit), default=None)
+
+
+def model_overrides(flags: Sequence[str]) -> dict[str, Any]:
+    """What the flags of a server change of its model's configuration.
+
+    Raises:
+        DataError: ``--json-model-override-args`` is not a JSON object.
+    """
+    found: dict[str, Any] = {}
+    for value in _values(flags, OVERRIDES):
+        try:
+            found = dict(json.loads(value))
+        except (ValueError, TypeError):
+            raise DataError(f"{OVERRIDES} {value}: is not a JSON object") from None
+    return found
+
+
+def _values(flags: Sequence[str], name: str) -> Iterator[str]:
+    """Values of a flag, in either form."""
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
+        given, equals, value = flag.partition("=")
+        if given == name:
+            yield value if equals else following
 
 
 def _load(kind: Any, settings: ModelSettings) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from oscar_rotation.recipe_options import model_overrides
 from sglang_oscar.doctor.machine import machine_checks, memory_bytes
 from sglang_oscar.doctor.model import model_checks
 
@@ -29,12 +31,31 @@ def doctor(
     host_ratio: Annotated[
         float, typer.Option("--hicache-ratio", min=0, help="The same as a multiple of the tokens on the device.")
     ] = 0,
+    context_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a request at most, as for the server; default: the model's.")
+    ] = None,
+    overrides: Annotated[
+        str, typer.Option("--json-model-override-args", metavar="JSON", help="Of the model's configuration, likewise.")
+    ] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether this machine, and MODEL on it, can run int2 mode and, if not, why."""
+    model_overrides(overrides)
+    if not math.isfinite(host_ratio):
+        raise typer.BadParameter(f"{host_ratio} is no number of times", param_hint="--hicache-ratio")
+    of_model = {
+        "--kv-cache-quant-group-size": group_size, "--speculative-draft-model-path": draft,
+        "--hicache-size": host_size, "--hicache-ratio": host_ratio, "--context-length": context_length,
+        "--json-model-override-args": overrides != "{}",
+    }  # fmt: skip
+    for flag, value in of_model.items():
+        if value and model is None:
+            raise typer.BadParameter("has no meaning without a MODEL", param_hint=flag)
     checks = machine_checks()
     if model is not None and all(check.ok for check in checks[:1]):
-        checks = [*checks, *model_checks(model, group_size, memory_bytes(), draft, host_size, host_ratio)]
+        config = {"context_length": context_length, "model_override_args": overrides}
+        found = model_checks(model, group_size, memory_bytes(), draft, host_size, host_ratio, config)
+        checks = [*checks, *found]
     ok = all(check.ok for check in checks)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))

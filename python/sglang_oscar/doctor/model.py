@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from sglang_oscar.doctor.account import MEM_FRACTION, host_facts, memory_account, weight_bytes
@@ -22,8 +23,12 @@ def model_checks(
     draft_path: str | None = None,
     host_size: int = 0,
     host_ratio: float = 0,
+    config: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Check]:
-    """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account."""
+    """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account.
+
+    ``config`` are further arguments of SGLang's ModelConfig: what a server's flags change of the model.
+    """
     import torch
 
     from sglang_oscar.attach import refusals
@@ -38,10 +43,10 @@ def model_checks(
     arguments = arguments_for(device, draft_path is not None, bool(host_size or host_ratio))
 
     def model() -> str:
-        config = loaded["model"] = model_config(path)
-        refusals.check_model(config, arguments)
-        heads = f"{config.num_attention_heads} query and {config.get_total_num_kv_heads()} kv heads"
-        return f"{config.hf_config.architectures[0]}, {layer_facts(config)}, {heads} of {config.head_dim}"
+        found = loaded["model"] = model_config(path, **config)
+        refusals.check_model(found, arguments)
+        heads = f"{found.num_attention_heads} query and {found.get_total_num_kv_heads()} kv heads of {found.head_dim}"
+        return f"{found.hf_config.architectures[0]}, {layer_facts(found)}, {heads}, {found.context_len:,} positions"
 
     def variables() -> str:
         windows = (settings := Settings.from_env()).windows
@@ -69,7 +74,7 @@ def model_checks(
         identity = model_identity(path, config)
         found = load_formats(loaded["settings"], loaded["layout"], cached_layer_ids(config), identity)
         loaded["formats"] = found
-        return rotation_facts(loaded["settings"], found)
+        return rotation_facts(loaded["settings"], config, found)
 
     def account() -> str:
         weights = {name: weight_bytes(name) for name in (path, draft_path or path)}
@@ -147,20 +152,22 @@ def layer_facts(config: Any) -> str:
     return f"{layers} ({full} in 2 bits, {windows})"
 
 
-def rotation_facts(settings: Any, formats: Any) -> str:
-    """Where rotations come from, and what is known of sharing one per layer among its kv heads."""
+def rotation_facts(settings: Any, model: Any, formats: Any) -> str:
+    """Where rotations come from, for which positions, and what is known of sharing one per layer among its kv heads."""
     from oscar_kernels.format import code_widths, fingerprint, mean_bits
     from oscar_rotation.recipes import BUILT_IN
     from oscar_rotation.report.inspect import describe
-    from sglang_oscar.weights.sharing import sharing_warning
+    from sglang_oscar.weights.warnings import rotation_warnings
 
     named = {"keys": settings.k_rotation, "values": settings.v_rotation}
     facts = [", ".join(f"{side} {source}" for side, source in named.items()) + f", format {fingerprint(formats)[:12]}"]
     facts.append(f"{mean_bits(formats.values()):.2f} bits per element, bits by layer: {code_widths(formats.values())}")
     files = {side: source for side, source in named.items() if source not in BUILT_IN}
-    facts += [f"{side}: {remark}" for side, file in files.items() if (remark := describe(file)["sharing"])]
-    if (warning := sharing_warning(settings, formats)) is not None:
-        facts.append(f"warning: {warning}")
+    found = {side: describe(file) for side, file in files.items()}
+    if "keys" in found and (positions := found["keys"]["positions"]):  # values do not turn with them
+        facts.append(f"keys fitted for {positions}")
+    facts += [f"{side}: {remark}" for side, of in found.items() if (remark := of["sharing"])]
+    facts += [f"warning: {warning}" for warning in rotation_warnings(settings, model, formats)]
     return "; ".join(facts)
 
 

@@ -24,7 +24,7 @@ from sglang_oscar.settings import of_this_process
 from sglang_oscar.speculation.arguments import new_tokens
 from sglang_oscar.weights import absorption
 from sglang_oscar.weights.rotations import model_formats
-from sglang_oscar.weights.sharing import sharing_warning
+from sglang_oscar.weights.warnings import rotation_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     pool.unified_swa_ring_size, pool.unified_swa_window = geometry.windows.ring, geometry.windows.recent
     if any(layer.value.transform.matrix is not None for layer in whole.values()):
         logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
-    warning = sharing_warning(settings, whole)
-    if warning is not None and get_parallel().attn_tp_rank == 0:
-        logger.warning("int2 rotations: %s", warning)
+    if get_parallel().attn_tp_rank == 0:
+        for warning in rotation_warnings(settings, model_config, whole):
+            logger.warning("int2 rotations: %s", warning)
     logger.info(
         "int2 format: %s, %.2f bits per element; bits by layer: %s",
         cache.fingerprint[:12], mean_bits(whole.values()), code_widths(whole.values()),

@@ -262,7 +262,7 @@ def apply_goal(
                 losses[layer] = layer_losses(held_out, key, value, scale, reader)
         if ids is not None:
             try:
-                model = load_model(weights.folder, device)
+                model = load_model(weights.folder, device, weights.overrides)
                 losses = by_model(losses, result, rows, model, ids, positions, group_size, progress)
             except torch.OutOfMemoryError:
                 raise DumpError(f"{weights.folder}: --text needs room for the model on {device}; free some") from None

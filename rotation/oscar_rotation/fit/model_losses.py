@@ -7,7 +7,7 @@ are compared with those of an exact cache. The costs of single sides add up to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from oscar_rotation.errors import DumpError, first_line
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.math.attention_weights import RECENT, SINK
 from oscar_rotation.math.positions import Positions
+from oscar_rotation.math.rope import overridden
 
 ATTENTION = "oscar_one_layer"
 """Name under which transformers finds :func:`attend`."""
@@ -178,16 +179,24 @@ def model_losses(
     return (total / count).clamp_min(0)
 
 
-def load_model(folder: Path, device: torch.device) -> Any:
+def load_model(folder: Path, device: torch.device, overrides: Mapping[str, Any] | None = None) -> Any:
     """A causal language model to measure with: in float32 where the device has room for it, else as it was saved.
+
+    Args:
+        folder: of its weights.
+        device: to put it on.
+        overrides: of its configuration, as SGLang's ``--json-model-override-args``.
 
     Raises:
         DumpError: transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        config = AutoConfig.from_pretrained(folder)
+        if overrides:
+            config = type(config).from_dict(overridden(config.to_dict(), overrides))
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto").eval()
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise DumpError(f"{folder}: --text needs a model that transformers loads ({first_line(error)})") from error
     wide = 4 * sum(parameter.numel() for parameter in model.parameters())

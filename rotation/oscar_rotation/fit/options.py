@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -45,10 +46,12 @@ class FitOptions:
         group_size: channels that share a scale, for ``fit_clip`` and ``report``.
         holdout_tokens: tokens that clip ratios and errors are measured on.
         context: positions that keys may have; None for the model's, 0 for those of the dump alone.
+        overrides: of the model's configuration, as SGLang's ``--json-model-override-args``; None for those that the
+            dump's server had.
         bits: of codes; None for 2 everywhere.
         text: documents on which the model says what bits cost, for a mean of ``bits``; None to ask attention alone.
-            This one, ``bits`` and ``context`` are options of the recipes that read the model, the others of the
-            recipe ``paper``; ``group_size`` is of both.
+            This one, ``bits``, ``overrides`` and ``context`` are options of the recipes that read the model, the others
+            of the recipe ``paper``; ``group_size`` is of both.
 
     Raises:
         OptionError: for an unknown name or a number out of range.
@@ -65,6 +68,7 @@ class FitOptions:
     group_size: int = DEFAULT_GROUP_SIZE
     holdout_tokens: int = 1024
     context: int | None = None
+    overrides: Mapping[str, Any] | None = None
     bits: BitGoal | None = None
     text: tuple[Document, ...] | None = None
 

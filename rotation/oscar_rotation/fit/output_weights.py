@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,13 +26,19 @@ class OutputWeights:
     Args:
         model: folder with safetensors weights, or an id of the Hub, whose weights are fetched if they are not cached.
         layer_ids: which layers of the model are asked for, by number; None where they are all of its layers.
+        overrides: of its configuration, as SGLang's ``--json-model-override-args``.
 
     Raises:
         DumpError: no such model, no safetensors files, or layers without an output projection.
     """
 
-    def __init__(self, model: str | Path, layer_ids: Sequence[int] | None = None) -> None:
-        self.folder, self._layer_ids = _folder(model), layer_ids
+    def __init__(
+        self,
+        model: str | Path,
+        layer_ids: Sequence[int] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self._layer_ids, self.overrides = _folder(model), layer_ids, overrides or {}
         self._files: dict[int, tuple[Path, str]] = {}
         for path, name in _tensors(self.folder):
             # Layers that predict further tokens (mtp) count from 0 again.
@@ -47,7 +54,7 @@ class OutputWeights:
             head_dim: channels per head.
             context: positions; None for the model's own context, 0 for no such thing.
         """
-        return None if context == 0 else rotary_positions(self.folder, head_dim, context)
+        return None if context == 0 else rotary_positions(self.folder, head_dim, context, self.overrides)
 
     def reader(self, layer: int, kv_heads: int, head_dim: int) -> torch.Tensor:
         """W_o W_o^T of one layer by kv head, summed over the query heads of its group.

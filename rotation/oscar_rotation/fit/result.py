@@ -77,6 +77,24 @@ def remarks(tokens: int, head_dim: int, positions: Positions | None = None, cont
     return tuple(said)
 
 
+def reach(positions: Positions | None, longest: int) -> dict[str, Any]:
+    """How far a fit reaches, as rotation files state it.
+
+    Args:
+        positions: that it is made for; None for those of the dump alone.
+        longest: tokens of the longest request of the dump.
+
+    Returns:
+        ``context``, positions, and ``rope``, the embedding that keys were moved to them by
+        (:data:`oscar_rotation.math.rope.Rope`; empty for positions of the dump alone).
+    """
+    return (
+        {"context": longest, "rope": {}}
+        if positions is None
+        else {"context": positions.context, "rope": positions.rope}
+    )
+
+
 def package_version() -> str:
     """Version of the installed distribution; empty where it is not installed."""
     try:

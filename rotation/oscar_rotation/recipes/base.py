@@ -136,6 +136,9 @@ def output_weights(request: FitRequest, dump: DumpReader, recipe: str) -> Output
     if not source:
         raise DumpError(f"{dump.root}: does not name its model, whose weights the recipe {recipe} reads; {remedy}")
     try:
-        return OutputWeights(source, dump.manifest.layer_ids if dump.manifest else None)
+        if dump.manifest is None:
+            return OutputWeights(source, overrides=request.options.overrides)
+        asked, ran = request.options.overrides, dump.manifest.model_overrides
+        return OutputWeights(source, dump.manifest.layer_ids, ran if asked is None else asked)
     except DumpError as error:
         raise DumpError(f"{error}; {remedy}") from error

@@ -25,7 +25,7 @@ from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.held_out import QUERIES, Request, moved, plan_held_out, requests
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.output_weights import OutputWeights
-from oscar_rotation.fit.result import FitResult, package_version, remarks
+from oscar_rotation.fit.result import FitResult, package_version, reach, remarks
 from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weights
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import QueryCovariance, ValueCovariance
@@ -208,7 +208,7 @@ def fit_focus(
     held = plan_held_out(source, chunks, f"the recipe {RECIPE.name}")
     stream = stream_chunks(source, [(layer, chunk) for layer in range(source.num_layers) for chunk in chunks], place)
     layers: list[FocusLayer] = []
-    geometry = (0, 0, 0)
+    geometry, longest = (0, 0, 0), 0
     positions: Positions | None = None
     for layer in range(source.num_layers):
         moments: FocusMoments | None = None
@@ -232,6 +232,7 @@ def fit_focus(
             if progress is not None:
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
+        longest = moments.longest
         reader = weights.reader(layer, kv_heads, head_dim)
         with of_layer(layer):
             layers.append(fit_focus_layer(moments, held_out, reader, positions))
@@ -239,7 +240,7 @@ def fit_focus(
     calibration = {
         "tokens": tokens, "requests": sum(map(len, seq_lens.values())), "chunks": len(chunks), "include_warmup": False,
         "held_out_tokens": sum(sum(seq_lens[chunk][first:]) for chunk, first in held.items()),
-        "q_heads": geometry[0], "kv_heads": geometry[1], "context": positions.context if positions else 0,
+        "q_heads": geometry[0], "kv_heads": geometry[1], **reach(positions, longest),
         "heads_by_share": {str(s): sum(layer.shares.count(s) for layer in layers) for s in SHARES},
     }  # fmt: skip
     model = (source.manifest.model_id, source.manifest.model_hash) if source.manifest else ("", "")

@@ -20,7 +20,7 @@ from oscar_rotation.fit.held_out import plan_held_out
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.options import OptionError
 from oscar_rotation.fit.output_weights import OutputWeights
-from oscar_rotation.fit.result import FitResult, package_version, remarks
+from oscar_rotation.fit.result import FitResult, package_version, reach, remarks
 from oscar_rotation.fit.texts import sequences
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
@@ -142,7 +142,7 @@ def fit_plus(
     stream = stream_chunks(source, [(layer, chunk) for layer in range(source.num_layers) for chunk in chunks], place)
     layers: list[PlusLayer] = []
     positions: Positions | None = None
-    tokens = requests = q_heads = kv_heads = head_dim = 0
+    tokens = requests = q_heads = kv_heads = head_dim = longest = 0
     for layer in range(source.num_layers):
         moments: Moments | None = None
         for index, whole in enumerate(islice(stream, len(chunks))):
@@ -161,12 +161,13 @@ def fit_plus(
             if progress is not None:
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
+        longest = moments.longest
         reader = weights.reader(layer, kv_heads, head_dim)
         with of_layer(layer):
             layers.append(fit_plus_layer(moments, reader, positions))
     calibration = {
         "tokens": tokens, "requests": requests, "chunks": len(chunks), "include_warmup": False,
-        "q_heads": q_heads, "kv_heads": kv_heads, "context": positions.context if positions else 0,
+        "q_heads": q_heads, "kv_heads": kv_heads, **reach(positions, longest),
     }  # fmt: skip
     model = (source.manifest.model_id, source.manifest.model_hash) if source.manifest else ("", "")
 
@@ -269,7 +270,7 @@ def spend_bits(
         raise OptionError("bits", str(error)) from None
 
 
-OPTIONS = frozenset({"context", "bits", "group_size", "text"})
+OPTIONS = frozenset({"context", "overrides", "bits", "group_size", "text"})
 """What this recipe and those built on it read."""
 
 RECIPE = FittedRecipe(

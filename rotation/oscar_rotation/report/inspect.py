@@ -9,6 +9,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
+from oscar_rotation.files.reach import reach
 from oscar_rotation.files.rotation_file import read_rotation_file, recorded_side
 from oscar_rotation.files.rotation_set import RotationSet, inversion_errors, orthogonality_errors
 from oscar_rotation.math.balanced import COMPOSITION
@@ -52,7 +53,8 @@ def describe(path: str | Path) -> dict[str, Any]:
 
     Returns:
         ``path``, ``num_layers``, ``head_dim``, ``rotations_per_layer``, ``sharing`` (what one matrix per layer would
-        lose, in words; empty where there is no more than one), ``recipe``, ``centers`` (lengths of the key centers, by
+        lose, in words; empty where there is no more than one), ``positions`` (that it was fitted for, in words; empty
+        where the file does not tell), ``recipe``, ``centers`` (lengths of the key centers, by
         layer and kv head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error``
         (largest of all layers; of transforms with duals, how far they are from inverting each other) and ``layers``:
         one dict per layer with ``layer`` (its id in the model), ``orthogonality_error``, ``clip_ratio``, ``gain``,
@@ -87,6 +89,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "head_dim": loaded.head_dim,
         "rotations_per_layer": loaded.rotations.shape[1] if loaded.per_head else 1,
         "sharing": _sharing(layers, loaded.head_dim),
+        "positions": reach(loaded.metadata),
         "recipe": loaded.recipe,
         "centers": [] if loaded.centers is None else loaded.centers.norm(dim=-1).tolist(),
         **vars(loaded.metadata),
