@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -60,18 +61,21 @@ class LocalServer:
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 
-    def wait_ready(self, timeout: float | None = None) -> None:
+    def wait_ready(self, timeout: float | None = None, given_up: threading.Event | None = None) -> None:
         """Wait until the server has warmed up.
 
         Args:
             timeout: seconds; None for those of :func:`start_timeout`.
+            given_up: set by another thread where nobody wants the server any more.
 
         Raises:
-            ServerFailedError: it ended or took longer.
+            ServerFailedError: it ended, took longer, or nobody wants it.
         """
         timeout = start_timeout() if timeout is None else timeout
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None:
+            if given_up is not None and given_up.is_set():
+                raise ServerFailedError("the server was given up before it was ready")
             if READY in self.text() and self.healthy():
                 return
             time.sleep(0.3)
@@ -176,7 +180,12 @@ def launch_command(model: Path | str, port: int, args: Sequence[str] = ()) -> li
 
 @contextlib.contextmanager
 def serve(
-    model: Path | str, log: Path, args: Sequence[str] = (), env: Mapping[str, str] | None = None
+    model: Path | str,
+    log: Path,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    given_up: threading.Event | None = None,
 ) -> Iterator[LocalServer]:
     """Start a server, wait until it is ready, and stop it at the end of the ``with`` block.
 
@@ -185,6 +194,7 @@ def serve(
         log: file for its output.
         args: further command-line arguments.
         env: its environment; the process's own, made fit for this machine, by default.
+        timeout, given_up: as of :meth:`LocalServer.wait_ready`.
 
     Raises:
         ServerFailedError: it did not become ready.
@@ -202,7 +212,7 @@ def serve(
         )
     server = LocalServer(f"http://127.0.0.1:{port}", log, process)
     try:
-        server.wait_ready()
+        server.wait_ready(timeout, given_up)
         yield server
     finally:
         server.stop()

@@ -16,7 +16,7 @@ from sglang_oscar.cli import app
 from sglang_oscar.evaluation import commands
 from sglang_oscar.evaluation.methods import cached_layers, make_method
 from sglang_oscar.evaluation.prove.caches import CacheMaker, Flags
-from sglang_oscar.evaluation.prove.calibration import Fit
+from sglang_oscar.evaluation.prove.rows import Row
 from sglang_oscar.memory.cached_layers import cached_layer_ids
 from support import hybrid_models, models
 
@@ -61,7 +61,7 @@ def test_bits_of_files_for_some_layers(tmp_path: Path, architecture: str) -> Non
     windows = 16 * (64 + 256) / (128 * 1024)
     bits = 2 + 32 / GROUP + windows
     assert make_method("plus", settings, rotations).bits(config) == pytest.approx(bits)
-    assert CacheMaker(settings, config, Flags(), 2048).fitted(Fit("plus"), rotations).bits == pytest.approx(bits)
+    assert CacheMaker(settings, config, Flags(), 2048).row(Row("plus"), rotations).bits == pytest.approx(bits)
 
 
 def test_files_of_other_layers_cost_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from sglang_oscar.cli import app
 from sglang_oscar.evaluation.prove import calibration as calibrating
 from sglang_oscar.evaluation.prove import run, sizes
 from sglang_oscar.evaluation.prove.asking import Reply
-from sglang_oscar.evaluation.prove.calibration import Calibration, Fit
+from sglang_oscar.evaluation.prove.calibration import Calibration, forget_fits
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.measures.json_schema import JsonSchema
 from sglang_oscar.evaluation.prove.options import CacheOptions
+from sglang_oscar.evaluation.prove.rows import Row
 from sglang_oscar.evaluation.prove.sizes import SIZES, Size
 from sglang_oscar.evaluation.prove.store import Store
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
@@ -50,7 +52,7 @@ class Servers:
         self.refuse: set[str] = set()
 
     @contextmanager
-    def serve(self, model: Any, log: Path, args: Any, env: Any) -> Iterator[Any]:
+    def serve(self, model: Any, log: Path, args: Any, env: Any, *_: Any) -> Iterator[Any]:
         cache = log.stem.removeprefix("server_")
         self.started.append(cache)
         if cache in self.refuse:
@@ -201,8 +203,8 @@ def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers)
     ("arguments", "fault"),
     [
         (["--measure", "luck"], "'luck' is not one of tail-kl, retrieval, recall, tasks, session, json"),
-        (["--cache", "int3"], "'int3' is not one of bf16, fp8, int2, naive"),
-        (["--recipe", "x"], "'x' is not one of plus, focus, paper"),
+        (["--cache", "int3"], "'int3' is not one of bf16, fp8, fp8-scaled, int2, naive"),
+        (["--recipe", "x"], "'x' is not one of plus, focus, paper, hadamard, quarot"),
         (["--recipe", "plus", *ROTATIONS], "is for rotations that are fitted; some are given"),
         (["--bits", "3.0", *ROTATIONS], "is for rotations that are fitted; some are given"),
         (
@@ -210,6 +212,11 @@ def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers)
             "must be a mean such as 2.5, or widths of 2 or 3 or 4 or 16 such as k3v2",
         ),
         (["--bits", "3.0", "--recipe", "paper"], "has no meaning for --recipe paper"),
+        (["--recipe", "quarot::3.0"], "has no meaning for --recipe quarot, which has two"),
+        (["--recipe", "plus:many"], "'plus:many' is not NAME, NAME:GROUP, NAME:GROUP:BITS or NAME::BITS"),
+        (["--recipe", "plus:48"], "--recipe: group_size must be a power of two"),
+        (["--recipe", "plus:128:2.3", "--recipe", "plus:128:2.0"], "must be from 2.25 to 16 with groups of 128, got 2"),
+        (["--servers", "0"], "should be greater than or equal to 1"),
         (["--bits", "k3v2", "--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
         (["--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
         (["--bits", "2.0", "--bits", "3.0"], "--bits: must be from 2.25 to 16 with groups of 128, got 2"),
@@ -241,12 +248,12 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], fault: str) -> None:
 
 
 def test_every_recipe_for_all_bits() -> None:
-    both = CacheOptions(recipe=["focus", "plus"], bits=["k2v2", "3.0", "3.0"]).fits()
+    both = CacheOptions(recipe=["focus", "plus"], bits=["k2v2", "3.0", "3.0"]).rows()
     assert [fit.title for fit in both] == [
-        f"recipe {recipe}{bits}" for recipe in ("plus", "focus") for bits in ("", ", --bits 3.0")
+        f"recipe {recipe}{bits}" for recipe in ("focus", "plus") for bits in ("", ", --bits 3.0")
     ]
-    assert [fit.title for fit in CacheOptions().fits()] == ["recipe plus"]
-    asked = CacheOptions(bits=["k16v2", "3.0"], bits_by_model=True).fits()
+    assert [fit.title for fit in CacheOptions().rows()] == ["recipe plus"]
+    asked = CacheOptions(bits=["k16v2", "3.0"], bits_by_model=True).rows()
     assert [(fit.title, fit.suffix) for fit in asked] == [
         ("recipe plus, --bits k16v2", "-k16v2"),
         ("recipe plus, --bits 3.0, by the model", "-3.0-by-model"),
@@ -258,7 +265,7 @@ def test_the_model_says_bits_on_the_calibration_text(tmp_path: Path, monkeypatch
     fits: dict[str, FitOptions] = {}
 
     def fitted(folder: CalibrationFolder, recipe: str, options: FitOptions, out: Path) -> Path:
-        fits[out.name] = options
+        fits[out.name.rpartition("-")[0]] = options
         return out
 
     monkeypatch.setattr(calibrating, "run_dump", lambda request: CalibrationFolder(request.root))
@@ -268,11 +275,11 @@ def test_the_model_says_bits_on_the_calibration_text(tmp_path: Path, monkeypatch
     text.write_text("\n".join(rows), encoding="utf-8")
     texts = Texts(AutoTokenizer.from_pretrained(MODEL), text)
     calibration = Calibration(model_settings("m").overridden(group_size=128), {}, texts, 8192, tmp_path / "out", ())
-    for fit in (Fit("plus"), Fit("plus", "3.0"), Fit("focus", "3.0", by_model=True)):
+    for fit in (Row("plus"), Row("plus", "3.0"), Row("focus", "3.0", by_model=True)):
         calibration.rotations(fit)
     prompts = [json.loads(line)["text"] for line in calibration.prepare().read_text(encoding="utf-8").splitlines()]
     assert {name: options.text for name, options in fits.items()} == {
-        "rotations_plus": None, "rotations_plus_3.0": None, "rotations_focus_3.0_by_model": tuple(prompts),
+        "plus-g128": None, "plus-g128-3.0": None, "focus-g128-3.0-by-model": tuple(prompts),
     }  # fmt: skip
     measured = texts.documents(MEASUREMENT)[text.stem]
     assert measured
@@ -306,28 +313,57 @@ def test_prompts_do_not_begin_twice(tmp_path: Path) -> None:
     assert not any("BEGINNING" in prompt for prompt in prompts)
 
 
-def test_rotations_for_other_groups_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mean of bits counts scales and zero points, so its plan depends on the group size."""
-    groups: list[int | None] = []
+class Fits:
+    """Fits that leave empty files, and one dump."""
 
-    def fitted(folder: CalibrationFolder, recipe: str, options: FitOptions, out: Path) -> Path:
-        groups.append(options.group_size)
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.groups: list[int] = []
+        self.dumps = 0
+        patch.setattr(calibrating, "run_dump", self.dump)
+        patch.setattr(calibrating, "run_fit", self.fit)
+
+    def fit(self, folder: CalibrationFolder, recipe: str, options: FitOptions, out: Path) -> Path:
+        self.groups.append(options.group_size)
         out.mkdir(parents=True)
         for side in "kv":
             (out / f"{side}_rotation_x.safetensors").touch()
         return out
 
-    def dumped(request: DumpRequest) -> CalibrationFolder:
-        return CalibrationFolder.of(request.root, "m", "prompts", request.tokens, 8, request.settings.group_size)
+    def dump(self, request: DumpRequest) -> CalibrationFolder:
+        self.dumps += 1
+        return CalibrationFolder(request.root)
 
-    monkeypatch.setattr(calibrating, "run_dump", dumped)
-    monkeypatch.setattr(calibrating, "run_fit", fitted)
-    texts = Texts(AutoTokenizer.from_pretrained(MODEL))
-    for group in (64, 128, 64, 128):
-        settings = model_settings("m").overridden(group_size=group)
-        folder = Calibration(settings, {}, texts, 8192, tmp_path, ()).rotations(Fit("plus", "3.0"))
-        assert folder.parent.name.endswith(f"_group{group}")
-    assert groups == [64, 128]
+
+def test_groups_of_all_sizes_are_fitted_to_one_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean of bits counts scales and zero points, so its plan depends on the group size."""
+    fits, texts = Fits(monkeypatch), Texts(AutoTokenizer.from_pretrained(MODEL))
+    found = []
+    for own, group in ((64, None), (128, None), (128, 64), (64, 128)):
+        settings = model_settings("m").overridden(group_size=own)
+        found.append(Calibration(settings, {}, texts, 8192, tmp_path, ()).rotations(Row("plus", "3.0", group=group)))
+    assert fits.groups == [64, 128]
+    assert found == [found[0], found[1]] * 2
+
+
+def test_a_fit_is_not_older_than_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed recipe fits anew, to the same dump; answers that depend on it are asked anew, as its files differ."""
+    package = tmp_path / "oscar_rotation"
+    recipe = package / "recipes" / "plus.py"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("KEY_ROWS = 1\n")
+    module = ModuleType("oscar_rotation")
+    module.__file__ = str(package / "__init__.py")
+    monkeypatch.setattr(calibrating, "FITTING", {module: ()})
+    fits, texts = Fits(monkeypatch), Texts(AutoTokenizer.from_pretrained(MODEL))
+    calibration = Calibration(model_settings("m"), {}, texts, 8192, tmp_path / "out", ())
+    first = calibration.rotations(Row("plus"))
+    assert calibration.rotations(Row("plus")) == first
+    recipe.write_text("KEY_ROWS = 2\n")
+    assert calibration.rotations(Row("plus")) != first
+    forget_fits(tmp_path / "out")
+    calibration.rotations(Row("plus"))
+    assert (len(fits.groups), fits.dumps) == (3, 1)
+    assert calibration.prepare().exists()
 
 
 def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.weights.origin import WEIGHT_FILES, cached_snapshot
 
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab.*", "merges.txt")
@@ -49,6 +50,22 @@ def model_files(model: str) -> dict[str, Any]:
             if path.suffix in WEIGHT_FILES
         }
     return found
+
+
+def model_folder(model: str) -> Path:
+    """Where a model's files are on this machine.
+
+    Args:
+        model: folder or hub id.
+
+    Raises:
+        DataError: the hub's files are not here.
+    """
+    if (folder := Path(model)).is_dir():
+        return folder
+    if (snapshot := cached_snapshot(model)) is None:
+        raise DataError(f"{model}: its files are not on this machine; name a folder")
+    return snapshot
 
 
 def sample_digest(path: Path) -> str:

@@ -9,12 +9,14 @@ from typing import Any
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import DEFAULT
 from sglang_oscar.calibration.rotation_driver import rotation_files
+from sglang_oscar.calibration.weight_files import file_digest
 from sglang_oscar.cpu.server import has_gpu
-from sglang_oscar.evaluation.methods import K_PATH, RECIPE_OF, V_PATH, Method, contents, make_method
-from sglang_oscar.evaluation.prove.calibration import Fit
+from sglang_oscar.evaluation.methods import K_PATH, V_PATH, Method, contents, make_method
+from sglang_oscar.evaluation.prove.fp8_scales import SCALES
+from sglang_oscar.evaluation.prove.rows import Row
 
-BF16, FP8, INT2, NAIVE = "bf16", "fp8", "int2", "naive"
-CACHES = (BF16, FP8, INT2, NAIVE)
+BF16, FP8, FP8_SCALED, INT2, NAIVE = "bf16", "fp8", "fp8-scaled", "int2", "naive"
+CACHES = (BF16, FP8, FP8_SCALED, INT2, NAIVE)
 """Names on the command line. ``naive`` is INT2 without rotation, windows and clipping: what a bad cache looks like."""
 
 
@@ -29,6 +31,7 @@ class Cache:
         args: flags of its server.
         env: variables of its server.
         optional: a server that does not start is a remark, not a failure.
+        model: folder that its server loads instead of the model's: one of :mod:`fp8_scales`.
     """
 
     name: str
@@ -37,10 +40,12 @@ class Cache:
     args: tuple[str, ...]
     env: dict[str, str]
     optional: bool = False
+    model: Path | None = None
 
     def settings(self) -> dict[str, Any]:
         """What answers depend on: flags, and variables with the content of files instead of their names."""
-        return {"args": self.args, "env": contents(self.env)}
+        scales = {} if self.model is None else {"scales": file_digest(self.model / SCALES)}
+        return {"args": self.args, "env": contents(self.env)} | scales
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class CacheMaker:
     """Makes caches of one model.
 
     Args:
-        settings: of the model; its group size is that of the int2 caches.
+        settings: of the model; its group size is that of int2 caches that do not say.
         config: of the model.
         flags: of the user.
         longest: tokens of the longest prompt.
@@ -92,26 +97,31 @@ class CacheMaker:
 
     def fp8(self) -> Cache:
         """SGLang's own 8-bit cache, without scales."""
-        method = Method(FP8, "FP8 (e4m3)")
-        made = self._cache(method, FP8, ("--kv-cache-dtype", "fp8_e4m3", *self.flags.fp8))
-        return Cache(made.name, made.title, 8.0, made.args, made.env, optional=True)
+        made = self._cache(Method(FP8, "FP8 (e4m3)"), FP8, ("--kv-cache-dtype", "fp8_e4m3", *self.flags.fp8))
+        return replace(made, bits=8.0, optional=True)
+
+    def fp8_scaled(self, model: Path) -> Cache:
+        """The same with a scale of keys and of values per layer, which ``model`` brings."""
+        return replace(self.fp8(), name=FP8_SCALED, title="FP8 (e4m3), scales by layer", model=model)
 
     def naive(self) -> Cache:
         """INT2 without all that makes it work."""
         return self._cache(make_method(NAIVE, self.settings), NAIVE, self.flags.int2)
 
-    def fitted(self, fit: Fit, rotations: Path) -> Cache:
-        """INT2 with rotations that were fitted on the spot.
+    def row(self, row: Row, rotations: Path | None = None) -> Cache:
+        """INT2 as a row says.
+
+        Args:
+            row: which.
+            rotations: folder of its files where it is fitted.
 
         Raises:
             RotationFileError: the folder does not hold one file per side.
         """
-        name = next(method for method, of in RECIPE_OF.items() if of == fit.recipe)
-        method = make_method(name, self.settings, rotations)
-        label = INT2 if fit.recipe == DEFAULT else f"{INT2}-{fit.recipe}"
-        if fit.bits is not None:
-            method, label = replace(method, title=f"{method.title}{fit.wish}"), f"{label}{fit.suffix}"
-        return self._cache(method, label, self.flags.int2)
+        settings = self.settings.overridden(group_size=row.group)
+        method = make_method(row.method, settings, rotations)
+        label = (INT2 if row.recipe == DEFAULT else f"{INT2}-{row.recipe}") + row.suffix
+        return self._cache(replace(method, title=method.title + row.wish), label, self.flags.int2)
 
     def given(self, keys: Path, values: Path) -> Cache:
         """INT2 with the user's rotation files, which say their recipe."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shutil
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +13,30 @@ from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.texts import read_documents
+from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipe_options import bit_goal
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.calibration.rotation_driver import rotation_files, run_fit
+from sglang_oscar.evaluation.prove.fp8_scales import scaled_model
+from sglang_oscar.evaluation.prove.machine import FITTING, source_digest
+from sglang_oscar.evaluation.prove.rows import Row
 from sglang_oscar.evaluation.prove.store import fingerprint
 from sglang_oscar.evaluation.prove.texts import CALIBRATION, Texts
 
 LENGTH = 1024
 """Tokens of a calibration text."""
+FITS = "fits"
+"""Folder of fits in that of a calibration."""
 FEWEST = 8
 """Calibration texts; a user's file that makes fewer is refused."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Rotations to be fitted.
-
-    Attributes:
-        recipe: one of :data:`oscar_rotation.recipes.FITTED`.
-        bits: what ``--bits`` asks for; None for the recipe's own two.
-        by_model: whether the model itself says, on the calibration texts, where a mean of ``bits`` is needed.
-    """
-
-    recipe: str
-    bits: str | None = None
-    by_model: bool = False
-
-    @property
-    def wish(self) -> str:
-        """What is asked of bits, for tables; empty without."""
-        return "" if self.bits is None else f", --bits {self.bits}" + (", by the model" if self.by_model else "")
-
-    @property
-    def suffix(self) -> str:
-        """The same for names."""
-        return "" if self.bits is None else f"-{self.bits}" + ("-by-model" if self.by_model else "")
-
-    @property
-    def title(self) -> str:
-        """In tables."""
-        return f"recipe {self.recipe}{self.wish}"
+def forget_fits(folder: Path) -> None:
+    """Remove the fits of all calibrations in the folder of a run, not their dumps."""
+    for fits in folder.glob(f"calibration-*/{FITS}"):
+        shutil.rmtree(fits)
 
 
 class Calibration:
@@ -81,6 +65,7 @@ class Calibration:
         self.settings, self.texts, self.tokens, self.server_args = settings, texts, tokens, server_args
         depends = {"model": identity, "text": texts.fingerprint(CALIBRATION), "tokens": tokens, "args": server_args}
         self.root = folder / f"calibration-{fingerprint(depends)}"
+        self.fits = self.root / FITS
 
     def prepare(self) -> Path:
         """Write the calibration texts, unless an earlier run did; returns their file.
@@ -98,27 +83,47 @@ class Calibration:
             write_text_atomically(path, "\n".join(rows) + "\n")
         return path
 
-    def rotations(self, fit: Fit) -> Path:
-        """Folder with the rotation files of a fit.
+    @cached_property
+    def dumped(self) -> CalibrationFolder:
+        """The dump, made where it is not there; rows with groups of any size are fitted to it.
 
         Raises:
             DataError: too little calibration text, or the server recorded too little.
-            DumpError, RotationFileError: the fit failed.
+            DumpError: there is a broken one.
             ServerFailedError: the dumping server did not start or ended.
         """
-        name = CalibrationFolder(Path()).rotations(fit.recipe).name + fit.suffix.replace("-", "_")
+        settings = self.settings.overridden(group_size=DEFAULT_GROUP_SIZE)
+        return run_dump(
+            DumpRequest(settings, self.root, str(self.prepare()), self.tokens, server_args=self.server_args)
+        )
+
+    def rotations(self, row: Row) -> Path:
+        """Folder with the rotation files of a row.
+
+        Raises:
+            DataError, DumpError, ServerFailedError: see :attr:`dumped`.
+            DumpError, RotationFileError: the fit failed.
+        """
         # A mean of bits counts scales and zero points, so a plan for groups of one size is none for another.
-        group = self.settings.group_size
-        for folder in sorted(self.root.rglob(f"*_group{group}/{name}")):
-            try:
-                rotation_files(folder)
-            except RotationFileError:
-                continue  # A fit that was interrupted.
-            return folder
-        prompts = self.prepare()
-        dump = DumpRequest(self.settings, self.root, str(prompts), self.tokens, server_args=self.server_args)
-        dumped = run_dump(dump)
-        # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
-        text = read_documents(prompts) if fit.by_model else None
-        options = FitOptions(group_size=group, bits=bit_goal(fit.bits), text=text)
-        return run_fit(dumped, fit.recipe, options, out=dumped.path / name)
+        group = row.group or self.settings.group_size
+        fit = replace(row, group=group)
+        # What a changed package fits is not what the old one fitted.
+        key = fingerprint({"row": asdict(fit), "code": source_digest(FITTING)})
+        folder = self.fits / f"{fit.recipe}{fit.suffix}-{key}"
+        try:
+            rotation_files(folder)
+        except RotationFileError:  # There is none, or one that was interrupted.
+            # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
+            text = read_documents(self.prepare()) if row.by_model else None
+            options = FitOptions(group_size=group, bits=bit_goal(row.bits), text=text)
+            run_fit(self.dumped, row.recipe, options, out=folder)
+        return folder
+
+    def scaled_model(self, model: Path) -> Path:
+        """The model with scales of an FP8 cache, as :func:`fp8_scales.scaled_model` makes it.
+
+        Raises:
+            DataError: SGLang takes none for this model.
+            DumpError, ServerFailedError: see :attr:`dumped`.
+        """
+        return scaled_model(model, lambda: self.dumped.dump, self.root / "fp8-scaled")

@@ -11,30 +11,26 @@ from typing import Any
 
 import typer
 
-from oscar_rotation.errors import DumpError, RotationFileError
 from sglang_oscar.calibration.commands import driver_errors
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.model_files import context_length, load_config, load_tokenizer
 from sglang_oscar.calibration.option_groups import NAME, ServerOptions, with_groups
-from sglang_oscar.calibration.weight_files import model_files
-from sglang_oscar.errors import Int2Error
-from sglang_oscar.evaluation.prove.caches import BF16, FP8, INT2, NAIVE, Cache, CacheMaker
-from sglang_oscar.evaluation.prove.calibration import Calibration, Fit
+from sglang_oscar.calibration.weight_files import model_files, model_folder
+from sglang_oscar.evaluation.prove.caches import BF16, FP8, FP8_SCALED, INT2, NAIVE, Cache, CacheMaker
+from sglang_oscar.evaluation.prove.calibration import Calibration, forget_fits
 from sglang_oscar.evaluation.prove.machine import machine
 from sglang_oscar.evaluation.prove.measure_options import MeasureOptions
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.options import CacheOptions
 from sglang_oscar.evaluation.prove.report import collect, write_report
-from sglang_oscar.evaluation.prove.run import Outcome, Plan, ProveError, prove
+from sglang_oscar.evaluation.prove.rows import Row
+from sglang_oscar.evaluation.prove.run import Plan, ProveError, Prover
+from sglang_oscar.evaluation.prove.several import Makers, ask_all
 from sglang_oscar.evaluation.prove.store import Store
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
-from sglang_oscar.local_server import ServerFailedError
 
 GROUP = 128
 """Channels per group unless a head has fewer."""
-
-Makers = dict[str, Callable[[], Cache]]
-"""Name of a cache -> what makes it, in the order in which caches are asked; INT2 is fitted when its turn comes."""
 
 
 @with_groups
@@ -43,6 +39,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     begin = time.monotonic()
     settings = servers.settings(str(Path(name).resolve()) if Path(name).is_dir() else name, None)
     caches.given()
+    caches.check_memory(servers.flags)
     with driver_errors():
         config, tokenizer = load_config(settings), load_tokenizer(settings)
         settings = settings.overridden(group_size=caches.group_size or min(GROUP, _head_dim(config)))
@@ -54,13 +51,15 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
         store, out = Store(measures.out), measures.out
         if not measures.resume:
             store.clear()
+            forget_fits(out)
         out.mkdir(parents=True, exist_ok=True)
         identity, here = model_files(settings.model), machine()
         depends = {"model": identity, "machine": here, "text": material.texts.fingerprint(MEASUREMENT)}
-        plan = Plan(settings, chosen, store, out, depends, material.size.at_once)
+        plan = Plan(settings, chosen, store, out, depends, material.size.at_once, caches.servers)
         maker = CacheMaker(settings, config, caches.flags(servers.flags), material.context)
         makers = _makers(caches, maker, identity, material, out)
-        asked, outcome = _ask_all(plan, makers)
+        prover = Prover(plan, typer.echo)
+        asked, outcome = _ask(prover, makers), prover.outcome
         for measure in chosen:
             if remark := getattr(measure, "remark", None):
                 outcome.remark(f"{measure.title}: {remark}")
@@ -73,32 +72,20 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
         raise typer.Exit(1)
 
 
-def _ask_all(plan: Plan, makers: Makers) -> tuple[list[Cache], Outcome]:
-    """Ask every cache that can be made; what cannot becomes a remark.
+def _ask(prover: Prover, makers: Makers) -> list[Cache]:
+    """As :func:`ask_all`, with its errors as a line and an exit code.
 
     Raises:
         typer.Exit: the BF16 cache could not be asked (1), or the user interrupted (130).
     """
-    asked: list[Cache] = []
-    outcome = Outcome()
     try:
-        for name, make in makers.items():
-            try:
-                cache = make()
-            except (DataError, DumpError, Int2Error, RotationFileError, ServerFailedError) as error:
-                # The first line is the fault; of a dumping server that ended, its log follows.
-                outcome.remark(f"{name}: left out, {str(error).splitlines()[0]}", failed=True)
-                typer.echo(outcome.remarks[-1], err=True)
-                continue
-            asked.append(cache)
-            prove(plan, cache, outcome, typer.echo)
+        return ask_all(prover, makers)
     except ProveError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; answers so far are in {plan.folder}, the same command goes on", err=True)
+        typer.echo(f"interrupted; answers so far are in {prover.plan.folder}, the same command goes on", err=True)
         raise typer.Exit(130) from None
-    return asked, outcome
 
 
 def _makers(caches: CacheOptions, maker: CacheMaker, identity: dict[str, Any], material: Material, out: Path) -> Makers:
@@ -107,27 +94,29 @@ def _makers(caches: CacheOptions, maker: CacheMaker, identity: dict[str, Any], m
     Raises:
         DataError: rotations are to be fitted and there is too little text.
     """
-    given, flags = caches.given(), maker.flags
-    found: Makers = {BF16: maker.bf16}
-    if FP8 in caches.names():
+    given, names = caches.given(), caches.names()
+    rows = caches.rows() if INT2 in names and given is None else ()
+    args = (*maker.defaults, *maker.flags.common, *maker.flags.bf16)
+    calibration = Calibration(maker.settings, identity, material.texts, material.size.calibration_tokens, out, args)
+    if FP8_SCALED in names or any(row.fitted for row in rows):
+        calibration.prepare()
+    found: dict[str, Callable[[], Cache]] = {BF16: maker.bf16}
+    if FP8 in names:
         found[FP8] = maker.fp8
-    if INT2 in caches.names() and given is not None:
+    if FP8_SCALED in names:
+        found[FP8_SCALED] = lambda: maker.fp8_scaled(calibration.scaled_model(model_folder(maker.settings.model)))
+    if given is not None and INT2 in names:
         made = maker.given(*given)  # Now: files that do not fit the model should not cost the time of two servers.
         found[INT2] = lambda: made
-    elif INT2 in caches.names():
-        args = (*maker.defaults, *flags.common, *flags.bf16)
-        tokens = material.size.calibration_tokens
-        calibration = Calibration(maker.settings, identity, material.texts, tokens, out, args)
-        calibration.prepare()
-        for fit in caches.fits():
-            found[f"{INT2}, {fit.title}"] = _fitted(maker, calibration, fit)
-    if NAIVE in caches.names():
+    for row in rows:
+        found[f"{INT2}, {row.title}"] = _row(maker, calibration, row)
+    if NAIVE in names:
         found[NAIVE] = maker.naive
     return found
 
 
-def _fitted(maker: CacheMaker, calibration: Calibration, fit: Fit) -> Callable[[], Cache]:
-    return lambda: maker.fitted(fit, calibration.rotations(fit))
+def _row(maker: CacheMaker, calibration: Calibration, row: Row) -> Callable[[], Cache]:
+    return lambda: maker.row(row, calibration.rotations(row) if row.fitted else None)
 
 
 def _head_dim(config: Any) -> int:

@@ -9,11 +9,15 @@ from typing import Annotated
 
 import typer
 
-from oscar_rotation.recipe_options import bit_goal, needs_mean, refuse_bits
-from oscar_rotation.recipes import DEFAULT, FITTED
+from oscar_rotation.recipe_options import bit_goal
+from oscar_rotation.recipes import DEFAULT
+from sglang_oscar.cpu.server import has_gpu
 from sglang_oscar.evaluation.prove.caches import BF16, CACHES, FP8, INT2, Flags, given_rotations
-from sglang_oscar.evaluation.prove.calibration import Fit
 from sglang_oscar.evaluation.prove.names import known
+from sglang_oscar.evaluation.prove.rows import PLAIN, ROWS, Row, parse_rows
+
+LIMIT = "--max-total-tokens"
+"""What tells a server how much memory its cache may take."""
 
 
 def _flags(text: str, option: str) -> tuple[str, ...]:
@@ -36,11 +40,18 @@ class CacheOptions:
         typer.Option(help=f"Of {', '.join(CACHES)}; repeatable; default: all but naive. BF16 is always there."),
     ] = None
     recipe: Annotated[
-        list[str] | None, typer.Option(help=f"To fit, of {', '.join(FITTED)}; repeatable; default: {DEFAULT}.")
+        list[str] | None,
+        typer.Option(
+            help=f"Row of the int2 cache, of {', '.join(ROWS)}; NAME:GROUP:BITS gives it a group size and bits of its "
+            f"own (paper:64, focus::2.5); repeatable; default: {DEFAULT}."
+        ),
     ] = None
     bits: Annotated[
         list[str] | None,
-        typer.Option(help="To fit each recipe for: a mean or widths, as in `oscar fit`; repeatable; default: k2v2."),
+        typer.Option(
+            help="To fit each recipe without bits of its own for: a mean or widths, as in `oscar fit`; repeatable; "
+            f"default: {PLAIN}."
+        ),
     ] = None
     bits_by_model: Annotated[
         bool,
@@ -56,6 +67,14 @@ class CacheOptions:
     group_size: Annotated[
         int | None, typer.Option(help="Channels that share a scale; default: 128, or the head's channels.")
     ] = None
+    servers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Servers that are asked at the same time, BF16's first; on a GPU they share it, and --server-args "
+            "must say how much memory each takes.",
+        ),
+    ] = 1
     bf16_args: Annotated[str, typer.Option(help="Further flags of the BF16 server and of the dump.")] = ""
     fp8_args: Annotated[str, typer.Option(help="Further flags of the FP8 server; default: those of BF16.")] = ""
     int2_args: Annotated[str, typer.Option(help="Further flags of int2 servers.")] = ""
@@ -67,7 +86,7 @@ class CacheOptions:
         for option, value in (fitted | files).items():
             if value and INT2 not in names:
                 raise typer.BadParameter(f"has no meaning without --cache {INT2}", param_hint=option)
-        self.fits()
+        self.rows()
         self.flags(())
 
     def names(self) -> tuple[str, ...]:
@@ -75,30 +94,19 @@ class CacheOptions:
         chosen = known(self.cache or [BF16, FP8, INT2], CACHES, "--cache")
         return chosen if BF16 in chosen else (BF16, *chosen)
 
-    def fits(self) -> tuple[Fit, ...]:
-        """What is fitted: every recipe, for all that ``--bits`` asks for."""
+    def rows(self) -> tuple[Row, ...]:
+        """Rows of the int2 cache that are made here; none where the user gives rotations."""
         for option, values in (("--recipe", self.recipe), ("--bits", self.bits)):
             if values and (self.rotations or self.k_rotation or self.v_rotation):
                 raise typer.BadParameter("is for rotations that are fitted; some are given", param_hint=option)
-        recipes = known(self.recipe or [DEFAULT], tuple(FITTED), "--recipe")
-        for text in self.bits or ():
-            bit_goal(text)
-            for recipe in recipes:
-                refuse_bits(FITTED[recipe])
-        # The default by its name is the default, whose answers an earlier run may have left.
-        goals = {None if text == "k2v2" else text: bit_goal(text) for text in self.bits or (None,)}
-        means = {text for text, goal in goals.items() if goal is not None and goal.mean is not None}
-        if self.bits_by_model:
-            needs_mean(bit_goal(next(iter(means), None)), "--bits-by-model")
-        asked = {text: self.bits_by_model and text in means for text in goals}
-        return tuple(Fit(recipe, text, by_model) for recipe in recipes for text, by_model in asked.items())
+        return parse_rows(self.recipe or [DEFAULT], self.bits or [], self.bits_by_model)
 
     def check_rows(self, head_dim: int, group_size: int) -> None:
         """Refuse groups and means that no row of the model has, before a server is started.
 
         Args:
             head_dim: channels of a head of the model.
-            group_size: channels that share a scale.
+            group_size: channels that share a scale, where a row does not say.
 
         Raises:
             typer.BadParameter: one of them.
@@ -107,16 +115,34 @@ class CacheOptions:
 
         from oscar_kernels.layout import RowLayout
 
-        option = "--group-size"
-        try:
-            if self.group_size is not None:
-                RowLayout(1, head_dim, group_size, torch.bfloat16)
-            option = "--bits"
-            for goal in map(bit_goal, self.bits or ()):
+        for row in self.rows():
+            group = row.group or group_size
+            option = "--recipe" if row.group else "--group-size"
+            try:
+                if row.group or self.group_size:
+                    RowLayout(1, head_dim, group, torch.bfloat16)
+                option = "--bits"
+                goal = bit_goal(row.bits)
                 if goal is not None and goal.mean is not None:
-                    goal.widths(head_dim, group_size)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint=option) from error
+                    goal.widths(head_dim, group)
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint=option) from error
+
+    def check_memory(self, common: tuple[str, ...]) -> None:
+        """Refuse several servers on a GPU that do not say how much of it each takes: the first would take nearly all.
+
+        Args:
+            common: flags of every server.
+
+        Raises:
+            typer.BadParameter: they do not.
+        """
+        if self.servers > 1 and has_gpu() and not any(flag.split("=")[0] == LIMIT for flag in common):
+            raise typer.BadParameter(
+                f"{self.servers} servers on one GPU need a limit of memory each, such as "
+                f'--server-args "--mem-fraction-static 0.45 {LIMIT} 200000"',
+                param_hint="--servers",
+            )
 
     def given(self) -> tuple[Path, Path] | None:
         """The user's rotation files."""
