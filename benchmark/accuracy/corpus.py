@@ -7,8 +7,11 @@ models were not trained on, are always ``report``. A docstring is in the part of
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +74,26 @@ TEXTS: dict[str, Callable[[str, Render], Iterator[str]]] = {
 }
 
 
+def texts_of(path: Path, render: Render) -> Iterator[str]:
+    """Texts of a JSON Lines file, .gz or not: lines with "text", "messages", or "question" and "answer".
+
+    Raises:
+        SystemExit: a line is none of these.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line)
+            if "question" in row and "answer" in row:
+                asked = {"role": "user", "content": row["question"]}
+                row = {"messages": [asked, {"role": "assistant", "content": row["answer"]}]}
+            if "messages" in row:
+                yield render(row["messages"])
+            elif "text" in row:
+                yield row["text"]
+            else:
+                raise SystemExit(f"error: {path}:{number}: a line needs text, messages, or question and answer")
+
+
 class Corpus:
     """Tokens of every kind and part.
 
@@ -93,17 +116,22 @@ class Corpus:
         if kind not in TEXTS or part not in PARTS:
             raise ValueError(f"there is no text of kind {kind!r}, part {part!r}; kinds: {KINDS}, parts: {PARTS}")
         if (kind, part) not in self.known:
-            ids: list[int] = []
-            for text in TEXTS[kind](part, self.render):
-                ids += self.backend.encode(text, add_special_tokens=False).ids
-                if self.end is not None:
-                    ids.append(self.end)
-                if len(ids) >= limit:
-                    break
-            if not ids:
+            found = self.encoded(TEXTS[kind](part, self.render), limit)
+            if not len(found):
                 raise ValueError(f"this machine has no text of kind {kind!r} for the part {part!r}")
-            self.known[kind, part] = np.array(ids[:limit], dtype=np.int64)
+            self.known[kind, part] = found
         return self.known[kind, part]
+
+    def encoded(self, texts: Iterable[str], limit: int = 200_000) -> np.ndarray:
+        """int64 [<= limit]: texts one after the other, each with an end-of-text token behind it."""
+        ids: list[int] = []
+        for text in texts:
+            ids += self.backend.encode(text, add_special_tokens=False).ids
+            if self.end is not None:
+                ids.append(self.end)
+            if len(ids) >= limit:
+                break
+        return np.array(ids[:limit], dtype=np.int64)
 
     def lines(self, part: str) -> tuple[str, ...]:
         """Lines of source files, for documents that questions are asked about."""

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 
-def resumed(out: Path, size: str, split: str) -> dict[str, Any]:
+def resumed(out: Path, size: str, split: str, calibration: str | None = None) -> dict[str, Any]:
     """What an earlier run saved for the models.
 
     Args:
         out: its results.
-        size, split: of the run that goes on.
+        size, split, calibration: of the run that goes on.
 
     Raises:
         SystemExit: it measured something else, and its rows would stand beside others.
@@ -20,7 +20,9 @@ def resumed(out: Path, size: str, split: str) -> dict[str, Any]:
     before = json.loads(out.read_text(encoding="utf-8"))
     models: dict[str, Any] = before["models"]
     splits = {found["split"] for found in models.values()}
-    for what, old, now in (("size", {before["size"]}, size), ("split", splits, split)):
+    texts = {found.get("calibration") or "each method's own" for found in models.values()}
+    pairs = ("split", splits, split), ("calibration", texts, calibration or "each method's own")
+    for what, old, now in (("size", {before["size"]}, size), *pairs):
         if old - {now}:
             raise SystemExit(f"error: {out} has rows of {what} {', '.join(sorted(old))}, not {now}; name another --out")
     return models
@@ -29,6 +31,8 @@ def resumed(out: Path, size: str, split: str) -> dict[str, Any]:
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Several runs' results as one, rows of the same model and regime together; of a row the last run wins."""
     out = {**runs[0], "models": {}, "seconds": max(run["seconds"] for run in runs)}
+    if commands := dict.fromkeys(run["command"] for run in runs if "command" in run):
+        out["command"] = "; ".join(commands)
     for run in runs:
         for model, found in run["models"].items():
             known = out["models"].setdefault(model, {**found, "regimes": {}})["regimes"]

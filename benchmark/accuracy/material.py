@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from accuracy import plan
-from accuracy.corpus import KINDS, Corpus
+from accuracy.corpus import KINDS, Corpus, texts_of
 from reference_model.corpus import held_out_tokens
 from reference_model.evaluate import Questions, calibration_prompts, retrieval_questions
 
@@ -79,25 +81,28 @@ class RealMaterial:
     Args:
         tokenizer: of transformers.
         split: "report" or "choice", the part that is measured on; calibration is always on "train".
+        more: files of further text for calibration on all kinds (:func:`accuracy.corpus.texts_of`).
     """
 
     kinds = KINDS
     domains = ("retrieval", "text", *KINDS, "mixed", "broad")
 
-    def __init__(self, tokenizer: Any, split: str) -> None:
+    def __init__(self, tokenizer: Any, split: str, more: Sequence[Path] = ()) -> None:
         self.corpus = Corpus(tokenizer)
+        self.more = [self.corpus.encoded(texts_of(path, self.corpus.render)) for path in more]
         self.part = {"report": "report", "choice": "choose"}[split]
         self.seed = plan.SPLITS[split].seed
 
     def calibration(self, domain: str) -> torch.Tensor:
-        """Retrieval prompts, text of one kind ("text" is source), or sequences of each of the five: "mixed" has two of
-        each, "broad" eight, as many tokens as a dump has by default."""
+        """Retrieval prompts, text of one kind ("text" is source), or sequences of each of the five, and of each further
+        file: "mixed" has two of each, "broad" eight, as many tokens as a dump has by default."""
         prompts = self._prompts()
         if domain == "retrieval":
             return prompts
         if domain in SEQUENCES:
             count = SEQUENCES[domain]
             kinds = [self._windows(kind, count, prompts.shape[1]) for kind in KINDS]
+            kinds += [plan.text_windows(tokens, (0, None), count, prompts.shape[1]) for tokens in self.more]
             # One of each and then one of each again: what is held out at the end has its like before it.
             return torch.stack([prompts[:count], *kinds], 1).flatten(0, 1)
         return self._windows("source" if domain == "text" else domain, *prompts.shape)

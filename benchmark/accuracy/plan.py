@@ -45,8 +45,41 @@ REAL = (*EVERYWHERE, "focus", "bits", "broad bits", "codebooks", "broad codebook
 """Tables of a real model, in this order: every method, the parts of the recipe that was made on one, bits of keys and
 values, codes of pairs of channels, and calibration on one kind of text. Broad ones are calibrated on all kinds."""
 
-EVERY_LENGTH = (*EVERYWHERE, "bits", "broad bits", "broad codebooks")
+EVERY_LENGTH = (*EVERYWHERE, "bits", "broad bits", "codebooks", "broad codebooks")
 """Tables whose methods are asked about documents of every length, not of the first alone."""
+
+
+PUBLISHED = (
+    "FP8", "FP8, calibrated scale", "NVFP4", "naive INT2 g128", "naive INT4 g128", "KIVI-2", "Kitty",
+    "QuaRot-INT2 g128", "QuaRot-INT2 g64", "Saw-INT4", "RotateKV g128", "TurboQuant K3V3", "OScaR g32",
+    "KVarN K2V2", "KVarN K4V2", "Block-GTQ K2V2, windows", "NOVA-KV", "OSCAR g128", "OSCAR g64",
+)  # fmt: skip
+PLUS, FOCUS = "plus g128", "focus g128, served form"
+SERVED = (
+    PLUS, "plus g64", f"{PLUS}, --bits 2.5", f"{PLUS}, --bits 3.0", FOCUS, "focus g64, served form",
+    *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "2.75", "k3v2", "3.0", "3.5")),
+    *(f"{FOCUS}, --bits {goal}, by the model" for goal in ("2.5", "3.0")),
+)  # fmt: skip
+CODEBOOKS = (
+    f"{FOCUS}, keys as fitted fours", f"{FOCUS}, keys as fitted fours, values as normal fours",
+    f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
+)  # fmt: skip
+WIDTHS = (2, 3, 4, 16)
+
+
+def chart_name(recipe: str, keys: int, values: int) -> str:
+    """The row of a recipe with ``keys`` and ``values`` bits, of :data:`WIDTHS` each."""
+    if keys == values == WIDTHS[-1]:
+        return "BF16"
+    return recipe if keys == values == WIDTHS[0] else f"{recipe}, --bits k{keys}v{values}"
+
+
+SETS = {
+    "real": ("BF16", *PUBLISHED, *SERVED, *CODEBOOKS),
+    "chart": tuple(chart_name(recipe, k, v) for recipe in (FOCUS, PLUS) for k in WIDTHS for v in WIDTHS),
+}
+"""Named sets of methods: what a real model of some size is measured with, and every width of keys with every width of
+values."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +89,8 @@ class Size:
     Attributes:
         contexts, context, tail: language: sequences, their tokens, decoded tokens of each. The first
             :data:`LAYER_CONTEXTS` are measured layer by layer.
-        lengths: documents of retrieval, in tokens; ablations are asked about the first only.
+        lengths: documents of retrieval, in tokens, those that a model's context has no room for left out; ablations
+            are asked about the first only.
         documents, questions: of retrieval, per length.
         long_contexts: lengths at which the attention KL of :data:`FIGURES` is measured.
         tables: of methods; others are left out.
@@ -69,7 +103,7 @@ class Size:
     contexts: int = 48
     context: int = 2048
     tail: int = 512
-    lengths: tuple[int, ...] = (1024, 4096)
+    lengths: tuple[int, ...] = (1024, 4096, 16384)
     documents: int = 12
     questions: int = 4
     long_contexts: tuple[int, ...] = (1024, 2048, 4096)

@@ -19,7 +19,8 @@ TITLES = {
     "domains": "The recipe focus, by calibration text",
     "bits": "Bits of keys and values",
     "broad bits": "Bits, calibrated on all kinds of text",
-    "codebooks": "Codebooks of pairs of channels",
+    "chart": "Every width of keys with every width of values",
+    "codebooks": "Codebooks of pairs and fours of channels",
     "broad codebooks": "Codebooks of pairs of channels, calibrated on all kinds of text",
     "beyond": "Beyond the recipe focus",
 }

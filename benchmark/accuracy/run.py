@@ -5,6 +5,7 @@
     python benchmark/accuracy/run.py --size reduced                   # for two CPU cores
     python benchmark/accuracy/run.py --model results/real_model       # a real model, made by scripts/real_model.sh
     python benchmark/accuracy/run.py --size long --only plus --only "OSCAR g" --model DIR  # few methods, much text
+    python benchmark/accuracy/run.py --model NAME=DIR --methods real --calibrate broad --part 1/2  # half of a named set
     python benchmark/accuracy/run.py --server-only --out server.json  # real servers of the shipped model, over HTTP
     python benchmark/accuracy/run.py --from a.json --from b.json      # the report again, of several runs
 
@@ -17,9 +18,11 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import re
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,19 +35,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from accuracy import plan  # noqa: E402
-from accuracy.attention import all_layers_attend, prefill_then_decode  # noqa: E402
-from accuracy.calibration import Calibration, calibrate  # noqa: E402
+from accuracy.attention import all_layers_attend  # noqa: E402
+from accuracy.bench import Bench  # noqa: E402
 from accuracy.earlier_runs import merged, resumed  # noqa: E402
 from accuracy.material import Material, RealMaterial, ShippedMaterial  # noqa: E402
-from accuracy.measures.language import Language  # noqa: E402
-from accuracy.measures.layers import Layers  # noqa: E402
 from accuracy.measures.outliers import common_direction, outlier_statistics  # noqa: E402
-from accuracy.measures.retrieval import Retrieval  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
 from accuracy.methods.base import Method  # noqa: E402
 from accuracy.models import REGIMES, Regime, apply_regime, is_shipped, load  # noqa: E402
-from accuracy.session import Session  # noqa: E402
-from oscar_rotation.threads import one_thread  # noqa: E402
+from oscar_rotation.atomic import write_text_atomically  # noqa: E402
 
 MODEL = ROOT / "models" / "reference"
 
@@ -52,17 +51,31 @@ MODEL = ROOT / "models" / "reference"
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="model folder or id (default: models/reference); repeatable")
+    parser.add_argument(
+        "--model", action="append", help="folder or id, or NAME=FOLDER (default: models/reference); repeatable"
+    )
     parser.add_argument("--size", choices=[*plan.SIZES], help="default: full on a GPU, reduced on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", action="append", help="methods whose name contains this, and BF16; repeatable")
     parser.add_argument("--table", action="append", help="tables of methods instead of the size's; repeatable")
+    parser.add_argument(
+        "--methods", action="append", choices=[*plan.SETS], help="a named set of methods instead of tables; repeatable"
+    )
+    parser.add_argument("--part", type=part, default=(1, 1), help="I/N: every N-th of the methods, from the I-th on")
+    parser.add_argument(
+        "--length", action="append", type=int, help="documents of retrieval, in tokens, instead of the size's"
+    )
+    parser.add_argument(
+        "--calibrate", choices=RealMaterial.domains, help="text that all methods of a real model are calibrated on"
+    )
+    parser.add_argument("--text", action="append", type=Path, default=[], help="more of it: JSON Lines; repeatable")
     parser.add_argument("--regime", action="append", help="regimes instead of the size's; repeatable")
     parser.add_argument("--split", choices=[*plan.SPLITS], default="report", help="documents and text to measure on")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "accuracy.json", help="results")
     parser.add_argument(
         "--from", dest="sources", action="append", type=Path, help="report on these results; repeatable"
     )
+    parser.add_argument("--merge", type=Path, help="with --from: write them as one file")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out holds, measure the others")
     parser.add_argument("--no-server", action="store_true", help="start no servers")
     parser.add_argument("--server-only", action="store_true", help="nothing but servers")
@@ -71,114 +84,54 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Bench:
-    """One model in one regime.
+def part(text: str) -> tuple[int, int]:
+    """I/N of the command line.
 
-    Args:
-        model: in that regime.
-        material: what it is calibrated on and asked.
-        size: how much to measure.
+    Raises:
+        argparse.ArgumentTypeError: it is no such thing.
     """
-
-    def __init__(self, model: Any, material: Material, size: plan.Size) -> None:
-        self.model, self.material = model, material
-        self.calibrations: dict[str, Calibration] = {}
-        batch = max(1, size.batch_tokens // size.context)
-        first, *others = material.kinds
-        ids = material.text(first, size.contexts, size.context)
-        self.language = Language(model, ids, size.tail, batch)
-        self.kinds = {
-            kind: Language(
-                model, material.text(kind, size.kind_contexts, size.kind_context), size.kind_tail, batch, hidden=False
-            )
-            for kind in others
-        }
-        self.layers = Layers(one_batch(model, ids[: plan.LAYER_CONTEXTS], size.tail))
-        self.long = {
-            n: Layers(one_batch(model, material.text(first, plan.LONG_CONTEXTS, n), 64)) for n in size.long_contexts
-        }
-        self.retrieval = {
-            length: Retrieval(
-                model,
-                material.questions(length, size.documents, size.questions),
-                max(1, size.batch_tokens // length),
-            )
-            for length in size.lengths
-        }
-
-    def calibration(self, domain: str) -> Calibration:
-        """Activations of calibration text of a domain."""
-        if domain not in self.calibrations:
-            self.calibrations[domain] = calibrate(self.model, self.material.calibration(domain))
-        return self.calibrations[domain]
-
-    @torch.no_grad()
-    def row(self, method: Method) -> dict[str, Any]:
-        """Fit a method and measure everything."""
-        calibration = self.calibration(getattr(method, "domain", "retrieval"))
-        begin = time.time()
-        # Many small factorizations: threads that wait for each other cost more than they save.
-        with one_thread():
-            method.fit(calibration)
-        row: dict[str, Any] = {
-            "table": method.table,
-            "source": method.source,
-            "fit_seconds": round(time.time() - begin, 1),
-            "bits": {str(n): method.bits_per_element(calibration.head_dim, n) for n in (2048, 32768, 131072)},
-            "language": self.language.measure(method),
-            "retrieval": {
-                str(n): task.measure(method)
-                for index, (n, task) in enumerate(self.retrieval.items())
-                if index == 0 or method.table in plan.EVERY_LENGTH
-            },
-        }
-        if self.kinds:
-            row["kinds"] = {kind: language.measure(method) for kind, language in self.kinds.items()}
-        if method.table in plan.EVERYWHERE or method.name in plan.FIGURES:
-            row["layers"] = self.layers.measure(method)
-        if method.name in plan.FIGURES:
-            row["kl_by_length"] = {
-                str(n): vars_of(layers.measure(method), "attention_kl") for n, layers in self.long.items()
-            }
-        return row
-
-
-def one_batch(model: Any, ids: torch.Tensor, tail: int) -> Session:
-    """Contexts whose last ``tail`` tokens are decoded."""
-    return Session(model, ids, prefill_then_decode(ids.shape[1], ids.shape[1] - tail))
-
-
-def vars_of(measured: dict[str, Any], name: str) -> dict[str, float]:
-    """The interval of one measurement."""
-    return measured["intervals"][name]
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def measure_model(
     source: str,
     size: plan.Size,
-    split: str,
-    device: str,
-    only: list[str],
+    args: argparse.Namespace,
     save: Callable[[dict[str, Any]], None],
     known: dict[str, Any],
-) -> dict[str, Any]:
+) -> list[str]:
     """All regimes and methods on one model; ``save`` is given what there is after every row.
 
     Regimes are of the shipped models whose layers all attend; any other is measured as it is, one that was not trained
     here on four kinds of text. Rows of ``known``, what an earlier run saved, are kept and not measured again.
+
+    Returns:
+        names of methods that failed.
+
+    Raises:
+        SystemExit: text of a real model for a shipped one.
     """
-    model, tokenizer = load(source, device)
     shipped = is_shipped(source)
-    material: Material = (ShippedMaterial if shipped else RealMaterial)(tokenizer, split)
+    if shipped and (args.calibrate or args.text):
+        raise SystemExit(f"error: {source} is calibrated on its own text; leave out --calibrate and --text")
+    model, tokenizer = load(source, args.device)
+    material: Material = (
+        ShippedMaterial(tokenizer, args.split) if shipped else RealMaterial(tokenizer, args.split, args.text)
+    )
     trained = {name: tensor.clone() for name, tensor in model.state_dict().items()} if shipped else {}
-    out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "regimes": {}, "split": split}
+    out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "regimes": {}, "split": args.split}
+    out |= {"calibration": args.calibrate} if args.calibrate else {}
+    failed: list[str] = []
     regimes = [r for r in REGIMES if r.name in size.regimes] if shipped and all_layers_attend(model) else [REGIMES[0]]
     for regime in regimes:
         begin = time.time()
         if shipped:
             apply_regime(model, trained, material.calibration("retrieval"), regime)
-        bench = Bench(model, material, size)
-        calibration = bench.calibration("retrieval")
+        bench = Bench(model, material, size, args.calibrate)
+        calibration = bench.calibration(args.calibrate or "retrieval")
         found: dict[str, Any] = {
             "factors": {"keys": regime.keys, "values": regime.values},
             "outliers": outlier_statistics(calibration),
@@ -187,32 +140,45 @@ def measure_model(
         }
         out["regimes"][regime.name] = found
         print(f"{source}, {regime.name}: ready after {time.time() - begin:.0f} s", flush=True)
-        left = chosen_methods(regime, size, only, not shipped, set(found["rows"]))
-        for name, row in rows(bench, left):
+        for name, row in rows(bench, chosen_methods(regime, size, args, not shipped, set(found["rows"]))):
+            if row is None:
+                failed.append(name)
+                continue
             found["rows"][name] = row
             found["seconds"] = round(time.time() - begin, 1)
             save(out)
         print(f"{source}, {regime.name}: {time.time() - begin:.0f} s", flush=True)
-    return out
+    return failed
 
 
-def chosen_methods(regime: Regime, size: plan.Size, only: list[str], real: bool, done: set[str]) -> list[Method]:
-    """Methods that are wanted in a regime and not done, those of a real model table by table."""
-    chosen = [
-        method
-        for name, method in all_methods().items()
-        if plan.wanted(method, regime.name, size, real)
-        and (not only or name == "BF16" or any(x in name for x in only))
-        and name not in done
-    ]
-    return sorted(chosen, key=lambda method: size.real_tables.index(method.table)) if real else chosen
+def chosen_methods(
+    regime: Regime, size: plan.Size, args: argparse.Namespace, real: bool, done: set[str]
+) -> list[Method]:
+    """Methods that are wanted in a regime and not done: of named sets in their order, else those of a real model table
+    by table."""
+    known = all_methods()
+    if args.methods:
+        chosen = [known[name] for name in dict.fromkeys(name for of in args.methods for name in plan.SETS[of])]
+    else:
+        chosen = [method for method in known.values() if plan.wanted(method, regime.name, size, real)]
+        if real:
+            chosen.sort(key=lambda method: size.real_tables.index(method.table))
+    if args.only:
+        chosen = [x for x in chosen if x.name == "BF16" or any(part in x.name for part in args.only)]
+    begin, step = args.part
+    return [method for method in chosen[begin - 1 :: step] if method.name not in done]
 
 
-def rows(bench: Bench, methods: list[Method]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and rows of methods, as they come."""
+def rows(bench: Bench, methods: list[Method]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Names and rows of methods, as they come; None for one that failed, which does not stop the others."""
     for method in methods:
         begin = time.time()
-        row = bench.row(method)
+        try:
+            row = bench.row(method)
+        except Exception:
+            traceback.print_exc()
+            yield method.name, None
+            continue
         recalled = " ".join(f"{x['accuracy']['mean']:.2f}" for x in row["retrieval"].values())
         language = row["language"]
         line = f"ppl {language['perplexity']['mean']:9.3f}  kl {language['kl']['mean']:8.5f}"
@@ -225,7 +191,11 @@ def rows(bench: Bench, methods: list[Method]) -> Iterator[tuple[str, dict[str, A
 
 
 def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
-    """Every model of the command line; the results are written to ``args.out`` as they come."""
+    """Every model of the command line; the results are written to ``args.out`` as they come.
+
+    Raises:
+        SystemExit: rows of ``args.out`` that this run would not measure so, or methods that failed.
+    """
     torch.set_grad_enabled(False)
     begin = time.time()
     results: dict[str, Any] = {
@@ -238,27 +208,31 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.resume and args.out.is_file():
-        results["models"] = resumed(args.out, size_name, args.split)
+        results["models"] = resumed(args.out, size_name, args.split, args.calibrate)
+
+    def write() -> None:
+        results["seconds"] = round(time.time() - begin)
+        write_text_atomically(args.out, json.dumps(results) + "\n")
 
     def save(name: str, found: dict[str, Any]) -> None:
         results["models"][name] = found
-        results["seconds"] = round(time.time() - begin)
-        args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+        write()
 
     size = plan.SIZES[size_name]
     tables = {"tables": tuple(args.table), "real_tables": tuple(args.table)} if args.table else {}
-    size = replace(size, regimes=tuple(args.regime or size.regimes), **tables)
-    sources = [] if args.server_only else args.model or [str(MODEL)]
-    for source in sources:
-        keep = partial(save, Path(source).name)
-        known = results["models"].get(Path(source).name, {})
-        measure_model(source, size, args.split, args.device, args.only or [], keep, known)
+    lengths = tuple(args.length or size.lengths)
+    size = replace(size, regimes=tuple(args.regime or size.regimes), lengths=lengths, **tables)
+    failed: list[str] = []
+    for given in [] if args.server_only else args.model or [str(MODEL)]:
+        name, source = given.split("=", 1) if "=" in given else (Path(given).name, given)
+        failed += measure_model(source, size, args, partial(save, name), results["models"].get(name, {}))
     if not args.no_server:
         from accuracy.server import measure_server
 
         results["server"] = measure_server(MODEL)
-    results["seconds"] = round(time.time() - begin)
-    args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    write()
+    if failed:
+        raise SystemExit(f"error: {len(failed)} methods failed, the others are in {args.out}: {', '.join(failed)}")
     return results
 
 
@@ -267,6 +241,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.sources:
         results = merged([json.loads(path.read_text(encoding="utf-8")) for path in args.sources])
+        if args.merge:
+            write_text_atomically(args.merge, json.dumps(results) + "\n")
+            print(f"wrote {args.merge}")
     else:
         size_name = args.size or ("full" if args.device.startswith("cuda") else "reduced")
         results = merged([measure(args, size_name)])

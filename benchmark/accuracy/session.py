@@ -29,27 +29,32 @@ class Session:
     """Sequences of one length and schedule.
 
     Whatever the method, tokens that find an empty cache before them compute the same; their keys and values are kept
-    and the rest is run per method. Models with linear layers are run from the beginning, and tell as much as others.
+    and the rest is run per method. Sequences that begin alike share them. Models with linear layers are run from the
+    beginning, and tell as much as others.
 
     Args:
         model: a Hugging Face causal language model.
         ids: int64 [batch, n].
         schedule: of all sequences alike.
+        told: first token that :meth:`run` tells about; by default the first that does not compute the same.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, ids: torch.Tensor, schedule: Schedule) -> None:
+    def __init__(self, model: Any, ids: torch.Tensor, schedule: Schedule, told: int | None = None) -> None:
         self.model, self.schedule = model, schedule
         self.ids = ids.to(model.device)
         seen = (schedule.seen > 0).nonzero()
-        self.told = self.first = min(int(seen[0]) if len(seen) else schedule.length - 1, schedule.decode_from)
+        self.first = min(int(seen[0]) if len(seen) else schedule.length - 1, schedule.decode_from)
+        self.told = self.first if told is None else told
+        self.first = min(self.first, self.told)
         if not all_layers_attend(model):
             self.first = 0  # not every release of transformers goes on from the state of a linear layer
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.first:
             cache = DynamicCache()
+            beginnings, self.which = self.ids[:, : self.first].unique(dim=0, return_inverse=True)
             with reading(model, CacheView()):
-                model.model(self.ids[:, : self.first], past_key_values=cache, use_cache=True)
+                model.model(beginnings, past_key_values=cache, use_cache=True)
             self.prefix = [(layer.keys, layer.values) for layer in cache.layers]
 
     @torch.no_grad()
@@ -57,16 +62,17 @@ class Session:
         """The tokens behind the exact beginning, through ``view``."""
         cache = DynamicCache() if self.prefix else None
         for layer, (k, v) in enumerate(self.prefix):
-            cache.update(k, v, layer)
+            cache.update(k[self.which], v[self.which], layer)
         with reading(self.model, view):
             out = self.model(
                 self.ids[:, self.first :],
                 past_key_values=cache,
                 use_cache=cache is not None,
                 output_hidden_states=hidden,
+                logits_to_keep=self.schedule.length - self.told,
             )
         told = slice(self.told - self.first, None)
-        return Tail(out.logits[:, told].float(), tuple(x[:, told] for x in out.hidden_states) if hidden else ())
+        return Tail(out.logits.float(), tuple(x[:, told] for x in out.hidden_states) if hidden else ())
 
     def activations(self) -> list[tuple[LayerActivations, Any]]:
         """Exact q of the last m tokens, k and v of all, [batch, heads, tokens, d], and the module, layer by layer."""

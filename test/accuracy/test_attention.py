@@ -143,6 +143,22 @@ def test_equals_the_server_step_by_step(prompt: int, chunk: int, prefix: int) ->
     assert (exact - wanted).abs().max() > 0.1
 
 
+def test_a_beginning_that_sequences_share_is_computed_once() -> None:
+    """As each of them alone; and only what is asked for is told."""
+    model, method = build("qwen3").float().eval(), Rows()
+    ids = torch.randint(VOCABULARY, (3, 100), generator=torch.Generator().manual_seed(4))
+    ids[1, :80] = ids[0, :80]
+    schedule = prefill_then_decode(100, 90, prefix=64)
+    together = Session(model, ids, schedule)
+    assert len(together.prefix[0][0]) == 2
+    view = method.view(schedule)
+    logits = together.run(view).logits
+    for row in range(3):
+        torch.testing.assert_close(logits[row], Session(model, ids[row : row + 1], schedule).run(view).logits[0])
+    told = Session(model, ids, schedule, told=95).run(view).logits
+    torch.testing.assert_close(told, logits[:, 95 - together.first :])
+
+
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 64), st.integers(0, 200), st.integers(0, 40))
 @settings(max_examples=150)
 def test_windows_are_the_servers(length: int, prompt: int, chunk: int, prefix: int, recent: int) -> None:

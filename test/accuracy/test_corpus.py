@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import sys
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
-from accuracy.corpus import KINDS, PARTS, TEXTS, Corpus, part_of, plain_chat, python_sources  # noqa: E402
+from accuracy.corpus import KINDS, PARTS, TEXTS, Corpus, part_of, plain_chat, python_sources, texts_of  # noqa: E402
 from accuracy.material import SEQUENCES, RealMaterial  # noqa: E402
 from reference_model.corpus import held_out_tokens  # noqa: E402
 from reference_model.retrieval import HELD_OUT  # noqa: E402
@@ -52,13 +54,32 @@ def test_report_text_is_that_of_the_shipped_models(tokenizer) -> None:
     assert np.array_equal(tokens, held_out_tokens(tokenizer.backend_tokenizer, 50_000))
 
 
-def test_material_of_a_real_model(tokenizer) -> None:
+def test_lines_of_further_text(tmp_path: Path) -> None:
+    """Text, messages or a question, compressed or not; any other line is refused."""
+    chat = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]
+    rows = [{"text": "alone"}, {"messages": chat}, {"question": "asked", "answer": "said"}]
+    lines = "\n".join(map(json.dumps, rows))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "b.jsonl").write_text(lines + '\n{"prompt": "x"}\n')
+    wanted = ["alone", plain_chat(chat), plain_chat(chat)]
+    assert list(texts_of(tmp_path / "a.jsonl.gz", plain_chat)) == wanted
+    found = texts_of(tmp_path / "b.jsonl", plain_chat)
+    assert list(islice(found, 3)) == wanted
+    with pytest.raises(SystemExit, match=r"b\.jsonl:4: a line needs text, messages, or question and answer"):
+        next(found)
+
+
+def test_material_of_a_real_model(tokenizer, tmp_path: Path) -> None:
     """Contexts of every kind, calibration of every domain in one shape, questions from lines of the measured part."""
-    material = RealMaterial(tokenizer, "choice")
+    more = tmp_path / "more.jsonl"
+    more.write_text(json.dumps({"text": "alone " * 900}))
+    material = RealMaterial(tokenizer, "choice", [more])
     shapes = {material.calibration(domain).shape for domain in material.domains if domain not in SEQUENCES}
     ((_, length),) = shapes
     for domain, of_each in SEQUENCES.items():
-        assert material.calibration(domain).shape == (5 * of_each, length)
+        found = material.calibration(domain)
+        assert found.shape == (6 * of_each, length)
+        assert [tokenizer.decode(row).count("alone") > 300 for row in found] == of_each * ([False] * 5 + [True])
     for kind in material.kinds:
         assert material.text(kind, 3, 400).shape == (3, 400)
     asked = material.questions(800, 1, 2)

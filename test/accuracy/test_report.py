@@ -16,8 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
 from accuracy.earlier_runs import merged, resumed  # noqa: E402
+from accuracy.models import REGIMES  # noqa: E402
+from accuracy.plan import SETS, SIZES  # noqa: E402
 from accuracy.report import lines, share  # noqa: E402
-from accuracy.run import parse_args  # noqa: E402
+from accuracy.run import chosen_methods, parse_args  # noqa: E402
 from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
 
 
@@ -63,17 +65,38 @@ def test_runs_are_merged_by_model_and_regime() -> None:
     assert list(out["models"]) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("more", "fault"), [(["--split", "choice"], "split report, not choice"),
-                                             (["--size", "full"], "size tiny, not full"), ([], None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        (["--split", "choice"], "split report, not choice"),
+        (["--size", "full"], "size tiny, not full"),
+        (["--calibrate", "broad"], "calibration each method's own, not broad"),
+        ([], None),
+    ],
+)
 def test_a_run_goes_on_with_what_it_measured_only(tmp_path: Path, more: list[str], fault: str | None) -> None:
     out = tmp_path / "accuracy.json"
     out.write_text(json.dumps({"size": "tiny", "models": {"a": {"split": "report", "regimes": {}}}}))
     args = parse_args(["--resume", "--size", "tiny", "--out", str(out), *more])
     if fault is None:
-        assert list(resumed(out, args.size, args.split)) == ["a"]
+        assert list(resumed(out, args.size, args.split, args.calibrate)) == ["a"]
         return
     with pytest.raises(SystemExit, match=f"has rows of {fault}; name another --out"):
-        resumed(out, args.size, args.split)
+        resumed(out, args.size, args.split, args.calibrate)
+
+
+def test_parts_of_a_named_set_are_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [parse_args(["--methods", "real", "--methods", "chart", "--part", f"{n}/3"]) for n in (1, 2, 3)]
+    chosen = [[method.name for method in chosen_methods(REGIMES[0], SIZES["full"], x, True, set())] for x in parts]
+    names = dict.fromkeys((*SETS["real"], *SETS["chart"]))
+    assert sorted(name for names in chosen for name in names) == sorted(names)
+    assert chosen[0][0] == "BF16"
+    done = chosen_methods(REGIMES[0], SIZES["full"], parts[0], True, {"BF16"})
+    assert [method.name for method in done] == chosen[0][1:]
+    for wrong in ("3", "0/2", "3/2"):
+        with pytest.raises(SystemExit):
+            parse_args(["--part", wrong])
+        assert "must be I/N with I from 1 to N" in capsys.readouterr().err
 
 
 def test_a_real_model_has_kinds_of_text_and_tables_of_its_own() -> None:

@@ -35,14 +35,15 @@ class Retrieval:
         prefix = max(0, prompt - RECOMPUTED) // PAGE * PAGE
         ids = torch.cat([questions.prompts, questions.answers], 1)
         schedule = prefill_then_decode(prompt + answer, prompt, prefix=prefix)
-        self.sessions = [Session(model, chunk, schedule) for chunk in ids.split(batch)]
+        # What comes before an answer's token says whether that is right.
+        self.sessions = [Session(model, chunk, schedule, told=prompt - 1) for chunk in ids.split(batch)]
 
     def correct(self, method: Method) -> torch.Tensor:
         """bool [questions]: whether the whole answer is right."""
         size = self.questions.answers.shape[1]
         right = []
         for session in self.sessions:
-            logits = session.run(method.view(session.schedule)).logits[:, -size - 1 : -1]
+            logits = session.run(method.view(session.schedule)).logits[:, :-1]
             right.append((logits.argmax(-1) == session.ids[:, -size:]).all(1).cpu())
         return torch.cat(right)
 

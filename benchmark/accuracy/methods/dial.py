@@ -12,10 +12,9 @@ from accuracy.calibration import Calibration
 from accuracy.methods.base import Method, RowMethod
 from accuracy.methods.focus import ServedFocus
 from accuracy.methods.plus import Plus
-from accuracy.quantizers import uniform_bits
-from oscar_kernels.layout import BITS
+from oscar_kernels.layout import BITS, EXACT, WIDTHS
 from oscar_rotation.dump import DumpChunk
-from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
 from oscar_rotation.fit.bits import from_two_bits, layer_losses
 from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, Request, moved, requests
 from oscar_rotation.fit.model_losses import model_losses
@@ -89,9 +88,13 @@ class Dial(Method):
         return model_losses(calibration.model, calibration.ids, reads, TAIL, positions)
 
     def _key(self, layer: int, k: torch.Tensor, bits: int) -> torch.Tensor:
+        if bits == EXACT:
+            return k.float()
         return self.base.read_keys(layer, k, KEY_ROWS[bits], 1 << bits)
 
     def _value(self, layer: int, v: torch.Tensor, bits: int) -> torch.Tensor:
+        if bits == EXACT:
+            return v.float()
         return self.base.read_values(layer, v, VALUE_ROWS[bits], 1 << bits)
 
     def keys(self, layer: int, k: torch.Tensor) -> torch.Tensor:
@@ -105,14 +108,22 @@ class Dial(Method):
     def stored_bits(self, head_dim: int) -> tuple[float, float]:
         """See :class:`Method`."""
         group = min(self.base.group, head_dim)
-        keys, values = (sum(uniform_bits(bits, group) for bits in side) / len(side) for side in self.bits)
+        keys, values = (float(sum(stored_bits(bits, group) for bits in side) / len(side)) for side in self.bits)
         return keys, values
 
 
 RECIPES: tuple[Callable[[], RowMethod], ...] = (partial(Plus, group=64), ServedFocus)
 GOALS = ("k3v2", "k4v2", "k3v3", "k4v4", "2.75", "3.0", "3.25", "3.5", "4.0")
-WIDE = ("k3v2", "2.5", "2.75", "3.0")
+WIDE_RECIPES: tuple[Callable[[], RowMethod], ...] = (partial(Plus, group=128), partial(ServedFocus, group=128))
+WIDE = ("k3v2", "2.5", "2.75", "3.0", "3.5", "4.0")
 """With groups of 128 channels: 2.25 bits are the least, and 2.5 compare with groups of 64 at two bits."""
+
+CHART = [
+    goal
+    for goal in (f"k{keys}v{values}" for keys in WIDTHS for values in WIDTHS)
+    if goal not in (*WIDE, f"k{BITS[0]}v{BITS[0]}", f"k{EXACT}v{EXACT}")
+]
+"""Every width of keys with every width of values, but what are rows already: of this list, the recipe and BF16."""
 
 BROAD: tuple[Callable[[], RowMethod], ...] = (
     partial(Plus, group=64, label="calibrated on all kinds", domain="mixed"),
@@ -121,6 +132,8 @@ BROAD: tuple[Callable[[], RowMethod], ...] = (
 FEW = ("k3v2", "2.75", "3.0", "3.5", "4.0")
 
 METHODS = [partial(Dial, make, goal) for make in RECIPES for goal in GOALS]
-METHODS += [partial(Dial, partial(Plus, group=128), goal) for goal in WIDE]
+METHODS += [partial(Dial, make, goal) for make in WIDE_RECIPES for goal in WIDE]
+METHODS += [partial(Dial, make, goal, by_model=True) for make in WIDE_RECIPES[1:] for goal in WIDE[1:4]]
+METHODS += [partial(Dial, make, goal, table="chart") for make in WIDE_RECIPES for goal in CHART]
 METHODS += [partial(Dial, make, goal, table="broad bits") for make in BROAD for goal in FEW]
 METHODS += [partial(Dial, make, goal, by_model=True, table="broad bits") for make in BROAD for goal in FEW[1:]]

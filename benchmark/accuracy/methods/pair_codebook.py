@@ -131,6 +131,7 @@ METHODS = [
         for group in (128, 64)
         for label, points in (("Lloyd-Max levels", "levels"), ("16 points per pair, of calibration", "calibration"))
     ),
+    partial(FocusPairs, group=128, label="16 points per pair, of calibration", points="calibration", table="codebooks"),
     partial(
         FocusPairs,
         label="calibrated on all kinds, 41K tokens, 16 points per pair, of calibration",
