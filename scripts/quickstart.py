@@ -19,7 +19,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import real_model
@@ -33,8 +32,8 @@ from tokenizers import Tokenizer
 
 from reference_model.retrieval import Document, build_document
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
-from sglang_oscar.evaluation.methods import bits_per_element
 from sglang_oscar.evaluation.prove.machine import machine
+from sglang_oscar.evaluation.server_facts import ask as ask_facts
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 CALIBRATION_SEED = 1000
@@ -111,9 +110,8 @@ def evaluate(job: ShippedJob, method: Method, lengths: list[int], documents: int
                 status.update(f"{label}: {documents * job.facts} questions at {length} tokens")
                 texts = [build_document(count, length, job.facts, seed) for seed in range(documents)]
                 row["exact"][str(length)] = sum(ask(job, server, text) for text in texts) / (documents * job.facts)
+            row["bits"] = ask_facts(server.url).bits
             row["kv_tokens"] = requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
-    config = SimpleNamespace(**json.loads((job.model / "config.json").read_text()))
-    row["bits"] = 16.0 if method.group is None else bits_per_element(config, method.group, method.env)
     row["seconds"] = round(time.monotonic() - begin, 1)
     shown = ", ".join(f"{score:.2f} at {length}" for length, score in row["exact"].items())
     console.print(f"{label}: {shown} ({row['seconds']:.0f} s)", highlight=False)

@@ -9,17 +9,24 @@ from pathlib import Path
 
 import pytest
 import typer
+from click.testing import Result
 from pyarrow import parquet
+from typer.testing import CliRunner
 
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.calibration.data import local_data_sets
 from sglang_oscar.calibration.errors import DataError, HarnessError
+from sglang_oscar.cli import app
+from sglang_oscar.evaluation import runner
+from sglang_oscar.evaluation.answers import Answers, count
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS
 from sglang_oscar.evaluation.commands import local_data
 from sglang_oscar.evaluation.harness import RunRequest, check_harness, read_result, run, stage, task_config
 from sglang_oscar.evaluation.methods import make_method
-from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
+from sglang_oscar.evaluation.runner import EvaluationPlan, RunningServer, evaluate
+from sglang_oscar.evaluation.server_facts import read
 from support.benchmark_data import ROWS, aime_rows, write_rows
+from support.server_answers import INT2, answering, server_info
 
 STUB = '''#!{python}
 """Stands in for the harness: answers every row, or dies as the file "crash" says."""
@@ -45,6 +52,12 @@ data = next(iter(config["dataset_args"].values()))
 rows = range(parquet.read_metadata(Path(data["local_path"]) / (data["eval_split"] + ".parquet")).num_rows)
 folder = work / "reviews" / "model"
 folder.mkdir(parents=True)
+predictions = work / "predictions" / "model"
+predictions.mkdir(parents=True)
+with open(predictions / "set_default.jsonl", "w") as file:
+    for index, _ in enumerate(rows):
+        choice = {{"stop_reason": {stop!r}, "message": {{"content": "ANSWER: 3"}}}}
+        file.write(json.dumps({{"index": index, "model_output": {{"choices": [choice]}}}}) + "\\n")
 with open(folder / "set_default.jsonl", "w") as file:
     for index, _ in enumerate(rows):
         score = {{"value": {{"acc": index % 2}}, "main_score_name": "acc"}}
@@ -52,14 +65,19 @@ with open(folder / "set_default.jsonl", "w") as file:
 '''
 
 
+RUNNING = RunningServer("http://x", read(server_info()))
+
+
 class Stub:
     """A stand-in harness and what it was asked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stop: str = "stop") -> None:
         self.calls, self.crash = folder / "calls", folder / "crash"
         self.calls.write_text("")
         self.python = folder / "python"
-        self.python.write_text(STUB.format(python=sys.executable, calls=str(self.calls), crash=str(self.crash)))
+        self.python.write_text(
+            STUB.format(python=sys.executable, calls=str(self.calls), crash=str(self.crash), stop=stop)
+        )
         self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
 
     def asked(self) -> list[list[object]]:
@@ -90,6 +108,7 @@ def test_a_run_is_scored_and_not_repeated(tmp_path: Path, stub: Stub) -> None:
     first = run(request(tmp_path))
     assert first["score"] == pytest.approx(100 / 3)
     assert list(first["scores"].values()) == [0.0, 1.0, 0.0]
+    assert first["answers"] == {"asked": 3, "answered": 3, "cut_off": 0}
     assert run(request(tmp_path, url="http://127.0.0.1:2")) == first
     assert len(stub.asked()) == 1
 
@@ -188,7 +207,7 @@ def test_a_plan_runs_what_is_missing_only(tmp_path: Path, stub: Stub) -> None:
     settings = model_settings("qwen3-8B")
     data = {name: write_rows(tmp_path / f"{name}.jsonl", ROWS[name]()) for name in ("gpqa", "aime25")}
     plan = EvaluationPlan(
-        settings, tmp_path / "out", ("gpqa", "aime25"), (make_method("bf16", settings),), (0, 1), data, url="http://x"
+        settings, tmp_path / "out", ("gpqa", "aime25"), (make_method("bf16", settings),), (0, 1), data, running=RUNNING
     )
     stub.crash.write_text("killed")
     with pytest.raises(HarnessError, match="killed"):
@@ -200,3 +219,59 @@ def test_a_plan_runs_what_is_missing_only(tmp_path: Path, stub: Stub) -> None:
     evaluate(plan, said.append)
     assert said[-1] == "BF16: 4 runs done, 0 to do"
     assert len(stub.asked()) == 5
+
+
+def eval_of(url: str, folder: Path, *arguments: str) -> Result:
+    data = write_rows(folder / "aime25.jsonl", aime_rows())
+    command = ["eval", "qwen3-8B", "--benchmarks", "aime25", "--seeds", "1", "--data", f"aime25={data}", "--url", url]
+    return CliRunner().invoke(app, [*command, "--root", str(folder / "root"), *arguments])
+
+
+def test_a_row_is_called_what_the_server_says(tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "model_files", lambda model: {})
+    with answering(server_info()) as url:
+        done = eval_of(url, tmp_path / "a")
+    assert done.exit_code == 0, done.output
+    assert "| BF16 | 16.00 | 33.33 |" in done.output
+    assert "BF16: AIME25 seed 0: 33.33 (3 asked, 3 answered, 0 cut off)" in done.output
+    with answering(server_info(INT2)) as url:
+        done = eval_of(url, tmp_path / "b")
+        assert "| INT2, recipe plus | 2.29 | 33.33 |" in done.output
+        again = eval_of(url, tmp_path / "c", "--methods", "bf16")
+    assert (again.exit_code, "the running server is plus (INT2, recipe plus)" in again.output) == (1, True)
+    (written,) = (tmp_path / "b").rglob("results.json")
+    assert json.loads(written.read_text())["rows"][0]["server"]["int2"] == INT2
+    with answering(server_info(INT2 | {"fingerprint": "cd" * 32})) as url:
+        other = eval_of(url, tmp_path / "b")
+    assert "was begun with server.facts.int2.fingerprint" in other.output
+
+
+def test_no_answer_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten answers that were all cut off were a score of 0.00 and exit status 0."""
+    monkeypatch.setattr(runner, "model_files", lambda model: {})
+    monkeypatch.setenv("OSCAR_HARNESS_PYTHON", str(Stub(tmp_path, "max_tokens").python))
+    with answering(server_info()) as url:
+        done = eval_of(url, tmp_path)
+    assert done.exit_code == 1
+    assert "| BF16 | 16.00 | no answer |" in done.output
+    assert "error: BF16, AIME25: all answers were cut off: this is no score; raise --max-tokens" in done.output
+    assert "33.33" not in done.output
+
+
+def test_how_answers_end(tmp_path: Path) -> None:
+    folder = tmp_path / "predictions/model"
+    folder.mkdir(parents=True)
+    thought = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": ""}]
+    ends = [("stop", "yes"), ("stop", ""), ("max_tokens", "so long\u2028"), ("stop", thought), ("tool_calls", "f")]
+    rows = [
+        {"index": i, "model_output": {"choices": [{"stop_reason": reason, "message": {"content": content}}]}}
+        for i, (reason, content) in enumerate(ends)
+    ]
+    rows += [rows[0], {"index": 5, "model_output": {"choices": []}}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "set_default.jsonl").write_text(text, encoding="utf-8")
+    answers = count(tmp_path, 6)
+    assert (answers.asked, answers.answered, answers.cut_off) == (6, 2, 1)
+    assert Answers(100, 99, 1).warning is None
+    assert Answers(100, 98, 2).warning is not None
+    assert "none was answered (3 asked, 0 answered, 1 cut off)" in (Answers(3, 0, 1).warning or "")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from test_harness_runs import Stub, stub
 
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.calibration.errors import DataError, HarnessError
+from sglang_oscar.evaluation import runner
 from sglang_oscar.evaluation.methods import make_method
 from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
+from sglang_oscar.evaluation.server_facts import read
 from support.benchmark_data import ROWS, write_rows
+from support.server_answers import INT2, server_info
 
 __all__ = ["stub"]
 FILES = ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt")
@@ -29,6 +34,13 @@ def rotations(folder: Path, content: bytes = b"fitted") -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of methods are named, not started, and say what they are."""
+    monkeypatch.setattr(runner, "method_server", lambda plan, method: nullcontext(SimpleNamespace(url="http://x")))
+    monkeypatch.setattr(runner, "ask", lambda url: read(server_info(INT2)))
+
+
 def make_plan(tmp_path: Path, model: str = "qwen3-8B", file_clips: bool = False, **more: Any) -> EvaluationPlan:
     """OSCAR of a model with its own ROT_DIR, which lies beside those of others."""
     settings = model_settings(model)
@@ -36,7 +48,7 @@ def make_plan(tmp_path: Path, model: str = "qwen3-8B", file_clips: bool = False,
     method = make_method("oscar", settings, folder if folder.exists() else rotations(folder), file_clips=file_clips)
     data = tmp_path / "aime25.jsonl"
     local = {"aime25": data if data.exists() else write_rows(data, ROWS["aime25"]())}
-    plan = EvaluationPlan(settings, tmp_path / "zoo", ("aime25",), (method,), (0,), local, url="http://x")
+    plan = EvaluationPlan(settings, tmp_path / "zoo", ("aime25",), (method,), (0,), local)
     return replace(plan, **more)
 
 

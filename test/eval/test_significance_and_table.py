@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_oscar.calibration.errors import HarnessError
 from sglang_oscar.evaluation.runner import scores_of
 from sglang_oscar.evaluation.significance import mean_and_std, paired_test
-from sglang_oscar.evaluation.table import collect, markdown, write_tables
+from sglang_oscar.evaluation.table import collect, markdown, warnings, write_tables
 
 
 def test_mean_and_sample_deviation() -> None:
@@ -51,12 +52,21 @@ def test_a_constant_difference_is_not_a_crash() -> None:
     assert (test.difference, test.low, test.p_value) == (-1.0, None, 2 * 0.5**6)
 
 
-def result(folder: Path, benchmark: str, method: str, seed: int, scores: list[float]) -> None:
+BITS = {"bf16": 16.0, "oscar": 2.28, "naive": 2.25}
+
+
+def result(
+    folder: Path, benchmark: str, method: str, seed: int, scores: list[float], answered: int | None = None
+) -> None:
     path = folder / f"_eval_{benchmark}_{method}" / f"seed{seed}" / "result.json"
     path.parent.mkdir(parents=True)
     answers = {str(i): score for i, score in enumerate(scores)}
     score = 100 * sum(scores) / len(scores)
-    path.write_text(json.dumps({"benchmark": benchmark, "seed": seed, "score": score, "scores": answers}))
+    answered = len(scores) if answered is None else answered
+    server = {"title": "BF16", "bits": BITS[method], "int2": None if method == "bf16" else {"recipe": "paper"}}
+    left = {"benchmark": benchmark, "seed": seed, "score": score, "scores": answers, "server": server}
+    left["answers"] = {"asked": len(scores), "answered": answered, "cut_off": len(scores) - answered}
+    path.write_text(json.dumps(left))
 
 
 def test_table_in_the_papers_form(tmp_path: Path) -> None:
@@ -66,8 +76,8 @@ def test_table_in_the_papers_form(tmp_path: Path) -> None:
     result(tmp_path, "aime25", "bf16", 0, [1, 0])
     result(tmp_path, "aime25", "oscar", 0, [1, 1])
     result(tmp_path, "gpqa", "naive", 0, [0, 0, 0, 0])
-    rows = [(n, t, b, tmp_path) for n, t, b in (("bf16", "BF16", 16.0), ("naive", "Naive INT2", 2.25))]
-    rows.append(("oscar", "OSCAR", 2.28, tmp_path))
+    titles = {"bf16": "plain", "naive": "Naive INT2", "oscar": "OSCAR"}
+    rows = [(name, title, tmp_path) for name, title in titles.items()]
     results = collect(rows, ["gpqa", "aime25"])
     as_json, as_markdown = write_tables(tmp_path, "results", results, "model: accuracy")
     assert json.loads(as_json.read_text()) == results
@@ -76,11 +86,34 @@ def test_table_in_the_papers_form(tmp_path: Path) -> None:
     assert lines[4] == "| BF16 | 16.00 | 87.50 ± 17.68 | 50.00 | 68.75 |  |"
     assert lines[5] == "| Naive INT2 | 2.25 | 0.00 |  |  |  |"
     assert lines[6] == "| OSCAR | 2.28 | 50.00 ± 0.00 | 100.00 | 75.00 | +6.25 |"
+    assert "| BF16 | GPQA | 8 | 8 | 0 |" in lines
     assert any(line.startswith("| OSCAR | GPQA | 4 | -37.50 |") for line in lines)
+    assert "Warning" not in as_markdown.read_text()
     assert "Paired differences from BF16" in as_markdown.read_text()
     alone = collect(rows[2:], ["gpqa"])
     assert "paired" not in alone["rows"][0]
     assert "Paired" not in markdown(alone, "x")
+
+
+def test_no_score_stands_where_nothing_was_answered(tmp_path: Path) -> None:
+    result(tmp_path, "gpqa", "oscar", 0, [0] * 10, answered=0)
+    result(tmp_path, "aime25", "oscar", 0, [1] * 50, answered=49)
+    results = collect([("oscar", "OSCAR", tmp_path)], ["gpqa", "aime25"])
+    lines = markdown(results, "x").splitlines()
+    assert lines[4] == "| OSCAR | 2.28 | no answer | 100.00 |  |  |"
+    assert "| OSCAR | GPQA | 10 | 0 | 10 |" in lines
+    assert (results["rows"][0]["scores"]["gpqa"]["cut_off"], results["rows"][0]["mean"]) == (10, None)
+    (empty,) = warnings(results, only_empty=True)
+    assert empty.startswith("OSCAR, GPQA: all answers were cut off: this is no score; raise --max-tokens")
+    assert "Warning: OSCAR, AIME25: 1 of 50 answers were cut off and count as they stand; raise --max-tokens." in lines
+
+
+def test_results_without_counts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "_eval_gpqa_oscar/seed0/result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"benchmark": "gpqa", "seed": 0, "score": 0.0, "scores": {"0": 0.0}}))
+    with pytest.raises(HarnessError, match=r"did not count answers that were cut off.*remove the folder"):
+        collect([("oscar", "OSCAR", tmp_path)], ["gpqa"])
 
 
 def test_only_the_asked_for_seeds_count(tmp_path: Path) -> None:

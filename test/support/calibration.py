@@ -60,12 +60,12 @@ def script(name: str, *arguments: str) -> list[str]:
     return ["bash", str(ROOT / "rotation" / name), *arguments]
 
 
-def run_script(name: str, *arguments: str) -> str:
-    """Run a script under ``rotation/`` to its end and return what it said."""
+def run_script(name: str, *arguments: str, status: int = 0) -> str:
+    """Run a script under ``rotation/`` to its end, with this exit status, and return what it said."""
     done = subprocess.run(
         script(name, *arguments), env=_environment(), capture_output=True, text=True, timeout=1500, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 

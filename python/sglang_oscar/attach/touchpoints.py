@@ -18,7 +18,7 @@ from sglang_oscar.calibration import dump_hook
 from sglang_oscar.cpu import engine, hybrid_models, transfer
 from sglang_oscar.disaggregation import handshake, retraction, waiting
 from sglang_oscar.hybrids import sizing as hybrid_sizing
-from sglang_oscar.memory import sizing
+from sglang_oscar.memory import facts, sizing
 from sglang_oscar.requests import lifecycle
 from sglang_oscar.sliding_windows import attention as window_attention
 from sglang_oscar.sliding_windows import prefix_hits
@@ -92,7 +92,7 @@ ARGUMENTS: list[Touchpoint] = [
 
 
 SERVING: list[Touchpoint] = [
-    # Memory: dtype, bytes per token, budget, number of requests, pool.
+    # Memory: dtype, bytes per token, budget, number of requests, pool, what a server says of it.
     Touchpoint(at(MEM + "kv_cache_dtype.configure_kv_cache_dtype"), AROUND, sizing.around_configure_kv_cache_dtype),
     Touchpoint(
         at(SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"),
@@ -108,6 +108,7 @@ SERVING: list[Touchpoint] = [
     Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, hybrid_sizing.around_handle_max_mamba_cache),
     Touchpoint(at(CONFIGURATOR + "resolve_max_num_reqs"), AROUND, sizing.around_resolve_max_num_reqs),
     Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
+    Touchpoint(at(SRT + "managers.scheduler.Scheduler.get_internal_state"), AFTER, facts.after_get_internal_state),
     # Requests: prefix hits, rows, sink blocks.
     Touchpoint(at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward),
     Touchpoint(

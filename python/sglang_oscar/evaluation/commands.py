@@ -13,6 +13,7 @@ from oscar_rotation.recipes import PUBLISHED
 from sglang_oscar.calibration.commands import driver_errors
 from sglang_oscar.calibration.data import dataset_label, named_paths
 from sglang_oscar.calibration.dump_driver import DumpRequest
+from sglang_oscar.calibration.errors import HarnessError
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.calibration.model_files import load_config
 from sglang_oscar.calibration.option_groups import (
@@ -24,9 +25,10 @@ from sglang_oscar.calibration.option_groups import (
 )
 from sglang_oscar.evaluation.ablations import ABLATIONS, variant_method
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS, NIAH_SUITE, PAPER_SUITE
-from sglang_oscar.evaluation.methods import RECIPE_OF, TITLES, Method, make_method
-from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
-from sglang_oscar.evaluation.table import collect, write_tables
+from sglang_oscar.evaluation.methods import RECIPE_OF, TITLES, Method, make_method, running_method
+from sglang_oscar.evaluation.runner import EvaluationPlan, RunningServer, evaluate
+from sglang_oscar.evaluation.server_facts import ask
+from sglang_oscar.evaluation.table import collect, warnings, write_tables
 
 SUITES = {"paper": PAPER_SUITE, "niah": NIAH_SUITE}
 
@@ -69,7 +71,7 @@ class RunOptions:
         folder: CalibrationFolder,
         methods: list[Method],
         server_args: tuple[str, ...],
-        url: str | None = None,
+        running: RunningServer | None = None,
     ) -> EvaluationPlan:
         """What to evaluate, with which methods, into which folder."""
         return EvaluationPlan(
@@ -81,7 +83,7 @@ class RunOptions:
             local=local_data(self.data),
             limit=self.limit,
             server_args=server_args,
-            url=url,
+            running=running,
         )
 
 
@@ -145,24 +147,32 @@ def eval_command(
     ] = False,
     url: Annotated[str | None, typer.Option(envvar="SERVER_URL", help="A server that runs; start none.")] = None,
 ) -> None:
-    """Evaluate methods on benchmarks and write a table; finished runs are kept, interrupted ones continued."""
+    """Evaluate methods on benchmarks and write a table; finished runs are kept, interrupted ones continued.
+
+    Of a server that runs, the table says what the server says. Where a benchmark got no answer at all, exit status 1.
+    """
     settings = run.settings(servers.settings(name, calibration.group_size))
-    own = next(method for method, recipe in RECIPE_OF.items() if recipe == settings.recipe)
-    chosen = methods.split(",") if methods else ["bf16", own]
+    named = tuple(methods.split(",")) if methods else ()
     with driver_errors():
-        if rot_dir is not None:
-            folder = CalibrationFolder(rot_dir.resolve().parent)
-        elif set(chosen) & set(RECIPE_OF):
-            folder = calibration.latest(settings)
+        place = calibration.root / settings.name / dataset_label(calibration.dataset)
+        running, made = None, []
+        if url is not None:
+            running = RunningServer(url, ask(url))
+            made = [running_method(running.facts, named)]
+            folder = CalibrationFolder(place / "running" if rot_dir is None else rot_dir.resolve().parent)
         else:
-            folder = CalibrationFolder(
-                calibration.root / settings.name / dataset_label(calibration.dataset) / "uncalibrated"
-            )
-        made = []
-        for method in chosen:
-            rotations = rot_dir or folder.rotations(RECIPE_OF.get(method, PUBLISHED))
-            made.append(make_method(method, settings, rotations, file_clips=file_clips))
-        plan = run.plan(settings, folder, made, servers.flags, url)
+            own = next(method for method, recipe in RECIPE_OF.items() if recipe == settings.recipe)
+            chosen = named or ("bf16", own)
+            if rot_dir is not None:
+                folder = CalibrationFolder(rot_dir.resolve().parent)
+            elif set(chosen) & set(RECIPE_OF):
+                folder = calibration.latest(settings)
+            else:
+                folder = CalibrationFolder(place / "uncalibrated")
+            for method in chosen:
+                rotations = rot_dir or folder.rotations(RECIPE_OF.get(method, PUBLISHED))
+                made.append(make_method(method, settings, rotations, file_clips=file_clips))
+        plan = run.plan(settings, folder, made, servers.flags, running)
         _evaluate(plan, "results", f"{settings.title}: accuracy")
 
 
@@ -197,10 +207,16 @@ def ablation_command(
 
 
 def _evaluate(plan: EvaluationPlan, stem: str, title: str) -> None:
-    config = load_config(plan.settings)
-    # Before the first server starts: rotation files that the model does not take must not cost the runs of the others.
-    rows = [(method.name, method.title, method.bits(config), plan.folder) for method in plan.methods]
+    if plan.running is None:
+        # Before the first server starts: rotation files that the model does not take must not cost the runs of others.
+        config = load_config(plan.settings)
+        for method in plan.methods:
+            method.bits(config)
     evaluate(plan, typer.echo)
-    as_json, as_markdown = write_tables(plan.folder, stem, collect(rows, plan.benchmarks), title)
+    rows = [(method.name, method.title, plan.folder) for method in plan.methods]
+    results = collect(rows, plan.benchmarks)
+    as_json, as_markdown = write_tables(plan.folder, stem, results, title)
     typer.echo(as_markdown.read_text(encoding="utf-8"))
     typer.echo(f"results: {as_json}\ntable: {as_markdown}")
+    if empty := warnings(results, only_empty=True):
+        raise HarnessError("; ".join(empty))

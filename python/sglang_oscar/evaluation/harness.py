@@ -14,8 +14,9 @@ from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.data import explain_hub_failure, read_rows
 from sglang_oscar.calibration.errors import DataError, HarnessError
+from sglang_oscar.evaluation.answers import count
 from sglang_oscar.evaluation.benchmarks import Benchmark
-from sglang_oscar.evaluation.same_task import RESULT, SERVER, SNAPSHOT, TASK, check_same_task
+from sglang_oscar.evaluation.same_task import REMEDY, RESULT, SERVER, SNAPSHOT, TASK, check_same_task
 
 PYTHON_VARIABLE = "OSCAR_HARNESS_PYTHON"
 SCRIPT = Path(__file__).with_name("evalscope_task.py")
@@ -34,6 +35,7 @@ class RunRequest:
         local: local copy of the data set, with the columns of the real one; None takes it from the hub.
         limit: questions at most.
         server: what answers depend on besides, as JSON values; runs of other values are not mixed.
+        facts: what the server says of itself, as JSON values; kept with the result.
     """
 
     benchmark: Benchmark
@@ -44,6 +46,7 @@ class RunRequest:
     local: Path | None = None
     limit: int | None = None
     server: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def harness_python() -> str:
@@ -70,7 +73,8 @@ def run(request: RunRequest) -> dict[str, Any]:
     """Run the harness, or return what an earlier run left.
 
     Returns:
-        ``score`` in percent, ``scores``: question -> score in [0, 1], ``benchmark``, ``seed``.
+        ``score`` in percent, ``scores``: question -> score in [0, 1], ``answers``: how many were ``asked``,
+        ``answered`` and ``cut_off``, ``server``: what it says of itself, ``benchmark``, ``seed``.
 
     Raises:
         DataError: the data set cannot be had.
@@ -80,7 +84,7 @@ def run(request: RunRequest) -> dict[str, Any]:
     request.folder.mkdir(parents=True, exist_ok=True)
     check_same_task(request.folder, task_config(request))
     if done.exists():
-        return json.loads(done.read_text(encoding="utf-8"))
+        return finished(done)
     if request.local is not None:
         stage(request)
     config = task_config(request)
@@ -193,7 +197,24 @@ def read_result(request: RunRequest) -> dict[str, Any]:
         "seed": request.seed,
         "score": 100 * sum(scores.values()) / len(scores),
         "scores": scores,
+        "answers": count(request.folder, len(scores)).to_json(),
+        "server": request.facts,
     }
+
+
+def finished(path: Path) -> dict[str, Any]:
+    """The result of a finished run.
+
+    Raises:
+        HarnessError: it was left by a release that did not ask the server and did not count answers.
+    """
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if not {"answers", "server"} <= result.keys():
+        raise HarnessError(
+            f"{path}: is of a release that did not count answers that were cut off, nor ask the server what its cache "
+            f"is; {REMEDY}"
+        )
+    return result
 
 
 def _failure(request: RunRequest, status: int, log: Path) -> Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from oscar_rotation.recipes import FITTED, PUBLISHED
 from sglang_oscar.calibration.dump_driver import plain_backend
 from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.calibration.weight_files import file_digest
+from sglang_oscar.evaluation.server_facts import ServerFacts
+from sglang_oscar.memory.facts import CONTEXT_OF_BITS
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.settings import Settings, variable
 from sglang_oscar.sliding_windows.models import SERVED
@@ -36,9 +38,6 @@ TITLES = {
     "naive": "Naive INT2",
 }
 """Method -> name in tables. "hadamard" and "identity" differ from OSCAR in the rotation only."""
-
-CONTEXT_OF_BITS = 128 * 1024
-"""Bits per element are stated for a request of this many tokens (paper, table 2)."""
 
 
 @dataclass(frozen=True)
@@ -156,3 +155,25 @@ def make_method(
     elif name not in RECIPE_OF or (name == "oscar" and not file_clips):
         env |= {K_CLIP: str(settings.clip.k), V_CLIP: str(settings.clip.v)}
     return Method(name, TITLES[name], settings.group_size, env)
+
+
+def running_method(facts: ServerFacts, asked: Sequence[str] = ()) -> Method:
+    """The method of a server that runs already: what it says of itself.
+
+    Args:
+        facts: of the server.
+        asked: names that the user gave.
+
+    Raises:
+        ValueError: the user named something else.
+    """
+    if facts.int2 is None:
+        name = "bf16" if facts.title == TITLES["bf16"] else facts.dtype
+        made = Method(name, facts.title)
+    else:
+        recipe = facts.int2["recipe"]
+        name = next((method for method, fitted in RECIPE_OF.items() if fitted == recipe), recipe)
+        made = Method(name, facts.title, next(iter(facts.int2["group_sizes"]), None))
+    if set(asked) - {name}:
+        raise ValueError(f"--methods {','.join(asked)}: the running server is {name} ({facts.title}); drop --methods")
+    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -12,17 +11,27 @@ from typing import Any
 
 from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.dump_driver import server_environment
-from sglang_oscar.calibration.errors import DataError
+from sglang_oscar.calibration.errors import DataError, HarnessError
 from sglang_oscar.calibration.model_files import load_tokenizer
 from sglang_oscar.calibration.weight_files import file_digest, model_files
+from sglang_oscar.evaluation.answers import Answers
 from sglang_oscar.evaluation.benchmarks import BENCHMARKS, Benchmark
-from sglang_oscar.evaluation.harness import RunRequest, check_harness, run, task_config
+from sglang_oscar.evaluation.harness import RunRequest, check_harness, finished, run, task_config
 from sglang_oscar.evaluation.methods import Method, contents
 from sglang_oscar.evaluation.ruler import write_niah
 from sglang_oscar.evaluation.same_task import RESULT, check_same_task
+from sglang_oscar.evaluation.server_facts import ServerFacts, ask
 from sglang_oscar.local_server import LocalServer, serve
 
 NIAH_ROWS = 100
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that runs: its base address and what it says of itself."""
+
+    url: str
+    facts: ServerFacts
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,8 @@ class EvaluationPlan:
         local: benchmark -> local copy of its data set.
         limit: questions per benchmark at most.
         server_args: further flags for every server.
-        url: a server that runs already, instead of starting any; then there must be one method.
+        running: a server that runs already, instead of starting any; then there is one method
+            (:func:`sglang_oscar.evaluation.methods.running_method`).
     """
 
     settings: ModelSettings
@@ -49,7 +59,7 @@ class EvaluationPlan:
     local: dict[str, Path] = field(default_factory=dict)
     limit: int | None = None
     server_args: tuple[str, ...] = ()
-    url: str | None = None
+    running: RunningServer | None = None
 
     @cached_property
     def model(self) -> dict[str, Any]:
@@ -74,13 +84,18 @@ class EvaluationPlan:
         ]
 
     def request(
-        self, benchmark: str, method: Method, seed: int, url: str = "", local: Path | None = None
+        self,
+        benchmark: str,
+        method: Method,
+        seed: int,
+        server: RunningServer | None = None,
+        local: Path | None = None,
     ) -> RunRequest:
         """One run.
 
         Args:
             benchmark, method, seed: which.
-            url: of the server.
+            server: that is asked.
             local: where its data set is read from, as :func:`data_source` says.
 
         Raises:
@@ -90,14 +105,16 @@ class EvaluationPlan:
         given = self.local.get(benchmark)
         if given is not None and not given.is_file():
             raise DataError(f"{given}: no such file")
-        server = {
-            "model": self.model,
+        made: dict[str, Any] = {
             "args": method.server_args(self.settings, self.server_args),
             "env": contents(method.env),
-            "data": None if given is None else file_digest(given),
         }
+        # Nobody here knows how a running server was made; it says what answers depend on.
+        depends = made if self.running is None else {"facts": self.running.facts.to_json()}
+        depends |= {"model": self.model, "data": None if given is None else file_digest(given)}
+        url, facts = ("", {}) if server is None else (server.url, server.facts.to_json())
         folder = self.run_folder(benchmark, method.name, seed)
-        return RunRequest(BENCHMARKS[benchmark], self.settings, url, seed, folder, local, self.limit, server)
+        return RunRequest(BENCHMARKS[benchmark], self.settings, url, seed, folder, local, self.limit, depends, facts)
 
 
 def check_earlier_runs(plan: EvaluationPlan) -> None:
@@ -131,10 +148,7 @@ def evaluate(plan: EvaluationPlan, say: Callable[[str], None] = print) -> None:
         HarnessError: the harness is missing or failed, or an earlier run in the plan's folder is of other settings.
         OSError: a rotation file, or a file of the model, cannot be read.
         ServerFailedError: a server did not start or ended.
-        ValueError: several methods for one running server.
     """
-    if plan.url and len(plan.methods) != 1:
-        raise ValueError("a running server is one method; name it")
     check_earlier_runs(plan)
     for method in plan.methods:
         pending = plan.pending(method)
@@ -144,10 +158,24 @@ def evaluate(plan: EvaluationPlan, say: Callable[[str], None] = print) -> None:
         check_harness()
         sources = {name: data_source(plan, BENCHMARKS[name]) for name in dict(pending)}
         with ExitStack() as stack:
-            url = plan.url or stack.enter_context(method_server(plan, method)).url
+            server = plan.running or started(stack.enter_context(method_server(plan, method)).url, method)
             for name, seed in pending:
-                result = run(plan.request(name, method, seed, url, sources[name]))
-                say(f"{method.title}: {BENCHMARKS[name].title} seed {seed}: {result['score']:.2f}")
+                result = run(plan.request(name, method, seed, server, sources[name]))
+                answers = Answers(**result["answers"])
+                score = f"{result['score']:.2f}" if answers.answered else "no answer"
+                say(f"{method.title}: {BENCHMARKS[name].title} seed {seed}: {score} ({answers})")
+
+
+def started(url: str, method: Method) -> RunningServer:
+    """A server that was started for a method, asked what it is.
+
+    Raises:
+        HarnessError: its cache is not what the method is named for.
+    """
+    server = RunningServer(url, ask(url))
+    if (method.group_size is None) != (server.facts.int2 is None):
+        raise HarnessError(f"{method.title}: its server says that its cache is {server.facts.title}; see --server-args")
+    return server
 
 
 def data_source(plan: EvaluationPlan, benchmark: Benchmark) -> Path | None:
@@ -171,13 +199,16 @@ def method_server(plan: EvaluationPlan, method: Method) -> AbstractContextManage
 def scores_of(
     folder: Path, benchmarks: Iterable[str], method: str, seeds: Sequence[int] | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Finished runs of a method: benchmark -> results, by seed; all seeds by default."""
+    """Finished runs of a method: benchmark -> results, by seed; all seeds by default.
 
+    Raises:
+        HarnessError: one was left by a release that did not count answers.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for benchmark in benchmarks:
         results = []
         for path in sorted((folder / f"_eval_{benchmark}_{method}").glob(f"seed*/{RESULT}")):
-            result = json.loads(path.read_text(encoding="utf-8"))
+            result = finished(path)
             if seeds is None or result["seed"] in seeds:
                 results.append(result)
         if results:

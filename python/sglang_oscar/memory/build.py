@@ -23,7 +23,7 @@ from sglang_oscar.requests.sink_store import SinkStore
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.speculation.arguments import new_tokens
 from sglang_oscar.weights import absorption
-from sglang_oscar.weights.rotations import model_formats
+from sglang_oscar.weights.rotations import model_rotations
 from sglang_oscar.weights.warnings import rotation_warnings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     model_config = configurator.model_config
     windows = set(model_config.swa_attention_layer_ids) if model_config.is_hybrid_swa else set()
     check_layers(configurator.model, geometry.formats, windows)
-    whole = model_formats(configurator.server_args, settings, model_config)
+    whole, recipe = model_rotations(configurator.server_args, settings, model_config)
     pool = Int2TokenToKVPool(
         sizes.max_total_num_tokens,
         formats=geometry.formats,
@@ -72,6 +72,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device, absorbed),
         fingerprint=fingerprint(whole),
         side=buffers,
+        recipe=recipe,
         refills=SinkRefills(refill_counter(releases.resolved(configurator.server_args))),
         kept=KeptWindows(buffers, rows, plan.sink_blocks) if copies else None,
     )

@@ -30,8 +30,9 @@ class Int2Cache:
     ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of
     the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``rows`` says
     which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
-    computed again; ``kept`` are copies of windows beside a hybrid model's states, None of another model; ``side`` holds
-    the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows beside a hybrid model's
+    states, None of another model; ``side`` holds the tensors of rings and sinks; ``req_to_token_pool`` and
+    ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -43,6 +44,7 @@ class Int2Cache:
     layers: dict[int, CachedLayer]
     fingerprint: str
     side: SideBuffers
+    recipe: str = ""
     refills: SinkRefills = field(default_factory=SinkRefills)
     kept: KeptWindows | None = None
 

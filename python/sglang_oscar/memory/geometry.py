@@ -10,7 +10,7 @@ import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat
-from oscar_kernels.layout import EXACT_DTYPES, RowLayout
+from oscar_kernels.layout import EXACT, EXACT_DTYPES, RowLayout
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.settings import Settings
@@ -62,6 +62,12 @@ class Geometry:
     def full_token_bytes(self) -> int:
         """Bytes of one token in 16 bits: K and V of all layers."""
         return self.elements * self.window_dtype.itemsize
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Channels that share a scale, over all layers, ascending; empty where all are left exact."""
+        sides = [side for layer in self.formats.values() for _, side in layer.sides]
+        return sorted({side.group_size for side in sides if side.bits != EXACT})
 
     @property
     def ring_bytes(self) -> int:

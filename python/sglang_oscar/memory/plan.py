@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oscar_kernels.format import mean_bits
-from oscar_kernels.layout import EXACT
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.hybrids.state_slots import StateSlots
 from sglang_oscar.memory.geometry import GIB, Geometry
@@ -76,9 +75,8 @@ class MemoryPlan:
         geometry = self.geometry
         bits = ", ".join(f"{geometry.bits_per_element(n * 1024):.2f} at {n}K" for n in (8, 32, 128))
         full = tokens * geometry.full_token_bytes
-        sides = [side for layer in geometry.formats.values() for _, side in layer.sides]
-        sizes = sorted({side.group_size for side in sides if side.bits != EXACT})
-        groups = f"group {', '.join(map(str, sizes))}; " if sizes else ""
+        sizes = ", ".join(map(str, geometry.group_sizes))
+        groups = f"group {sizes}; " if sizes else ""
         return [
             f"history pool: {tokens} tokens x {geometry.cell_bytes} bytes = {tokens * geometry.cell_bytes / GIB:.3f} "
             f"GiB ({mean_bits(geometry.formats.values()):.2f} bits per element, {groups}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,9 +26,21 @@ from sglang_oscar.weights.model_identity import model_identity
 IDENTITY = "identity"
 
 
+class Loaded(NamedTuple):
+    """Formats of a model's layers by global layer id, and the recipe that their rotations are of."""
+
+    formats: Mapping[int, LayerFormat]
+    recipe: str
+
+
 def load_formats(
     settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None
-) -> dict[int, LayerFormat]:
+) -> Mapping[int, LayerFormat]:
+    """The formats of :func:`load`."""
+    return load(settings, layout, layers, model).formats
+
+
+def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None) -> Loaded:
     """Formats of the layers of a model, with all its kv heads, by global layer id; tensors are on the CPU.
 
     Args:
@@ -36,7 +48,6 @@ def load_formats(
         layout: of the rows, with the kv heads of the whole model; their bits are what the files or the settings say.
         layers: global ids of the layers with an INT2 cache, ascending.
         model: the model to be served; files made for another are refused. None skips this check.
-        ids: global ids of these layers, ascending; by default 0, 1, ...
 
     Raises:
         Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe than
@@ -44,7 +55,7 @@ def load_formats(
     """
     model = None if settings.allow_other_model else model
 
-    def load(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
+    def of_side(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
         source = getattr(settings, f"{side}_rotation")
         found = _read(side, source, layers, layout, model, settings.recipe)
         bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
@@ -55,22 +66,28 @@ def load_formats(
         ]
         return sides, found.recipe
 
-    keys, key_recipe = load("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
-    values, value_recipe = load("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
+    keys, key_recipe = of_side("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
+    values, value_recipe = of_side("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
     if key_recipe != value_recipe:
         raise Int2Error(
             f"SGLANG_OSCAR_K_ROTATION_PATH: {settings.k_rotation} is of the recipe {key_recipe}, "
             f"SGLANG_OSCAR_V_ROTATION_PATH: {settings.v_rotation} is of the recipe {value_recipe}; "
             "give two files of one fit"
         )
-    return {
+    formats = {
         layer_id: LayerFormat(layout.kv_heads, layout.head_dim, key, value)
         for layer_id, key, value in zip(layers, keys, values, strict=True)
     }
+    return Loaded(MappingProxyType(formats), key_recipe)
 
 
 def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, LayerFormat]:
-    """Formats of the model that this process serves, with all its kv heads, by global layer id.
+    """The formats of :func:`model_rotations`."""
+    return model_rotations(args, settings, model).formats
+
+
+def model_rotations(args: Any, settings: Settings, model: Any) -> Loaded:
+    """What the model that this process serves is loaded with, with all its kv heads.
 
     They are those of the first call: weights that are loaded later must fit the caches of the start.
 
@@ -80,17 +97,15 @@ def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, Lay
         model: SGLang's ModelConfig.
 
     Raises:
-        Int2Error: as :func:`load_formats`, or the group size does not fit the model.
+        Int2Error: as :func:`load`, or the group size does not fit the model.
     """
     layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
     return _kept(settings, layout, cached_layer_ids(model), model_identity(args.model_path, model))
 
 
 @cache
-def _kept(
-    settings: Settings, layout: RowLayout, layers: tuple[int, ...], model: ModelIdentity
-) -> Mapping[int, LayerFormat]:
-    return MappingProxyType(load_formats(settings, layout, layers, model))
+def _kept(settings: Settings, layout: RowLayout, layers: tuple[int, ...], model: ModelIdentity) -> Loaded:
+    return load(settings, layout, layers, model)
 
 
 def _read(
