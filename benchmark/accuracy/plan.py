@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accuracy_figures import chart_names
 
 from accuracy.methods.base import Method
 from accuracy.models import REGIMES
@@ -64,19 +65,9 @@ CODEBOOKS = (
     f"{FOCUS}, keys as fitted fours", f"{FOCUS}, keys as fitted fours, values as normal fours",
     f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
 )  # fmt: skip
-WIDTHS = (2, 3, 4, 16)
-
-
-def chart_name(recipe: str, keys: int, values: int) -> str:
-    """The row of a recipe with ``keys`` and ``values`` bits, of :data:`WIDTHS` each."""
-    if keys == values == WIDTHS[-1]:
-        return "BF16"
-    return recipe if keys == values == WIDTHS[0] else f"{recipe}, --bits k{keys}v{values}"
-
-
 SETS = {
     "real": ("BF16", *PUBLISHED, *SERVED, *CODEBOOKS),
-    "chart": tuple(chart_name(recipe, k, v) for recipe in (FOCUS, PLUS) for k in WIDTHS for v in WIDTHS),
+    "chart": tuple(name for recipe in (FOCUS, PLUS) for name in chart_names(recipe).values()),
 }
 """Named sets of methods: what a real model of some size is measured with, and every width of keys with every width of
 values."""

@@ -11,6 +11,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
+from accuracy_figures import chart_names  # noqa: E402
+
 from accuracy import codebooks, plan  # noqa: E402
 from accuracy.calibration import Calibration, LayerActivations  # noqa: E402
 from accuracy.codebooks import GroupBooks, fitted_books, gaussian_fours, nearest, read_rows  # noqa: E402
@@ -158,7 +160,7 @@ def test_named_sets_are_of_methods_that_exist() -> None:
     for names in plan.SETS.values():
         assert set(names) <= set(known)
     assert len(set(plan.SETS["chart"])) == 2 * 16 - 1
-    method = known[plan.chart_name(plan.PLUS, 16, 2)]
+    method = known[chart_names(plan.PLUS)[16, 2]]
     method.fit(calibration())
     k = normal(1, HEADS, 30, D)
     assert torch.equal(method.keys(0, k), k)
