@@ -78,7 +78,7 @@ def calibrate(job: ShippedJob, folder: Path) -> Path:
         folder with the two rotation files of each recipe.
     """
     dump, rotations = folder / "qkv_dumps", folder / "rotations"
-    if all(path.exists() for fit in job.fits for path in fit.files(rotations)):
+    if all(list((rotations / recipe).glob("v_rotation_*")) for recipe in job.recipes):
         console.print(f"[dim]rotations in {rotations} are reused[/dim]")
         return rotations
     shutil.rmtree(dump, ignore_errors=True)
@@ -91,10 +91,10 @@ def calibrate(job: ShippedJob, folder: Path) -> Path:
                 document = build_document(count, job.calibration_length, job.facts, seed)
                 job.say(server, document, next(iter(document.facts)), 1)
                 seed += 1
-    with console.status(f"fit: matrices of the recipes {', '.join(fit.recipe for fit in job.fits)}"):
-        for fit in job.fits:
-            out = str(rotations / fit.folder)
-            command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", out, "--recipe", fit.recipe]
+    with console.status(f"fit: matrices of the recipes {', '.join(job.recipes)}"):
+        for recipe in job.recipes:
+            out = str(rotations / recipe)
+            command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", out, "--recipe", recipe]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return rotations
 

@@ -8,13 +8,18 @@ from pathlib import Path
 from openai import OpenAI
 from real_models import DEFAULT, MODELS
 
+from oscar_rotation import defaults
+from oscar_rotation.recipes import FITTED, PUBLISHED
 from reference_model.retrieval import DIGITS, Document, chat_question, question
+from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.cpu.server import has_gpu
 from sglang_oscar.local_server import LocalServer
 from sglang_oscar.settings import variable
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT_ROW = "INT2 (recipe plus)"
+DEFAULT_ROW = f"INT2 (recipe {defaults.RECIPE})"
+"""What a user gets who sets nothing."""
+PUBLISHED_ROW = "OSCAR INT2"
 
 
 @dataclass(frozen=True)
@@ -33,27 +38,9 @@ class Method:
         return ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(self.group)]
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A recipe, the folder that its files go to, and what ``oscar fit`` calls them."""
-
-    recipe: str
-    folder: str
-    k: str
-    v: str
-
-    def files(self, rotations: Path) -> tuple[Path, Path]:
-        """Keys and values."""
-        return rotations / self.folder / self.k, rotations / self.folder / self.v
-
-
 def rotation_env(k: Path | str, v: Path | str) -> dict[str, str]:
     """Variables that name the rotations."""
     return {variable("k_rotation"): str(k), variable("v_rotation"): str(v)}
-
-
-BALANCED = "v_rotation_balanced_u_h_br.safetensors"
-PAPER = ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt")
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class ShippedJob:
         lengths, documents, facts: contexts in tokens, documents of each, and questions about each document.
         answer_tokens: of an answer at most.
         calibration_tokens, calibration_length: in all, and of a prompt at most.
-        fits: what is fitted.
+        recipes: what is fitted, each into a folder of its name.
     """
 
     name: str = "shipped model"
@@ -79,22 +66,19 @@ class ShippedJob:
     answer_tokens: int = DIGITS
     calibration_tokens: int = 16000
     calibration_length: int = 1900
-    fits: tuple[Fit, ...] = (
-        Fit("plus", "", "k_rotation_balanced_u_h_br.safetensors", BALANCED),
-        Fit("paper", "", *PAPER),
-    )
+    recipes: tuple[str, ...] = (defaults.RECIPE, PUBLISHED)
 
     def methods(self, rotations: Path) -> list[Method]:
         """Rows of the table: BF16, what a user gets who sets nothing, and others to compare with. Naive INT2 has
         neither windows nor clipping; QuaRot-INT2 has both, like OSCAR, the published recipe."""
-        plus, paper = (rotation_env(*fit.files(rotations)) for fit in self.fits)
+        default, paper = (rotation_env(*rotation_files(rotations / recipe)) for recipe in self.recipes)
         plain = {variable("windows_enabled"): "0", variable("k_clip_ratio"): "1", variable("v_clip_ratio"): "1"}
-        rows = [Method("BF16"), Method(DEFAULT_ROW, 128, plus)]
+        rows = [Method("BF16"), Method(DEFAULT_ROW, defaults.GROUP_SIZE, default)]
         for group in (64, 128):
             rows += [
                 Method("naive INT2", group, rotation_env("identity", "identity") | plain),
                 Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
-                Method("OSCAR INT2", group, paper),
+                Method(PUBLISHED_ROW, group, paper),
             ]
         return rows
 
@@ -133,18 +117,17 @@ class RealJob(ShippedJob):
     answer_tokens: int = 24
     calibration_tokens: int = 6000
     calibration_length: int = 1000
-    fits: tuple[Fit, ...] = (
-        Fit("plus", "plus", "k_rotation_balanced_u_h_br.safetensors", BALANCED),
-        Fit("focus", "focus", "k_rotation_focused_u_h_br.safetensors", BALANCED),
-        Fit("paper", "paper", *PAPER),
-    )
+    recipes: tuple[str, ...] = (defaults.RECIPE, *(name for name in FITTED if name != defaults.RECIPE))
 
     def methods(self, rotations: Path) -> list[Method]:
         """BF16, and every recipe."""
-        names = (DEFAULT_ROW, "INT2 (recipe focus)", "OSCAR INT2")
         rows = [
-            Method(name, self.group, rotation_env(*fit.files(rotations)))
-            for name, fit in zip(names, self.fits, strict=True)
+            Method(
+                PUBLISHED_ROW if recipe == PUBLISHED else f"INT2 (recipe {recipe})",
+                self.group,
+                rotation_env(*rotation_files(rotations / recipe)),
+            )
+            for recipe in self.recipes
         ]
         return [Method("BF16"), *rows]
 

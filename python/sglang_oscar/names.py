@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from oscar_rotation.defaults import GROUP_SIZE as GROUP_SIZE_OF_FITS
+
 DTYPE = "int2"
 """What --kv-cache-dtype says in int2 mode."""
 GROUP_SIZE = "kv_cache_quant_group_size"
@@ -12,7 +14,7 @@ BACKEND = "oscar"
 """Attention backend of int2 mode, as ``ServerArgs.attention_backend`` says it."""
 DEFAULT_PAGE_SIZE = 64
 """Tokens of a page unless --page-size is given."""
-DEFAULT_GROUP_SIZE = 128
+DEFAULT_GROUP_SIZE = GROUP_SIZE_OF_FITS
 """Channels that share a scale unless --kv-cache-quant-group-size is given, or head_dim where that is smaller."""
 
 

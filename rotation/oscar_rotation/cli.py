@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.file_commands import add_file_commands
 from oscar_rotation.files.rotation_file import SUFFIXES
 from oscar_rotation.fit.device import choose_device
@@ -23,7 +24,6 @@ from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VAL
 from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
-from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
 from oscar_rotation.recipe_options import (
     BITS_HELP,
     OVERRIDES_HELP,
@@ -107,7 +107,7 @@ def fit_command(
     report: Annotated[bool, typer.Option("--report", help=f"Measure errors per layer into {REPORT_NAME}.")] = False,
     group_size: Annotated[
         int, typer.Option(help="Quantization group of --clip, --report and a mean of --bits.")
-    ] = DEFAULT_GROUP_SIZE,
+    ] = GROUP_SIZE,
     holdout_tokens: Annotated[int, typer.Option(help="Tokens that --clip and --report measure on.")] = 1024,
     include_warmup: Annotated[bool, typer.Option("--include-warmup", help="Fit on chunk 0 too.")] = False,
     allow_incomplete: Annotated[
@@ -124,7 +124,7 @@ def fit_command(
     """
     chosen = FITTED[recipe]
     refuse_foreign_options(context, chosen)
-    goal = bit_goal(bits)
+    goal = bit_goal(bits, chosen)
     if chosen.name != PUBLISHED and given(context, "group_size"):
         needs_mean(goal, "--group-size")
     if text is not None:

@@ -3,7 +3,8 @@
 Sources: section 5.1 of the paper (sampling, generation length, seeds, clip ratios) and the public release's table of
 models (tensor parallelism, reasoning parsers; clip 0.96/0.96 in its 32B script). Hybrid models are
 in neither: sampling is that of their cards, and there are as many GPUs as weights need. A model that is not in the
-table has the defaults.
+table has the defaults. What is fitted is the same for all (:mod:`oscar_rotation.defaults`); the published recipe is
+asked for by name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.files.identity import model_name
 
 TABLE = "models.json"
@@ -39,7 +41,6 @@ class ModelSettings(BaseModel):
         title: how tables name it.
         tp_dump, tp_eval: tensor parallelism of the dump and of the evaluation.
         gpu: CUDA_VISIBLE_DEVICES; empty leaves it alone.
-        recipe: of the rotations; the published one for the models of the paper, so that its figures come again.
         group_size: channels per quantization group.
         reasoning_parser: SGLang's parser for the thinking part, if any.
         trust_remote_code: whether Python code of the model's repository may run here and in every server; true for a
@@ -60,8 +61,7 @@ class ModelSettings(BaseModel):
     tp_dump: int = Field(gt=0)
     tp_eval: int = Field(gt=0)
     gpu: str
-    recipe: str
-    group_size: int = Field(gt=0)
+    group_size: int = Field(GROUP_SIZE, gt=0)
     reasoning_parser: str | None = None
     trust_remote_code: bool
     server_args: tuple[str, ...]

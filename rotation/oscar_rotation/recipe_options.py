@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from oscar_rotation.fit.bit_goal import BitGoal
-from oscar_rotation.recipes import FITTED, FittedRecipe
+from oscar_rotation.recipes import DEFAULT_BITS, FITTED, FittedRecipe
 
 FIELDS: Mapping[str, str] = {"method": "key_target", "clip": "fit_clip", "positions": "context"}
 """Parameter of a command -> field of FitOptions, where the names differ."""
@@ -22,18 +22,24 @@ OPTIONS = frozenset(field for recipe in FITTED.values() for field in recipe.opti
 
 BITS_HELP = (
     "Mean stored bits per element, such as 2.5, spent where attention needs them, or widths of keys and values, such "
-    "as k3v2; not for paper; default: k2v2."
+    f"as k3v2; not for paper; default: {DEFAULT_BITS}."
 )
 
 
-def bit_goal(text: str | None) -> BitGoal | None:
-    """What ``--bits`` asks for; None without it.
+def bit_goal(text: str | None, recipe: FittedRecipe) -> BitGoal | None:
+    """What ``--bits`` asks for, or without it the default; None for codes of two bits, which every fit begins with.
+
+    Args:
+        text: what the user wrote; None for nothing.
+        recipe: that is fitted; one that takes no bits has no default of them.
 
     Raises:
         typer.BadParameter: neither a mean nor widths.
     """
+    text = DEFAULT_BITS if text is None and "bits" in recipe.options else text
     try:
-        return None if text is None else BitGoal.parse(text)
+        goal = None if text is None else BitGoal.parse(text)
+        return None if goal == BitGoal(2, 2) else goal
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--bits") from error
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError, RotationFileError
 from oscar_rotation.files.rotation_file import save_rotation_file
@@ -42,9 +43,7 @@ def test_the_table_holds_the_published_settings() -> None:
     assert (large.clip.k, large.clip.v, large.tp_eval) == (0.96, 0.96, 4)
     assert (glm.name, glm.tp_dump, glm.sampling["temperature"], glm.seeds) == ("GLM-4.7", 8, 1.0, 3)
     assert model_settings("MiniMax-M2.7").reasoning_parser == "minimax-append-think"
-    assert {model_settings(name).recipe for name in published} == {"paper"}
-    assert {model_settings(name).recipe for name in hybrids} == {"plus"}
-    assert model_settings("some/model").recipe == "plus"
+    assert {model_settings(name).group_size for name in known_models()} == {GROUP_SIZE}
     other = model_settings("some/model").overridden(group_size=64, model=None)
     assert (other.name, other.model, other.group_size, other.clip.v) == ("model", "some/model", 64, 0.92)
 
@@ -330,15 +329,18 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
         (["calibrate", "m", "--clip", "x"], "neither none nor fit"),
         (["calibrate", "m", "--recipe", "x"], "not one of plus, focus, paper"),
         (["calibrate", "m", "--bits", "x"], "a mean such as 2.5, or widths"),
-        (["calibrate", "qwen3-8B", "--bits", "k3v2"], "--bits: has no meaning for --recipe paper"),
+        (["calibrate", "qwen3-8B", "--recipe", "paper", "--bits", "k3v2"], "--bits: has no meaning for --recipe paper"),
         (["calibrate", "m", "--bits", "k3v2", "--text", __file__], "--text: has no meaning without a mean of --bits"),
         (["calibrate", "m", "--bits", "3.0", "--text", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
-        (["calibrate", "qwen3-8B", "--text", __file__], "--text: has no meaning for --recipe paper"),
+        (
+            ["calibrate", "m", "--recipe", "paper", "--text", __file__],
+            "--text: has no meaning for --recipe paper",
+        ),
         (
             ["calibrate", "m", "--method", "ktk_vtv"],
             "--method: has no meaning for --recipe plus; --recipe paper takes it",
         ),
-        (["calibrate", "qwen3-8B", "--recipe", "plus", "--clip", "fit"], "--clip: has no meaning for --recipe plus"),
+        (["calibrate", "qwen3-8B", "--clip", "fit"], "--clip: has no meaning for --recipe plus"),
         (["dump", "m", "--dataset-path", "MMMLU=x"], "not one of GPQA, MMLU, WikiText"),
     ],
 )

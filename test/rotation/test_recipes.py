@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_rotation import recipes
+from oscar_rotation import recipe_options, recipes
 from oscar_rotation.files.rotation_file import SUFFIXES
+from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.load import load_rotation
 from oscar_rotation.recipes import BUILT_IN, DEFAULT, FITTED, PUBLISHED
@@ -21,8 +22,17 @@ def test_every_file_is_registered_under_its_name() -> None:
     assert files == set(FITTED) | set(BUILT_IN)
     for table in (FITTED, BUILT_IN):
         assert all(name == recipe.name and recipe.summary for name, recipe in table.items())
-    assert DEFAULT == "plus"
+    assert DEFAULT in FITTED
     assert PUBLISHED == "paper"
+
+
+def test_what_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of bits is for recipes that take bits; two everywhere is what a fit begins with."""
+    for text, goal in (("k2v2", None), ("k3v2", BitGoal(3, 2)), ("2.5", BitGoal(mean=2.5))):
+        monkeypatch.setattr(recipe_options, "DEFAULT_BITS", text)
+        for name, recipe in FITTED.items():
+            assert recipe_options.bit_goal(None, recipe) == (None if name == PUBLISHED else goal)
+    assert recipe_options.bit_goal("k2v2", FITTED[DEFAULT]) is None
 
 
 def test_the_published_recipe_asks_for_least() -> None:

@@ -24,30 +24,38 @@ from reference_model.retrieval import DIGITS, Document  # noqa: E402
 DOCUMENT = Document("some text\n", {"amber": "1234567", "river": "7654321"})
 
 
+def fitted(folder: Path, recipes: tuple[str, ...]) -> Path:
+    """Files of each recipe, where the quickstart has them fitted."""
+    for recipe in recipes:
+        (folder / recipe).mkdir()
+        for side in ("k", "v"):
+            (folder / recipe / f"{side}_rotation_{recipe}.safetensors").touch()
+    return folder
+
+
 def test_rows_of_the_shipped_model(tmp_path: Path) -> None:
     """Those of the table in the README, in its order, with files where the fit leaves them."""
-    rows = ShippedJob().methods(tmp_path)
+    rows = ShippedJob().methods(fitted(tmp_path, ShippedJob.recipes))
     assert [(row.name, row.group) for row in rows] == [
         ("BF16", None), ("INT2 (recipe plus)", 128),
         ("naive INT2", 64), ("QuaRot-INT2", 64), ("OSCAR INT2", 64),
         ("naive INT2", 128), ("QuaRot-INT2", 128), ("OSCAR INT2", 128),
     ]  # fmt: skip
     assert rows[0].env == {}
-    assert rows[1].env["SGLANG_OSCAR_K_ROTATION_PATH"] == str(tmp_path / "k_rotation_balanced_u_h_br.safetensors")
+    assert rows[1].env["SGLANG_OSCAR_K_ROTATION_PATH"] == str(tmp_path / "plus" / "k_rotation_plus.safetensors")
     assert rows[2].env["SGLANG_OSCAR_K_ROTATION_PATH"] == "identity"
-    assert rows[4].env["SGLANG_OSCAR_V_ROTATION_PATH"] == str(tmp_path / "v_rotation_sst_r_h_pbr.pt")
+    assert rows[4].env["SGLANG_OSCAR_V_ROTATION_PATH"] == str(tmp_path / "paper" / "v_rotation_paper.safetensors")
     assert rows[3].args[-4:] == ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64"]
 
 
 def test_rows_of_the_real_model(tmp_path: Path) -> None:
-    """A row per recipe; recipes whose files have one name go to folders of their own."""
+    """A row per recipe, each with its own files."""
     job = RealJob()
-    rows = job.methods(tmp_path)
+    rows = job.methods(fitted(tmp_path, job.recipes))
     assert [row.name for row in rows] == ["BF16", "INT2 (recipe plus)", "INT2 (recipe focus)", "OSCAR INT2"]
-    files = [path for fit in job.fits for path in fit.files(tmp_path)]
-    assert len(set(files)) == len(files)
-    for row in rows[1:]:
-        assert {Path(path) for path in row.env.values()} <= set(files)
+    files = [path for row in rows[1:] for path in row.env.values()]
+    assert {Path(path) for path in files} == set(tmp_path.rglob("*.safetensors"))
+    assert len(set(files)) == len(files) == 6
 
 
 class Client:
@@ -103,10 +111,7 @@ def test_jobs_of_real_models() -> None:
     assert REAL_JOBS.keys() == MODELS.keys()
     assert len({job.out for job in REAL_JOBS.values()} | {ShippedJob().out}) == len(REAL_JOBS) + 1
     assert {name: job.model for name, job in REAL_JOBS.items()} == {name: of.folder for name, of in MODELS.items()}
-    assert {name: {row.group for row in job.methods(Path())[1:]} for name, job in REAL_JOBS.items()} == {
-        "smollm2-135m": {64},
-        "qwen2.5-coder-1.5b": {128},
-    }
+    assert {name: job.group for name, job in REAL_JOBS.items()} == {"smollm2-135m": 64, "qwen2.5-coder-1.5b": 128}
 
 
 @pytest.mark.parametrize(

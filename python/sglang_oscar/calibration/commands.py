@@ -17,7 +17,7 @@ from oscar_rotation.fit.targets import DEFAULT_METHOD
 from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.model_table import known_models, model_settings
 from oscar_rotation.recipe_options import BITS_HELP, TEXT_HELP, bit_goal, needs_mean, refuse_foreign_options
-from oscar_rotation.recipes import FITTED
+from oscar_rotation.recipes import DEFAULT, FITTED
 from oscar_rotation.terminal import one_line_errors
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
 from sglang_oscar.calibration.errors import DataError, HarnessError
@@ -91,8 +91,8 @@ def calibrate_command(
         Path | None, typer.Option(envvar="DUMP_DIR", help="Folder of this dump, not the newest one.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(envvar="RECIPE", help=f"{', '.join(FITTED)}; the table's, else plus.")
-    ] = None,
+        str, typer.Option(envvar="RECIPE", help=f"One of {', '.join(FITTED)}; paper is the published one.")
+    ] = DEFAULT,
     bits: Annotated[str | None, typer.Option(envvar="BITS", help=BITS_HELP)] = None,
     text: Annotated[Path | None, typer.Option(envvar="BITS_TEXT", exists=True, dir_okay=False, help=TEXT_HELP)] = None,
     method: Annotated[str, typer.Option(envvar="METHOD", help="Pair of targets, as in `oscar fit`.")] = DEFAULT_METHOD,
@@ -104,11 +104,11 @@ def calibrate_command(
     """Fit the rotations of a model from its newest complete dump, of as many tokens as asked for if asked."""
     if clip not in ("none", "fit"):
         raise typer.BadParameter(f"{clip!r} is neither none nor fit", param_hint="--clip")
-    if recipe is not None and recipe not in FITTED:
+    if recipe not in FITTED:
         raise typer.BadParameter(f"{recipe!r} is not one of {', '.join(FITTED)}", param_hint="--recipe")
-    settings = settings_of(name).overridden(group_size=calibration.group_size, recipe=recipe)
-    refuse_foreign_options(context, FITTED[settings.recipe], "group_size")
-    goal = bit_goal(bits)
+    settings = settings_of(name).overridden(group_size=calibration.group_size)
+    refuse_foreign_options(context, FITTED[recipe], "group_size")
+    goal = bit_goal(bits, FITTED[recipe])
     if text is not None:
         needs_mean(goal, "--text")
     with driver_errors():
@@ -119,7 +119,7 @@ def calibrate_command(
         )  # fmt: skip
         typer.echo(f"fitting {folder.dump}")
         try:
-            out = run_fit(folder, settings.recipe, options, device)
+            out = run_fit(folder, recipe, options, device)
         except OptionError as error:
             raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
     typer.echo(f"rotations: {out}")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from oscar_rotation.model_table import ModelSettings
-from oscar_rotation.recipes import PUBLISHED
+from oscar_rotation.recipes import DEFAULT, PUBLISHED
 from sglang_oscar.calibration.commands import driver_errors
 from sglang_oscar.calibration.data import dataset_label, named_paths
 from sglang_oscar.calibration.dump_driver import DumpRequest
@@ -137,7 +137,7 @@ def eval_command(
     calibration: CalibrationOptions,
     servers: ServerOptions,
     methods: Annotated[
-        str, typer.Option(envvar="METHODS", help=f"Of {', '.join(TITLES)}; bf16 and the model's recipe if empty.")
+        str, typer.Option(envvar="METHODS", help=f"Of {', '.join(TITLES)}; bf16 and the default recipe if empty.")
     ] = "",
     rot_dir: Annotated[
         Path | None, typer.Option(envvar="ROT_DIR", help="Rotations; the newest calibration's if unset.")
@@ -161,7 +161,7 @@ def eval_command(
             made = [running_method(running.facts, named)]
             folder = CalibrationFolder(place / "running" if rot_dir is None else rot_dir.resolve().parent)
         else:
-            own = next(method for method, recipe in RECIPE_OF.items() if recipe == settings.recipe)
+            own = next(method for method, recipe in RECIPE_OF.items() if recipe == DEFAULT)
             chosen = named or ("bf16", own)
             if rot_dir is not None:
                 folder = CalibrationFolder(rot_dir.resolve().parent)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
 from oscar_rotation.fit.texts import Document
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS, EigenOrder
-from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
 
 Share = Literal["layer", "kv_head"]
 SHARES: tuple[str, ...] = get_args(Share)
@@ -65,7 +65,7 @@ class FitOptions:
     share: Share = "layer"
     fit_clip: bool = False
     report: bool = False
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = GROUP_SIZE
     holdout_tokens: int = 1024
     context: int | None = None
     overrides: Mapping[str, Any] | None = None

@@ -11,8 +11,6 @@ import torch
 
 from oscar_kernels.codec import clip_index, dequantize, quantize
 
-DEFAULT_GROUP_SIZE = 128
-
 
 def quantized(rotated: torch.Tensor, clip_ratio: float, group_size: int) -> torch.Tensor:
     """Rotated rows as a cache would return them.

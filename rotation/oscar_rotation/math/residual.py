@@ -9,7 +9,10 @@ import torch
 from oscar_rotation.files.rotation_set import Side
 from oscar_rotation.math.covariance import CovarianceAccumulator
 from oscar_rotation.math.hadamard import sylvester_hadamard
-from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE, quantized
+from oscar_rotation.math.quantized import quantized
+
+GROUP_SIZE = 128
+"""Channels that share a scale in that cache, as in the published one."""
 
 SLICE = 16384
 """Rows per head quantized at a time: a sort needs several times their size."""
@@ -38,6 +41,6 @@ class ResidualCovariance(CovarianceAccumulator):
             for rows in self._rows(cached, heads).split(SLICE, 1):
                 rotation = self.hadamard.to(rows.dtype)
                 rotated = rows @ rotation
-                lost = rotated - quantized(rotated, 1.0, DEFAULT_GROUP_SIZE).to(rows.dtype)
+                lost = rotated - quantized(rotated, 1.0, GROUP_SIZE).to(rows.dtype)
                 self._add(heads, lost @ rotation.mT)
         self.rows += cached.shape[0]

@@ -5,10 +5,11 @@ is named wherever a rotation file is (``SGLANG_OSCAR_K_ROTATION_PATH=hadamard``)
 ``RECIPE`` of one of the two kinds in :mod:`oscar_rotation.recipes.base`, and its line in one of the tables below.
 """
 
+from oscar_rotation import defaults
 from oscar_rotation.recipes import focus, hadamard, identity, paper, plus
 from oscar_rotation.recipes.base import PUBLISHED, BuiltInRecipe, FitRequest, FittedRecipe
 
-__all__ = ["BUILT_IN", "DEFAULT", "FITTED", "PUBLISHED", "BuiltInRecipe", "FitRequest", "FittedRecipe"]
+__all__ = ["BUILT_IN", "DEFAULT", "DEFAULT_BITS", "FITTED", "PUBLISHED", "BuiltInRecipe", "FitRequest", "FittedRecipe"]
 
 FITTED: dict[str, FittedRecipe] = {recipe.name: recipe for recipe in (plus.RECIPE, focus.RECIPE, paper.RECIPE)}
 """Name, as rotation files state it -> recipe."""
@@ -16,5 +17,5 @@ FITTED: dict[str, FittedRecipe] = {recipe.name: recipe for recipe in (plus.RECIP
 BUILT_IN: dict[str, BuiltInRecipe] = {recipe.name: recipe for recipe in (identity.RECIPE, hadamard.RECIPE)}
 """Name, accepted in place of a rotation file -> recipe."""
 
-DEFAULT = plus.RECIPE.name
-"""What ``oscar fit`` fits unless told otherwise."""
+DEFAULT, DEFAULT_BITS = defaults.RECIPE, defaults.BITS
+"""What is fitted unless a user says otherwise, and for which bits."""

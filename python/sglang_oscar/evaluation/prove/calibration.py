@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from oscar_rotation.atomic import write_text_atomically
+from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.texts import read_documents
-from oscar_rotation.math.quantized import DEFAULT_GROUP_SIZE
 from oscar_rotation.model_table import ModelSettings
-from oscar_rotation.recipe_options import bit_goal
 from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.calibration.rotation_driver import rotation_files, run_fit
@@ -92,7 +91,7 @@ class Calibration:
             DumpError: there is a broken one.
             ServerFailedError: the dumping server did not start or ended.
         """
-        settings = self.settings.overridden(group_size=DEFAULT_GROUP_SIZE)
+        settings = self.settings.overridden(group_size=GROUP_SIZE)
         return run_dump(
             DumpRequest(settings, self.root, str(self.prepare()), self.tokens, server_args=self.server_args)
         )
@@ -115,7 +114,7 @@ class Calibration:
         except RotationFileError:  # There is none, or one that was interrupted.
             # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
             text = read_documents(self.prepare()) if row.by_model else None
-            options = FitOptions(group_size=group, bits=bit_goal(row.bits), text=text)
+            options = FitOptions(group_size=group, bits=row.goal, text=text)
             run_fit(self.dumped, row.recipe, options, out=folder)
         return folder
 

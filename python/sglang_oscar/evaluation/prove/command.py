@@ -28,9 +28,7 @@ from sglang_oscar.evaluation.prove.run import Plan, ProveError, Prover
 from sglang_oscar.evaluation.prove.several import Makers, ask_all
 from sglang_oscar.evaluation.prove.store import Store
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
-
-GROUP = 128
-"""Channels per group unless a head has fewer."""
+from sglang_oscar.names import DEFAULT_GROUP_SIZE
 
 
 @with_groups
@@ -42,7 +40,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     caches.check_memory(servers.flags)
     with driver_errors():
         config, tokenizer = load_config(settings), load_tokenizer(settings)
-        settings = settings.overridden(group_size=caches.group_size or min(GROUP, _head_dim(config)))
+        settings = settings.overridden(group_size=caches.group_size or min(DEFAULT_GROUP_SIZE, _head_dim(config)))
         caches.check_rows(_head_dim(config), settings.group_size)
         material = measures.material(Texts(tokenizer, measures.text), _context(config, servers.flags))
         chosen = measures.measures(material)

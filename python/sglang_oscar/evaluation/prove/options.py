@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from oscar_rotation.recipe_options import bit_goal
-from oscar_rotation.recipes import DEFAULT
+from oscar_rotation.defaults import GROUP_SIZE
+from oscar_rotation.recipes import DEFAULT, DEFAULT_BITS
 from sglang_oscar.cpu.server import has_gpu
 from sglang_oscar.evaluation.prove.caches import BF16, CACHES, FP8, INT2, Flags, given_rotations
 from sglang_oscar.evaluation.prove.names import known
-from sglang_oscar.evaluation.prove.rows import PLAIN, ROWS, Row, parse_rows
+from sglang_oscar.evaluation.prove.rows import ROWS, Row, parse_rows
 
 LIMIT = "--max-total-tokens"
 """What tells a server how much memory its cache may take."""
@@ -50,7 +50,7 @@ class CacheOptions:
         list[str] | None,
         typer.Option(
             help="To fit each recipe without bits of its own for: a mean or widths, as in `oscar fit`; repeatable; "
-            f"default: {PLAIN}."
+            f"default: {DEFAULT_BITS}."
         ),
     ] = None
     bits_by_model: Annotated[
@@ -65,7 +65,7 @@ class CacheOptions:
     k_rotation: Annotated[Path | None, typer.Option(help="Rotation file of the keys, instead of a folder.")] = None
     v_rotation: Annotated[Path | None, typer.Option(help="Rotation file of the values.")] = None
     group_size: Annotated[
-        int | None, typer.Option(help="Channels that share a scale; default: 128, or the head's channels.")
+        int | None, typer.Option(help=f"Channels that share a scale; default: {GROUP_SIZE}, or the head's channels.")
     ] = None
     servers: Annotated[
         int,
@@ -122,9 +122,8 @@ class CacheOptions:
                 if row.group or self.group_size:
                     RowLayout(1, head_dim, group, torch.bfloat16)
                 option = "--bits"
-                goal = bit_goal(row.bits)
-                if goal is not None and goal.mean is not None:
-                    goal.widths(head_dim, group)
+                if self.given() is None and row.goal is not None and row.goal.mean is not None:
+                    row.goal.widths(head_dim, group)
             except ValueError as error:
                 raise typer.BadParameter(str(error), param_hint=option) from error
 

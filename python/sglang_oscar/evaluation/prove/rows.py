@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import typer
 
+from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.recipe_options import bit_goal, needs_mean, refuse_bits
-from oscar_rotation.recipes import FITTED
+from oscar_rotation.recipes import DEFAULT_BITS, FITTED
 from sglang_oscar.evaluation.methods import RECIPE_OF
 
 UNFITTED = ("hadamard", "quarot")
 """Methods that need no data: a Hadamard matrix with our windows and clipping, and without both, as QuaRot has it."""
 ROWS = (*FITTED, *UNFITTED)
 FORM = "NAME, NAME:GROUP, NAME:GROUP:BITS or NAME::BITS"
-PLAIN = "k2v2"
-"""What ``--bits`` says for a recipe's own two bits."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Row:
 
     Attributes:
         recipe: one of :data:`ROWS`.
-        bits: what is asked of bits; None for the recipe's own two.
+        bits: what is asked of bits; None for the default.
         by_model: whether the model itself says, on the calibration texts, where a mean of ``bits`` is needed.
         group: channels that share a scale; None for the run's.
     """
@@ -39,6 +38,15 @@ class Row:
     def fitted(self) -> bool:
         """Whether its rotations are fitted to a dump."""
         return self.recipe in FITTED
+
+    @property
+    def goal(self) -> BitGoal | None:
+        """What is asked of bits, or the default; None for two everywhere.
+
+        Raises:
+            typer.BadParameter: neither a mean nor widths.
+        """
+        return bit_goal(self.bits, FITTED[self.recipe]) if self.fitted else None
 
     @property
     def method(self) -> str:
@@ -69,7 +77,7 @@ def parse_rows(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> t
 
     Args:
         recipes: values of ``--recipe``, each of the form :data:`FORM`.
-        bits: values of ``--bits``, for each recipe without bits of its own; none for two.
+        bits: values of ``--bits``, for each recipe without bits of its own; none for the default.
         by_model: whether means are spent as the model itself says.
 
     Raises:
@@ -83,15 +91,14 @@ def parse_rows(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> t
         name, group, own = _parts(text)
         wishes: Sequence[str | None] = [own] if own else bits or [None]
         for wish in wishes:
-            goal = bit_goal(wish)
-            if wish is not None and name in FITTED:
+            # The default by its name is the default, whose answers an earlier run may have left.
+            row = Row(name, None if wish == DEFAULT_BITS else wish, group=group)
+            mean = row.goal is not None and row.goal.mean is not None
+            if wish is not None and row.fitted:
                 refuse_bits(FITTED[name])
             elif wish is not None:
                 raise typer.BadParameter(f"has no meaning for --recipe {name}, which has two", param_hint="--bits")
-            # The default by its name is the default, whose answers an earlier run may have left.
-            plain = wish is None or wish == PLAIN
-            mean = goal is not None and goal.mean is not None
-            found.append(Row(name, None if plain else wish, by_model and mean, group))
+            found.append(replace(row, by_model=by_model and mean))
     if by_model and not any(row.by_model for row in found):
         needs_mean(None, "--bits-by-model")
     return tuple(dict.fromkeys(found))
