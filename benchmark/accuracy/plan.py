@@ -49,7 +49,6 @@ values, codes of pairs of channels, and calibration on one kind of text. Broad o
 EVERY_LENGTH = (*EVERYWHERE, "bits", "broad bits", "codebooks", "broad codebooks")
 """Tables whose methods are asked about documents of every length, not of the first alone."""
 
-
 PUBLISHED = (
     "FP8", "FP8, calibrated scale", "NVFP4", "naive INT2 g128", "naive INT4 g128", "KIVI-2", "Kitty",
     "QuaRot-INT2 g128", "QuaRot-INT2 g64", "Saw-INT4", "RotateKV g128", "TurboQuant K3V3", "OScaR g32",
@@ -66,11 +65,25 @@ CODEBOOKS = (
     f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
 )  # fmt: skip
 SETS = {
-    "real": ("BF16", *PUBLISHED, *SERVED, *CODEBOOKS),
+    "real": ("BF16", *SERVED, *CODEBOOKS, *PUBLISHED),
     "chart": tuple(name for recipe in (FOCUS, PLUS) for name in chart_names(recipe).values()),
 }
 """Named sets of methods: what a real model of some size is measured with, and every width of keys with every width of
 values."""
+
+
+FAR = (
+    "BF16", "FP8", "FP8, calibrated scale", "NVFP4", "KIVI-2", "Kitty", "QuaRot-INT2 g128", "Saw-INT4", "KVarN K4V2",
+    "NOVA-KV", "NOVA-KV, every position", "OSCAR g128", "OSCAR g64", PLUS, f"{PLUS}, --bits 2.5", FOCUS,
+    "focus g64, served form", *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2", "3.0")), CODEBOOKS[0],
+)  # fmt: skip
+NEAR = 4096
+"""Methods that are asked about documents of more tokens than this: these questions cost as much as all other measures."""
+
+
+def asked(method: Method, length: int) -> bool:
+    """Whether a method is asked about documents of ``length`` tokens, not only about the shortest."""
+    return method.table in EVERY_LENGTH and (length <= NEAR or method.name in FAR)
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,12 @@ def test_bits() -> None:
 def test_named_sets_are_of_methods_that_exist() -> None:
     """The chart has every width of keys with every width of values, one row each, for both recipes."""
     known = all_methods()
-    for names in plan.SETS.values():
+    for names in (*plan.SETS.values(), plan.FAR):
         assert set(names) <= set(known)
+    assert plan.asked(known["NOVA-KV"], 16384)
+    assert not plan.asked(known["naive INT2 g128"], 16384)
+    assert plan.asked(known["naive INT2 g128"], 4096)
+    assert not plan.asked(known["plus g128, --bits k4v2"], 4096)
     assert len(set(plan.SETS["chart"])) == 2 * 16 - 1
     method = known[chart_names(plan.PLUS)[16, 2]]
     method.fit(calibration())

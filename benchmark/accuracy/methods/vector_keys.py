@@ -85,11 +85,19 @@ def weighted_keys(
     attention = [key_weights(r.q, r.k, scale) if share else torch.ones_like(r.k[..., 0]) for r in found]
     keys, weights = torch.cat([r.k for r in found], 1), torch.cat(mixed(attention, share), 1)
     if positions is not None:
-        # As many at every place as the moments of the transforms have there, in no order.
-        offsets = positions.offsets(max(calibration.seq_lens), keys.shape[1])
-        offsets = offsets[torch.randperm(len(offsets), generator=torch.Generator().manual_seed(layer))]
-        keys = turned(keys, *(table.float().to(keys.device) for table in positions.tables(offsets)))
+        keys = turned(
+            keys, *calibration.once(("key places", positions.context), lambda: places(calibration, positions))
+        )
     return keys, weights
+
+
+def places(calibration: Calibration, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of how far each calibration token is moved along, float32 [tokens, r]: as often to every place
+    as the moments of the transforms are, in no order."""
+    count = sum(calibration.seq_lens)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    cos, sin = positions.tables(positions.offsets(max(calibration.seq_lens), count)[order])
+    return cos.float().to(calibration.device), sin.float().to(calibration.device)
 
 
 @dataclass
