@@ -78,7 +78,7 @@ FAR = (
     "focus g64, served form", *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2", "3.0")), CODEBOOKS[0],
 )  # fmt: skip
 NEAR = 4096
-"""Methods that are asked about documents of more tokens than this: these questions cost as much as all other measures."""
+"""Of more tokens than this only those of the list are asked: such questions cost as much as all else together."""
 
 
 def asked(method: Method, length: int) -> bool:
