@@ -21,6 +21,7 @@ from oscar_kernels.cache import (
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.visible import mask_of
+from oscar_kernels.weighted_sum import weighted_sum
 
 LOG2_E = math.log2(math.e)
 QUERY_BLOCK = 512
@@ -168,8 +169,9 @@ def verify(
         row = int(tables.ring_row[request])
         k, v = torch.cat([k, cache.k_ring[row, new].float()]), torch.cat([v, cache.v_ring[row, new].float()])
         scores = torch.einsum("qhgd,thd->hgqt", queries[request], k)
-        scores[..., kv_len:].masked_fill_(~seen[request], float("-inf"))
-        out[request] = torch.einsum("hgqt,thd->qhgd", scores.softmax(-1), v)
+        shown = torch.cat([seen.new_ones(tokens, kv_len), seen[request]], dim=1)
+        scores.masked_fill_(~shown, float("-inf"))
+        out[request] = weighted_sum(scores.softmax(-1), v, shown)
     return out.view(batch * tokens, -1, head_dim)
 
 
@@ -216,12 +218,13 @@ def extend(
             heads = block.float().view(stop - start, kv_heads, -1, head_dim) * sm_scale
             rotated = rotate(block, reading).view_as(heads) * sm_scale
             own = torch.einsum("qhgd,thd->hgqt", heads, chunk_k[:stop])
-            later = torch.arange(stop, device=q.device) > torch.arange(start, stop, device=q.device)[:, None]
-            own.masked_fill_(later, float("-inf"))
             scores = torch.cat([torch.einsum("qhgd,thd->hgqt", rotated, prefix_k), own], dim=-1)
+            last = torch.arange(prefix_len + start, prefix_len + stop, device=q.device)
+            seen = torch.arange(prefix_len + stop, device=q.device) <= last[:, None]
+            scores.masked_fill_(~seen, float("-inf"))
             if lse is not None:
                 lse[begin + start : begin + stop] = scores.logsumexp(-1).movedim(-1, 0).flatten(1) * LOG2_E
-            mixed = torch.einsum("hgqt,thd->qhgd", scores.softmax(-1), values[: prefix_len + stop])
+            mixed = weighted_sum(scores.softmax(-1), values[: prefix_len + stop], seen)
             out[begin + start : begin + stop] = mixed.reshape(stop - start, -1, head_dim)
         begin += length
     return out

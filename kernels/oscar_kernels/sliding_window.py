@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from oscar_kernels.weighted_sum import weighted_sum
+
 QUERY_BLOCK = 512
 """Queries per block: bounds the scores to block x keys per head."""
 
@@ -36,14 +38,14 @@ def attend(
         first = 0 if window is None else max(start + tokens - queries - window, 0)
         seen = torch.arange(first, stop + tokens - queries, device=q.device)
         heads = q[start:stop].float().unflatten(1, (kv_heads, -1)) * sm_scale
-        logits = torch.einsum("qhgd,thd->qhgt", heads, k[seen].float())
+        logits = torch.einsum("qhgd,thd->hgqt", heads, k[seen].float())
         hidden = seen > own[:, None]
         if window is not None:
             hidden |= seen < own[:, None] - window
-        logits.masked_fill_(hidden[:, None, None], float("-inf"))
+        logits.masked_fill_(hidden, float("-inf"))
         if sinks is not None:
-            column = sinks.float().view(1, kv_heads, -1, 1).expand(*logits.shape[:3], 1)
+            column = sinks.float().view(kv_heads, -1, 1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, column], dim=-1)
         weights = logits.softmax(-1)[..., : len(seen)]
-        out[start:stop] = torch.einsum("qhgt,thd->qhgd", weights, v[seen].float()).flatten(1, 2)
+        out[start:stop] = weighted_sum(weights, v[seen].float(), ~hidden).flatten(1, 2)
     return out

@@ -26,6 +26,7 @@ from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode, verify
 from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 from oscar_kernels.triton.rotate import rotate
@@ -96,6 +97,7 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     rotate(q, split_matrix(random_rotation(shape.head_dim, 1, CPU), q.dtype))
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)
+    make_values_finite_(k, k.clone())
     spans = torch.zeros(1, dtype=torch.int32)
     copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), k.clone())
     merge_states_(q.clone(), lse, q, lse)

@@ -331,3 +331,10 @@ def random_slots(
 
     row = torch.randperm(slots, generator=generator)[:tokens].to(device)
     return StoreSlots(row, places((requests + 1) * windows.ring), places((requests + 1) * windows.sink))
+
+
+def break_new_token(batch: Batch, request: int, token: int, side: str, number: float) -> None:
+    """One channel of the last head of a new token's keys or values (``side``: k_ring or v_ring) is ``number``."""
+    ring = getattr(batch.cache, side)
+    place = (int(batch.tables.kv_lens[request]) + token) % batch.shape.windows.ring
+    ring[batch.tables.ring_row[request].long(), place, -1, 3] = number

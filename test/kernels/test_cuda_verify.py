@@ -12,6 +12,7 @@ import torch
 from kernel_cases import (
     Shape,
     assert_as_good_as,
+    break_new_token,
     filled_batch,
     random_trees,
     random_vectors,
@@ -87,6 +88,28 @@ def test_ring_starts_and_padding() -> None:
         out = verify(batch.cache, tables, words_of(seen).to(DEVICE), q, 0.04)[:12]
     exact = verify_exact(batch, seen[:3], q[:12], 0.04, torch.float64)
     assert_as_good_as(out, exact, verify_exact(batch, seen[:3], q[:12], 0.04, QWEN3.dtype))
+
+
+@pytest.mark.parametrize("side", ["k_ring", "v_ring"])
+@pytest.mark.parametrize(
+    "shape",
+    [QWEN3, replace(QWEN3, gqa=1), replace(QWEN3, gqa=1, head_dim=64, group=64, dtype=FP16)],
+    ids=str,
+)
+def test_a_draft_that_is_no_number_is_told_to_those_that_see_it(shape: Shape, side: str) -> None:
+    """Its ancestors, other branches and requests answer as if it were an ordinary draft that they do not see."""
+    q = random_vectors((16, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
+    seen = random_trees(2, 8)
+    words = words_of(seen).to(DEVICE)
+    clean = with_new_tokens(filled_batch(shape, [50, 20], DEVICE), 8)
+    broken = with_new_tokens(filled_batch(shape, [50, 20], DEVICE), 8)
+    break_new_token(broken, 0, 5, side, float("nan"))
+    with running():
+        wanted = verify(clean.cache, clean.tables, words, q, 0.04)
+        out = verify(broken.cache, broken.tables, words, q, 0.04)
+    sees = torch.cat([seen[0, :, 5], torch.zeros(8, dtype=torch.bool)]).to(DEVICE)
+    assert torch.equal(out[~sees], wanted[~sees])
+    assert out[sees, -shape.gqa :].isnan().all()
 
 
 def test_queries_and_outputs_side_by_side_with_others() -> None:

@@ -24,6 +24,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.codec import encode_rows
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.rotate import rotate
 
 SHAPES = [
@@ -157,6 +158,21 @@ def test_a_nan_reaches_the_heads_that_read_it(side: str, device: torch.device) -
     assert out[:5, heads].isnan().all()
     out[:5, heads] = clean[:5, heads]
     assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")], ids=str)
+def test_a_chunk_token_that_is_no_number_is_told_to_later_ones_only(number: float, device: torch.device) -> None:
+    """Its query shares a power of two, and its value a tile, with tokens before it."""
+    case = make(Shape(), [100, 70], [9, 5], device)
+    clean = check(case)
+    case.v[6, -1, 3] = case.q_rot[6, -1, 3] = number
+    make_values_finite_(case.k, case.v)
+    sm_scale = 0.4 * case.q.shape[-1] ** -0.5
+    out = extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale)
+    assert out[6:9, -case.batch.shape.gqa :].isnan().all()
+    others = torch.arange(14, device=device) < 6
+    others[9:] = True
+    torch.testing.assert_close(out[others], clean[others], rtol=2**-7, atol=1e-3)
 
 
 def test_rejects_missing_chunk(device: torch.device) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import OF_16_BITS, OF_EVERY_WIDTH, Shape, assert_as_good_as, filled_batch
+from kernel_cases import OF_16_BITS, OF_EVERY_WIDTH, Shape, assert_as_good_as, filled_batch, poison
 from test_extend import Chunks, exact, make
 
 from oscar_kernels import extend_plan, ragged_plan, reference
@@ -23,6 +23,7 @@ from oscar_kernels.prepared import split_matrix
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 from oscar_kernels.triton.rotate import rotate
@@ -175,6 +176,43 @@ def test_prefix_copies_equal_the_cache(shape: Shape, device: torch.device) -> No
         for got, want in zip(space, wanted, strict=True):
             copied = got[first : first + end - begin]
             torch.testing.assert_close(copied, want[begin:end].to(shape.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [Shape(), OF_16_BITS[0]], ids=str)
+def test_copied_values_are_numbers(shape: Shape, device: torch.device) -> None:
+    """A tile of the attention kernel may reach from one request's rows into the next one's."""
+    case = make(shape, [100], [1], device)
+    case.batch.cache.v_ring[int(case.batch.tables.ring_row[0])] = float("nan")
+    if not shape.value_layout.exact:
+        poison(case.batch, "v_rows", request=0, position=60)
+    k_out, v_out = (torch.empty(100, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device) for _ in "kv")
+    one = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0], [0], [0, 100])]
+    copy_prefixes(case.batch.cache, case.batch.tables, *one, k_out, v_out)
+    assert v_out.isfinite().all()
+
+
+@pytest.mark.parametrize("limits", [LIMITS, JOINED], ids=["apart", "joined"])
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")], ids=str)
+def test_a_value_that_is_no_number_is_told_to_later_tokens_only(
+    number: float, limits: Limits, device: torch.device
+) -> None:
+    case = make(Shape(), [100, 70], [9, 5], device)
+    clean = run(case, limits, device, 0.1, decode, None)
+    case.v[6, -1, 3] = number
+    make_values_finite_(case.k, case.v)
+    out = run(case, limits, device, 0.1, decode, None)
+    heads = slice(-case.batch.shape.gqa, None)
+    assert out[6:9, heads].isnan().all()
+    out[6:9, heads] = clean[6:9, heads]
+    assert torch.equal(out, clean)
+
+
+def test_numbers_are_left_as_they_are(device: torch.device) -> None:
+    """Also where keys and values are slices of one projection."""
+    fused = torch.randn(50, 6, 64, device=device).half()
+    want = fused.clone()
+    make_values_finite_(fused[:, 2:4], fused[:, 4:])
+    assert torch.equal(fused, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

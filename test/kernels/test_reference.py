@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Shape, empty_cache, random_rotation, random_transform, random_vectors
+from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_transform, random_vectors
 
 from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat
+from oscar_kernels.sliding_window import attend
 from oscar_kernels.transform import SideTransform
 
 SHAPE = Shape(page_size=16, windows=Windows(sink=16, recent=24, ring=32))
@@ -185,3 +186,22 @@ def test_borders(kv_len: int, ring_start: int, windows: Windows, borders: tuple[
 def test_windows_reject(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="sink"):
         Windows(*sizes)
+
+
+def test_a_value_that_is_no_number_is_told_to_those_that_see_it() -> None:
+    """In a chunk, and in a layer with a window: not to tokens before it, nor to those that are too far on."""
+    shape, tokens = SHAPE, 9
+    batch = filled_batch(shape, [20], CPU)
+    counts = (shape.q_heads, shape.kv_heads, shape.kv_heads)
+    q, k, v = (random_vectors((tokens, heads, shape.head_dim), torch.float32, 7, CPU) for heads in counts)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.extend(batch.cache, batch.tables, q, k, v, [tokens], None, 0.1), attend(q, k, v, 0.1, window=2)
+
+    clean = both()
+    v[4, -1, 3] = float("nan")
+    for out, want, seen in zip(both(), clean, (slice(4, 9), slice(4, 7)), strict=True):
+        broken = torch.zeros_like(out, dtype=torch.bool)
+        broken[seen, -shape.gqa :, 3] = True
+        assert torch.equal(out.isnan(), broken)
+        torch.testing.assert_close(out[~broken], want[~broken])

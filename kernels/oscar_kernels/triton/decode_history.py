@@ -78,7 +78,10 @@ def attend_history(
         wide = _load_units(q_rows, q_mask, D, K_BITS, K_GROUP)
         largest = tl.full([], 1e-30, tl.float32)
         for u in tl.static_range(K_UNITS):
-            largest = tl.maximum(largest, tl.max(tl.max(tl.max(tl.abs(wide[u]), 2), 1), 0))
+            # The queries share it: those of a draft that are no numbers keep it out of the others'.
+            size = tl.abs(wide[u])
+            size = tl.where(size < float("inf"), size, 0.0)
+            largest = tl.maximum(largest, tl.max(tl.max(tl.max(size, 2), 1), 0))
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = Q_PEAK / power
         unscale = power * (sm_scale * Q_UNSCALE)

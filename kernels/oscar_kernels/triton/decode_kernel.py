@@ -18,47 +18,76 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _fold(
+    state, q, k_ptr, v_ptr, first_row, rows, head, first, end, new, visible, sm_scale, KV_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile of a window, positions [first, end) and no more than BLOCK_N of them, into ``state``.
+
+    FRESH: new tokens of a verification, of which bit j of a column's word in visible [BLOCK_G] says whether it sees
+    position new + j.
+    """
+    top, total, out = state
+    D: tl.constexpr = q.shape[1]
+    channel = tl.arange(0, D)
+    position = first + tl.arange(0, BLOCK_N)
+    live = position < end
+    row = (first_row + position % rows) * (KV_HEADS * D)
+    head_at = (head * D)[:, None, None]
+    k = tl.load(k_ptr + (row[None, :, None] + head_at + channel[None, None, :]), mask=live[None, :, None], other=0.0)
+    v_at = row[None, None, :] + head_at + channel[None, :, None]
+    logits = dot(k, q, tl.zeros([q.shape[0], BLOCK_N, q.shape[2]], tl.float32)) * (sm_scale * LOG2_E)
+    logits = tl.where(live[None, :, None], logits, float("-inf"))
+    if FRESH:
+        # A value that is no number would spoil the columns that do not see it, too: 0 x NaN is NaN. It is left out of
+        # the product, and who sees it is told by the logit.
+        v = tl.load(v_ptr + v_at, mask=live[None, None, :], other=0.0)
+        finite = tl.abs(v.to(tl.float32)) < float("inf")
+        broken = tl.max((finite == 0).to(tl.int32), 1) > 0
+        v = tl.where(finite, v, tl.zeros_like(v))
+        logits = tl.where(broken[:, :, None], float("nan"), logits)
+        seen = ((visible[None, :] >> (position - new).to(tl.int64)[:, None]) & 1) != 0
+        logits = tl.where((live[:, None] & seen)[None, :, :], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    if FRESH:
+        # A column may see nothing of a tile.
+        new_top = tl.maximum(new_top, LOWEST)
+    fade = exp2(top - new_top)
+    p = exp2(logits - new_top[:, None, :])
+    total = total * fade + tl.sum(p, 1)
+    if not FRESH:
+        v = tl.load(v_ptr + v_at, mask=live[None, None, :], other=0.0)
+    return new_top, total, dot(v, narrow(p, v_ptr.dtype.element_ty), out * fade[:, None, :])
+
+
+@triton.jit
 def _window(
     q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, begin, end, new, visible, sm_scale, o_rows, lse_ptrs,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Positions [begin, end) of a 16-bit window, position p in row first_row + p % rows.
-
-    In verification bit j of a column's word in visible [BLOCK_G] says whether it sees position new + j.
+    """Positions [begin, end) of a 16-bit window, position p in row first_row + p % rows; from ``new`` on they are new
+    tokens of a verification.
     """
-    offset = tl.arange(0, BLOCK_N)
     channel = tl.arange(0, D)
     q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=q_mask[:, None, :], other=0.0)
     q = narrow(q.to(tl.float32), k_ptr.dtype.element_ty)
     top = tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
     out = tl.zeros([BLOCK_H, D, BLOCK_G], tl.float32)
-    head_at = (head * D)[:, None, None]
+    old_end = tl.minimum(end, new) if DRAFTS > 0 else end
     # Two loop iterations in flight: more would take the shared memory of the history's tiles.
-    for first in tl.range(begin, end, BLOCK_N, num_stages=2):
-        position = first + offset
-        live = position < end
-        row = (first_row + position % rows) * (KV_HEADS * D)
-        at = row[None, :, None] + head_at + channel[None, None, :]
-        k = tl.load(k_ptr + at, mask=live[None, :, None], other=0.0)
-        logits = dot(k, q, tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)) * (sm_scale * LOG2_E)
-        logits = tl.where(live[None, :, None], logits, float("-inf"))
-        if DRAFTS > 0:
-            index = tl.maximum(position - new, 0).to(tl.int64)
-            seen = (position < new)[:, None] | (((visible[None, :] >> index[:, None]) & 1) != 0)
-            logits = tl.where(seen[None, :, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        if DRAFTS > 0:
-            # A column may see nothing of a tile.
-            new_top = tl.maximum(new_top, LOWEST)
-        fade = exp2(top - new_top)
-        top = new_top
-        p = exp2(logits - top[:, None, :])
-        total = total * fade + tl.sum(p, 1)
-        at = row[None, None, :] + head_at + channel[None, :, None]
-        v = tl.load(v_ptr + at, mask=live[None, None, :], other=0.0)
-        out = dot(v, narrow(p, v_ptr.dtype.element_ty), out * fade[:, None, :])
+    for first in tl.range(begin, old_end, BLOCK_N, num_stages=2):
+        top, total, out = _fold(
+            (top, total, out), q, k_ptr, v_ptr, first_row, rows, head, first, old_end, new, visible, sm_scale,
+            KV_HEADS, BLOCK_N, False,
+        )  # fmt: skip
+    if DRAFTS > 0:
+        for first in tl.range(tl.maximum(begin, new), end, BLOCK_N, num_stages=1):
+            top, total, out = _fold(
+                (top, total, out), q, k_ptr, v_ptr, first_row, rows, head, first, end, new, visible, sm_scale,
+                KV_HEADS, BLOCK_N, True,
+            )  # fmt: skip
     out = out / total[:, None, :]
     tl.store(o_rows[:, None, :] + channel[None, :, None], out, mask=q_mask[:, None, :])
     tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)

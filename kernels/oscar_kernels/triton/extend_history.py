@@ -64,7 +64,10 @@ def attend_history(
         largest = tl.full([], 1e-30, tl.float32)
         for u in tl.static_range(K_UNITS):
             wide = load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.max(tl.abs(wide), 1), 0))
+            # Tokens share it: one whose query is no number keeps it out of the others'.
+            size = tl.abs(wide)
+            size = tl.where(size < float("inf"), size, 0.0)
+            largest = tl.maximum(largest, tl.max(tl.max(size, 1), 0))
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = Q_PEAK / power
         unscale = power * (sm_scale * Q_UNSCALE)

@@ -23,6 +23,7 @@ from oscar_kernels.triton.arith import (
     unit_start,
 )
 from oscar_kernels.triton.dtypes import TRITON_DTYPES, row_constants
+from oscar_kernels.triton.finite import finite_or_zero
 from oscar_kernels.triton.plan import split_lengths
 
 BLOCK = 64
@@ -32,17 +33,19 @@ FEWEST_SPANS = 64
 
 
 @triton.jit
-def _copy_window(out_rows, window_rows, mask, D: tl.constexpr, DTYPE: tl.constexpr):
+def _copy_window(out_rows, window_rows, mask, D: tl.constexpr, FINITE: tl.constexpr, DTYPE: tl.constexpr):
     """Rows of the sink store or the ring at pointers [BLOCK] to the workspace."""
     channel = tl.arange(0, D)
-    x = tl.load(window_rows[:, None] + channel[None, :], mask=mask[:, None], other=0.0)
-    tl.store(out_rows[:, None] + channel[None, :], narrow(x.to(tl.float32), DTYPE), mask=mask[:, None])
+    x = tl.load(window_rows[:, None] + channel[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    if FINITE:
+        x = finite_or_zero(x)
+    tl.store(out_rows[:, None] + channel[None, :], narrow(x, DTYPE), mask=mask[:, None])
 
 
 @triton.jit
 def _decode_rows(
     out_rows, rows, mask, head, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, FINITE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One head of the history rows of codes at byte pointers [BLOCK], dequantized, to the workspace."""
     CODE_BYTES: tl.constexpr = code_bytes(D, BITS)
@@ -68,14 +71,18 @@ def _decode_rows(
             if BITS == 3:
                 code += (high >> ((2 * plane + 2) % 8) & 1) << 2
             x = scale[:, None] * (code.to(tl.float32) - zero[:, None])
+            if FINITE:
+                x = finite_or_zero(x)
             channel = unit_start(PLANES * span + plane, D, BITS, GROUP) + byte
             tl.store(out_rows[:, None] + channel[None, :], narrow(x, DTYPE), mask=mask[:, None])
 
 
 @triton.jit
-def _copy_exact(out_rows, rows, mask, head, D: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr):
+def _copy_exact(
+    out_rows, rows, mask, head, D: tl.constexpr, EXACT_DTYPE: tl.constexpr, FINITE: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
     """One head of the history rows of 16 bits at byte pointers [BLOCK] to the workspace."""
-    _copy_window(out_rows, exact_channels(rows, head, D, EXACT_DTYPE), mask, D, DTYPE)
+    _copy_window(out_rows, exact_channels(rows, head, D, EXACT_DTYPE), mask, D, FINITE, DTYPE)
 
 
 @triton.jit
@@ -83,9 +90,13 @@ def _copy_side(
     out_ptr, rows_ptr, sink_ptr, ring_ptr, pages_ptr, position, out_row, live, head, sink_end, ring_begin, block, ring,
     STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
-    RECENT: tl.constexpr, RING: tl.constexpr,
+    RECENT: tl.constexpr, RING: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of one head at positions [BLOCK] of a request, each from where it is read."""
+    """Keys or values of one head at positions [BLOCK] of a request, each from where it is read.
+
+    FINITE: what is no number becomes 0. A tile of keys may reach into the next request's; there weights are 0, but
+    0 x NaN is NaN.
+    """
     out_rows = out_ptr + (out_row.to(tl.int64) * KV_HEADS + head) * D
     history = live & (position >= sink_end) & (position < ring_begin)
     if tl.max(history.to(tl.int32), 0) > 0:
@@ -93,18 +104,18 @@ def _copy_side(
         # Masked positions read the dummy page 0 and write nothing.
         rows = rows_ptr + (page * PAGE + (position & (PAGE - 1))) * STRIDE
         if BITS == EXACT:
-            _copy_exact(out_rows, rows, history, head, D, EXACT_DTYPE, DTYPE)
+            _copy_exact(out_rows, rows, history, head, D, EXACT_DTYPE, FINITE, DTYPE)
         else:
-            _decode_rows(out_rows, rows, history, head, KV_HEADS, D, BITS, GROUP, SCALE_DTYPE, DTYPE)
+            _decode_rows(out_rows, rows, history, head, KV_HEADS, D, BITS, GROUP, SCALE_DTYPE, FINITE, DTYPE)
     if SINK > 0:
         sink = live & (position < sink_end)
         if tl.max(sink.to(tl.int32), 0) > 0:
-            _copy_window(out_rows, sink_ptr + ((block * SINK + position) * KV_HEADS + head) * D, sink, D, DTYPE)
+            _copy_window(out_rows, sink_ptr + ((block * SINK + position) * KV_HEADS + head) * D, sink, D, FINITE, DTYPE)
     if RECENT > 0:
         recent = live & (position >= ring_begin)
         if tl.max(recent.to(tl.int32), 0) > 0:
             at = ((ring * RING + position % RING) * KV_HEADS + head) * D
-            _copy_window(out_rows, ring_ptr + at, recent, D, DTYPE)
+            _copy_window(out_rows, ring_ptr + at, recent, D, FINITE, DTYPE)
 
 
 @triton.jit(do_not_specialize=["spans", "page_table_stride"])
@@ -142,13 +153,13 @@ def _prefix_kernel(
         _copy_side(
             k_out_ptr, k_rows_ptr, k_sink_ptr, k_ring_ptr, pages_ptr, position, out_first + offset, live, head,
             sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, K_BITS, K_GROUP, SCALE_DTYPE,
-            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING,
+            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, False,
         )  # fmt: skip
     else:
         _copy_side(
             v_out_ptr, v_rows_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position, out_first + offset, live, head,
             sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_GROUP, SCALE_DTYPE,
-            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING,
+            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, True,
         )  # fmt: skip
 
 

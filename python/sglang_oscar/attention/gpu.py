@@ -13,6 +13,7 @@ from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.store import store
 from sglang_oscar.attention import decode_choice, warm_up
@@ -129,6 +130,7 @@ class GpuKernels:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         plan = batch.extend_plan
         lse = call.sums()
+        make_values_finite_(call.k, call.v)
         joined = plan is not None and plan.joined is not None
         out = self._extend_joined(layer, batch, call, lse) if joined else self._extend_apart(layer, batch, call, lse)
         # Without a prefix nothing is attended to that is in the basis of the cache.

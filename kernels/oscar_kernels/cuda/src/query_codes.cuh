@@ -3,6 +3,10 @@
 
 #include "tile.cuh"
 
+constexpr int QUERY_PEAK = 32512;  // of the fixed-point numbers, so that the high byte is at most 127
+// Sums of a group are put together in sixteenths of units, in 32 bits (KeyProducts::whole).
+static_assert(16ll * QUERY_PEAK * ((1 << KeyRows::BITS) - 1) * KeyRows::GROUP < 1ll << 31, "sums of a group overflow");
+
 // The queries of a kv head as columns of products: column 2 h is the high byte of head h, column 2 h + 1 the low byte.
 struct QueryCodes {
   u32 digits[WIDE ? 1 : QK_BLOCKS * UNITS][2];
@@ -72,7 +76,7 @@ DEVICE void QueryCodes::load(u32 q, float sm_scale, u32 shared, int kv_head, int
     }
     // Above 3 * 2^22 the bits of a float count in ones, so a sum rounds and its low bits are the fixed-point number. The
     // low byte of it has a sign; 128 more carry that into the high byte.
-    float factor = 32512.0f / peak;  // so that the high byte is at most 127
+    float factor = QUERY_PEAK / peak;
     float integer = column % 2 ? 12582912.0f : 12582912.0f + 128.0f;
     u32 pick = column % 2 ? 0x0040 : 0x0051;
 #pragma unroll

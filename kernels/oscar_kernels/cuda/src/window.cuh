@@ -67,6 +67,26 @@ struct Fresh {
   }
 };
 
+// Whether one of two numbers in the window's format is a NaN or infinite.
+DEVICE bool not_finite(u32 pair) {
+  constexpr u32 EXPONENT = WINDOW_BF16 ? 0x7f80 : 0x7c00;
+  return (pair & EXPONENT) == EXPONENT || (pair & EXPONENT << 16) == EXPONENT << 16;
+}
+
+// Bit t: the values of the tile's token t are not all finite. By the whole warp.
+DEVICE u32 broken_tokens(u32 values) {
+  int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
+  bool mine = false;
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    uint4 v = load_shared4(values + row_of_token(row) * WINDOW_ROW + 64 * u + 16 * c);
+    mine |= not_finite(v.x) || not_finite(v.y) || not_finite(v.z) || not_finite(v.w);
+  }
+  u32 votes = __ballot_sync(FULL_WARP, mine), tokens = 0;
+  for (int t = 0; t < WINDOW_TILE; t++) tokens |= (votes >> 4 * t & 15) != 0 ? 1u << t : 0;
+  return tokens;
+}
+
 // ``keys`` and ``values``: this warp's kv head of the tile's first token. Tokens from ``count`` on may hold anything.
 DEVICE void attend_window(
     Softmax& softmax, Output& output, const QueryFloats& q, u32 keys, u32 values, int count, const Fresh& fresh) {
@@ -84,12 +104,19 @@ DEVICE void attend_window(
       mma_k16<WINDOW_BF16>(product[b], k.z, 0, k.w, 0, column.z, column.w);
     }
   }
+  // A value that is no number would spoil the columns that do not see it, too: 0 x NaN is NaN. It is left out of the
+  // product, and who sees it is told by the logit.
+  bool any_fresh = DRAFTS > 0 && fresh.begin < WINDOW_TILE;
+  u32 broken = any_fresh ? broken_tokens(values) : 0;
   float logits[QK_BLOCKS];
   bool raised = false;
 #pragma unroll
   for (int b = 0; b < QK_BLOCKS; b++) {
     logits[b] = row < count ? (product[b][0] + product[b][1]) * q.unit : minus_infinity();
-    if (DRAFTS > 0 && fresh.begin < WINDOW_TILE && row < count && fresh.hides(row, b)) logits[b] = minus_infinity();
+    if (any_fresh && row < count) {
+      if (fresh.hides(row, b)) logits[b] = minus_infinity();
+      else if (broken >> row & 1) logits[b] = as_float(0x7fc00000u);
+    }
     raised |= logits[b] > softmax.top[b] + SLACK;
   }
   if (__any_sync(FULL_WARP, raised)) output.scale(softmax.raise(logits), 1);
@@ -111,7 +138,8 @@ DEVICE void attend_window(
     }
   }
   // A token that is not there has weight 0, but its bits may be a NaN.
-  u32 keep = (2 * c < count ? 0x0000ffffu : 0) | (2 * c + 1 < count ? 0xffff0000u : 0);
+  u32 absent = broken >> 2 * c;
+  u32 keep = (2 * c < count && !(absent & 1) ? 0x0000ffffu : 0) | (2 * c + 1 < count && !(absent & 2) ? 0xffff0000u : 0);
   u32 even = values + row_of_token(2 * c) * WINDOW_ROW, odd = values + row_of_token(2 * c + 1) * WINDOW_ROW;
   auto multiply = [&](int tile, u32 x, u32 y) {  // two channels of two tokens
     u32 first = __byte_perm(x, y, 0x5410) & keep, second = __byte_perm(x, y, 0x7632) & keep;
