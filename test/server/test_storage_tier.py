@@ -115,6 +115,26 @@ def test_hits_outlive_the_server(version: str, model: Path, tmp_path: Path) -> N
             assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
 
 
+@pytest.mark.parametrize("version", served())
+def test_name_spaces_part_what_is_stored(version: str, model: Path, tmp_path: Path) -> None:
+    """Nobody finds pages of another name space, behind a hit of its own neither, nor of one those without."""
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+    folder, (ids,) = tmp_path / "store", prompts(1)
+
+    def found(server: Server, **space: str) -> int:
+        return stored([server.generate(ids, TOKENS, **space, **LOGPROBS)])[0]
+
+    with server_on(folder, model, tmp_path / "first", version=version) as server:
+        server.generate(ids, TOKENS, extra_key="a")
+        wait_for(lambda: len(list(folder.glob("*.bin"))) >= LENGTH // PAGE, "pages in storage")
+    with server_on(folder, model, tmp_path / "second", version=version) as server:
+        server.generate(ids[: 5 * PAGE], 1, extra_key="b")
+        assert [found(server, extra_key="b"), found(server)] == [0, 0]
+        server.generate(ids[: 5 * PAGE], 1, extra_key="a")
+        assert found(server, extra_key="a") > 0
+
+
 OTHERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "rotation": (GROUP, IDENTITY),
     "group": (["--kv-cache-quant-group-size", "32"], {}),

@@ -37,9 +37,14 @@ class Pool:
 
 def backend(folder: Path, **extra: Any) -> HiCacheFile:
     """SGLang's files; ``extra`` is what --hicache-storage-backend-extra-config says."""
+    return HiCacheFile(storage_config(extra_config=extra), str(folder))
+
+
+def storage_config(**changes: Any) -> Any:
+    """As much of SGLang's as its files ask for."""
     config = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
-    config |= {"model_name": "m", "is_mla_model": False, "extra_config": extra, "dcp_size": 1}
-    return HiCacheFile(SimpleNamespace(**config), str(folder))
+    config |= {"model_name": "m", "is_mla_model": False, "extra_config": {}, "dcp_size": 1}
+    return SimpleNamespace(**config | changes)
 
 
 def checked(folder: Path) -> CheckedStorage:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageExtraInfo, PoolName, PoolTransfer
 from transformers import Qwen3Config
 
 from oscar_kernels.format import LayerFormat, SideFormat, fingerprint
@@ -33,6 +33,7 @@ from support.stored_pages import (
     files,
     pages,
     room,
+    storage_config,
 )
 
 
@@ -125,10 +126,14 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
     rows = formats()
     side = rows[0].key
     config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=Qwen3Config(num_hidden_layers=2))
-    args = SimpleNamespace(model_path="a", revision=None, quantization=None, download_dir=None)
+
+    def server(**changes: Any) -> SimpleNamespace:
+        of = {"model_path": "a", "revision": None, "quantization": None, "download_dir": None, "load_format": "auto"}
+        return SimpleNamespace(**of | changes)
+
     base: dict[str, Any] = {
         "rows": rows,
-        "args": args,
+        "args": server(),
         "config": config,
         "heads": slice(0, 2),
         "ranks": 1,
@@ -154,9 +159,9 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
         {"rows": with_side(scale_dtype=torch.float16)},
         {"rows": with_side(transform=replace(side.transform, gain=0.98))},  # another recipe
         {"rows": with_side(transform=replace(side.transform, clip=0.9))},
-        {"args": SimpleNamespace(model_path="b", revision=None, quantization=None, download_dir=None)},
-        {"args": SimpleNamespace(model_path="a", revision="main", quantization=None, download_dir=None)},
-        {"args": SimpleNamespace(model_path="a", revision=None, quantization="fp8", download_dir=None)},
+        {"args": server(model_path="b")},
+        {"args": server(revision="main")},
+        {"args": server(quantization="fp8")},
         {"config": SimpleNamespace(dtype=torch.float16, hf_text_config=config.hf_text_config)},
         {"config": SimpleNamespace(dtype=torch.bfloat16, hf_text_config=longer)},
         {"heads": slice(0, 1)},
@@ -182,6 +187,30 @@ def test_storage_that_is_attached_late_is_refused(given: tuple[str, str, bool], 
     check_storage("nixl", "page_first_direct", False)
     with pytest.raises(Int2Error, match=what):
         check_storage(*given)
+
+
+def test_names_of_pages_do_not_say_where_a_model_was_served_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or how it was called: their keys say which one it is, of a copy elsewhere the same."""
+    monkeypatch.setattr(hooks, "active", lambda: True)
+    monkeypatch.setattr(hooks, "_storage", set())
+    monkeypatch.setattr("sglang_oscar.tiers.salt.salt_of_this_process", lambda layout: SALT)
+    monkeypatch.setattr("sglang_oscar.tiers.host_pool.Int2HostPool", Pool)
+    configs = []
+
+    def create(cls: Any, name: str, config: Any, pool: Any) -> Any:
+        configs.append(config)
+        return HiCacheFile(config, str(tmp_path))
+
+    pool, paths = Pool(), []
+    pool.layout = "page_first"  # type: ignore[attr-defined]
+    for path in ("/models/a", "/mnt/b"):
+        asked = storage_config(model_name=path, tp_lcm_size=None)
+        store = hooks.around_create_backend(create, None, "file", asked, pool)
+        paths.append(store._path(store.key(KEYS[0])))
+        assert asked.model_name == path
+    assert paths[0] == paths[1]
 
 
 def test_storage_of_other_servers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

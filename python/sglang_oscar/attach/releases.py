@@ -173,6 +173,11 @@ def namespace(req: Any) -> tuple[Any, Any]:
     return req.extra_key, getattr(req, "cache_salt", None)
 
 
+def stores_namespaces() -> bool:
+    """Whether SGLang's keys of storage tell name spaces apart; those of older releases are made of tokens alone."""
+    return _function("sglang.srt.mem_cache.utils", "storage_namespace_seed") is not None
+
+
 def state_source(req: Any) -> Any:
     """The state slot, int64 [1] on the device, that a hybrid model's request with a prefix hit goes on from; None where
     there is none, or where it is no longer told."""

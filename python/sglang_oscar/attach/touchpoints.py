@@ -176,6 +176,7 @@ SERVING: list[Touchpoint] = [
     Touchpoint(
         at(SRT + "managers.cache_controller.HiCacheController._generic_page_set"), AROUND, tiers.around_page_set
     ),
+    Touchpoint(at(MEM + "utils.get_hash_str"), AROUND, tiers.around_get_hash_str),
     # Prefill and decode on servers of their own.
     Touchpoint(at(SRT + "disaggregation.utils.setup_state_kv_args"), AROUND, handshake.around_setup_state),
     Touchpoint(at(DECODE + "DecodePreallocQueue._pre_alloc"), AROUND, waiting.around_pre_alloc),

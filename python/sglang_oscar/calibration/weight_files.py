@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.weights.origin import WEIGHT_FILES, cached_snapshot
+from sglang_oscar.weights.origin import WEIGHT_FILES, cached_snapshot, sample_digest
 
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab.*", "merges.txt")
 """Files that decide which tokens a text becomes."""
-
-SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Of a weight file, spread evenly from its first byte to its last; smaller files are read whole."""
 
 
 def model_files(model: str) -> dict[str, Any]:
@@ -66,23 +63,6 @@ def model_folder(model: str) -> Path:
     if (snapshot := cached_snapshot(model)) is None:
         raise DataError(f"{model}: its files are not on this machine; name a folder")
     return snapshot
-
-
-def sample_digest(path: Path) -> str:
-    """SHA-256 of :data:`SAMPLES` samples of a file, or of all of a smaller one.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        if size <= SAMPLES * SAMPLE_BYTES:
-            digest.update(file.read())
-        else:
-            for sample in range(SAMPLES):
-                file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def file_digest(path: Path) -> str:

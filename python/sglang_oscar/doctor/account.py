@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.weights.origin import WEIGHT_FILES, cached_snapshot
+from sglang_oscar.weights.origin import cached_snapshot, weight_files
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
@@ -21,22 +20,7 @@ def weight_bytes(model: str) -> int:
     Of a folder that has the same weights in several formats, SGLang loads one.
     """
     place = Path(model) if Path(model).exists() else cached_snapshot(model)
-    if place is None:
-        return 0
-    if place.is_file():
-        return place.stat().st_size
-    formats = [_named_by_index(place), *(list(place.glob(f"*{kind}")) for kind in WEIGHT_FILES)]
-    return sum(path.stat().st_size for path in next(filter(None, formats), []))
-
-
-def _named_by_index(folder: Path) -> list[Path]:
-    """Files that the index of a sharded checkpoint names and that are here; others beside them are not loaded."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
-        names = sorted(set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [path for name in names if (path := folder / str(name)).is_file()]
+    return 0 if place is None else sum(path.stat().st_size for path in weight_files(place))
 
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 
+from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import active
@@ -60,12 +64,14 @@ def around_create_backend(
     """Put salts and checks before a storage backend, also one that is attached while the server runs.
 
     Raises:
-        Int2Error: the backend, or how it is configured, is not served, or weights were updated.
+        Int2Error: the backend, or how it is configured, is not served, weights were updated, files of weights have
+            changed since they were loaded, or the folder is another user's.
     """
     if active() is None:
         return original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
     if _updated.is_set():
         raise Int2Error(UPDATED)
+    from sglang_oscar.tiers.folders import check_folder, folders_of
     from sglang_oscar.tiers.host_pool import Int2HostPool
     from sglang_oscar.tiers.salt import salt_of_this_process
     from sglang_oscar.tiers.storage import CheckedStorage
@@ -74,12 +80,36 @@ def around_create_backend(
     pool = mem_pool_host if anchor is None else anchor.host_pool
     assert isinstance(pool, Int2HostPool), f"the host tier of int2 mode is a {type(pool).__name__}"
     check_storage(backend_name, pool.layout, bool(storage_config.tp_lcm_size))
-    backend = original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
+    # Of a server's, names of pages would say which path a model was served from, though salts say what it is.
+    named_alike = copy.copy(storage_config)
+    named_alike.model_name = names.DTYPE
+    backend = original(cls, backend_name, named_alike, mem_pool_host, **kwargs)
+    for folder in folders_of(backend):
+        check_folder(folder)
     # SGLang tells clients the name of the class.
     named = type(type(backend).__name__, (CheckedStorage,), {})
     checked = named(backend, pool, salt_of_this_process(pool.page_layout))
     _storage.add(checked)
     return checked
+
+
+def around_get_hash_str(
+    original: Callable[..., Any], token_ids: Any, prior_hash: str | None = None, page_size: int | None = None
+) -> Any:
+    """Keys of storage that begin with the name space of a prefix, where a release leaves it out: a request of one would
+    find pages of another.
+
+    Args:
+        original: SGLang's.
+        token_ids: of pages, which may know their extra key and salt.
+        prior_hash: key of the page before them, None for the first.
+        page_size: tokens of a page.
+    """
+    if not prior_hash and not releases.stores_namespaces():
+        space = [getattr(token_ids, name, None) for name in ("extra_key", "cache_salt")]
+        if any(part is not None for part in space):
+            prior_hash = hashlib.sha256(json.dumps(space).encode()).hexdigest()
+    return original(token_ids, prior_hash, page_size)
 
 
 def around_page_get(

@@ -15,7 +15,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.tiers.pages import PAGE_VERSION, PageLayout
-from sglang_oscar.weights.origin import loaded_origin
+from sglang_oscar.weights.origin import loaded_weights
 from sglang_oscar.weights.rotations import model_formats
 
 
@@ -42,15 +42,18 @@ def storage_salt(rows: str, model: dict[str, Any], heads: slice, ranks: int, pag
 
 
 def model_facts(args: Any, model: Any) -> dict[str, Any]:
-    """What decides which keys and values a text has: weights, revision, dtype, quantization and configuration.
+    """What decides which keys and values a text has: weights, how they are read, dtype, quantization and configuration.
 
     Args:
         args: server arguments as SGLang resolved them.
         model: SGLang's ModelConfig.
+
+    Raises:
+        Int2Error: files of weights have changed since they were loaded.
     """
     return {
-        "weights": loaded_origin(args),
-        "revision": args.revision,
+        "weights": loaded_weights(args),
+        "load format": args.load_format,  # "dummy" reads none of them
         "dtype": str(model.dtype),
         "quantization": args.quantization,
         "configuration": model.hf_text_config.to_dict(),

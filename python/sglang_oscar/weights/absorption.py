@@ -28,7 +28,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import Settings, of_this_process
-from sglang_oscar.weights.origin import loaded_origin, note_before_loading
+from sglang_oscar.weights.origin import note_before_loading, note_loaded
 from sglang_oscar.weights.partial_loads import WatchedTensors
 from sglang_oscar.weights.rotations import IDENTITY, model_formats
 
@@ -83,7 +83,7 @@ def around_load_model(original: Callable[..., Any], self: Any, *args: Any, **kwa
         return original(self, *args, **kwargs)
     note_before_loading(server_args)
     result = original(self, *args, **kwargs)
-    loaded_origin(server_args)
+    note_loaded(server_args)
     return result
 
 

@@ -1,52 +1,55 @@
-"""Where a server's weights come from, and which they are, without reading them: part of every key of storage."""
+"""Which weights a server has loaded, by samples of what their files hold: part of every key of storage."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sglang_oscar.errors import Int2Error
+
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """How names of files with weights end."""
+SAMPLE_BYTES, SAMPLE_EVERY = 4096, 1 << 20
+"""A sample, and how far apart they are at most in a tensor; or in a file that does not say where tensors are."""
+WHOLE_BYTES = 1 << 16
+"""A tensor that is read as a whole."""
+MOST_HEADER_BYTES = 100 << 20
+"""Of a safetensors file; its format has the same bound."""
+READERS = 8
+"""Files that are sampled at once, for those that are not on this machine."""
 
-_loaded: dict[tuple[str, str | None, str | None], dict[str, Any]] = {}
-"""By path, revision and folder of downloads: what was there when this process loaded its weights."""
+
+_loaded: dict[tuple[str, str | None, str | None], dict[Path, tuple[int, int]] | None] = {}
+"""By path, revision and folder of downloads: the files that this process has loaded, with bytes and time of change;
+None where there are none here."""
 
 
-def weights_origin(model_path: str, revision: str | None, download_dir: str | None) -> dict[str, Any]:
-    """Which weights a path means at the moment.
-
-    Args:
-        model_path: a folder, a file or the id of a hub.
-        revision: of the hub.
-        download_dir: where SGLang puts downloads, None for the default.
-
-    Returns:
-        ``path``, in full where it is local: a relative one means another model in another folder. Then ``files``, the
-        name, size and time of change of each file of weights, or ``commit``, the hub's, None where no cache knows it.
+def weight_files(place: Path) -> list[Path]:
+    """Files that SGLang loads of a folder that may have the same weights in several formats: those that its index
+    names, or all of the first format; a file is one.
     """
-    place = Path(model_path)
-    if not place.exists():
-        return {"path": model_path, "commit": _commit(model_path, revision or "main", download_dir)}
-    place = place.resolve()
-    files = [place] if place.is_file() else [of for of in place.iterdir() if of.suffix in WEIGHT_FILES and of.is_file()]
-    facts = sorted((file.name, (known := file.stat()).st_size, known.st_mtime_ns) for file in files)
-    return {"path": str(place), "files": [list(of) for of in facts]}
+    if place.is_file():
+        return [place]
+    formats = [_named_by_index(place), *(sorted(place.glob(f"*{kind}")) for kind in WEIGHT_FILES)]
+    return next(filter(None, formats), [])
 
 
-def loaded_origin(args: Any) -> dict[str, Any]:
-    """Which weights this process has loaded. Kept, as files may be overwritten while it serves the former ones.
-
-    Args:
-        args: server arguments as SGLang resolved them.
-    """
-    asked = (args.model_path, args.revision, args.download_dir)
-    if asked not in _loaded:
-        _loaded[asked] = weights_origin(*asked)
-    return _loaded[asked]
+def _named_by_index(folder: Path) -> list[Path]:
+    """Files that the index of a sharded checkpoint names and that are here; others beside them are not loaded."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        names = sorted(set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [path for name in names if (path := folder / str(name)).is_file()]
 
 
 def note_before_loading(args: Any) -> None:
-    """Look at local files before they are read: one that changes meanwhile must not pass for what was read.
+    """Note local files before they are read: one that changes meanwhile must not pass for what was read.
 
     What a hub id means is only known behind its download.
 
@@ -54,13 +57,96 @@ def note_before_loading(args: Any) -> None:
         args: server arguments as SGLang resolved them.
     """
     if Path(args.model_path).exists():
-        loaded_origin(args)
+        note_loaded(args)
 
 
-def _commit(repository: str, revision: str, download_dir: str | None) -> str | None:
-    """The commit that a revision of a hub's repository means."""
-    folder = cached_snapshot(repository, revision, download_dir)
-    return None if folder is None else folder.name
+def note_loaded(args: Any) -> None:
+    """Note which files the weights of this process are, unless that is known.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+    """
+    asked = (args.model_path, args.revision, args.download_dir)
+    if asked not in _loaded:
+        place = Path(args.model_path)
+        folder = place if place.exists() else cached_snapshot(args.model_path, args.revision or "main", asked[2])
+        _loaded[asked] = None if folder is None else {path: _facts(path) for path in weight_files(folder.resolve())}
+
+
+def _facts(path: Path) -> tuple[int, int]:
+    known = path.stat()
+    return known.st_size, known.st_mtime_ns
+
+
+def loaded_weights(args: Any) -> dict[str, Any]:
+    """Which weights this process has loaded: the same of copies, wherever they are, and others of other weights.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+
+    Returns:
+        ``contents``, a digest of each file; ``address`` and ``revision`` where no files are here (``s3://...``).
+
+    Raises:
+        Int2Error: files have changed since they were loaded, and nothing says any more which weights those were.
+        OSError: one cannot be read.
+    """
+    note_loaded(args)
+    noted = _loaded[args.model_path, args.revision, args.download_dir]
+    if noted is None:
+        return {"address": args.model_path, "revision": args.revision}
+    if changed := [path for path, facts in noted.items() if not path.exists() or _facts(path) != facts]:
+        raise Int2Error(
+            f"int2 mode cannot keep pages in storage: {changed[0]} has changed since it was loaded, so that nothing "
+            "says which weights the pages are of; start the server anew"
+        )
+    with ThreadPoolExecutor(READERS) as readers:
+        return {"contents": sorted(readers.map(sample_digest, noted))}
+
+
+def sample_digest(path: Path) -> str:
+    """SHA-256 of a file of weights, by samples: weights that were trained further have the names and sizes of the old
+    ones, but other bytes nearly everywhere. Of a safetensors file every tensor is sampled, small ones as a whole.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        digest.update(str(size).encode())
+        header = os.pread(descriptor, _header_bytes(path, descriptor, size), 0)
+        digest.update(header)
+        for begin, end in _tensors(header, size):
+            for place in _places(begin, end):
+                digest.update(os.pread(descriptor, min(SAMPLE_BYTES, end - place), place))
+    return digest.hexdigest()
+
+
+def _header_bytes(path: Path, descriptor: int, size: int) -> int:
+    """Bytes of the header of a safetensors file, the number that says so included; 0 of other files."""
+    length = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    return length if path.suffix == ".safetensors" and length <= min(size, MOST_HEADER_BYTES) else 0
+
+
+def _tensors(header: bytes, size: int) -> list[tuple[int, int]]:
+    """Begin and end of every tensor that a header tells of; all that follows it where it tells of none."""
+    begin = len(header)
+    try:
+        tensors = [of["data_offsets"] for name, of in json.loads(header[8:]).items() if name != "__metadata__"]
+        return sorted((begin + first, min(begin + last, size)) for first, last in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [(begin, size)]
+
+
+def _places(begin: int, end: int) -> list[int]:
+    """Where samples of a part begin, the first and the last at its ends; all of it where it is small."""
+    if end - begin <= WHOLE_BYTES:
+        return list(range(begin, end, SAMPLE_BYTES))
+    room = end - SAMPLE_BYTES - begin
+    gaps = -(-room // SAMPLE_EVERY)
+    return [begin + room * gap // gaps for gap in range(gaps + 1)]
 
 
 def cached_snapshot(repository: str, revision: str = "main", download_dir: str | None = None) -> Path | None:

@@ -1,0 +1,48 @@
+"""Folders of storage that others may write to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.tiers.folders import check_folder, folders_of
+from support.stored_pages import backend
+
+
+def test_a_folder_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for mode in (0o700, 0o755, 0o775):
+        tmp_path.chmod(mode)
+        check_folder(str(tmp_path))
+    check_folder(str(tmp_path / "of another rank, which has not made it yet"))
+    assert not caplog.records
+
+
+def test_a_folder_that_all_may_write_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for mode in (0o777, 0o1777):
+        tmp_path.chmod(mode)
+        check_folder(str(tmp_path))
+    assert ["`chmod o-w` it" in record.getMessage() for record in caplog.records] == [True, True]
+
+
+@pytest.mark.parametrize(("owner", "me", "refused"), [(7, 8, True), (7, 0, True), (0, 8, False), (8, 8, False)])
+def test_a_folder_of_another_user(
+    owner: int, me: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root's is taken: volumes of containers are, and root needs no folder to change what a server does."""
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    monkeypatch.setattr(os, "stat", lambda path: SimpleNamespace(st_uid=owner, st_mode=0o755))
+    if refused:
+        with pytest.raises(Int2Error, match=r"another user \(uid 7\).*give storage a folder of your own"):
+            check_folder(str(tmp_path))
+    else:
+        check_folder(str(tmp_path))
+
+
+def test_whose_folders_are_known(tmp_path: Path) -> None:
+    assert folders_of(backend(tmp_path)) == [str(tmp_path)]
+    assert folders_of(SimpleNamespace(file_manager=SimpleNamespace(base_dirs=["a", "b"]))) == ["a", "b"]
+    assert folders_of(SimpleNamespace()) == []
