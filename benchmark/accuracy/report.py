@@ -26,6 +26,7 @@ TITLES = {
 }
 BASES = {
     "plus": ("OSCAR g128", "plus g128"),
+    "chart": ("plus g128", "focus g128, served form"),
     "codebooks": tuple(f"plus g{n}{points}" for n in (128, 64) for points in ("", ", 16 points per pair")),
     **dict.fromkeys(("beyond", "broad codebooks"), ("focus g64, served form, calibrated on all kinds, 41K tokens",)),
     **dict.fromkeys(("focus", "domains", "bits", "broad bits"), ("plus g128", "plus g64", "focus g128", "focus g64")),
@@ -59,7 +60,11 @@ def lines(results: dict[str, Any], figures: dict[str, Path]) -> Iterator[str]:
         for regime, data in found["regimes"].items():
             yield from ("", f"### {model}, {regime}", "")
             if "run" in data:
-                yield from (f"Run: {data['run']}.", "")
+                text = found.get("calibration")
+                yield from (
+                    f"Run: {data['run']}." + (f" All methods are calibrated on {text} text." if text else ""),
+                    "",
+                )
             yield from main_table(data["rows"])
             if f"{model}/{regime}" in figures:
                 yield from ("", f"![Errors by layer]({figures[f'{model}/{regime}'].as_posix()})")

@@ -107,9 +107,14 @@ def test_a_real_model_has_kinds_of_text_and_tables_of_its_own() -> None:
     for row in methods.values():
         row["kinds"] = {"chat": row["language"]}
     variant = {**methods["plus g64"], "table": "bits", "kinds": {}}
-    results["models"]["real"] = {**measured, "regimes": {"as trained": {**data, "rows": {**methods, "K3V2": variant}}}}
+    results["models"]["real"] = {
+        **measured,
+        "calibration": "broad",
+        "regimes": {"as trained": {**data, "rows": {**methods, "K3V2": variant}}},
+    }
     text = "\n".join(lines(merged([results]), {}))
     assert "| KL | KL, chat | retrieval, 1024 |" in text
+    assert "All methods are calibrated on broad text." in text
     table = text.split("### real: Bits of keys and values\n\n")[1].split("\n\n")[0].splitlines()
     names = [line.split("|")[1].strip() for line in table]
     assert names == ["variant", "---", "plus g128", "plus g64", "focus g128", "focus g64", "K3V2"]
