@@ -25,7 +25,11 @@ TINY = Size("reduced", 1024, 3, 64, 2, 2, 1, 10, 1, 2, 8192, 2)
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """``prove.json`` of one run, and ``page``."""
     out = tmp_path_factory.mktemp("prove")
+    sums = out / "sums.jsonl"
+    rows = [{"question": f"Ann has {i} apples and buys {i} more. " * 4, "answer": f"#### {2 * i}"} for i in range(60)]
+    sums.write_text("\n".join(map(json.dumps, rows)))
     command = ["prove", str(MODEL), "--size", "reduced", "--out", str(out), "--cache", "int2", "--cache", "naive"]
+    command += ["--tasks", str(sums), "--task-count", "2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sizes.SIZES, "reduced", TINY)
         done = CliRunner().invoke(app, command)
@@ -65,6 +69,19 @@ def test_sessions_reuse_their_beginning(figures: dict[str, Any]) -> None:
         last = turns[-1]
         # An int2 server computes the last 256 tokens anew; pages are of 64 tokens or more.
         assert last["cached"] >= last["known"] - (512 if name != "bf16" else 1), name
+
+
+def test_questions_and_functions_are_asked_behind_the_cache(results: dict[str, Any], figures: dict[str, Any]) -> None:
+    """The model solves none of them; every answer is scored, counted and behind a prefix that was cached."""
+    for name, row in figures.items():
+        for measure in ("tasks", "recall"):
+            counts = row[measure]["counts"]
+            assert counts["asked"] == counts["answered"] == 2, name
+            kept = next((results["out"] / "cells" / name).glob(f"{measure}-*.jsonl")).read_text().splitlines()[1:]
+            answers = [json.loads(line)["answer"] for line in kept]
+            assert counts["cut_off"] == sum(answer["finish"] == "length" for answer in answers)
+            assert all(answer["cached"] > 256 for answer in answers)
+    assert "| recall, 1024 | buried sums |" in results["page"]
 
 
 def test_the_page_says_what_was_left_out(results: dict[str, Any]) -> None:

@@ -248,10 +248,10 @@ def test_an_answer_is_alike_without_its_frame() -> None:
 
 
 def test_modules_fill_a_length() -> None:
-    found = list(modules([MODULE, MODULE.replace("long", "other").replace("waits", "naps")] * 5, 300, len))
+    found = list(modules([MODULE, MODULE.replace("long", "other").replace("waits", "naps")] * 5, 700, len))
     assert found
     for text, known in found:
-        assert len(text) <= 300
+        assert 400 < len(text) <= 700
         assert text.endswith("\n")
         assert all(function.end <= len(text) for function in known)
 

@@ -69,12 +69,12 @@ def default_flags(longest: int) -> tuple[str, ...]:
     Args:
         longest: tokens of the longest prompt.
     """
-    flags = ("--random-seed", "0", "--max-running-requests", "16")
+    flags = ("--random-seed", "0", "--max-running-requests")
     if has_gpu():
-        return flags
+        return (*flags, "32")
     # A CPU server has no operator to apply a grammar with, and dies at the first one.
     small = ("--mem-fraction-static", "0.2", "--max-total-tokens", str(max(24576, 3 * longest)))
-    return (*flags, *small, "--grammar-backend", "none")
+    return (*flags, "16", *small, "--grammar-backend", "none")
 
 
 class CacheMaker:

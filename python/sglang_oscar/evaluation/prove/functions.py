@@ -14,6 +14,8 @@ from sglang_oscar.evaluation.prove.questions import code_block
 
 FEWEST, MOST = 5, 40
 """Lines of a function."""
+STEP = 8
+"""Lines whose tokens are counted at once; a document is cut behind them."""
 NAMED = re.compile(r"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
@@ -58,7 +60,7 @@ def modules(sources: Iterable[str], length: int, count: Callable[[str], int]) ->
 
     Args:
         sources: Python files.
-        length: tokens of a document at most; the last line of one is whole.
+        length: tokens of a document at most; it is filled up to :data:`STEP` lines.
         count: tokens of a text.
 
     Yields:
@@ -67,13 +69,15 @@ def modules(sources: Iterable[str], length: int, count: Callable[[str], int]) ->
     whole, kept, size = "", 0, 0
     for source in sources:
         whole += source if source.endswith("\n") else f"{source}\n"
-        for line in whole[kept:].splitlines(keepends=True):
-            size += count(line)
+        lines = whole[kept:].splitlines(keepends=True)
+        for i in range(0, len(lines), STEP):
+            part = "".join(lines[i : i + STEP])
+            size += count(part)
             if size > length:
                 yield whole[:kept], [function for function in functions(whole) if function.end <= kept]
                 whole, kept, size = "", 0, 0
                 break
-            kept += len(line)
+            kept += len(part)
 
 
 def plain(code: str) -> str:

@@ -74,6 +74,6 @@ class Size:
 
 
 SIZES = {
-    "full": Size("full", LONGEST_DEFAULT, 32, 128, 5, 8, 8, 70, 24, 120, 32768, 16),
+    "full": Size("full", LONGEST_DEFAULT, 32, 128, 5, 8, 8, 70, 24, 120, 32768, 32),
     "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 24, 3, 6, 8192, 2),
 }
