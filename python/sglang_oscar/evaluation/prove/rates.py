@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sglang_oscar.evaluation.answers import TOLERATED, Answers
 from sglang_oscar.evaluation.intervals import wilson
 from sglang_oscar.evaluation.significance import mcnemar, paired_test
 
 LENGTH = "length"
 """``finish_reason`` of an answer that reached its limit of tokens."""
-WARN_ABOVE = 0.01
-"""Share of answers cut off from which on the page warns: then the limit is measured, too."""
 
 
 def rate(right: Mapping[str, bool], base: Mapping[str, bool] | None, units: Iterable[str]) -> dict[str, Any]:
@@ -39,24 +38,26 @@ def rate(right: Mapping[str, bool], base: Mapping[str, bool] | None, units: Iter
     return found
 
 
-def counts(asked: int, finishes: Iterable[str]) -> dict[str, int]:
-    """How many questions were asked, answered, and cut off at their limit.
+def counts(asked: int, answers: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many questions were asked, answered and cut off, as :class:`evaluation.answers.Answers` counts them.
 
     Args:
         asked: questions.
-        finishes: ``finish_reason`` of every answer.
+        answers: what came back, with ``finish`` and ``text``.
     """
-    known = list(finishes)
-    return {"asked": asked, "answered": len(known), "cut_off": known.count(LENGTH)}
+    known = list(answers)
+    cut = sum(answer["finish"] == LENGTH for answer in known)
+    ended = sum(answer["finish"] != LENGTH and bool(answer["text"].strip()) for answer in known)
+    return Answers(asked, ended, cut).to_json()
 
 
 def cut_share(found: Mapping[str, int]) -> float:
-    """The share of answers that were cut off, of :func:`counts`."""
-    return found["cut_off"] / found["answered"] if found["answered"] else 0.0
+    """The share of questions whose answer was cut off, of :func:`counts`."""
+    return found["cut_off"] / found["asked"] if found["asked"] else 0.0
 
 
 def cut_warning(found: Mapping[str, int]) -> str | None:
-    """What must be said of answers that were cut off; None up to :data:`WARN_ABOVE`."""
-    if cut_share(found) <= WARN_ABOVE:
+    """What must be said of answers that were cut off; None where next to none was: then the limit is measured, too."""
+    if cut_share(found) <= TOLERATED:
         return None
-    return f"{found['cut_off']} of {found['answered']} answers were cut off at their limit of tokens"
+    return f"{found['cut_off']} of {found['asked']} answers were cut off at their limit of tokens"

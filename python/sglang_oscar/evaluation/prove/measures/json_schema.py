@@ -100,7 +100,7 @@ class JsonSchema(Measure):
             str(n): [unit for unit in answers if unit.startswith(f"{n}/")] for n in self.material.lengths
         }
         found: Figures = {key: _rates(units, answers, reference) for key, units in groups.items() if units}
-        return found | {"counts": counts(len(self.units()), (answer["finish"] for answer in answers.values()))}
+        return found | {"counts": counts(len(self.units()), answers.values())}
 
 
 def _rates(units: list[str], answers: Answers, reference: Answers | None) -> Figures:

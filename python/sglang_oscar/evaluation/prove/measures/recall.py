@@ -169,8 +169,8 @@ class Recall(Measure):
             if units:
                 found["lengths"][str(length)] = rate(right, base, units) | {
                     "similarity": float(np.mean([answers[unit]["similarity"] for unit in units])),
-                    "counts": counts(self.material.size.functions, (answers[unit]["finish"] for unit in units)),
+                    "counts": counts(self.material.size.functions, (answers[unit] for unit in units)),
                 }
         found["all"] = rate(right, base, right)
-        found["counts"] = counts(len(self.units()), (answer["finish"] for answer in answers.values()))
+        found["counts"] = counts(len(self.units()), answers.values())
         return found

@@ -76,7 +76,7 @@ class Retrieval(Measure):
         right = {unit: bool(answer["right"]) for unit, answer in answers.items()}
         base = None if reference is None else {unit: bool(answer["right"]) for unit, answer in reference.items()}
         found: Figures = {"all": rate(right, base, right), "tasks": {}}
-        found["counts"] = counts(len(self.units()), (answer["finish"] for answer in answers.values()))
+        found["counts"] = counts(len(self.units()), answers.values())
         for task in TASKS:
             of_task = [unit for unit in right if unit.startswith(f"{task}/")]
             if not of_task:
@@ -85,8 +85,8 @@ class Retrieval(Measure):
             for length in self.material.lengths:
                 units = [unit for unit in of_task if unit.split("/")[1] == str(length)]
                 if units:
-                    finishes = (answers[unit]["finish"] for unit in units)
-                    rows["lengths"][str(length)] = rate(right, base, units) | {"counts": counts(len(units), finishes)}
+                    numbers = counts(len(units), (answers[unit] for unit in units))
+                    rows["lengths"][str(length)] = rate(right, base, units) | {"counts": numbers}
                 cells = {d: [right[u] for u in units if u.split("/")[2] == str(d)] for d in self.depths()}
                 rows["map"][str(length)] = {str(d): sum(x) / len(x) for d, x in cells.items() if x}
             found["tasks"][task] = rows

@@ -166,7 +166,7 @@ class Session(Measure):
         asked = {key: t for key, t in turns.items() if t["right"] is not None}
         # An open question has no verdict that its limit could change.
         wanted = self.material.size.sessions * sum(i % EVERY != EVERY - 1 for i in range(self.turns))
-        found["counts"] = counts(wanted, (t["finish"] for t in asked.values()))
+        found["counts"] = counts(wanted, asked.values())
         verdicts = {
             "right": _pair(asked, base, lambda t: t["right"]),
             "cut_off": _pair(turns, base, lambda t: t["finish"] == "length"),

@@ -125,9 +125,9 @@ class Tasks(Measure):
             asked = [unit for unit in self.units() if unit.startswith(f"{file.name}/")]
             units = [unit for unit in asked if unit in answers]
             if units:
-                numbers = counts(len(asked), (answers[unit]["finish"] for unit in units))
+                numbers = counts(len(asked), (answers[unit] for unit in units))
                 found["files"][file.name] = rate(right, base, units) | {"counts": numbers}
-        found["counts"] = counts(len(self.units()), (answer["finish"] for answer in answers.values()))
+        found["counts"] = counts(len(self.units()), answers.values())
         return found
 
 
