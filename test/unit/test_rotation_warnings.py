@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from oscar_rotation.files.identity import ModelIdentity
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import Settings
-from sglang_oscar.weights.warnings import rotation_warnings
+from sglang_oscar.weights.warnings import rotation_warnings, weights_warning
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e6, "rotary_dim": 128}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -33,7 +36,7 @@ def warnings(folder: Path, model: Any, recipe: str = "plus", **calibration: Any)
     settings = Settings.from_env(
         {"SGLANG_OSCAR_K_ROTATION_PATH": str(path), "SGLANG_OSCAR_V_ROTATION_PATH": "identity"}
     )
-    return list(rotation_warnings(settings, model, {}))
+    return rotation_warnings(settings, model, ModelIdentity(), {})
 
 
 def test_a_longer_context(tmp_path: Path) -> None:
@@ -87,4 +90,19 @@ def test_an_embedding_that_makes_no_sense_is_another_one(tmp_path: Path) -> None
 
 def test_built_in_recipes_know_no_positions() -> None:
     settings = Settings.from_env({f"SGLANG_OSCAR_{side}_ROTATION_PATH": "hadamard" for side in "KV"})
-    assert list(rotation_warnings(settings, served(1 << 20), {})) == []
+    assert rotation_warnings(settings, served(1 << 20), ModelIdentity(), {}) == []
+
+
+def test_other_weights_of_the_same_shape(tmp_path: Path) -> None:
+    """Of the keys or of the values: refused, unless the user knows better."""
+    paths = {}
+    for side, weights in (("k", "form:mine"), ("v", "form:other")):
+        metadata = RotationMetadata(side=side, recipe="plus", calibration={"weights_digest": weights})
+        path = tmp_path / f"{side}.safetensors"
+        save_rotation_file(path, RotationSet(torch.eye(128)[None], metadata=metadata))
+        paths[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(path)
+    mine = ModelIdentity("some/model", weights="form:mine")
+    with pytest.raises(Int2Error, match=r"v\.safetensors: fitted to other weights"):
+        weights_warning(Settings.from_env(paths), mine)
+    assert weights_warning(Settings.from_env(paths | {"SGLANG_OSCAR_ALLOW_OTHER_MODEL": "1"}), mine) is None
+    assert "could not be compared" in (weights_warning(Settings.from_env(paths), replace(mine, weights="fp8:x")) or "")

@@ -25,6 +25,7 @@ from sglang_oscar.sliding_windows import models as windows
 from sglang_oscar.speculation import arguments as speculation
 from sglang_oscar.speculation import draft_model
 from sglang_oscar.weights.rotations import model_formats
+from sglang_oscar.weights.warnings import served_identity, weights_warning
 
 logger = logging.getLogger(__name__)
 COMMAND_LINE, PASSED = "_oscar_command_line", "_oscar_passed"
@@ -213,6 +214,7 @@ def check(args: Any, settings: Settings, model: Any) -> None:
     decode_choice.check(settings.decode_backend, args.device)
     extend_choice.choose(settings.extend_backend, args.device, model.head_dim, model.has_attention_sinks)
     model_formats(args, settings, model)
+    weights_warning(settings, served_identity(args, model))  # told where pools are built, once
     logger.info("int2 settings: %s", " ".join(settings.lines()))
 
 

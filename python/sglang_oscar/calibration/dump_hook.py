@@ -24,6 +24,7 @@ from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal, malformed
 from sglang_oscar.memory.cached_layers import cached_layer_ids
+from sglang_oscar.weights.content import attention_digest
 from sglang_oscar.weights.model_identity import model_identity
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,7 @@ class Dump:
             model_id=identity.model_id,
             model_hash=identity.model_hash,
             model_overrides=json.loads(server_args.json_model_override_args),
+            weights_digest=self._weights_digest(server_args),
             weights=weights_place(server_args.model_path),
             num_layers=len(layers),
             layer_ids=None if len(layers) == model.num_hidden_layers else layers,
@@ -180,6 +182,11 @@ class Dump:
             complete=False,
         )
         self._write_manifest()
+
+    def _weights_digest(self, server_args: Any) -> str:
+        """Of the weights that are dumped; rank 0 writes it."""
+        asked = (server_args.model_path, server_args.revision, server_args.download_dir)
+        return "" if self.rank else attention_digest(*asked)
 
     @property
     def done(self) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+from oscar_rotation.files.identity import ModelIdentity
 from sglang_oscar.doctor.account import MEM_FRACTION, host_facts, memory_account, weight_bytes
 from sglang_oscar.doctor.check import Check, attempt, quiet
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.weights.model_identity import model_identity
+from sglang_oscar.weights.warnings import rotation_warnings, served_identity
 
 EXTEND = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
 """What attends to prompts, by its setting."""
@@ -71,10 +72,10 @@ def model_checks(
 
     def rotations() -> str:
         config = loaded["model"]
-        identity = model_identity(path, config)
+        identity = served_identity(SimpleNamespace(model_path=path, revision=None, download_dir=None), config)
         found = load_formats(loaded["settings"], loaded["layout"], cached_layer_ids(config), identity)
         loaded["formats"] = found
-        return rotation_facts(loaded["settings"], config, found)
+        return rotation_facts(loaded["settings"], config, identity, found)
 
     def account() -> str:
         weights = {name: weight_bytes(name) for name in (path, draft_path or path)}
@@ -152,12 +153,11 @@ def layer_facts(config: Any) -> str:
     return f"{layers} ({full} in 2 bits, {windows})"
 
 
-def rotation_facts(settings: Any, model: Any, formats: Any) -> str:
+def rotation_facts(settings: Any, model: Any, identity: ModelIdentity, formats: Any) -> str:
     """Where rotations come from, for which positions, and what is known of sharing one per layer among its kv heads."""
     from oscar_kernels.format import code_widths, fingerprint, mean_bits
     from oscar_rotation.recipes import BUILT_IN
     from oscar_rotation.report.inspect import describe
-    from sglang_oscar.weights.warnings import rotation_warnings
 
     named = {"keys": settings.k_rotation, "values": settings.v_rotation}
     facts = [", ".join(f"{side} {source}" for side, source in named.items()) + f", format {fingerprint(formats)[:12]}"]
@@ -167,7 +167,7 @@ def rotation_facts(settings: Any, model: Any, formats: Any) -> str:
     if "keys" in found and (positions := found["keys"]["positions"]):  # values do not turn with them
         facts.append(f"keys fitted for {positions}")
     facts += [f"{side}: {remark}" for side, of in found.items() if (remark := of["sharing"])]
-    facts += [f"warning: {warning}" for warning in rotation_warnings(settings, model, formats)]
+    facts += [f"warning: {warning}" for warning in rotation_warnings(settings, model, identity, formats)]
     return "; ".join(facts)
 
 

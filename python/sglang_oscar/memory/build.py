@@ -24,7 +24,7 @@ from sglang_oscar.settings import of_this_process
 from sglang_oscar.speculation.arguments import new_tokens
 from sglang_oscar.weights import absorption
 from sglang_oscar.weights.rotations import model_rotations
-from sglang_oscar.weights.warnings import rotation_warnings
+from sglang_oscar.weights.warnings import rotation_warnings, served_identity
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     if any(layer.value.transform.matrix is not None for layer in whole.values()):
         logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
     if get_parallel().attn_tp_rank == 0:
-        for warning in rotation_warnings(settings, model_config, whole):
+        identity = served_identity(releases.resolved(configurator.server_args), model_config)
+        for warning in rotation_warnings(settings, model_config, identity, whole):
             logger.warning("int2 rotations: %s", warning)
     logger.info(
         "int2 format: %s, %.2f bits per element; bits by layer: %s",

@@ -21,6 +21,7 @@ class DumpManifest(BaseModel):
         format_version: version of the layout.
         model_id, model_hash: the model and a hash of its configuration; recorded in the fitted files.
         model_overrides: of its configuration, the server's ``--json-model-override-args``.
+        weights_digest: of its attention weights, see :class:`oscar_rotation.files.identity.ModelIdentity`.
         weights: where its weights are, a hub id or an absolute folder; stays in the dump.
         num_layers: attention layers that are dumped; in the dump they are 0 .. num_layers - 1.
         layer_ids: which layers of the model they are, where they are not all; ascending.
@@ -40,6 +41,7 @@ class DumpManifest(BaseModel):
     model_id: str = ""
     model_hash: str = ""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
+    weights_digest: str = ""
     weights: str = ""
     num_layers: int = Field(gt=0)
     layer_ids: tuple[NonNegativeInt, ...] | None = None

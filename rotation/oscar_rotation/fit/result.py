@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from oscar_rotation.files.identity import WEIGHTS
 from oscar_rotation.files.rotation_file import rotation_file_name, save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.math.positions import Positions
@@ -24,14 +25,16 @@ class FitResult:
     remarks: tuple[str, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
 
-    def of_layers(self, layer_ids: tuple[int, ...] | None) -> FitResult:
-        """The same, with both files and the report stating which layers of the model they are for; None where they are
-        all."""
-        if layer_ids is None:
-            return self
-        key, value = (replace(side, layer_ids=layer_ids) for side in (self.key, self.value))
+    def of_model(self, weights: str, layer_ids: tuple[int, ...] | None) -> FitResult:
+        """The same, with files that state which weights they are of, and files and report which layers.
+
+        Args:
+            weights: :attr:`oscar_rotation.files.identity.ModelIdentity.weights`; empty where it is not known.
+            layer_ids: None where they are all.
+        """
+        key, value = (_of_model(side, weights, layer_ids) for side in (self.key, self.value))
         report = dict(self.report)
-        if report:
+        if report and layer_ids is not None:
             report["layers"] = [layer | {"layer": layer_ids[layer["layer"]]} for layer in report["layers"]]
         return replace(self, key=key, value=value, report=report)
 
@@ -54,6 +57,13 @@ class FitResult:
                 save_rotation_file(path, rotations)
                 paths.append(path)
         return paths
+
+
+def _of_model(side: RotationSet, weights: str, layer_ids: tuple[int, ...] | None) -> RotationSet:
+    facts = side.metadata
+    if weights:
+        facts = replace(facts, calibration={**facts.calibration, WEIGHTS: weights})
+    return replace(side, metadata=facts, layer_ids=layer_ids)
 
 
 def remarks(tokens: int, head_dim: int, positions: Positions | None = None, context: int | None = 0) -> tuple[str, ...]:

@@ -97,16 +97,33 @@ def rope_of(config: Mapping[str, Any], head_dim: int) -> Rope | None:
     kind = _kind(facts)
     if config.get("model_type") not in HALVES or kind not in (*PLAIN, *SCALING):
         return None
-    share = float(facts.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
+    theta, channels = base_of(config, head_dim)
     rope: Rope = {
         "rope_type": "default" if kind in PLAIN else kind,
-        "rope_theta": float(facts.get("rope_theta") or config.get("rope_theta") or THETA),
-        "rotary_dim": int(config.get("rotary_dim") or head_dim * share),
+        "rope_theta": THETA if theta is None else theta,
+        "rotary_dim": channels,
     }
     scaling = {name: facts[name] for name in SCALING.get(kind, ()) if facts.get(name) is not None}
     if scaling and "original_max_position_embeddings" not in scaling:
         scaling["max_position_embeddings"] = config.get("max_position_embeddings")
     return rope | scaling
+
+
+def base_of(config: Mapping[str, Any], head_dim: int) -> tuple[float | None, int]:
+    """Base of the frequencies, None where none is stated, and channels that turn: what no extension of the context
+    changes.
+
+    Args:
+        config: of the text model.
+        head_dim: channels per head.
+
+    Raises:
+        TypeError, ValueError: the configuration is broken.
+    """
+    facts = _scaling(config)
+    theta = facts.get("rope_theta") or config.get("rope_theta")
+    share = facts.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    return None if theta is None else float(theta), int(config.get("rotary_dim") or head_dim * float(share))
 
 
 def turning(rope: Rope) -> tuple[torch.Tensor, float]:

@@ -66,7 +66,7 @@ class FittedRecipe:
     suffixes: tuple[str, ...]
 
     def run(self, request: FitRequest) -> FitResult:
-        """Fit, and state in the files which layers of the model they are for, where these are not all.
+        """Fit, and state in the files which weights and which layers of the model they are for, where not all.
 
         Raises:
             DumpError: as ``fit``, or the model's losses are asked for, and some of its layers keep no keys and values.
@@ -77,7 +77,7 @@ class FittedRecipe:
             raise DumpError(
                 f"{request.dump}: is of some layers of its model only, whose losses are not measured; drop --text"
             )
-        return self.fit(request).of_layers(ids)
+        return self.fit(request).of_model(manifest.weights_digest if manifest else "", ids)
 
     @property
     def needs(self) -> str:
