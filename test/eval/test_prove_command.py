@@ -20,18 +20,20 @@ from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import model_settings
 from sglang_oscar.calibration.dump_driver import DumpRequest
+from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.calibration.folders import CalibrationFolder
 from sglang_oscar.cli import app
 from sglang_oscar.evaluation.prove import calibration as calibrating
-from sglang_oscar.evaluation.prove import run, sizes
+from sglang_oscar.evaluation.prove import command, run, sizes
 from sglang_oscar.evaluation.prove.asking import Reply
 from sglang_oscar.evaluation.prove.calibration import Calibration, forget_fits
 from sglang_oscar.evaluation.prove.measures import Material
 from sglang_oscar.evaluation.prove.measures.json_schema import JsonSchema
+from sglang_oscar.evaluation.prove.measures.tail_kl import TailKl
 from sglang_oscar.evaluation.prove.options import CacheOptions
 from sglang_oscar.evaluation.prove.rows import Row
 from sglang_oscar.evaluation.prove.sizes import SIZES, Size
-from sglang_oscar.evaluation.prove.store import Store
+from sglang_oscar.evaluation.prove.store import Store, alone_in
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
 from sglang_oscar.local_server import ServerFailedError
 from support.reference import MODEL, ROOT
@@ -50,6 +52,7 @@ class Servers:
         self.started: list[str] = []
         self.options: dict[str, dict[str, Any]] = {}
         self.refuse: set[str] = set()
+        self.args: dict[str, tuple[str, ...]] = {}
 
     @contextmanager
     def serve(self, model: Any, log: Path, args: Any, env: Any, *_: Any) -> Iterator[Any]:
@@ -58,7 +61,8 @@ class Servers:
         if cache in self.refuse:
             log.write_text("ValueError: no such cache here\nbye\n")
             raise ServerFailedError(f"the server ended with status 1; end of {log}:\nmany lines")
-        with stand_in_server(log, BLUR[cache], **self.options.get(cache, {})) as server:
+        self.args[cache] = tuple(args)
+        with stand_in_server(log, BLUR[cache.partition("-chunk")[0]], **self.options.get(cache, {})) as server:
             yield server
 
 
@@ -160,6 +164,36 @@ def test_a_server_that_dies_costs_only_what_it_did_not_answer(tmp_path: Path, se
     assert figures(tmp_path)["int2"]["retrieval"]["all"]["questions"] == 4
 
 
+def test_chunks_of_several_sizes_are_rows_of_one_measure(tmp_path: Path, servers: Servers) -> None:
+    chosen = ["--cache", "int2", *ROTATIONS, "--measure", "effects", "--measure", "retrieval"]
+    done = prove(tmp_path, *chosen, "--chunk-sizes", "512,2048")
+    assert done.exit_code == 0, done.output
+    more = [f"{name}-chunk-{tokens}" for name in ("bf16", "int2") for tokens in (512, 2048)]
+    assert servers.started == ["bf16", "int2", *more]
+    assert servers.args["int2-chunk-512"] == (*servers.args["int2"], "--chunked-prefill-size", "512")
+    found = figures(tmp_path)
+    assert set(found["int2"]) == {"effects", "retrieval"}
+    assert set(found["int2-chunk-512"]) == {"effects"}
+    assert found["bf16-chunk-512"]["effects"]["all"]["cold_kl"]["mean"] == 0
+    assert found["int2-chunk-512"]["effects"]["all"]["cold_kl"]["mean"] > 0
+    page = (tmp_path / "prove.md").read_text()
+    assert "chunks of 512" not in page.split("\n## ")[1]
+    assert (
+        page.count("| BF16, chunks of 2,048 |")
+        == page.split("Texts read cold")[1].count("| BF16, chunks of 2,048 |")
+        > 0
+    )
+
+
+def test_two_runs_in_one_folder(tmp_path: Path, servers: Servers) -> None:
+    with alone_in(tmp_path):
+        done = prove(tmp_path, "--measure", "retrieval")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "another `oscar prove` writes to it" in done.stderr
+    assert not servers.started
+    assert prove(tmp_path, "--measure", "retrieval").exit_code == 0
+
+
 def test_without_bf16_there_is_nothing_to_compare(tmp_path: Path, servers: Servers) -> None:
     servers.refuse = {"bf16"}
     done = prove(tmp_path, "--measure", "retrieval")
@@ -202,7 +236,7 @@ def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers)
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["--measure", "luck"], "'luck' is not one of tail-kl, retrieval, recall, tasks, session, json"),
+        (["--measure", "luck"], "'luck' is not one of tail-kl, effects, retrieval, recall, tasks, session, json"),
         (["--cache", "int3"], "'int3' is not one of bf16, fp8, fp8-scaled, int2, naive"),
         (["--recipe", "x"], "'x' is not one of plus, focus, paper, hadamard, quarot"),
         (["--recipe", "plus", *ROTATIONS], "is for rotations that are fitted; some are given"),
@@ -216,6 +250,8 @@ def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers)
         (["--recipe", "plus:many"], "'plus:many' is not NAME, NAME:GROUP, NAME:GROUP:BITS or NAME::BITS"),
         (["--recipe", "plus:48"], "--recipe: group_size must be a power of two"),
         (["--recipe", "plus:128:2.3", "--recipe", "plus:128:2.0"], "must be from 2.25 to 16 with groups of 128, got 2"),
+        (["--chunk-sizes", "many"], "'many' is not numbers with commas"),
+        (["--chunk-sizes", "512", "--measure", "tail-kl"], "--chunk-sizes: has no meaning without --measure effects"),
         (["--servers", "0"], "should be greater than or equal to 1"),
         (["--bits", "k3v2", "--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
         (["--bits-by-model"], "--bits-by-model: has no meaning without a mean of --bits"),
@@ -372,6 +408,48 @@ def test_servers_may_take_less_than_the_model(tmp_path: Path) -> None:
             app, ["prove", str(MODEL), "--out", str(tmp_path), "--lengths", "2048", "--server-args", flags]
         )
         assert "a context of 2048 tokens does not fit: the model takes 2048, less 64" in done.stderr
+
+
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+        "max_position_embeddings": 32768}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "context"),
+    [
+        (["--lengths", "2048"], 2048 + 640),
+        (["--lengths", "2048", "--measure", "session"], None),
+        (["--lengths", "8128"], None),
+        (["--lengths", "2048", "--fit-context", "4096"], 4096),
+        (["--lengths", "20480", "--server-args", f"--json-model-override-args '{json.dumps(YARN)}'"], 20480 + 640),
+        (["--lengths", "32704", "--server-args", f"--json-model-override-args '{json.dumps(YARN)}'"], None),
+    ],
+)
+def test_fits_cover_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], context: int | None
+) -> None:
+    made: list[Calibration] = []
+
+    def stop(caches: Any, maker: Any, calibration: Calibration) -> None:
+        made.append(calibration)
+        raise DataError("enough")
+
+    monkeypatch.setattr(command, "_makers", stop)
+    monkeypatch.setattr(TailKl, "prepare", lambda self: None)
+    measure = [] if "--measure" in arguments else ["--measure", "tail-kl"]
+    done = CliRunner().invoke(app, ["prove", str(MODEL), "--out", str(tmp_path), *measure, *arguments])
+    assert done.stderr == "error: enough\n"
+    assert made[0].context == context
+    assert (json.dumps(YARN) in made[0].server_args) == ("--server-args" in arguments)
+
+
+def test_a_fit_for_another_context_is_another_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, texts = Fits(monkeypatch), Texts(AutoTokenizer.from_pretrained(MODEL))
+    found = {
+        Calibration(model_settings("m"), {}, texts, 8192, tmp_path, (), context).rotations(Row("plus"))
+        for context in (None, 4096, 4096)
+    }
+    assert len(found) == len(fits.groups) == 2
 
 
 def test_a_small_cache_is_asked_less_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import json
 import os
@@ -22,7 +21,7 @@ from oscar_rotation.model_table import ModelSettings
 from sglang_oscar.calibration.data import Chat, LocalData, calibration_chats, dataset_label, render_chat
 from sglang_oscar.calibration.dump_origin import ACTIVATIONS, COVARIANCES, check_origin, dump_origin, write_origin
 from sglang_oscar.calibration.errors import DataError, server_message
-from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
+from sglang_oscar.calibration.folders import CalibrationFolder, dump_state, held
 from sglang_oscar.calibration.model_files import context_length, load_config, load_tokenizer, model_overrides
 from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
@@ -145,12 +144,8 @@ def alone_in(dump: Path) -> Iterator[None]:
     Raises:
         DumpError: another one does.
     """
-    dump.parent.mkdir(parents=True, exist_ok=True)
-    with (dump.parent / f".{dump.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DumpError(f"{dump}: another process is making this dump; wait until it is done") from None
+    taken = DumpError(f"{dump}: another process is making this dump; wait until it is done")
+    with held(dump.parent / f".{dump.name}.lock", taken):
         yield
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +45,26 @@ class CalibrationFolder:
     def rotations(self, recipe: str = PUBLISHED) -> Path:
         """Rotation files of a recipe; those of the published one lie where the public release puts them."""
         return self.path / ("rotations" if recipe == PUBLISHED else f"rotations_{recipe}")
+
+
+@contextmanager
+def held(lock: Path, refusal: Exception) -> Iterator[None]:
+    """While inside, no other process holds the lock, which ends with the process.
+
+    Args:
+        lock: a file, made where it is missing.
+        refusal: raised where another process holds it.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise refusal from None
+        yield
 
 
 def dump_state(folder: Path) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oscar_rotation.files.reach import reach
+from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import DEFAULT
 from sglang_oscar.calibration.rotation_driver import rotation_files
@@ -32,6 +34,7 @@ class Cache:
         env: variables of its server.
         optional: a server that does not start is a remark, not a failure.
         model: folder that its server loads instead of the model's: one of :mod:`fp8_scales`.
+        chunk: tokens of a prefill chunk, of a cache of which nothing but :class:`measures.Effects` is asked.
     """
 
     name: str
@@ -41,6 +44,22 @@ class Cache:
     env: dict[str, str]
     optional: bool = False
     model: Path | None = None
+    chunk: int | None = None
+
+    def chunked(self, tokens: int) -> Cache:
+        """The same cache of a server that computes prompts in chunks of so many tokens."""
+        return replace(
+            self,
+            name=f"{self.name}-chunk-{tokens}",
+            title=f"{self.title}, chunks of {tokens:,}",
+            args=(*self.args, "--chunked-prefill-size", str(tokens)),
+            chunk=tokens,
+        )
+
+    def fitted_for(self) -> str:
+        """What its keys were fitted for, in words; empty where they were not, or their file does not say."""
+        path = Path(self.env.get(K_PATH, ""))
+        return reach(read_rotation_file(path).metadata) if path.is_file() else ""
 
     def settings(self) -> dict[str, Any]:
         """What answers depend on: flags, and variables with the content of files instead of their names."""
@@ -90,6 +109,11 @@ class CacheMaker:
     def __init__(self, settings: ModelSettings, config: Any, flags: Flags, longest: int) -> None:
         self.settings, self.config, self.flags = settings, config, flags
         self.defaults = default_flags(longest)
+
+    @property
+    def dump_args(self) -> tuple[str, ...]:
+        """Flags of the server that dumps: those of BF16."""
+        return (*self.defaults, *self.flags.common, *self.flags.bf16)
 
     def bf16(self) -> Cache:
         """The reference."""

@@ -48,6 +48,7 @@ class Calibration:
         tokens: to dump.
         folder: of the run; a calibration on other text has another folder in it.
         server_args: flags of the dumping server.
+        context: positions that fits cover; None for those of the model.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Calibration:
         tokens: int,
         folder: Path,
         server_args: tuple[str, ...],
+        context: int | None = None,
     ) -> None:
         # What comes from the prefix cache is not computed, and so not recorded.
         server_args = (*server_args, "--disable-radix-cache")
         self.settings, self.texts, self.tokens, self.server_args = settings, texts, tokens, server_args
+        self.context = context
         depends = {"model": identity, "text": texts.fingerprint(CALIBRATION), "tokens": tokens, "args": server_args}
         self.root = folder / f"calibration-{fingerprint(depends)}"
         self.fits = self.root / FITS
@@ -107,14 +110,14 @@ class Calibration:
         group = row.group or self.settings.group_size
         fit = replace(row, group=group)
         # What a changed package fits is not what the old one fitted.
-        key = fingerprint({"row": asdict(fit), "code": source_digest(FITTING)})
+        key = fingerprint({"row": asdict(fit), "context": self.context, "code": source_digest(FITTING)})
         folder = self.fits / f"{fit.recipe}{fit.suffix}-{key}"
         try:
             rotation_files(folder)
         except RotationFileError:  # There is none, or one that was interrupted.
             # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
             text = read_documents(self.prepare()) if row.by_model else None
-            options = FitOptions(group_size=group, bits=row.goal, text=text)
+            options = FitOptions(group_size=group, bits=row.goal, text=text, context=self.context)
             run_fit(self.dumped, row.recipe, options, out=folder)
         return folder
 

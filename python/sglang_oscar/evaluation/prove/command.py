@@ -6,6 +6,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ from sglang_oscar.evaluation.prove.caches import BF16, FP8, FP8_SCALED, INT2, NA
 from sglang_oscar.evaluation.prove.calibration import Calibration, forget_fits
 from sglang_oscar.evaluation.prove.machine import machine
 from sglang_oscar.evaluation.prove.measure_options import MeasureOptions
-from sglang_oscar.evaluation.prove.measures import Material
+from sglang_oscar.evaluation.prove.measures import Effects
 from sglang_oscar.evaluation.prove.options import CacheOptions
 from sglang_oscar.evaluation.prove.report import collect, write_report
 from sglang_oscar.evaluation.prove.rows import Row
 from sglang_oscar.evaluation.prove.run import Plan, ProveError, Prover
 from sglang_oscar.evaluation.prove.several import Makers, ask_all
-from sglang_oscar.evaluation.prove.store import Store
+from sglang_oscar.evaluation.prove.store import Store, alone_in
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
 from sglang_oscar.names import DEFAULT_GROUP_SIZE
 
@@ -38,24 +40,29 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     settings = servers.settings(str(Path(name).resolve()) if Path(name).is_dir() else name, None)
     caches.given()
     caches.check_memory(servers.flags)
-    with driver_errors():
+    with driver_errors(), ExitStack() as stack:
         config, tokenizer = load_config(settings), load_tokenizer(settings)
         settings = settings.overridden(group_size=caches.group_size or min(DEFAULT_GROUP_SIZE, _head_dim(config)))
         caches.check_rows(_head_dim(config), settings.group_size)
-        material = measures.material(Texts(tokenizer, measures.text), _context(config, servers.flags))
+        material = measures.material(Texts(tokenizer, measures.text), _context(config, caches, servers))
         chosen = measures.measures(material)
+        if caches.chunks() and not any(isinstance(measure, Effects) for measure in chosen):
+            raise typer.BadParameter(f"has no meaning without --measure {Effects.name}", param_hint="--chunk-sizes")
         for measure in chosen:
             measure.prepare()
+        stack.enter_context(alone_in(measures.out))
         store, out = Store(measures.out), measures.out
         if not measures.resume:
             store.clear()
             forget_fits(out)
-        out.mkdir(parents=True, exist_ok=True)
         identity, here = model_files(settings.model), machine()
         depends = {"model": identity, "machine": here, "text": material.texts.fingerprint(MEASUREMENT)}
         plan = Plan(settings, chosen, store, out, depends, material.size.at_once, caches.servers)
         maker = CacheMaker(settings, config, caches.flags(servers.flags), material.context)
-        makers = _makers(caches, maker, identity, material, out)
+        reach = max(measure.reach() for measure in chosen)
+        context = caches.fit_context or (reach if reach < material.context else None)
+        texts, tokens = material.texts, material.size.calibration_tokens
+        makers = _makers(caches, maker, Calibration(settings, identity, texts, tokens, out, maker.dump_args, context))
         prover = Prover(plan, typer.echo)
         asked, outcome = _ask(prover, makers), prover.outcome
         for measure in chosen:
@@ -86,7 +93,7 @@ def _ask(prover: Prover, makers: Makers) -> list[Cache]:
         raise typer.Exit(130) from None
 
 
-def _makers(caches: CacheOptions, maker: CacheMaker, identity: dict[str, Any], material: Material, out: Path) -> Makers:
+def _makers(caches: CacheOptions, maker: CacheMaker, calibration: Calibration) -> Makers:
     """What makes each cache that is asked for.
 
     Raises:
@@ -94,8 +101,6 @@ def _makers(caches: CacheOptions, maker: CacheMaker, identity: dict[str, Any], m
     """
     given, names = caches.given(), caches.names()
     rows = caches.rows() if INT2 in names and given is None else ()
-    args = (*maker.defaults, *maker.flags.common, *maker.flags.bf16)
-    calibration = Calibration(maker.settings, identity, material.texts, material.size.calibration_tokens, out, args)
     if FP8_SCALED in names or any(row.fitted for row in rows):
         calibration.prepare()
     found: dict[str, Callable[[], Cache]] = {BF16: maker.bf16}
@@ -103,14 +108,22 @@ def _makers(caches: CacheOptions, maker: CacheMaker, identity: dict[str, Any], m
         found[FP8] = maker.fp8
     if FP8_SCALED in names:
         found[FP8_SCALED] = lambda: maker.fp8_scaled(calibration.scaled_model(model_folder(maker.settings.model)))
+    int2: dict[str, Callable[[], Cache]] = {}
     if given is not None and INT2 in names:
         made = maker.given(*given)  # Now: files that do not fit the model should not cost the time of two servers.
-        found[INT2] = lambda: made
+        int2[INT2] = lambda: made
     for row in rows:
-        found[f"{INT2}, {row.title}"] = _row(maker, calibration, row)
+        int2[f"{INT2}, {row.title}"] = _row(maker, calibration, row)
+    found |= int2
     if NAIVE in names:
         found[NAIVE] = maker.naive
+    for name, make in ({BF16: maker.bf16} | dict(islice(int2.items(), 1))).items():
+        found |= {f"{name}, chunks of {tokens:,}": _chunked(make, tokens) for tokens in caches.chunks()}
     return found
+
+
+def _chunked(make: Callable[[], Cache], tokens: int) -> Callable[[], Cache]:
+    return lambda: make().chunked(tokens)
 
 
 def _row(maker: CacheMaker, calibration: Calibration, row: Row) -> Callable[[], Cache]:
@@ -121,12 +134,13 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _context(config: Any, flags: tuple[str, ...]) -> int:
+def _context(config: Any, caches: CacheOptions, servers: ServerOptions) -> int:
+    """Tokens that all servers take."""
     if not getattr(config, "max_position_embeddings", None):
         raise DataError("the model's configuration does not say how many tokens it takes (max_position_embeddings)")
-    found = context_length(config, flags)
-    assert found is not None
-    return found
+    flags = caches.flags(servers.flags)
+    found = [context_length(config, (*flags.common, *own)) for own in (flags.bf16, flags.fp8, flags.int2)]
+    return min(length for length in found if length is not None)
 
 
 def add_prove_command(app: typer.Typer) -> None:

@@ -67,6 +67,17 @@ class CacheOptions:
     group_size: Annotated[
         int | None, typer.Option(help=f"Channels that share a scale; default: {GROUP_SIZE}, or the head's channels.")
     ] = None
+    fit_context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Positions that fits cover; default: what is measured, or the model's context."),
+    ] = None
+    chunk_sizes: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of --chunked-prefill-size, with commas: BF16 and the first int2 row are also asked for their "
+            "effects with each."
+        ),
+    ] = ""
     servers: Annotated[
         int,
         typer.Option(
@@ -87,6 +98,7 @@ class CacheOptions:
             if value and INT2 not in names:
                 raise typer.BadParameter(f"has no meaning without --cache {INT2}", param_hint=option)
         self.rows()
+        self.chunks()
         self.flags(())
 
     def names(self) -> tuple[str, ...]:
@@ -100,6 +112,16 @@ class CacheOptions:
             if values and (self.rotations or self.k_rotation or self.v_rotation):
                 raise typer.BadParameter("is for rotations that are fitted; some are given", param_hint=option)
         return parse_rows(self.recipe or [DEFAULT], self.bits or [], self.bits_by_model)
+
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of prefill chunks whose effect is asked for."""
+        try:
+            found = tuple(int(part) for part in self.chunk_sizes.split(",") if part.strip())
+        except ValueError:
+            found = (0,)
+        if any(tokens < 1 for tokens in found):
+            raise typer.BadParameter(f"{self.chunk_sizes!r} is not numbers with commas", param_hint="--chunk-sizes")
+        return tuple(dict.fromkeys(found))
 
     def check_rows(self, head_dim: int, group_size: int) -> None:
         """Refuse groups and means that no row of the model has, before a server is started.

@@ -106,14 +106,16 @@ def _setting(results: dict[str, Any]) -> str:
 
 def verdict(caches: Sequence[Row]) -> str:
     """One line per cache, with what decides."""
+    caches = [row for row in caches if not row.get("chunk")]
     heads = ("cache", "bits", "mean KL", "p99", "p99.9", "top-1 agreement", "excess", "retrieval", "session", "JSON")
+    cold = ["cached from cold, KL"] if any("effects" in row["figures"] for row in caches) else []
     recalled = {length: None for row in caches for length in row["figures"].get("recall", {}).get("lengths", ())}
     buried = {name: None for row in caches for name in row["figures"].get("tasks", {}).get("files", ())}
-    more = (*(f"recall, {length}" for length in recalled), *(f"buried {name}" for name in buried))
-    return table((*heads, *more), [_verdict_row(row, list(recalled), list(buried)) for row in caches])
+    more = (*cold, *(f"recall, {length}" for length in recalled), *(f"buried {name}" for name in buried))
+    return table((*heads, *more), [_verdict_row(row, cold, list(recalled), list(buried)) for row in caches])
 
 
-def _verdict_row(row: Row, recalled: Sequence[str], buried: Sequence[str]) -> list[str]:
+def _verdict_row(row: Row, cold: Sequence[str], recalled: Sequence[str], buried: Sequence[str]) -> list[str]:
     figures = row["figures"]
     tail = figures.get("tail-kl", {}).get(ALL, {})
     kl = tail.get("kl", {})
@@ -129,6 +131,7 @@ def _verdict_row(row: Row, recalled: Sequence[str], buried: Sequence[str]) -> li
         rate(retrieval.get("right")),
         rate(figures.get("session", {}).get("right")),
         rate(figures.get("json", {}).get("all", {}).get("right")),
+        *(interval(figures.get("effects", {}).get(ALL, {}).get("kl")) for _ in cold),
         *(paired(figures.get("recall", {}).get("lengths", {}).get(length)) for length in recalled),
         *(paired(figures.get("tasks", {}).get("files", {}).get(name)) for name in buried),
     ]
@@ -234,12 +237,31 @@ def _servers(caches: Sequence[Row]) -> str:
     lines = []
     for row in caches:
         variables = " ".join(f"{name}={value}" for name, value in row["env"].items())
-        lines.append(f"* {row['title']}: `{' '.join([*([variables] if variables else []), *row['args']])}`")
+        fit = f", fitted for {row['fitted_for']}" if row.get("fitted_for") else ""
+        lines.append(f"* {row['title']}{fit}: `{' '.join([*([variables] if variables else []), *row['args']])}`")
     return "\n".join(lines) + "\n"
+
+
+def _effects(rows: Sequence[Row]) -> Iterator[str]:
+    chunked = [row["title"].rpartition(", chunks")[0] for row in rows if row.get("chunk")]
+    cold, chunks = [], []
+    for row in rows:
+        for length, x in _lengths(row["figures"]["effects"]):
+            excess = x.get("cold_excess")
+            kl = [f"{x['cold_nats']:.4f}", interval(x.get("cold_kl")), interval(excess, sign=True), p_value(excess)]
+            if not row.get("chunk"):
+                cold.append([row["title"], length, interval(x["kl"]), interval(x["moved"])])
+            if row.get("chunk") or row["title"] in chunked:
+                chunks.append([row["title"], length, *kl])
+    yield table(("cache", "context", "KL of cached from cold", "mean difference of log probability"), cold)
+    if chunks:
+        yield "Texts read cold, by chunk size; rows without one have the server's own:\n"
+        yield table(("cache", "context", "nats", "KL from BF16", "excess", "p"), chunks)
 
 
 SECTIONS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {
     "tail-kl": _tail,
+    "effects": _effects,
     "retrieval": _retrieval,
     "recall": _recall,
     "tasks": _tasks,
@@ -254,6 +276,9 @@ NOTES = {
     "tail-kl": "The last 256 tokens of a text are read behind the rest, which is cached. A server tells the log "
     "probabilities of its most likely tokens only, so KL is a lower bound, tight where the tokens told hold nearly all "
     "probability (column *told*). Intervals: bootstrap over texts. p: sign-flip test of the excess, paired by text.",
+    "effects": "The tails of some of these texts are read twice: behind their cached prefix, and cold, as a prompt "
+    "that the server has not seen. Cold, tokens of one prefill chunk (--chunked-prefill-size) read each other as they "
+    "were computed and earlier chunks from the cache. Of exact caches both effects are rounding.",
     "retrieval": "A seven-digit number hidden in a cached document, alone (needle) or among three others (multi-key); "
     "exact match of the answer's beginning. Intervals: Wilson. Difference from BF16: bootstrap, paired by question. p: "
     "McNemar's test against BF16, question by question.",

@@ -27,19 +27,20 @@ def collect(
 
     Returns:
         ``model``, ``machine``, ``command``, ``lengths``, ``text``, ``size``, ``measures`` (name -> title), ``remarks``,
-        and ``caches``: one dict per cache with ``name``, ``title``, ``bits``, ``args``, ``env``, ``seconds`` and
-        ``figures`` (measure -> what :meth:`Measure.figures` gives).
+        and ``caches``: one dict per cache with ``name``, ``title``, ``bits``, ``args``, ``env``, ``chunk``,
+        ``fitted_for``, ``seconds`` and ``figures`` (measure -> what :meth:`Measure.figures` gives).
     """
     rows = []
     for cache in caches:
         figures = {}
-        for measure in plan.measures:
+        for measure in plan.of(cache):
             answers = outcome.cells[cache.name][measure.name].done
             # Where BF16 could not be asked there is nothing to pair with.
             reference = None if cache.name == BF16 else outcome.cells[BF16][measure.name].done or None
             if answers:
                 figures[measure.name] = measure.figures(answers, reference)
         row = {"name": cache.name, "title": cache.title, "bits": cache.bits, "args": cache.args, "env": cache.env}
+        row |= {"chunk": cache.chunk, "fitted_for": cache.fitted_for()}
         rows.append(row | {"seconds": outcome.seconds.get(cache.name), "figures": figures})
     return {
         "model": plan.settings.title,

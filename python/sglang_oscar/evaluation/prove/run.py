@@ -16,7 +16,7 @@ from sglang_oscar.calibration.dump_driver import server_environment
 from sglang_oscar.evaluation.prove.asking import AskingError, Client
 from sglang_oscar.evaluation.prove.bars import Bars
 from sglang_oscar.evaluation.prove.caches import BF16, Cache
-from sglang_oscar.evaluation.prove.measures import Measure
+from sglang_oscar.evaluation.prove.measures import Effects, Measure
 from sglang_oscar.evaluation.prove.store import Cell, Store
 from sglang_oscar.local_server import LocalServer, ServerFailedError, serve, start_timeout
 
@@ -51,6 +51,10 @@ class Plan:
     depends: dict[str, Any]
     at_once: int
     servers: int = 1
+
+    def of(self, cache: Cache) -> Sequence[Measure]:
+        """What is asked of a cache."""
+        return [measure for measure in self.measures if cache.chunk is None or measure.name == Effects.name]
 
     def in_flight(self, capacity: int | None, longest: int) -> int:
         """Requests in flight at a server whose cache holds so many tokens: prefixes must live until they are read.
@@ -90,7 +94,7 @@ class Outcome:
 def open_cells(plan: Plan, cache: Cache, reference: dict[str, Cell] | None) -> dict[str, Cell]:
     """Cells of a cache, by measure, with the answers of earlier runs."""
     found = {}
-    for measure in plan.measures:
+    for measure in plan.of(cache):
         depends = plan.depends | {"cache": cache.settings(), "measure": measure.settings()}
         if reference is not None:
             # Divergences are from what BF16 said.
@@ -130,7 +134,7 @@ class Prover:
         cells = self.outcome.cells[cache.name]
         pending = {
             measure: [unit for unit in measure.units() if unit not in cells[measure.name].done]
-            for measure in self.plan.measures
+            for measure in self.plan.of(cache)
             if cells[measure.name].left_out is None
         }
         done = sum(len(cell.done) for cell in cells.values())

@@ -37,6 +37,7 @@ class Size:
         functions: to be recalled, per length.
         calibration_tokens: dumped, where rotations are fitted.
         at_once: requests in flight.
+        cold: texts per length that are read cold, too.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Size:
     functions: int
     calibration_tokens: int
     at_once: int
+    cold: int = 8
 
     def lengths(self, context: int) -> tuple[int, ...]:
         """Default context lengths for a model of ``context`` tokens, ascending: a quarter, half and all of it, as far
@@ -75,5 +77,5 @@ class Size:
 
 SIZES = {
     "full": Size("full", LONGEST_DEFAULT, 32, 128, 5, 8, 8, 70, 24, 120, 32768, 32),
-    "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 24, 3, 6, 8192, 2),
+    "reduced": Size("reduced", 2048, 3, 128, 3, 1, 1, 24, 3, 6, 8192, 2, 2),
 }

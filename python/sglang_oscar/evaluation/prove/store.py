@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oscar_rotation.atomic import write_atomically
+from sglang_oscar.calibration.errors import DataError
+from sglang_oscar.calibration.folders import held
 
 DIGITS = 12
 """Of a fingerprint, in file names."""
@@ -23,6 +27,19 @@ DIGITS = 12
 def fingerprint(settings: dict[str, Any]) -> str:
     """Hexadecimal digits that differ where settings do; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:DIGITS]
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While inside, no other run writes this folder, which is made where it is missing.
+
+    Raises:
+        DataError: another one does.
+        OSError: it cannot be made.
+    """
+    taken = DataError(f"{folder}: another `oscar prove` writes to it; wait until it is done, or name another --out")
+    with held(folder / ".lock", taken):
+        yield
 
 
 class Cell:

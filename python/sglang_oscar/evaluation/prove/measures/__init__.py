@@ -1,6 +1,7 @@
 """What is asked of every cache: one file per measure. A new one is a new file and its line in :data:`MEASURES`."""
 
 from sglang_oscar.evaluation.prove.measures.base import Answer, Answers, Figures, Material, Measure
+from sglang_oscar.evaluation.prove.measures.effects import Effects
 from sglang_oscar.evaluation.prove.measures.json_schema import JsonSchema
 from sglang_oscar.evaluation.prove.measures.recall import Recall
 from sglang_oscar.evaluation.prove.measures.retrieval import Retrieval
@@ -8,10 +9,10 @@ from sglang_oscar.evaluation.prove.measures.session import Session
 from sglang_oscar.evaluation.prove.measures.tail_kl import TailKl
 from sglang_oscar.evaluation.prove.measures.tasks import Tasks
 
-__all__ = ["MEASURES", "Answer", "Answers", "Figures", "Material", "Measure"]
+__all__ = ["MEASURES", "Answer", "Answers", "Effects", "Figures", "Material", "Measure"]
 
 MEASURES: dict[str, type[Measure]] = {
-    measure.name: measure for measure in (TailKl, Retrieval, Recall, Tasks, Session, JsonSchema)
+    measure.name: measure for measure in (TailKl, Effects, Retrieval, Recall, Tasks, Session, JsonSchema)
 }
 """Name on the command line -> measure, in the order in which they are asked. JSON comes last: should a server be unable
 to serve a grammar, it has answered everything else."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_oscar.evaluation.prove.asking import Client
 from sglang_oscar.evaluation.prove.questions import QuestionFile
-from sglang_oscar.evaluation.prove.sizes import Size
+from sglang_oscar.evaluation.prove.sizes import ANSWER, Size
 from sglang_oscar.evaluation.prove.store import Cell
 from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
 
@@ -71,6 +71,10 @@ class Measure(ABC):
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return self.material.lengths[-1]
+
+    def reach(self) -> int:
+        """Positions that prompts with their answers may have, at most."""
+        return min(self.longest() + ANSWER, self.material.context)
 
     def prepare(self) -> None:
         """Make what is asked, before the first server is started.

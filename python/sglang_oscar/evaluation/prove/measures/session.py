@@ -128,6 +128,10 @@ class Session(Measure):
             turns.append(Turn(f"{text}What is the magic number for {asked}?", numbers[i - age], age))
         return turns
 
+    def reach(self) -> int:
+        """A session may grow up to the model's context."""
+        return self.material.context
+
     def ask(self, client: Client, unit: str, cell: Cell, reference: Cell | None) -> Answer:
         """One whole session."""
         texts = self.material.texts

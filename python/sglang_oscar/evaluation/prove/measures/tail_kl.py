@@ -32,14 +32,18 @@ class TailKl(Measure):
 
     name, title = "tail-kl", "Tail KL, agreement, perplexity"
 
+    def count(self) -> int:
+        """Texts per length."""
+        return self.material.size.documents
+
     def settings(self) -> dict[str, Any]:
         """Sizes."""
-        size = self.material.size
-        return {"lengths": self.material.lengths, "documents": size.documents, "tail": TAIL, "top": size.top}
+        top = self.material.size.top
+        return {"lengths": self.material.lengths, "documents": self.count(), "tail": TAIL, "top": top}
 
     def units(self) -> list[str]:
         """``<length>-<number>``."""
-        return [f"{length}-{i}" for length in self.material.lengths for i in range(self.material.size.documents)]
+        return [f"{length}-{i}" for length in self.material.lengths for i in range(self.count())]
 
     def prepare(self) -> None:
         """Cut the texts."""
@@ -52,7 +56,7 @@ class TailKl(Measure):
         Raises:
             DataError: the text source is too short.
         """
-        texts, count = self.material.texts, self.material.size.documents
+        texts, count = self.material.texts, self.count()
         return {
             f"{length}-{i}": ids
             for length in self.material.lengths
@@ -68,10 +72,7 @@ class TailKl(Measure):
             cell.write_arrays(unit, ids=own.ids, logprobs=own.logprobs, read=own.read)
             first, second = own, client.read(ids, begin, top, cached=False)
         else:
-            try:
-                first, second = TopTokens(**reference.read_arrays(unit)), own
-            except OSError as error:
-                raise AskingError(f"{error.filename}: what BF16 said is gone; run again with --fresh") from None
+            first, second = said(reference, unit), own
         kl = kl_lower_bound(first, second, np.array(ids[begin + 1 :]))
         return {
             "kl": [float(f"{x:.6g}") for x in kl],
@@ -85,7 +86,23 @@ class TailKl(Measure):
         by_length = {str(n): [u for u in answers if u.startswith(f"{n}-")] for n in self.material.lengths}
         groups = {ALL: list(answers)} | by_length
         tails = {unit: self.documents[unit][-TAIL:] for unit in answers}
-        return {key: _figures(sharing(units, tails), answers, reference) for key, units in groups.items() if units}
+        return {key: self.of(sharing(units, tails), answers, reference) for key, units in groups.items() if units}
+
+    def of(self, groups: list[list[str]], answers: Answers, reference: Answers | None) -> Figures:
+        """Figures over texts; those of a group are scored on the same tokens."""
+        return _figures(groups, answers, reference)
+
+
+def said(reference: Cell, unit: str) -> TopTokens:
+    """What BF16 said of a tail.
+
+    Raises:
+        AskingError: it is gone.
+    """
+    try:
+        return TopTokens(**reference.read_arrays(unit))
+    except OSError as error:
+        raise AskingError(f"{error.filename}: what BF16 said is gone; run again with --fresh") from None
 
 
 def sharing(units: list[str], tails: dict[str, list[int]]) -> list[list[str]]:
@@ -124,12 +141,20 @@ def _figures(groups: list[list[str]], answers: Answers, reference: Answers | Non
     found["agreement"] = clustered_bootstrap(same, np.mean).to_json()
     found["nats"] = float(np.mean([answers[unit]["nats"] for unit in units]))
     found["covered"] = float(np.mean([answers[unit]["covered"] for unit in units]))
-    if reference is not None:
-        common = [kept for group in groups if (kept := [unit for unit in group if unit in reference])]
-        pair = [
-            {group[0]: float(np.mean([source[unit]["nats"] for unit in group])) for group in common}
-            for source in (reference, answers)
-        ]
-        if common:
-            found["excess"] = paired_test(pair[:1], pair[1:]).to_json()
+    if excess := paired_excess(groups, answers, reference, "nats"):
+        found["excess"] = excess
     return found
+
+
+def paired_excess(
+    groups: list[list[str]], answers: Answers, reference: Answers | None, name: str
+) -> dict[str, Any] | None:
+    """A figure of answers minus that of BF16, paired by group of texts; None where BF16 answered none of them."""
+    common = [kept for group in groups if (kept := [unit for unit in group if unit in (reference or {})])]
+    if reference is None or not common:
+        return None
+    pair = [
+        {group[0]: float(np.mean([source[unit][name] for unit in group])) for group in common}
+        for source in (reference, answers)
+    ]
+    return paired_test(pair[:1], pair[1:]).to_json()
