@@ -183,6 +183,8 @@ def test_compressed_files_and_questions_that_stand_twice(tmp_path: Path) -> None
         ("\\boxed{12}", "12"),
         ("#### -4", "-4"),
         ("#### \nthe answer is 9", "9"),
+        ("#### Step 1: 5 apples\n#### Step 2\n5 + 4 = 9", "9"),
+        ("#### **$12**", "12"),
         ("none", None),
     ],
 )

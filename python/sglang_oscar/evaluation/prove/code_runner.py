@@ -1,8 +1,8 @@
 """Run code that a model wrote, with limits: a fence against accidents, not a sandbox.
 
-The code has a process and a session of its own, an empty folder to work in, no input, no environment, and limits on
-time, memory, files and processes. It still runs as the user and may read and delete what the user may, and use the
-network: whoever does not trust a model runs all of it in a container.
+The code has a process and a session of its own, an empty folder to work in, no input, none of the user's environment,
+and limits on time, memory, files and processes. It still runs as the user and may read and delete what the user may,
+and use the network: whoever does not trust a model runs all of it in a container.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ SECONDS, WALL = 10, 30.0
 """Of processor time, and of a clock: a busy machine must not make right answers wrong."""
 MEMORY, FILE, FILES = 2**30, 2**24, 32
 """Bytes of address space, bytes of each file, open files."""
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+"""Threads count as processes; without this numpy would start one for every core."""
 
 RUNNER = f"""
 import os, resource, sys
@@ -57,7 +60,7 @@ def passes(program: str) -> bool:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
-                env={},
+                env=ENVIRONMENT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

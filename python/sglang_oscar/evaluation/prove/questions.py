@@ -15,7 +15,9 @@ from typing import Any
 from sglang_oscar.calibration.errors import DataError
 from sglang_oscar.evaluation.prove.code_runner import passes
 
-NUMBER = re.compile(r"-?\$?(?:\d[\d,]*)?\.?\d+")
+DIGITS = r"-?\$?(?:\d[\d,]*)?\.?\d+"
+NUMBER, FINAL = re.compile(DIGITS), re.compile(rf"####[\s*$\\({{]*({DIGITS})")
+"""A number, and one right behind ``####``: models write headings with it, too, such as ``#### Step 2``."""
 BLOCK = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 ENDINGS = (".jsonl", ".jsonl.gz")
 
@@ -44,7 +46,7 @@ class MathQuestion:
         return f"Solve problem {number}. Reason step by step, then end with the line `#### ` and the final number."
 
     def right(self, answer: str) -> bool:
-        """The number behind the last ``####``, without one the last number of all."""
+        """Whether :func:`last_number` is the number."""
         return last_number(answer) == self.number
 
 
@@ -88,14 +90,13 @@ Question = MathQuestion | CodeQuestion
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number behind the last ``####``, without one the last number; None where there is none.
+    """The number right behind the last ``####`` that has one, else the last number; None where there is none.
 
     >>> last_number("6 * 3 = 18, so\\n#### $1,018.00 dollars (2 steps)"), last_number("18 + 1 = 19."), last_number("no")
     (Decimal('1018.00'), Decimal('19'), None)
     """
-    behind = NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []
-    found = behind[0] if behind else next(iter(NUMBER.findall(text)[-1:]), None)
-    return None if found is None else Decimal(found.replace(",", "").replace("$", ""))
+    found = [*NUMBER.findall(text)[-1:], *FINAL.findall(text)[-1:]]
+    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
 
 def code_block(answer: str, wanted: str) -> str:
