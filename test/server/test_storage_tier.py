@@ -3,6 +3,7 @@ the same model only, and never served where they are damaged."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+from safetensors.torch import load_file, save_file
 
 from support.api import wait_for
 from support.compare import LOGPROBS, assert_same
@@ -30,6 +32,7 @@ GROUP = ["--kv-cache-quant-group-size", "64"]
 LENGTH, PAGE, STORED = 900, 64, 640
 """Of a prompt, of a page, and what a hit on the prompt may have."""
 TOKENS = 8
+POISON = 7
 NEAR_TIE = DRIFT = 0.06
 
 
@@ -133,6 +136,22 @@ def test_name_spaces_part_what_is_stored(version: str, model: Path, tmp_path: Pa
         assert [found(server, extra_key="b"), found(server)] == [0, 0]
         server.generate(ids[: 5 * PAGE], 1, extra_key="a")
         assert found(server, extra_key="a") > 0
+
+
+def test_pages_with_nan_are_not_stored(tmp_path: Path) -> None:
+    """Of a token whose embedding is not finite, and of all behind it; what others have computed is."""
+    model, folder = save("qwen3", tmp_path / "qwen3"), tmp_path / "store"
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = math.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    clean, poisoned = ([token for token in ids if token != POISON] for ids in prompts(2))
+    poisoned[5 * PAGE] = POISON
+    with server_on(folder, model, tmp_path / "log") as server:
+        write(folder, server, [clean])
+        before = len(list(folder.glob("*.bin")))
+        server.generate(poisoned, 1)
+        wait_for(lambda: "as they hold NaN" in server.text(), "a line in the log")
+        assert len(list(folder.glob("*.bin"))) <= before + 5
 
 
 OTHERS: dict[str, tuple[list[str], dict[str, str]]] = {

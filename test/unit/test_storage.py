@@ -196,6 +196,7 @@ def test_names_of_pages_do_not_say_where_a_model_was_served_from(
     monkeypatch.setattr(hooks, "active", lambda: True)
     monkeypatch.setattr(hooks, "_storage", set())
     monkeypatch.setattr("sglang_oscar.tiers.salt.salt_of_this_process", lambda layout: SALT)
+    monkeypatch.setattr("sglang_oscar.tiers.salt.columns_of_this_process", lambda layout: [])
     monkeypatch.setattr("sglang_oscar.tiers.host_pool.Int2HostPool", Pool)
     configs = []
 

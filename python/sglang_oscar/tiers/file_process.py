@@ -14,10 +14,11 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from sglang_oscar.tiers.finite import Column
 from sglang_oscar.tiers.line_process import LineProcess
 from sglang_oscar.tiers.page_files import FAILED, OK, Do, Job, Outcome
 from sglang_oscar.tiers.pages import HostPages
@@ -38,14 +39,22 @@ class FileProcess:
         pages: of the host tier.
         shared_bytes: of the memory that is shared with the process; at least two pages.
         seconds: after which a process that does not answer is killed. Pages it should have moved have failed.
+        columns: where a page has its numbers; a page of which one is not finite is not written.
     """
 
-    def __init__(self, pages: HostPages, shared_bytes: int = SHARED_BYTES, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        pages: HostPages,
+        shared_bytes: int = SHARED_BYTES,
+        seconds: float = ANSWER_SECONDS,
+        columns: Sequence[Column] = (),
+    ) -> None:
         self._pages = pages
         self._page_bytes = pages.layout.page_bytes
         self._part = max(1, shared_bytes // (2 * self._page_bytes))
         self._lock = threading.Lock()
         self._seconds = seconds
+        self._columns = columns
         self._process: LineProcess | None = None
         self._hanging: LineProcess | None = None
 
@@ -150,6 +159,7 @@ class FileProcess:
                 sizes = (descriptor, self._page_bytes, self._pages.layout.item_bytes)
                 command = [sys.executable, "-m", "sglang_oscar.tiers.page_files", *map(str, sizes)]
                 self._process = LineProcess(command, self._seconds, (descriptor,))
+                self._process.send(json.dumps(self._columns).encode())
             finally:
                 os.close(descriptor)
         return self._process

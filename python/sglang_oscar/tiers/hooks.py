@@ -73,7 +73,7 @@ def around_create_backend(
         raise Int2Error(UPDATED)
     from sglang_oscar.tiers.folders import check_folder, folders_of
     from sglang_oscar.tiers.host_pool import Int2HostPool
-    from sglang_oscar.tiers.salt import salt_of_this_process
+    from sglang_oscar.tiers.salt import columns_of_this_process, salt_of_this_process
     from sglang_oscar.tiers.storage import CheckedStorage
 
     anchor = getattr(mem_pool_host, "anchor_entry", None)
@@ -88,7 +88,7 @@ def around_create_backend(
         check_folder(folder)
     # SGLang tells clients the name of the class.
     named = type(type(backend).__name__, (CheckedStorage,), {})
-    checked = named(backend, pool, salt_of_this_process(pool.page_layout))
+    checked = named(backend, pool, salt_of_this_process(pool.page_layout), columns_of_this_process(pool.page_layout))
     _storage.add(checked)
     return checked
 

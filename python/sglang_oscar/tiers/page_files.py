@@ -1,8 +1,9 @@
 """A process that reads and writes files of pages: ``python -m sglang_oscar.tiers.page_files``.
 
 :class:`sglang_oscar.tiers.file_process.FileProcess` starts it. Pages lie in memory that both share. A line of standard
-input is a list of jobs, a line of standard output the list of their outcomes; the end of the input ends the process.
-Imports no PyTorch, so that it is there at once and takes little memory.
+input is a list of jobs, after one that says where a page has its numbers; a line of standard output is the list of
+outcomes. The end of the input ends the process. Imports no PyTorch, so that it is there at once and takes little
+memory.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Literal, NamedTuple
 
 from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
+from sglang_oscar.tiers.finite import Column, is_finite
 
 THREADS = 4
 """Files at once. Nothing else runs in this process, so they do not wait for the interpreter."""
-OK, MISSING, DAMAGED, FAILED = "ok", "missing", "damaged", "failed"
-"""What became of a job; FAILED says nothing of a file."""
+OK, MISSING, DAMAGED, ENDLESS, FAILED = "ok", "missing", "damaged", "not finite", "failed"
+"""What became of a job: ENDLESS of a page that is not written, as it holds NaN; FAILED says nothing of a file."""
 Do = Literal["look", "read", "write"]
 """What there is to do."""
 UNFINISHED = ".int2-"
@@ -43,6 +45,13 @@ class Job(NamedTuple):
     key: str
 
 
+class Layout(NamedTuple):
+    """Of a page: bytes of its rows, which the trailer follows, and where its numbers are."""
+
+    item_bytes: int
+    columns: list[Column]
+
+
 class Outcome(NamedTuple):
     """What became of a job, and why."""
 
@@ -50,16 +59,18 @@ class Outcome(NamedTuple):
     why: str = ""
 
 
-def look(page: memoryview, item_bytes: int, job: Job) -> Outcome:
+def look(page: memoryview, layout: Layout, job: Job) -> Outcome:
     """Whether a file is there."""
     return Outcome(OK if os.path.exists(job.path) else MISSING)
 
 
-def write(page: memoryview, item_bytes: int, job: Job) -> Outcome:
+def write(page: memoryview, layout: Layout, job: Job) -> Outcome:
     """Write a page, unless there is one: its key says what it holds. Others see the whole file or none."""
     if os.path.exists(job.path):
         return Outcome(OK)
-    sign(job.key, page, item_bytes)
+    if not is_finite(page, layout.columns):
+        return Outcome(ENDLESS)
+    sign(job.key, page, layout.item_bytes)
     try:
         with unfinished_file(os.path.dirname(job.path)) as file:
             try:
@@ -103,7 +114,7 @@ def remove_abandoned(folder: str) -> None:
             os.remove(path)
 
 
-def read(page: memoryview, item_bytes: int, job: Job) -> Outcome:
+def read(page: memoryview, layout: Layout, job: Job) -> Outcome:
     """Read a page and check it."""
     try:
         with open(job.path, "rb", buffering=0) as file:
@@ -114,7 +125,7 @@ def read(page: memoryview, item_bytes: int, job: Job) -> Outcome:
         return Outcome(FAILED, str(error))
     if size != len(page):
         return Outcome(DAMAGED, f"it has {size} bytes instead of {len(page)}")
-    return Outcome(OK) if is_intact(job.key, page, item_bytes) else Outcome(DAMAGED, UNLIKE)
+    return Outcome(OK) if is_intact(job.key, page, layout.item_bytes) else Outcome(DAMAGED, UNLIKE)
 
 
 DOES = {"look": look, "read": read, "write": write}
@@ -131,11 +142,12 @@ def main(descriptor: int, page_bytes: int, item_bytes: int) -> None:
     # Ctrl-C goes to the server too, which ends this process when it has written what it wants to.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     shared = memoryview(mmap.mmap(descriptor, 0))
+    layout = Layout(item_bytes, [Column(*of) for of in json.loads(sys.stdin.buffer.readline())])
 
     def do(job: Job) -> Outcome:
         begin = job.place * page_bytes
         try:
-            return DOES[job.do](shared[begin : begin + page_bytes], item_bytes, job)
+            return DOES[job.do](shared[begin : begin + page_bytes], layout, job)
         except Exception as error:  # of one page, which takes no other along
             return Outcome(FAILED, f"{type(error).__name__}: {error}")
 

@@ -8,7 +8,7 @@ different layers and sides have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,9 +19,10 @@ import torch
 from oscar_kernels.format import LayerFormat
 from sglang_oscar.memory.geometry import GIB
 from sglang_oscar.tiers.digest import DIGEST_BYTES
+from sglang_oscar.tiers.finite import Column
 
-PAGE_VERSION = 3
-"""Version of what a page holds where; part of every key of storage."""
+PAGE_VERSION = 4
+"""Version of what a page holds where; part of every key of storage. Since 4 it holds no NaN."""
 PAGE_FIRST = ("page_first", "page_first_direct")
 """SGLang's names of layouts in which a page is one piece of host memory; to us they are the same."""
 HALF_PAGE = 4096
@@ -107,6 +108,29 @@ class PageLayout:
     def token_bytes(self) -> int:
         """Bytes of a token on the host, its share of the trailer included."""
         return self.page_bytes // self.page_size
+
+
+def number_columns(layout: PageLayout, formats: Iterable[LayerFormat]) -> list[Column]:
+    """Where a page has its numbers: scales and zero points, or all of a side that is left exact.
+
+    Args:
+        layout: of a page.
+        formats: of its layers.
+    """
+    rows = [(of.key_layout, of.value_layout) for of in formats]
+    columns: dict[tuple[int, int, int], list[Column]] = {}
+    for item in layout.items:
+        row = rows[item.layer][item.side]
+        assert row.row_bytes == layout.row_bytes[item.side][item.layer], "formats are not those of the pages"
+        dtype = row.exact_dtype if row.exact else row.scale_dtype
+        width, half = dtype.itemsize, int(dtype == torch.float16)
+        step = width if row.exact else row.row_bytes
+        for place in [0] if row.exact else range(row.params_offset, row.row_bytes, width):
+            begin, of = item.offset + place + width - 1, columns.setdefault((place, step, half), [])
+            if of and of[-1].end == item.offset:  # goes on from the item before
+                begin = of.pop().begin
+            of.append(Column(begin, item.offset + item.size, step, half))
+    return [column for of in columns.values() for column in of]
 
 
 class HostPages:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from oscar_kernels.format import fingerprint
+from oscar_kernels.format import LayerFormat, fingerprint
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.geometry import own_heads
 from sglang_oscar.settings import of_this_process
-from sglang_oscar.tiers.pages import PAGE_VERSION, PageLayout
+from sglang_oscar.tiers.finite import Column
+from sglang_oscar.tiers.pages import PAGE_VERSION, PageLayout, number_columns
 from sglang_oscar.weights.origin import loaded_weights
 from sglang_oscar.weights.rotations import model_formats
 
@@ -60,12 +62,28 @@ def model_facts(args: Any, model: Any) -> dict[str, Any]:
     }
 
 
+def formats_of_this_process() -> Mapping[int, LayerFormat]:
+    """Formats of the model that a worker serves, with all its kv heads, by global layer id."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    return model_formats(args, of_this_process(), releases.model_config(args))
+
+
+def columns_of_this_process(page: PageLayout) -> list[Column]:
+    """Where a worker's pages have their numbers."""
+    from sglang.srt.runtime_context import get_server_args
+
+    heads = own_heads(releases.model_config(get_server_args()))
+    return number_columns(page, [of.of_heads(heads) for of in formats_of_this_process().values()])
+
+
 def salt_of_this_process(page: PageLayout) -> str:
     """The salt of a worker's pages."""
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
     args = get_server_args()
     model = releases.model_config(args)
-    rows = fingerprint(model_formats(args, of_this_process(), model))
+    rows = fingerprint(formats_of_this_process())
     ranks = get_parallel().attn_tp_size
     return storage_salt(rows, model_facts(releases.resolved(args), model), own_heads(model), ranks, page)

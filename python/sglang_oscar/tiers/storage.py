@@ -1,7 +1,7 @@
 """Storage of pages: every key is salted on its way to SGLang's storage backend, every page is checked on its way back.
 
 The trailer of a page holds a digest of its key and its rows. A page that another format, model or key has written is
-never asked for; one that is damaged is a miss, which ends the hit before it.
+never asked for; one that is damaged is a miss, which ends the hit before it. Pages that hold NaN are not stored.
 """
 
 from __future__ import annotations
@@ -10,30 +10,25 @@ import contextlib
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
-from sglang_oscar.tiers.file_process import HANGING, FileProcess
+from sglang_oscar.tiers.file_process import FileProcess
 from sglang_oscar.tiers.file_room import reserved_groups
+from sglang_oscar.tiers.finite import Column, is_finite
 from sglang_oscar.tiers.host_pool import Int2HostPool
-from sglang_oscar.tiers.page_files import DAMAGED, FAILED, MISSING, OK
+from sglang_oscar.tiers.page_files import DAMAGED, ENDLESS, FAILED, MISSING, OK
+from sglang_oscar.tiers.reports import say_endless, say_failed
 
 logger = logging.getLogger(__name__)
 
 
 def _positions(of: list[bool], value: bool) -> list[int]:
     return [at for at, is_so in enumerate(of) if is_so == value]
-
-
-def _say_failed(what: str, failed: list[tuple[str, str]], count: int) -> None:
-    """One line for a batch of ``count`` pages; none where its process hangs, which has been said once."""
-    if failed and (why := failed[0][1]) != HANGING:
-        logger.error(
-            "int2 storage: %d of %d pages %s; the first, %s: %s", len(failed), count, what, failed[0][0][:12], why
-        )
 
 
 class CheckedStorage:
@@ -43,15 +38,17 @@ class CheckedStorage:
         backend: SGLang's.
         pool: the host tier whose pages are stored.
         salt: of the keys (:mod:`sglang_oscar.tiers.salt`).
+        columns: where a page has its numbers.
     """
 
-    def __init__(self, backend: Any, pool: Int2HostPool, salt: str) -> None:
+    def __init__(self, backend: Any, pool: Int2HostPool, salt: str, columns: Sequence[Column] = ()) -> None:
         self._backend = backend
         self._pool = pool
         self._salt = salt
+        self._columns = columns
         # Of two, so that a hit does not wait for pages that are written.
-        self._reader = FileProcess(pool.pages)
-        self._writer = FileProcess(pool.pages)
+        self._reader = FileProcess(pool.pages, columns=columns)
+        self._writer = FileProcess(pool.pages, columns=columns)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -125,19 +122,20 @@ class CheckedStorage:
         return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page, uint8 [page_bytes], whose trailer is written."""
+        """Store a page, uint8 [page_bytes], whose trailer is written; False where it could not be stored."""
         salted = self.key(key)
-        self._sign(salted, value)
-        return bool(self._backend.set(salted, value, target_location, target_sizes))
+        return bool(self._sign([salted], [value])) and bool(
+            self._backend.set(salted, value, target_location, target_sizes)
+        )
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Store pages; False where one could not be stored."""
         salted = self._keys(keys)
-        for key, value in zip(salted, values, strict=True):
-            self._sign(key, value)
-        return bool(self._backend.batch_set(salted, values, target_locations, target_sizes))
+        count = self._sign(salted, values)
+        given = [of and of[:count] for of in (values, target_locations, target_sizes)]
+        return bool(self._backend.batch_set(salted[:count], *given)) and count == len(keys)
 
     # Pages of host memory.
 
@@ -154,8 +152,11 @@ class CheckedStorage:
         salted = self._keys(keys)
         if self.is_files:
             return self._write_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
-        self._sign_all(salted, host_indices)
-        return self._backend.batch_set_v1(salted, host_indices, self._extra(extra_info))  # type: ignore[no-any-return]
+        count = self._sign_all(salted, host_indices)
+        stored = self._backend.batch_set_v1(
+            salted[:count], host_indices[: count * self._pool.page_size], self._extra(extra_info)
+        )
+        return [*stored, *[False] * (len(keys) - count)]
 
     def _read_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
         """Read files of pages; the backend is told of those that were used and of those that are gone."""
@@ -172,7 +173,7 @@ class CheckedStorage:
                 failed.append((key, why))
             if index is not None and result in (OK, MISSING):
                 (index.add if result == OK else index.remove)(name)
-        _say_failed("cannot be read and are computed again", failed, len(keys))
+        say_failed("cannot be read and are computed again", failed, len(keys))
         return [result == OK for result, _ in outcomes]
 
     def _write_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
@@ -183,7 +184,7 @@ class CheckedStorage:
             stored = [result == OK for result, _ in self._writer.look(paths)]
             for at in _positions(stored, True):
                 evictor.touch(names[at], paths[at])
-        new, failed = _positions(stored, False), []
+        new, failed, endless = _positions(stored, False), [], 0
         size = self._pool.page_layout.page_bytes
         for group in reserved_groups(evictor, [names[at] for at in new], [keys[at] for at in new], size):
             places = [new[at] for at in group]
@@ -198,12 +199,15 @@ class CheckedStorage:
             for at, (result, why) in zip(places, outcomes, strict=True):
                 stored[at] = result == OK
                 (evictor.commit if stored[at] else evictor.abort)(names[at])
-                if not stored[at]:
+                if result == ENDLESS:
+                    endless += 1
+                elif not stored[at]:
                     failed.append((keys[at], why))
         if (index := self._backend.metadata_cache) is not None:
             for name, is_there in zip(names, stored, strict=True):
                 (index.add if is_there else index.remove)(name)
-        _say_failed("are not stored", failed, len(keys))
+        say_failed("are not stored", failed, len(keys))
+        say_endless(endless, len(keys))
         return stored
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
@@ -217,11 +221,15 @@ class CheckedStorage:
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Store pages of several pools."""
-        salted = self._transfers(transfers)
-        for transfer in salted:
+        salted, missing = self._transfers(transfers), {}
+        for at, transfer in enumerate(salted):
             if self._is_own(transfer):
-                self._sign_all(transfer.keys, transfer.host_indices)
-        return self._backend.batch_set_v2(salted, self._extra(extra_info))  # type: ignore[no-any-return]
+                count = self._sign_all(transfer.keys, transfer.host_indices)
+                missing[transfer.name] = [False] * (len(transfer.keys) - count)
+                slots = transfer.host_indices[: count * self._pool.page_size]
+                salted[at] = replace(transfer, keys=transfer.keys[:count], host_indices=slots)
+        stored: dict[str, list[bool]] = self._backend.batch_set_v2(salted, self._extra(extra_info))
+        return {name: [*of, *missing.get(name, [])] for name, of in stored.items()}
 
     def _transfers(self, transfers: list[Any] | None) -> list[Any]:
         return [replace(of, keys=None if of.keys is None else self._keys(of.keys)) for of in transfers or []]
@@ -231,15 +239,26 @@ class CheckedStorage:
 
     # Digests.
 
-    def _sign_all(self, keys: list[str], host_indices: torch.Tensor) -> None:
-        for key, slot in zip(keys, host_indices[:: self._pool.page_size].tolist(), strict=True):
-            page = self._pool.get_data_page(slot)
-            self._sign(key, page)
+    def _sign_all(self, keys: list[str], host_indices: torch.Tensor) -> int:
+        slots = host_indices[:: self._pool.page_size].tolist()
+        pages = [self._pool.get_data_page(slot) for slot in slots]
+        count = self._sign(keys, pages)
+        for slot, page in zip(slots[:count], pages, strict=False):
             self._pool.set_from_flat_data_page(slot, page)
+        return count
 
-    def _sign(self, key: str, page: torch.Tensor) -> None:
-        """Write the trailer of a page."""
-        sign(key, page.numpy().data, self._pool.page_layout.item_bytes)
+    def _sign(self, keys: list[str], pages: Sequence[torch.Tensor]) -> int:
+        """Write the trailers of pages, up to the first that holds NaN, and say how many those are: what lies behind
+        would not be found without it.
+        """
+        endless = 0
+        for at, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            if not is_finite(page.numpy().data, self._columns):
+                endless = len(keys) - at
+                break
+            sign(key, page.numpy().data, self._pool.page_layout.item_bytes)
+        say_endless(endless, len(keys))
+        return len(keys) - endless
 
     def _checked(self, keys: list[str], host_indices: torch.Tensor, found: list[bool]) -> list[bool]:
         slots = host_indices[:: self._pool.page_size].tolist()
