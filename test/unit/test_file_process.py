@@ -19,7 +19,7 @@ from sglang_oscar.tiers.page_files import FAILED, MISSING, OK, Outcome
 from support.stored_pages import KEYS, LAYOUT, Pool, pages
 
 MANY = 4000
-HANG = 20.0
+HANG = 60.0
 """Seconds for what takes milliseconds, so that a hang is a failure."""
 Do = pytest.mark.parametrize("do", ["write", "read", "look"])
 
@@ -44,6 +44,15 @@ def move(process: FileProcess, do: str, paths: list[str]) -> list[Outcome]:
 
 def popen(process: FileProcess) -> subprocess.Popen[bytes]:
     assert process._process is not None
+    return process._process._process
+
+
+def stop(process: FileProcess) -> subprocess.Popen[bytes]:
+    """Start the process that moves files, and let it hang: it has little time to answer."""
+    process.look(["x"])
+    assert process._process is not None
+    process._process._seconds = 0.2
+    os.kill(process._process.pid, signal.SIGSTOP)
     return process._process._process
 
 
@@ -86,16 +95,13 @@ def test_a_process_that_does_not_answer_is_killed(
     do: str, longer: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before it has read what it should do, or behind: it is said once, and the next pages are moved by another one."""
-    process = FileProcess(Pool().pages, seconds=0.2)
-    process.look(["x"])
-    stopped = popen(process)
-    os.kill(stopped.pid, signal.SIGSTOP)
+    process = FileProcess(Pool().pages, seconds=HANG)
+    stopped = stop(process)
     paths = [str(tmp_path / ("z" * 100) / f"{at}") for at in range(longer)]
     assert {of.result for of in move(process, do, paths)} == {FAILED}
     assert stopped.returncode == -signal.SIGKILL
     (said,) = [record.getMessage() for record in caplog.records]
     assert "gave no answer for 0.2 seconds and was killed; the next pages start another" in said
-    process._seconds = HANG
     assert move(process, "write", [str(tmp_path / "a")]) == [Outcome(OK)]
     process.close()
 
@@ -106,10 +112,8 @@ def test_a_process_that_cannot_be_killed_is_not_joined_by_another(
     """As the operating system waits for a disk: pages fail at once and in silence, until it is gone."""
     monkeypatch.setattr(line_process, "KILL_SECONDS", 0.01)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
-    process = FileProcess(Pool().pages, seconds=0.2)
-    process.look(["x"])
-    stopped = popen(process)
-    os.kill(stopped.pid, signal.SIGSTOP)
+    process = FileProcess(Pool().pages, seconds=HANG)
+    stopped = stop(process)
     for _ in range(3):
         (outcome,) = move(process, "write", [str(tmp_path / "a")])
         assert outcome.result == FAILED
@@ -117,7 +121,6 @@ def test_a_process_that_cannot_be_killed_is_not_joined_by_another(
     assert len(caplog.records) == 1
     os.kill(stopped.pid, signal.SIGKILL)
     stopped.wait(HANG)
-    process._seconds = HANG
     assert move(process, "write", [str(tmp_path / "a")]) == [Outcome(OK)]
     process.close()
 

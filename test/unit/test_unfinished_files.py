@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sglang_oscar.tiers.page_files import ABANDONED_SECONDS, UNFINISHED, remove_abandoned, unfinished_file
+from support.api import wait_for
 from support.stored_pages import KEYS, checked
 
 WRITER = (
@@ -36,11 +37,12 @@ def test_of_a_process_that_was_killed(tmp_path: Path) -> None:
         writer.stdout.readline()
         os.utime(unfinished(tmp_path)[0], (0, 0))  # a disk that hangs: it is still being written
         assert store.batch_set_v1(KEYS[:1], torch.arange(16)) == [True]
+        remove_abandoned(str(tmp_path))
         assert len(unfinished(tmp_path)) == 1
         writer.kill()
     store.close()
     assert store.batch_set_v1(KEYS, torch.arange(48)) == [True] * 3
-    assert unfinished(tmp_path) == []
+    wait_for(lambda: unfinished(tmp_path) == [], "what was left is removed beside the writing")
     assert stock.exists()
     store.close()
 

@@ -16,6 +16,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -156,7 +157,8 @@ def main(descriptor: int, page_bytes: int, item_bytes: int) -> None:
         for line in sys.stdin.buffer:
             jobs = [Job(*job) for job in json.loads(line)]
             for folder in {os.path.dirname(job.path) for job in jobs if job.do == "write"} - tidied:
-                remove_abandoned(folder)
+                # Beside the jobs: to list a folder of a million files takes longer than an answer may.
+                threading.Thread(target=remove_abandoned, args=[folder], daemon=True).start()
                 tidied.add(folder)
             # To look is sooner done than handed to a thread.
             at_once = map if all(job.do == "look" for job in jobs) else threads.map
