@@ -28,7 +28,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sums = out / "sums.jsonl"
     rows = [{"question": f"Ann has {i} apples and buys {i} more. " * 4, "answer": f"#### {2 * i}"} for i in range(60)]
     sums.write_text("\n".join(map(json.dumps, rows)))
-    command = ["prove", str(MODEL), "--size", "reduced", "--out", str(out), "--cache", "int2", "--cache", "naive"]
+    command = ["prove", str(MODEL), "--size", "reduced", "--out", str(out), "--cache", "int2", "--cache", "naive",
+               "--servers", "2"]  # fmt: skip
     command += ["--tasks", str(sums), "--task-count", "2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sizes.SIZES, "reduced", TINY)
@@ -53,6 +54,13 @@ def test_kl_tells_a_good_cache_from_a_bad_one(figures: dict[str, Any]) -> None:
     assert tail["bf16"]["agreement"]["mean"] > tail["int2"]["agreement"]["mean"] > tail["naive"]["agreement"]["mean"]
     assert abs(tail["int2"]["excess"]["difference"]) < 0.1 < tail["naive"]["excess"]["difference"]
     assert all(x["covered"] > 0.8 for x in tail.values())
+
+
+def test_a_prompt_that_is_cached_is_another_for_few_bits_only(figures: dict[str, Any]) -> None:
+    kl = {name: figures[name]["effects"]["all"]["kl"]["mean"] for name in ("bf16", "int2", "naive")}
+    assert kl["bf16"] < 0.3 * kl["int2"] < 0.3 * kl["naive"]
+    cold = {name: figures[name]["effects"]["all"]["cold_kl"]["mean"] for name in ("int2", "naive")}
+    assert cold["naive"] < 0.3 * kl["naive"]  # One chunk: nothing is read in two bits.
 
 
 def test_facts_are_found_but_for_the_bad_cache(figures: dict[str, Any]) -> None:
@@ -92,4 +100,5 @@ def test_the_page_says_what_was_left_out(results: dict[str, Any]) -> None:
     for link in ("plots/tail-kl.png", "plots/retrieval.png", "plots/session.png"):
         assert f"({link})" in page
         assert (out / link).exists()
-    assert list(out.glob("calibration-*/**/rotations_plus/k_rotation_balanced_u_h_br.safetensors"))
+    assert list(out.glob("calibration-*/fits/*/k_rotation_*.safetensors"))
+    assert ", fitted for 8,192 positions" in page.split("## Servers")[1]

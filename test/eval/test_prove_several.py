@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from oscar_rotation.model_table import model_settings
@@ -128,10 +129,13 @@ def test_a_fault_of_one_cache_leaves_the_others(tmp_path: Path, monkeypatch: pyt
     def unmade() -> Cache:
         raise DataError("cannot be fitted\nmore")
 
+    def too_large() -> Cache:
+        raise torch.OutOfMemoryError
+
     made = prover(tmp_path, Machine(["a"]), monkeypatch, answer)
-    ask_all(made, makers("a", "b") | {"c": unmade} | makers("d"))
+    ask_all(made, makers("a", "b") | {"c": unmade, "e": too_large} | makers("d"))
     assert made.outcome.failed
-    assert [text.split(":")[0] for text in sorted(made.outcome.remarks)] == ["a", "b, Asked", "c"]
+    assert [text.split(":")[0] for text in sorted(made.outcome.remarks)] == ["a", "b, Asked", "c", "e"]
     assert made.outcome.cells["d"]["asked"].done
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import torch
 import typer
 
 from oscar_rotation.errors import DumpError, RotationFileError
@@ -69,7 +70,10 @@ def _made(prover: Prover, name: str, make: Callable[[], Cache]) -> Cache | None:
         return make()
     except (DataError, DumpError, Int2Error, RotationFileError, ServerFailedError) as error:
         # The first line is the fault; of a dumping server that ended, its log follows.
-        text = f"{name}: left out, {str(error).splitlines()[0]}"
-        prover.outcome.remark(text, failed=True)
-        typer.echo(text, err=True)
-        return None
+        fault = str(error).splitlines()[0]
+    except torch.OutOfMemoryError:
+        fault = f"the GPU has no memory for a fit beside {prover.plan.servers} servers; ask fewer with --servers"
+    text = f"{name}: left out, {fault}"
+    prover.outcome.remark(text, failed=True)
+    typer.echo(text, err=True)
+    return None
