@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it into place.
+
+    Its name is nobody else's: processes of two containers on one volume may have the same number.
 
     A reader never sees a partial file: an interrupted write leaves the old file, if any, and at worst a
     ``.tmp`` file that no reader here looks at. Missing folders are made.
@@ -21,7 +23,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         OSError: if the folder or file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         write(temporary)
         temporary.replace(path)

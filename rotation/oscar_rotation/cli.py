@@ -22,6 +22,7 @@ from oscar_rotation.fit.options import SHARES, FitOptions, OptionError
 from oscar_rotation.fit.result import FitResult
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
 from oscar_rotation.fit.texts import read_documents
+from oscar_rotation.fit_output import check_folder, formats
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.recipe_options import (
@@ -33,6 +34,7 @@ from oscar_rotation.recipe_options import (
     model_overrides,
     needs_mean,
     refuse_foreign_options,
+    refuse_idle_options,
 )
 from oscar_rotation.recipes import DEFAULT, FITTED, PUBLISHED, FitRequest
 from oscar_rotation.report.inspect import describe, render
@@ -148,14 +150,14 @@ def fit_command(
         )
     except OptionError as error:
         raise typer.BadParameter(error.fault, param_hint=f"--{error.option.replace('_', '-')}") from error
-    suffixes = FORMATS[file_format] if file_format else chosen.suffixes[:1] if share == "layer" else (".safetensors",)
-    if not set(suffixes) <= set(chosen.suffixes):
-        raise typer.BadParameter(f"recipe {recipe} is written as {chosen.suffixes[0]} only", param_hint="--format")
+    refuse_idle_options(context, dump, options)
     try:
         choose_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device") from error
     with one_line_errors():
+        suffixes = formats(dump, chosen, options, FORMATS[file_format] if file_format else None)
+        check_folder(out, chosen, options, suffixes)
         if text is not None:
             options = replace(options, text=read_documents(text))
         request = FitRequest(dump, options, model, device, allow_incomplete)
@@ -164,7 +166,7 @@ def fit_command(
                 result = chosen.run(replace(request, progress=progress))
         except OptionError as error:
             raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
-        paths = result.save(out, suffixes if file_format else result.usual_formats(suffixes))
+        paths = result.save(out, suffixes)
         if result.report:
             paths.append(write_report(out, result.report))
     _print_fit(result, paths)

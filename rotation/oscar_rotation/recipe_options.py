@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.recipes import DEFAULT_BITS, FITTED, FittedRecipe
 
 FIELDS: Mapping[str, str] = {"method": "key_target", "clip": "fit_clip", "positions": "context"}
@@ -102,6 +105,34 @@ def refuse_foreign_options(context: typer.Context, recipe: FittedRecipe, *beside
         else:
             continue
         raise _foreign(FLAGS.get(name, name), recipe, takers)
+
+
+def refuse_idle_options(context: typer.Context, dump: Path, options: FitOptions) -> None:
+    """Refuse what the user gave to ``oscar fit`` and the rest of the command leaves nothing to do.
+
+    Args:
+        context: of the command.
+        dump: folder of the dump.
+        options: of the fit, without their text.
+
+    Raises:
+        typer.BadParameter: naming the first one.
+    """
+    unmeasured = None if options.needs_samples else "without --clip fit or --report"
+    counted = "for a dump of covariances" if is_covariance_dump(dump) else None
+    both = "beside --key-target and --value-target" if given(context, "value_target") else None
+    idle = {
+        "holdout_tokens": unmeasured,
+        "group_size": None if "bits" in FITTED[context.params["recipe"]].options else unmeasured,
+        "include_warmup": counted,
+        "allow_incomplete": counted,
+        "method": both if given(context, "key_target") else None,
+        "overrides": "with --context 0" if options.context == 0 and not context.params["text"] else None,
+    }
+    for name, why in idle.items():
+        if why and given(context, name):
+            flag = FLAGS.get(name, name).replace("_", "-")
+            raise typer.BadParameter(f"has no meaning {why}", param_hint=f"--{flag}")
 
 
 def refuse_bits(recipe: FittedRecipe) -> None:

@@ -222,7 +222,7 @@ def test_too_little_room(
 ) -> None:
     """For float32 alone it is said, for the model at all it is refused."""
 
-    def load(folder: Path, device: torch.device) -> Any:
+    def load(folder: Path, device: torch.device, overrides: Any) -> Any:
         if not room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)

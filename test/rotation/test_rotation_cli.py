@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
+from oscar_rotation.dump import DumpManifest
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.load import load_rotation
@@ -170,6 +171,68 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, make_dump: MakeDump) -> No
     result = runner.invoke(
         app, ["fit", str(make_dump(tmp_path / "dump")), "--out", str(tmp_path / "file" / "out"), "--recipe", "paper"]
     )
+    assert result.exit_code == 2
+    assert f"--out: {tmp_path / 'file'} is no folder" in " ".join(result.stderr.replace("│", " ").split())
+
+
+PAPER = ["--recipe", "paper"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ([*PAPER, "--holdout-tokens", "64"], "--holdout-tokens: has no meaning without --clip fit or --report"),
+        ([*PAPER, "--group-size", "64"], "--group-size: has no meaning without --clip fit or --report"),
+        (
+            [*PAPER, "--method", "qqt_sst", "--key-target", "ktk", "--value-target", "vtv"],
+            "--method: has no meaning beside --key-target and --value-target",
+        ),
+        (
+            ["--context", "0", "--json-model-override-args", "{}"],
+            "--json-model-override-args: has no meaning with --context 0",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing(tmp_path: Path, arguments: list[str], fault: str) -> None:
+    result = runner.invoke(app, ["fit", str(tmp_path), "--out", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
+    assert fault in " ".join(result.stderr.replace("│", " ").replace("Invalid value for ", "").split())
+
+
+def test_a_folder_with_files_of_another_fit(tmp_path: Path, make_dump: MakeDump) -> None:
+    """Is refused before the fit; the same fit again replaces its files."""
+    dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
+    command = ["fit", str(dump), "--out", str(out), *PAPER]
+    assert runner.invoke(app, [*command, "--report"]).exit_code == 0
+    assert runner.invoke(app, [*command, "--report", "--order", "descending"]).exit_code == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for arguments, others in (
+        ([], "fit_report.json"),
+        (["--report", "--method", "ktk_vtv"], f"{K_NAME}, {V_NAME}"),
+        (["--report", "--format", "safetensors"], f"{K_NAME}, {V_NAME}"),
+    ):
+        result = runner.invoke(app, [*command, *arguments], env={"COLUMNS": "400"})
+        assert result.exit_code == 2, result.output
+        assert f"{out} holds {others} of another fit; remove that, or name another folder" in result.stderr
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_layers_that_no_pt_file_holds(tmp_path: Path, make_dump: MakeDump) -> None:
+    """Told before the fit, which the damaged dump would end."""
+    dump = make_dump(tmp_path / "dump")
+    facts = {"num_layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "layer_ids": (3, 7)}
+    DumpManifest(**facts).write(dump)
+    (dump / "layer_1/k/2.pt").unlink()
+    command = ["fit", str(dump), "--out", str(tmp_path / "out"), *PAPER, "--format", "both"]
+    result = runner.invoke(app, command, env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert "is of some layers of its model, which are written as .safetensors only" in result.stderr
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 3}', '{"layers": [1]}', '{"layers": [{"k": {}}]}'])
+def test_a_report_of_something_else(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    result = runner.invoke(app, ["report", str(path)])
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].startswith("error: ")
-    assert str(tmp_path / "file") in result.stderr
+    assert result.stderr == f"error: {path}: not a fit report; fit with --report\n"

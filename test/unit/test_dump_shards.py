@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from oscar_rotation.dump import DumpReader, DumpWriter
-from sglang_oscar.calibration.dump_hook import Dump
+from oscar_rotation.errors import DumpError
+from sglang_oscar.calibration import dump_hook
+from sglang_oscar.calibration.dump_hook import Dump, DumpSettings
 
 HIDDEN, HEAD_DIM, Q_HEADS, TOKENS = 16, 8, 8, 5
 
@@ -79,3 +81,26 @@ def test_layers_without_an_int2_cache_are_left_out() -> None:
         made.write(layer_id, x, x, x)
         assert made.tokens == tokens
     assert written == [(0, 1), (1, 1)]
+
+
+def test_a_dump_that_cannot_be_written_ends_the_server_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shapes that do not fit together, as well as a full disk."""
+    for error in (DumpError("q and k do not fit together"), OSError(28, "No space left on device")):
+
+        def write(*args: object, error: Exception = error) -> None:
+            raise error
+
+        dump = SimpleNamespace(done=False, numbers={}, write=write)
+        monkeypatch.setattr(dump_hook, "_dump", dump)
+        monkeypatch.setattr(dump_hook, "_settings", DumpSettings.from_env({"DUMP_KVCACHE": "1"}))
+        mode = SimpleNamespace(is_extend=lambda: True)
+        batch = SimpleNamespace(forward_mode=mode, rids=["1"], extend_seq_lens_cpu=[2])
+        layer = SimpleNamespace(layer_id=0, tp_q_head_num=1, tp_k_head_num=1, tp_v_head_num=1, head_dim=4)
+        x = torch.zeros(2, 4)
+        with pytest.raises(SystemExit):
+            dump_hook.before_attention(layer, x, x, x, batch)
+        said = capsys.readouterr().err
+        assert said.startswith("sglang-oscar: error: cannot write the dump to qkv_dumps: ")
+        assert said.count("\n") == 1

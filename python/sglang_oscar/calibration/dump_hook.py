@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from oscar_rotation.dump.covariances import CovarianceWriter
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
+from oscar_rotation.errors import DumpError
 from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal, malformed
@@ -273,5 +274,5 @@ def before_attention(self: Any, q: Any, k: Any, v: Any, forward_batch: Any, *arg
         heads = [(q, self.tp_q_head_num), (k, self.tp_k_head_num), (v, self.tp_v_head_num)]
         queries, keys, values = (x[:tokens].view(tokens, count, self.head_dim) for x, count in heads)
         _dump.write(self.layer_id, queries, keys, values, kwargs.get("sinks"))
-    except OSError as error:
+    except (OSError, DumpError) as error:
         fatal(f"cannot write the dump to {_settings.folder}: {error}")

@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from oscar_rotation.atomic import write_text_atomically
+
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
 TEMPLATE = (
@@ -69,9 +71,6 @@ def make_row(index: int, tokens: int, count: Callable[[str], int], seed: int) ->
 def write_niah(path: Path, tokens: int, rows: int, count: Callable[[str], int], seed: int = 0) -> Path:
     """Write a data set unless it is there; the same arguments give the same rows."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(make_row(index, tokens, count, seed)) for index in range(rows)]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_text_atomically(path, "\n".join(lines) + "\n")
     return path

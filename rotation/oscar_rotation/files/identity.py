@@ -107,9 +107,9 @@ def check_weights(facts: RotationMetadata, source: str, model: ModelIdentity) ->
         )
     if both or _other_name(facts, model):
         return (
-            f"{source} is fitted for {facts.model_id or 'unknown'}, served is {model.model_id}: their configurations agree, their "
-            "weights could not be compared; for a copy of one model (quantized, or under another name) that is fine, "
-            "other weights need a file of their own"
+            f"{source} is fitted for {facts.model_id or 'unknown'}, served is {model.model_id}: their configurations "
+            "agree, their weights could not be compared; for a copy of one model (quantized, or of another name) that "
+            "is fine, other weights need a file of their own"
         )
     return None
 

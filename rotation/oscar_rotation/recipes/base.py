@@ -55,6 +55,7 @@ class FittedRecipe:
         needs_activations: whether a dump of covariances does not suffice.
         needs_weights: whether it reads the model's output projections.
         suffixes: file formats that hold its result, the usual one first.
+        names: objective and composition that its files of a side state, and are named by.
     """
 
     name: str
@@ -64,6 +65,7 @@ class FittedRecipe:
     needs_activations: bool
     needs_weights: bool
     suffixes: tuple[str, ...]
+    names: Callable[[FitOptions, Side], tuple[str, str]]
 
     def run(self, request: FitRequest) -> FitResult:
         """Fit, and state in the files which weights and which layers of the model they are for, where not all.

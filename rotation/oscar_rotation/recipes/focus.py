@@ -291,4 +291,5 @@ RECIPE = FittedRecipe(
     needs_activations=True,
     needs_weights=True,
     suffixes=(".safetensors",),
+    names=lambda options, side: (OBJECTIVE[side], COMPOSITION),
 )

@@ -114,15 +114,13 @@ def pack(sides: Sequence[SideFit], metadata: RotationMetadata) -> RotationSet:
 def _metadata(
     manifest: DumpManifest | None, options: FitOptions, calibration: dict[str, Any]
 ) -> dict[Side, RotationMetadata]:
-    sides: list[tuple[Side, str, dict[str, Any]]] = [
-        ("k", options.key_target, KEY_TARGETS),
-        ("v", options.value_target, VALUE_TARGETS),
-    ]
+    sides: tuple[Side, Side] = ("k", "v")
+    stated = {side: names(options, side) for side in sides}
     return {
         side: RotationMetadata(
             objective=target,
             side=side,
-            composition=target_composition(known[target], options.composition),
+            composition=composition,
             eigen_order=options.order,
             model_id=manifest.model_id if manifest else "",
             model_hash=manifest.model_hash if manifest else "",
@@ -130,8 +128,14 @@ def _metadata(
             recipe=RECIPE.name,
             calibration=calibration,
         )
-        for side, target, known in sides
+        for side, (target, composition) in stated.items()
     }
+
+
+def names(options: FitOptions, side: Side) -> tuple[str, str]:
+    """Target and composition of a side."""
+    target, known = (options.key_target, KEY_TARGETS) if side == "k" else (options.value_target, VALUE_TARGETS)
+    return target, target_composition(known[target], options.composition)
 
 
 def _fit_request(request: FitRequest) -> FitResult:
@@ -148,4 +152,5 @@ RECIPE = FittedRecipe(
     needs_activations=False,
     needs_weights=False,
     suffixes=(".pt", ".safetensors"),
+    names=names,
 )

@@ -43,7 +43,7 @@ def read_report(source: Path) -> dict[str, Any]:
         source: the file, or the folder it lies in.
 
     Raises:
-        ReportError: missing, not JSON, or without layers.
+        ReportError: missing, not JSON, or without what a fit measures of layers.
     """
     path = source / REPORT_NAME if source.is_dir() else source
     if not path.exists():
@@ -52,9 +52,11 @@ def read_report(source: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ReportError(f"{path}: cannot be read ({error}); fit with --report again") from error
-    if not isinstance(content, dict) or not content.get("layers"):
-        raise ReportError(f"{path}: not a fit report; fit with --report")
-    return content
+    try:
+        render_report(content)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise ReportError(f"{path}: not a fit report; fit with --report") from None
+    return content  # type: ignore[no-any-return]
 
 
 def render_report(report: dict[str, Any]) -> Group:
