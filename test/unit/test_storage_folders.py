@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.tiers.folders import check_folder, folders_of
+from sglang_oscar.tiers.arguments import REFUSED
+from sglang_oscar.tiers.folders import VARIABLE, check_folder, folders_of
 from support.stored_pages import backend
 
 
@@ -32,14 +33,23 @@ def test_a_folder_that_all_may_write_to(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_folder_of_another_user(
     owner: int, me: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root's is taken: volumes of containers are, and root needs no folder to change what a server does."""
+    """At the start of a server, and where storage is attached to one that runs; root's is taken."""
     monkeypatch.setattr(os, "geteuid", lambda: me)
     monkeypatch.setattr(os, "stat", lambda path: SimpleNamespace(st_uid=owner, st_mode=0o755))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    args = SimpleNamespace(
+        enable_hierarchical_cache=True, hicache_storage_backend="file", hicache_mem_layout="page_first",
+        hicache_io_backend="kernel", hicache_storage_backend_extra_config=None, speculative_algorithm=None,
+    )  # fmt: skip
+    at_start = [what for check, what in REFUSED if check(args)]
     if refused:
-        with pytest.raises(Int2Error, match=r"another user \(uid 7\).*give storage a folder of your own"):
+        with pytest.raises(Int2Error, match=r"another user.*give storage a folder of your own"):
             check_folder(str(tmp_path))
+        assert len(at_start) == 1
+        assert at_start[0].endswith(f"set {VARIABLE} to a folder of your own")
     else:
         check_folder(str(tmp_path))
+        assert at_start == []
 
 
 def test_whose_folders_are_known(tmp_path: Path) -> None:

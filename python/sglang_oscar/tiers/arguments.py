@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.tiers.folders import VARIABLE, belongs_to_another, folder_of_files
 
 LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 IO_BACKENDS = ("kernel", "direct")
@@ -74,6 +75,11 @@ REFUSED: list[tuple[Callable[[Any], bool], str]] = [
     (
         _when(lambda a: a.hicache_storage_backend not in (None, FILE) and a.hicache_mem_layout == "layer_first"),
         IN_PIECES,
+    ),
+    (
+        _when(lambda a: a.hicache_storage_backend == FILE and belongs_to_another(folder_of_files())),
+        f"pages from a folder that belongs to another user, who could put any there; set {VARIABLE} to a folder of "
+        "your own",
     ),
     (_when(lambda a: "tp_lcm_size" in (a.hicache_storage_backend_extra_config or "")), BY_HEADS),
     (

@@ -10,6 +10,13 @@ from typing import Any
 from sglang_oscar.errors import Int2Error
 
 logger = logging.getLogger(__name__)
+VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+"""Of SGLang: the folder of pages in files."""
+
+
+def folder_of_files() -> str:
+    """Where SGLang's files of pages go, unless its extra configuration says otherwise."""
+    return os.environ.get(VARIABLE) or "/tmp/hicache"
 
 
 def folders_of(backend: Any) -> list[str]:
@@ -25,25 +32,28 @@ def folders_of(backend: Any) -> list[str]:
     return list(getattr(getattr(backend, "file_manager", None), "base_dirs", []))
 
 
-def check_folder(folder: str) -> None:
-    """Refuse a folder of another user, which in ``/tmp`` anybody may have made; warn of one that all may write to.
-
-    Args:
-        folder: that is there, or will be made by another rank.
-
-    Raises:
-        Int2Error: it belongs to another user, and not to root, as a volume of a container may.
+def belongs_to_another(folder: str) -> bool:
+    """Whether another user owns a folder, which in ``/tmp`` anybody may have made. Root's is taken: volumes of
+    containers are, and root needs no folder to change what a server does.
     """
     try:
-        known = os.stat(folder)
-    except FileNotFoundError:
-        return
-    if known.st_uid not in (os.geteuid(), 0):
+        return os.stat(folder).st_uid not in (os.geteuid(), 0)
+    except FileNotFoundError:  # made at the start, by one of the ranks
+        return False
+
+
+def check_folder(folder: str) -> None:
+    """Refuse a folder of another user; warn of one that all may write to.
+
+    Raises:
+        Int2Error: it belongs to another user.
+    """
+    if belongs_to_another(folder):
         raise Int2Error(
-            f"int2 mode does not take pages from {folder}, which belongs to another user (uid {known.st_uid}), who "
-            "could put any there; give storage a folder of your own, or chown this one"
+            f"int2 mode does not take pages from {folder}, which belongs to another user, who could put any there; give "
+            "storage a folder of your own"
         )
-    if known.st_mode & stat.S_IWOTH:
+    if os.path.exists(folder) and os.stat(folder).st_mode & stat.S_IWOTH:
         logger.warning(
             "int2 storage: every user of this machine may put pages into %s; `chmod o-w` it, or give storage a folder "
             "of its own", folder,
