@@ -50,8 +50,8 @@ def check_folder(folder: str) -> None:
     """
     if belongs_to_another(folder):
         raise Int2Error(
-            f"int2 mode does not take pages from {folder}, which belongs to another user, who could put any there; give "
-            "storage a folder of your own"
+            f"int2 mode does not take pages from {folder}, which belongs to another user, who could put any there; "
+            "give storage a folder of your own"
         )
     if os.path.exists(folder) and os.stat(folder).st_mode & stat.S_IWOTH:
         logger.warning(
