@@ -106,7 +106,8 @@ def test_prompts_of_a_file(tmp_path: Path, texts: Texts) -> None:
         assert asked.end <= len(asked.prefix) - SLACK
         number = decode(asked.ids[asked.begin : asked.end]).split(":")[0].removeprefix("Problem ")
         assert f"Solve problem {number}." in decode(asked.ids[len(asked.prefix) :])
-        assert len(asked.ids) == measure.longest() or len(asked.ids) < 3800
+        assert len(asked.ids) <= measure.longest() < 3800
+        assert len(asked.ids) + asked.question.limit <= measure.reach()
     few = Tasks(Material(texts, SIZES["full"], (1024,), 8192, (read_questions(write_sums(tmp_path / "few.jsonl", 5)),)))
     with pytest.raises(DataError, match=r"^few: 5 questions of \d+ tokens cannot bury one"):
         few.prepare()
@@ -272,6 +273,7 @@ def test_functions_to_recall_lie_in_the_history(texts: Texts) -> None:
     assert max(map(prefixes.count, prefixes)) <= EACH
     for asked in measure.asked.values():
         assert len(asked.prefix) <= 1536
+        assert len(asked.ids) + asked.limit <= measure.reach() <= 8192
         whole = decode(asked.prefix)
         begin = whole.index(asked.code)
         assert len(texts.encode(whole[:begin])) >= 64

@@ -84,6 +84,10 @@ class Recall(Measure):
         """Tokens of the longest prompt."""
         return max((len(asked.ids) for asked in self.asked.values()), default=0)
 
+    def reach(self) -> int:
+        """Positions that prompts with their answers may have, at most."""
+        return max((len(asked.ids) + asked.limit for asked in self.asked.values()), default=0)
+
     def prepare(self) -> None:
         """Choose modules and functions."""
         _ = self.asked

@@ -68,6 +68,10 @@ class Tasks(Measure):
         """Tokens of the longest prompt."""
         return max((len(asked.ids) for asked in self.asked.values()), default=0)
 
+    def reach(self) -> int:
+        """Positions that prompts with their answers may have, at most."""
+        return max((len(asked.ids) + asked.question.limit for asked in self.asked.values()), default=0)
+
     def prepare(self) -> None:
         """Make the prompts."""
         _ = self.asked
