@@ -61,8 +61,8 @@ SERVED = (
     *(f"{FOCUS}, --bits {goal}, by the model" for goal in ("2.5", "3.0")),
 )  # fmt: skip
 CODEBOOKS = (
-    f"{FOCUS}, keys as fitted fours", f"{FOCUS}, keys as fitted fours, values as normal fours",
-    f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
+    f"{FOCUS}, keys as fitted fours", f"{FOCUS}, keys as fitted fours, by relative error",
+    f"{FOCUS}, keys as fitted fours, values as normal fours", f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
 )  # fmt: skip
 SETS = {
     "real": ("BF16", *SERVED, *CODEBOOKS, *PUBLISHED),

@@ -106,18 +106,20 @@ class FocusFours(VectorKeys, ServedFocus):
 
     Attributes:
         share: of attention in what a key counts when points are placed.
+        by_energy: whether the error of a key counts as it is then, not relative to its length.
         normal_values: values as fours, too: 256 points for a normal distribution, the same book everywhere, no zero
             point.
     """
 
     share: float = 0.5
+    by_energy: bool = True
     normal_values: bool = False
     source: str = "this project; fours of channels as in NOVA-KV (arXiv 2608.04074)"
 
     def fit(self, calibration: Calibration) -> None:
         """Transforms of ``focus``, then the books."""
         super().fit(calibration)
-        self.fit_books(calibration, self.share, self.context, by_energy=True)
+        self.fit_books(calibration, self.share, self.context, self.by_energy)
         self.normal = gaussian_fours(POINTS).to(calibration.device)
 
     def values(self, layer: int, v: torch.Tensor) -> torch.Tensor:
@@ -140,4 +142,8 @@ def fours(label: str = "", **changes: object) -> Callable[[], FocusFours]:
     return partial(FocusFours, group=128, label=text, table="codebooks", **changes)  # type: ignore[arg-type]
 
 
-METHODS = [fours(), fours("values as normal fours", normal_values=True)]
+METHODS = [
+    fours(),
+    fours("by relative error", by_energy=False),
+    fours("values as normal fours", normal_values=True),
+]
