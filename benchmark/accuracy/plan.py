@@ -60,9 +60,10 @@ SERVED = (
     *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "2.75", "k3v2", "3.0", "3.5")),
     *(f"{FOCUS}, --bits {goal}, by the model" for goal in ("2.5", "3.0")),
 )  # fmt: skip
+FOURS = f"{FOCUS}, keys as fitted fours"
 CODEBOOKS = (
-    f"{FOCUS}, keys as fitted fours", f"{FOCUS}, keys as fitted fours, by relative error",
-    f"{FOCUS}, keys as fitted fours, values as normal fours", f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
+    FOURS, f"{FOURS}, by relative error", f"{FOURS}, values as normal fours",
+    f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
 )  # fmt: skip
 SETS = {
     "real": ("BF16", *SERVED, *CODEBOOKS, *PUBLISHED),
@@ -75,7 +76,7 @@ values."""
 FAR = (
     "BF16", "FP8", "FP8, calibrated scale", "NVFP4", "KIVI-2", "Kitty", "QuaRot-INT2 g128", "Saw-INT4", "KVarN K4V2",
     "NOVA-KV", "NOVA-KV, every position", "OSCAR g128", "OSCAR g64", PLUS, f"{PLUS}, --bits 2.5", FOCUS,
-    "focus g64, served form", *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2", "3.0")), CODEBOOKS[0],
+    "focus g64, served form", *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2", "3.0")), FOURS,
 )  # fmt: skip
 NEAR = 4096
 """Of more tokens than this only those of the list are asked: such questions cost as much as all else together."""
