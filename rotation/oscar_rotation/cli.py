@@ -175,11 +175,7 @@ def fit_command(
 def _print_fit(result: FitResult, paths: list[Path]) -> None:
     for remark in result.remarks:
         typer.echo(f"note: {remark}", err=True)
-    calibration = result.key.metadata.calibration
-    typer.echo(
-        f"fitted {result.key.num_layers} layers on {calibration['tokens']} tokens of {calibration['requests']} requests"
-        + (f", for {calibration['context']:,} positions" if "context" in calibration else "")
-    )
+    typer.echo(result.summary)
     for path in paths:
         typer.echo(f"wrote {path}")
 

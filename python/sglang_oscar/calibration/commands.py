@@ -95,6 +95,10 @@ def calibrate_command(
     ] = DEFAULT,
     bits: Annotated[str | None, typer.Option(envvar="BITS", help=BITS_HELP)] = None,
     text: Annotated[Path | None, typer.Option(envvar="BITS_TEXT", exists=True, dir_okay=False, help=TEXT_HELP)] = None,
+    positions: Annotated[
+        int | None,
+        typer.Option("--context", envvar="FIT_CONTEXT", min=0, help="Positions, as in `oscar fit`."),
+    ] = None,
     method: Annotated[str, typer.Option(envvar="METHOD", help="Pair of targets, as in `oscar fit`.")] = DEFAULT_METHOD,
     composition: Annotated[str, typer.Option(envvar="COMPOSITION", help="As in `oscar fit`.")] = "r_h_pbr",
     clip: Annotated[str, typer.Option(envvar="CLIP", help="none, or fit: clip ratios per layer.")] = "none",
@@ -115,7 +119,8 @@ def calibrate_command(
         folder = CalibrationFolder.of_dump(dump_dir) if dump_dir else calibration.latest(settings, tokens)
         options = FitOptions.of_method(
             method, composition=composition, fit_clip=clip == "fit", report=report,
-            group_size=settings.group_size, bits=goal, text=None if text is None else read_documents(text),
+            group_size=settings.group_size, context=positions, bits=goal,
+            text=None if text is None else read_documents(text),
         )  # fmt: skip
         typer.echo(f"fitting {folder.dump}")
         try:

@@ -52,6 +52,7 @@ def run_fit(
     _replace_earlier(target, written)
     for remark in result.remarks:
         print(f"note: {remark}")
+    print(result.summary)
     return target
 
 

@@ -80,13 +80,3 @@ class SinkStore:
             self._block_of.move_to_end(self._key_of[block])
         else:
             self._free.append(block)
-
-    @property
-    def num_pinned(self) -> int:
-        """Blocks held by running requests."""
-        return len(self._pins)
-
-    @property
-    def num_idle(self) -> int:
-        """Published blocks that no running request reads."""
-        return len(self._block_of) - sum(block in self._pins for block in self._key_of)

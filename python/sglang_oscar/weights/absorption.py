@@ -3,9 +3,9 @@
 With v' = v R stored in the cache and o' = o R coming out of attention, the projections become
 W_v' = R^T W_v (and b' = b R) per kv head and W_o' = W_o R per query head; paper, section 4. R may be one per kv head,
 that of its query heads. It happens between
-loading a checkpoint and SGLang's post-processing: weights are still in checkpoint layout there, are quantized
-online only afterwards, and reloading weights from disk passes the same place. Each tensor-parallel rank rotates its
-own shard. Weights that are quantized in the checkpoint are never requantized: their values are rotated online.
+loading a checkpoint and SGLang's post-processing: weights are still in checkpoint layout there, and reloading weights
+from disk passes the same place. Each tensor-parallel rank rotates its own shard. Weights that are quantized, in the
+checkpoint or by ``--quantization``, are left alone: their values are rotated at every step.
 A later load may hold some tensors only: what it does not write has the rotation already.
 """
 

@@ -25,6 +25,15 @@ class FitResult:
     remarks: tuple[str, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def summary(self) -> str:
+        """What was fitted to what, in a line."""
+        facts = self.key.metadata.calibration
+        reaches = f", for {facts['context']:,} positions" if "context" in facts else ""
+        return (
+            f"fitted {self.key.num_layers} layers on {facts['tokens']} tokens of {facts['requests']} requests{reaches}"
+        )
+
     def of_model(self, weights: str, layer_ids: tuple[int, ...] | None) -> FitResult:
         """The same, with files that state which weights they are of, and files and report which layers.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -79,7 +80,15 @@ class FittedRecipe:
             raise DumpError(
                 f"{request.dump}: is of some layers of its model only, whose losses are not measured; drop --text"
             )
-        return self.fit(request).of_model(manifest.weights_digest if manifest else "", ids)
+        result = self.fit(request).of_model(manifest.weights_digest if manifest else "", ids)
+        asked = request.options.overrides
+        if manifest is None or asked in (None, manifest.model_overrides):
+            return result
+        said = (
+            f"the dump's server ran with --json-model-override-args '{json.dumps(manifest.model_overrides)}', not with "
+            "those given: what requests look like is the dump's, where in the context they stand is as given"
+        )
+        return replace(result, remarks=(*result.remarks, said))
 
     @property
     def needs(self) -> str:
