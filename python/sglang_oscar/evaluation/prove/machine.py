@@ -17,7 +17,7 @@ from sglang_oscar.cpu.server import has_gpu
 SOURCES = (".py", ".cu", ".cuh")
 SERVED = {sglang_oscar: ("calibration", "evaluation"), oscar_kernels: (), oscar_rotation: ("dump", "fit", "report")}
 """Package -> folders of it that no server runs."""
-FITTING = {oscar_rotation: (), oscar_kernels: ()}
+FITTING = {oscar_rotation: (), oscar_kernels: ("cuda", "triton")}
 """The same of what fits rotations."""
 
 

@@ -67,7 +67,7 @@ class MeasureOptions:
         str, typer.Option(help=f"Tokens of modules whose functions are recalled, with commas; default: {RECALL}.")
     ] = ""
     out: Annotated[Path, typer.Option(help="Folder for answers, logs and the page.")] = Path("prove")
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep answers of an earlier run, or not.")] = True
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep earlier answers and fits, or not.")] = True
 
     def __post_init__(self) -> None:
         known(self.measure, tuple(MEASURES), "--measure")
