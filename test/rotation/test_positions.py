@@ -242,7 +242,7 @@ def test_a_fit_reaches_as_far_as_the_server_of_its_dump(
         assert f", for {stated[name]['calibration']['context']:,} positions" in result.output
         assert ("the dump's server ran with --json-model-override-args" in result.output) == (name == "none")
     assert stated["dump"]["positions"] == "32,768 positions (yarn, rope_theta 1e+06, factor 4)"
-    assert stated["none"]["positions"] == "8,192 positions (default, rope_theta 1e+06)"
+    assert stated["none"]["positions"] == "8,192 positions (not scaled, rope_theta 1e+06)"
     assert stated["given"]["positions"] == "512 positions (yarn, rope_theta 1e+06, factor 4)"
 
 

@@ -50,7 +50,7 @@ def test_a_longer_context(tmp_path: Path) -> None:
 def test_another_embedding(tmp_path: Path) -> None:
     """Though the context fits: what was fitted are keys that turn otherwise."""
     (line,) = warnings(tmp_path, served(131072, **YARN), context=131072, rope=PLAIN)
-    assert "turned by yarn, rope_theta 1e+06, factor 4" in line
+    assert "whose embedding is yarn, rope_theta 1e+06, factor 4" in line
     assert "--json-model-override-args" in line
     assert warnings(tmp_path, served(131072), context=131072, rope=PLAIN | {"rope_theta": 5e6})
 

@@ -34,10 +34,13 @@ def reach_warning(source: str, metadata: RotationMetadata, context: int, rope: R
     if stated == {}:
         remedy = "fit without --context 0, or a dump of requests as long as those that are served"
     elif other:
-        remedy = f"dump with the server's --json-model-override-args and fit that with `oscar fit --context {context}`"
+        remedy = (
+            "dump with the same --json-model-override-args as the server, or as it without any, and fit that with "
+            f"`oscar fit --context {context}`"
+        )
     else:
         remedy = f"fit with `oscar fit --context {context}`, or serve with --context-length {fitted}"
-    turned = f", turned by {in_words(rope)}" if other else ""
+    turned = f", whose embedding is {in_words(rope)}" if other else ""
     return (
         f"{source} is fitted for {reach(metadata)}, this server takes requests of {context:,} tokens{turned}; what was "
         f"not fitted is read worse; {remedy}"

@@ -171,7 +171,10 @@ def in_words(rope: Rope | None) -> str:
     if rope is None:
         return "one that is not known here"
     numbers = {name: rope[name] for name in ("rope_theta", "factor") if isinstance(rope.get(name), int | float)}
-    return ", ".join([str(rope.get("rope_type"))[:20], *(f"{name} {value:g}" for name, value in numbers.items())])
+    kind = str(rope.get("rope_type"))[:20]
+    return ", ".join(
+        ["not scaled" if kind == "default" else kind, *(f"{name} {value:g}" for name, value in numbers.items())]
+    )
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
