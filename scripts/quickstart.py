@@ -49,7 +49,8 @@ def clean_environment(extra: dict[str, str]) -> dict[str, str]:
 
 def start(job: ShippedJob, method: Method, log: Path, extra: dict[str, str] | None = None) -> Any:
     """A server for a row, with the same memory for every row."""
-    args = ["--mem-fraction-static", "0.5" if has_gpu() else "0.2", "--random-seed", "0", *method.args, *EXTRA_ARGS]
+    memory = 0.5 if has_gpu() else job.cpu_memory
+    args = ["--mem-fraction-static", str(memory), "--random-seed", "0", *method.args, *EXTRA_ARGS]
     args += BF16_ARGS if method.group is None else []
     return serve(job.model, log, args, clean_environment(method.env | (extra or {})))
 

@@ -54,6 +54,7 @@ class ShippedJob:
         lengths, documents, facts: contexts in tokens, documents of each, and questions about each document.
         answer_tokens: of an answer at most.
         calibration_tokens, calibration_length: in all, and of a prompt at most.
+        cpu_memory: share of the machine's memory for weights and cache where there is no GPU.
         recipes: what is fitted, each into a folder of its name.
     """
 
@@ -66,6 +67,7 @@ class ShippedJob:
     answer_tokens: int = DIGITS
     calibration_tokens: int = 16000
     calibration_length: int = 1900
+    cpu_memory: float = 0.2
     recipes: tuple[str, ...] = (defaults.RECIPE, PUBLISHED)
 
     def methods(self, rotations: Path) -> list[Method]:
@@ -161,6 +163,7 @@ REAL_JOBS = {
         answer_tokens=40,
         calibration_tokens=32000,
         calibration_length=4000,
+        cpu_memory=0.4,  # the weights alone take 3.1 GB
     ),
 }
 """By their names in :mod:`real_models`."""

@@ -114,6 +114,18 @@ def test_jobs_of_real_models() -> None:
     assert {name: job.group for name, job in REAL_JOBS.items()} == {"smollm2-135m": 64, "qwen2.5-coder-1.5b": 128}
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_servers_have_room_for_the_weights(gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """1.5 billion parameters take more of a CPU's memory than small models are given."""
+    monkeypatch.setattr(quickstart, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(quickstart, "serve", lambda model, log, args, env: args)
+    shares = [
+        quickstart.start(job, quickstart_jobs.Method("BF16"), tmp_path)[1]
+        for job in (ShippedJob(), REAL_JOBS["qwen2.5-coder-1.5b"])
+    ]
+    assert shares == (["0.5", "0.5"] if gpu else ["0.2", "0.4"])
+
+
 @pytest.mark.parametrize(
     ("flags", "gpu", "made"),
     [
