@@ -6,10 +6,11 @@ python scripts/list_refused.py
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_oscar.attach import refusals
+from sglang_oscar.attach import known_arguments, refusals
 from sglang_oscar.attach.refusals import Check
 from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.hybrids import refusals as hybrids
@@ -26,6 +27,12 @@ status 78; what only the layers of a model say, while it is loaded. This page is
 scripts/list_refused.py` from the tables that the server itself asks. Settings and files that are refused are in
 [troubleshooting.md](troubleshooting.md).
 """
+
+UNTRIED = (
+    "Nobody has served int2 with these arguments of SGLang off their defaults. They are not refused; a server that is "
+    "started with some names them in one line (`int2 mode: untried arguments: ...`). What was tried, and what cannot "
+    "matter, is listed in `python/sglang_oscar/attach/known_arguments.py`."
+)
 
 
 def rows(table: Iterable[tuple[Check, str]]) -> list[tuple[str, str]]:
@@ -67,7 +74,14 @@ def page() -> str:
     parts["Models that see images"] = refusals.VISION
     sections = [section(title, ("refused", "instead"), rows(table)) for title, table in parts.items()]
     sections.append(section("Other models with sliding windows", ("name begins with", "why not"), window_models))
-    return INTRODUCTION + "".join(sections)
+    return INTRODUCTION + "".join(sections) + untried()
+
+
+def untried() -> str:
+    """The section of what is neither refused nor known to work."""
+    flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in sorted(known_arguments.NOT_TRIED))
+    texts = ["\n".join(textwrap.wrap(text, 120, break_on_hyphens=False)) for text in (UNTRIED, f"{flags}.")]
+    return "\n## Not tried\n\n" + "\n\n".join(texts) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The command ``oscar``: rotation tools, ``oscar doctor``, calibration and evaluation drivers, ``oscar prove``."""
+"""The command ``oscar``: rotation tools, ``oscar doctor``, ``oscar run``, calibration and evaluation drivers, ``oscar
+prove``."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from sglang_oscar.calibration.commands import add_driver_commands
 from sglang_oscar.doctor.command import doctor
 from sglang_oscar.evaluation.commands import add_evaluation_commands
 from sglang_oscar.evaluation.prove.command import add_prove_command
+from sglang_oscar.run_program import run
 
 __all__ = ["app"]
 
 app.command("doctor")(doctor)
+# Everything behind the module is the program's, --help included.
+app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(run)
 add_driver_commands(app)
 add_evaluation_commands(app)
 add_prove_command(app)

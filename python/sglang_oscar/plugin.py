@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 
 def register() -> None:
     """Install flags and hooks. Called by SGLang's plugin loader."""
-    from sglang_oscar.attach import failure
+    from sglang_oscar.attach import failure, flags
     from sglang_oscar.errors import fatal
 
     try:
         # On another release nothing is touched: a hook may fit by name and mean something else.
         if failure.unsupported_release() is None:
-            from sglang_oscar.attach import bindings, flags, processes, touchpoints
+            from sglang_oscar.attach import bindings, processes, touchpoints
 
             flags.install()
             processes.begin()
@@ -31,7 +32,32 @@ def register() -> None:
             bindings.install(targets)
             failure.expect(targets, lambda: touchpoints.absent(later))
             return
+        if flags.name_is_taken():
+            failure.remember_taken_name()
+    except flags.NameTakenError:
+        failure.remember_taken_name()
+        touchpoints.register_all(touchpoints.TAKEN_NAME)
     except Exception as error:
         failure.remember(error)
     if failure.asked_for(sys.argv) or failure.dump_asked_for(os.environ):
         fatal(f"int2 mode cannot attach to SGLang: {failure.reason()}")
+
+
+def hook_models(server_args: Any) -> None:
+    """Hook what a scheduler of these server arguments has hooked, in a process that runs a model without one; after
+    :func:`register`.
+
+    Args:
+        server_args: SGLang's ServerArgs, resolved.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_oscar.attach import bindings, failure, touchpoints
+    from sglang_oscar.names import is_int2
+
+    points = touchpoints.of_scheduler(is_int2(server_args))
+    points = [point for point in points if point.target() not in HookRegistry._patched]
+    targets = touchpoints.register_all(points)
+    bindings.install(targets)
+    HookRegistry.apply_hooks()
+    failure.expect(targets)

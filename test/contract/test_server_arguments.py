@@ -8,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
-from sglang_oscar.attach import refusals, releases
+from sglang_oscar.attach import known_arguments, refusals, releases
 from support import server_arguments
 from support.releases import SGLANG_VERSIONS, tree
 from support.syntax import SourceTree
@@ -73,6 +74,42 @@ def test_every_server_argument_has_been_read() -> None:
     assert server_arguments.FILE.read_text() == server_arguments.listing(), (
         "run `python test/support/server_arguments.py`, and refuse in attach/refusals.py what int2 mode cannot do"
     )
+
+
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+def test_every_server_argument_is_in_one_group(version: str) -> None:
+    """A release brings arguments: try them, refuse them, or say that nobody has (attach/known_arguments.py)."""
+    rows = [name for group in known_arguments.GROUPS.values() for name in group]
+    assert len(rows) == len(set(rows))
+    assert {name for name in fields(version) if not name.startswith("_")} <= set(rows)
+
+
+def test_groups_name_arguments_of_some_release() -> None:
+    every = {name for version in SGLANG_VERSIONS for name in fields(version)}
+    for title, group in known_arguments.GROUPS.items():
+        assert group - OURS <= every, title
+
+
+def test_what_is_refused_is_read_by_a_table_of_refusals() -> None:
+    tables = ["attach/refusals.py", "speculation/arguments.py", "tiers/arguments.py", "disaggregation/arguments.py"]
+    read: set[str] = set()
+    for file in [*tables, "hybrids/refusals.py", "sliding_windows/models.py"]:
+        for node in ast.walk(ast.parse((PLUGIN / file).read_text())):
+            read |= {str(getattr(node, "attr", "")), str(getattr(node, "value", ""))}
+    assert read >= known_arguments.REFUSED
+
+
+def test_untried_arguments_off_their_default_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = {"tp_size": 1, "cpu_offload_gb": 0, "brand_new": None, "_note": None, "mm_process_config": {}}
+    monkeypatch.setattr(releases, "field_defaults", lambda record: defaults)
+    assert known_arguments.untried(SimpleNamespace(**defaults)) == []
+    given = {"tp_size": 2, "cpu_offload_gb": 4, "brand_new": 7, "_note": 1}
+    assert known_arguments.untried(SimpleNamespace(**defaults | given)) == ["--cpu-offload-gb", "--brand-new"]
+
+
+def test_a_record_with_its_defaults_is_at_its_defaults() -> None:
+    """Also where a default is made anew for every record."""
+    assert known_arguments.untried(ServerArgs(model_path="x")) == []
 
 
 def defaults_of(version: str) -> dict[str, object]:

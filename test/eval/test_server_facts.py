@@ -33,7 +33,8 @@ def test_a_stock_server_is_what_it_says() -> None:
 
 def test_a_scheduler_in_int2_mode_adds_what_reports_state() -> None:
     geometry = Geometry.uniform(RowLayout(2, 128, 64), Windows(64, 256, 256), torch.bfloat16, layers=3)
-    cache = SimpleNamespace(plan=SimpleNamespace(geometry=geometry), recipe="focus", fingerprint="f" * 64)
+    cache = SimpleNamespace(plan=SimpleNamespace(geometry=geometry), recipe="focus", fingerprint="f" * 64, kept=None)
+    cache.settings = SimpleNamespace(recompute_recent=True)
     reply = SimpleNamespace(internal_state={"kv_cache_dtype": "int2"})
     after_get_internal_state(reply, SimpleNamespace(req_to_token_pool=SimpleNamespace(oscar_cache=cache)), None)
     facts = read(server_info(reply.internal_state["oscar"]))
@@ -41,7 +42,7 @@ def test_a_scheduler_in_int2_mode_adds_what_reports_state() -> None:
     assert facts.bits == pytest.approx(2.5 + 16 * 320 / 131072)
     assert facts.int2 is not None
     assert facts.int2["fingerprint"] == "f" * 64
-    assert [facts.int2[name] for name in ("group_sizes", "sink", "recent", "bits")] == [[64], 64, 256, 2.5]
+    assert [facts.int2[name] for name in ("group_sizes", "sink", "recomputed", "bits")] == [[64], 64, 256, 2.5]
     stock = SimpleNamespace(internal_state={})
     after_get_internal_state(stock, SimpleNamespace(req_to_token_pool=SimpleNamespace()), None)
     assert stock.internal_state == {}

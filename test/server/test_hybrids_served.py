@@ -96,7 +96,7 @@ CONFIGURATIONS: dict[str, tuple[str, str, list[str], dict[str, str], int]] = {
     "next_chunked_retracted": (
         "qwen3_next",
         installed(),
-        ["--max-mamba-cache-size", "64", "--chunked-prefill-size", "128"],
+        ["--max-mamba-cache-size", "64", "--chunked-prefill-size", "128", "--mamba-max-states-per-path", "2"],
         IDENTITY | {"SGLANG_TEST_RETRACT": "1"},
         4,
     ),

@@ -57,7 +57,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
-    "one_by_one": (["--enable-metrics"], {}, 1),
+    "one_by_one": (["--enable-metrics", "--extra-metric-labels", '{"site": "here"}'], {}, 1),
     "beside_others_chunked_mixed": (["--chunked-prefill-size", "128", "--enable-mixed-chunk"], {}, 4),
     "no_overlap_no_recompute_large_pages_small_sinks": (
         ["--disable-overlap-schedule", "--page-size", "128"],
@@ -66,6 +66,15 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
     ),
     "retracted": ([], {"SGLANG_TEST_RETRACT": "1"}, 3),
 }
+
+
+PUBLISHED = (
+    "num_running_reqs",
+    "oscar_sink_refills_total",
+    "oscar_damaged_pages_total",
+    "oscar_bits_per_element",
+    "oscar_cache_info",
+)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -83,9 +92,21 @@ def test_every_conversation_hits(name: str, model: Path, expected: list[dict], t
         assert refills(server) > before
         if "--enable-metrics" in args:
             text = requests.get(f"{server.url}/metrics", timeout=600).text
-            counted = re.search(r"^sglang:oscar_sink_refills_total\{.*\} (\S+)$", text, re.MULTILINE)
+            found = {name: re.search(rf"^sglang:{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE) for name in PUBLISHED}
+            assert None not in found.values(), found
+            labels = {name: dict(re.findall(r'(\w+)="([^"]*)"', match[1])) for name, match in found.items() if match}
+            stock = labels.pop("num_running_reqs")
+            assert stock["site"] == "here"
+            assert all(stock.items() <= of.items() for of in labels.values())
+            (facts,) = [
+                state["oscar"]
+                for state in requests.get(f"{server.url}/server_info", timeout=600).json()["internal_states"]
+            ]
+            assert labels["oscar_cache_info"]["fingerprint"] == facts["fingerprint"]
+            assert labels["oscar_cache_info"]["recipe"] == facts["recipe"] == "hadamard"
+            counted = found["oscar_sink_refills_total"]
             assert counted is not None
-            assert float(counted[1]) == refills(server)
+            assert float(counted[2]) == refills(server)
         assert server.alive()
 
 

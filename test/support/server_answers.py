@@ -19,6 +19,7 @@ INT2 = {
     "group_sizes": [128],
     "sink": 64,
     "recent": 256,
+    "recomputed": 256,
 }
 
 

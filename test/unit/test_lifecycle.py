@@ -15,7 +15,7 @@ from sglang_oscar.attention.refill_pass import parts_of
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.requests import lifecycle
 from sglang_oscar.requests.row_tables import RowTables
-from sglang_oscar.requests.sink_refill import Refill, SinkRefills
+from sglang_oscar.requests.sink_refill import Refill
 from sglang_oscar.requests.sink_store import SinkStore
 
 SINK, ROWS = 4, 3
@@ -186,18 +186,6 @@ def test_readers_only_see_filled_blocks(steps: list[tuple[int, int]]) -> None:
 def test_passes_hold_what_a_server_can(tokens: int, requests: int, sizes: list[int]) -> None:
     refills = [Refill(block, (0,) * 64) for block in (1, 2, 3)]
     assert [len(part) for part in parts_of(refills, tokens, requests)] == sizes
-
-
-def test_refills_are_counted() -> None:
-    counted: list[float] = []
-    counter: Any = SimpleNamespace(inc=counted.append)
-    refills = SinkRefills(counter)
-    assert refills.take() == []
-    refills.add(1, (1,))
-    refills.add(2, (2,))
-    assert len(refills.take()) == 2
-    assert refills.total == 2
-    assert counted == [2]
 
 
 Cap = Callable[[int, Any, int], "int | None"]

@@ -176,11 +176,15 @@ def plus_files(tmp_path):
 
 def test_recipe_and_files_must_agree(plus_files):
     """Files say which recipe they are of, both the same; where the variable says one, files of another are refused."""
-    from sglang_oscar.weights.rotations import load_formats
+    from sglang_oscar.weights.rotations import load, load_formats
 
     load_formats(Settings.from_env(plus_files), PLUS_ROWS, range(2))
     built_in = dict.fromkeys(plus_files, "hadamard")
     load_formats(Settings.from_env(built_in), PLUS_ROWS, range(2))
+    assert load(Settings.from_env(plus_files), PLUS_ROWS, range(2)).recipe == "plus"
+    assert load(Settings.from_env(built_in), PLUS_ROWS, range(2)).recipe == "hadamard"
+    mixed = built_in | {"SGLANG_OSCAR_V_ROTATION_PATH": "identity"}
+    assert load(Settings.from_env(mixed), PLUS_ROWS, range(2)).recipe == "hadamard+identity"
     with pytest.raises(Int2Error, match=r"is of the recipe plus, SGLANG_OSCAR_RECIPE asks for paper; .* or unset"):
         load_formats(Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "paper"}), PLUS_ROWS, range(2))
     with pytest.raises(Int2Error, match="hadamard is of the recipe paper, SGLANG_OSCAR_RECIPE asks for plus"):

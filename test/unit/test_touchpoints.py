@@ -8,10 +8,13 @@ import inspect
 import pickle
 import pkgutil
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import pytest
+from sglang.srt.arg_groups import arg_utils
+from sglang.srt.arg_groups.arg_utils import Arg
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
@@ -24,7 +27,7 @@ HOOKED = [point for point in ALL if point.target() is not None]
 
 
 def test_sglang_is_a_release_that_this_is_for() -> None:
-    assert importlib.metadata.version("sglang").split("+")[0] in SGLANG_VERSIONS
+    assert failure.unsupported_release() is None
 
 
 def test_entry_point() -> None:
@@ -114,6 +117,49 @@ def test_what_goes_wrong_is_told_only_to_who_asks(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert ("division by zero" if broken == "flags" else "needs sglang>=9.9.8,<=9.9.9") in said
+
+
+@dataclass
+class WithInt2:
+    """SGLang's server arguments, were an int2 of SGLang's own among them."""
+
+    kv_cache_dtype: Annotated[str, Arg(help="", choices=["auto", "int2"])] = "auto"
+
+
+@pytest.mark.parametrize("versions", [SGLANG_VERSIONS, ("9.9.9",)], ids=["supported", "another"])
+def test_a_name_that_sglang_has_itself_is_not_taken_over(
+    versions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registered: list[touchpoints.Touchpoint] = []
+    monkeypatch.setattr("sglang.srt.server_args.ServerArgs", WithInt2)
+    monkeypatch.setattr(touchpoints, "register_all", registered.extend)
+    monkeypatch.setattr(failure, "SGLANG_VERSIONS", versions)
+    monkeypatch.setattr(failure, "_error", None)
+    monkeypatch.setattr(sys, "argv", ["launch_server.py", "--model-path", "x"])
+    plugin.register()
+    assert capsys.readouterr() == ("", "")
+    assert registered == (touchpoints.TAKEN_NAME if versions == SGLANG_VERSIONS else [])
+    for point in registered:  # Engine(kv_cache_dtype="int2") has no command line
+        point.hook(WithInt2())
+        with pytest.raises(Int2Error, match=r"int2 is SGLang's own here, not this plugin's; to use it set SGLANG_PLUG"):
+            point.hook(WithInt2("int2"))
+    monkeypatch.setattr(sys, "argv", ["launch_server.py", "--kv-cache-dtype", "int2"])
+    with pytest.raises(SystemExit) as caught:
+        plugin.register()
+    said = capsys.readouterr().err
+    assert (caught.value.code, said.count("\n")) == (78, 1)
+    assert "int2 is SGLang's own here" in said
+    assert not hasattr(WithInt2, "kv_cache_quant_group_size")
+    _, extras, position = flags._dtype_annotation(WithInt2, arg_utils)
+    assert extras[position].choices == ["auto", "int2"]
+
+
+@pytest.mark.parametrize(
+    ("version", "served"), [("0.5.20.post1", True), ("0.5.23+cu130", True), ("0.5.23rc1", False), ("0.5.24", False)]
+)
+def test_post_releases_are_served_as_their_base(version: str, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure.importlib.metadata, "version", lambda name: version)
+    assert (failure.unsupported_release() is None) == served
 
 
 def test_attention_is_hooked_only_for_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:

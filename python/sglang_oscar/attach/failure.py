@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from packaging.version import Version
+
 from sglang_oscar import SGLANG_VERSIONS
 
 _error: str | None = None
@@ -19,6 +21,16 @@ def remember(error: BaseException) -> None:
     """Keep what went wrong while flags or hooks were installed."""
     global _error
     _error = f"{type(error).__name__}: {error}"
+
+
+def remember_taken_name() -> str:
+    """Keep, and return, that SGLang itself has a cache dtype of our name."""
+    global _error
+    _error = (
+        "--kv-cache-dtype int2 is SGLang's own here, not this plugin's; to use it set SGLANG_PLUGINS=none (or to your "
+        f"other plugins), for this plugin's install {supported()} as released"
+    )
+    return _error
 
 
 def expect(targets: Iterable[str], absent: Callable[[], list[str]] = list) -> None:
@@ -35,9 +47,19 @@ def expect(targets: Iterable[str], absent: Callable[[], list[str]] = list) -> No
 def unsupported_release() -> str | None:
     """Why the installed SGLang cannot be served with int2, or None."""
     installed = importlib.metadata.version("sglang")
-    if installed.split("+")[0] in SGLANG_VERSIONS:
+    if base_release(installed) in SGLANG_VERSIONS:
         return None
     return f"sglang {installed} is installed, int2 mode needs {supported()}"
+
+
+def base_release(version: str) -> str:
+    """The release that a version is served as: one of its post-releases or local builds is; no candidate for it.
+
+    >>> base_release("0.5.20.post2"), base_release("0.5.20+cu129"), base_release("0.5.21rc1")
+    ('0.5.20', '0.5.20', '0.5.21rc1')
+    """
+    parsed = Version(version)
+    return parsed.public if parsed.is_prerelease else parsed.base_version
 
 
 def supported() -> str:
@@ -52,7 +74,7 @@ def reason() -> str | None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    early = unsupported_release() or _error
+    early = _error or unsupported_release()
     if early is not None:
         return early
     missing = [target for target in _expected if target not in HookRegistry._patched] or _absent()

@@ -25,10 +25,28 @@ HELP = (
 DTYPE_HELP = f'"{DTYPE}" stores history in 2 bits (sglang-oscar plugin).'
 
 
+class NameTakenError(RuntimeError):
+    """SGLang itself has a choice of our name."""
+
+
+def name_is_taken() -> bool:
+    """Whether SGLang itself has a choice of our name, for :func:`install` has not run yet; False where nobody can tell
+    in this release."""
+    try:
+        from sglang.srt.arg_groups import arg_utils
+        from sglang.srt.server_args import ServerArgs
+
+        _, extras, position = _dtype_annotation(ServerArgs, arg_utils)
+    except Exception:
+        return False
+    return DTYPE in extras[position].choices and not hasattr(ServerArgs, GROUP_SIZE)
+
+
 def install() -> None:
     """Extend ServerArgs; harmless when done twice.
 
     Raises:
+        NameTakenError: it has a choice of our name already, which would be taken over.
         RuntimeError: ServerArgs does not look as in the SGLang releases this was written for.
     """
     from sglang.srt.arg_groups import arg_utils
@@ -36,6 +54,8 @@ def install() -> None:
 
     if hasattr(ServerArgs, GROUP_SIZE):
         return
+    if name_is_taken():
+        raise NameTakenError
     if not dataclasses.is_dataclass(ServerArgs):
         return _install_on_struct(ServerArgs, arg_utils)
     _add_dtype_choice(ServerArgs, arg_utils)

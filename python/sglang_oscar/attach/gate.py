@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_oscar.attach import failure, processes, refusals, releases
+from sglang_oscar.attach import failure, known_arguments, processes, refusals, releases
 from sglang_oscar.attention import decode_choice, extend_choice
 from sglang_oscar.calibration import dump_hook
 from sglang_oscar.disaggregation import arguments as disaggregation
@@ -63,6 +63,16 @@ def around_resolution(original: Callable[..., None], self: Any) -> None:
         raise
 
 
+def before_resolution_of_taken_name(self: Any) -> None:
+    """Where SGLang itself has an int2: nobody is served it who believes that it is this plugin's.
+
+    Raises:
+        Int2Error: it is asked for.
+    """
+    if is_int2(self):
+        raise Int2Error(f"int2 mode cannot attach to SGLang: {failure.reason()}")
+
+
 def resolve(original: Callable[..., None], self: Any) -> None:
     """Resolve arguments that are as the operator gave them.
 
@@ -85,11 +95,14 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     settings = Settings.from_env()
     # These come again after SGLang's own resolution, which stops at some with a traceback and switches others on.
     refusals.check_arguments(self)
+    untried = known_arguments.untried(self)
     configure(self, settings, check_model_early(self))
     original(self)
     check(releases.resolved(self), settings, releases.model_config(self))
     if speculation.drafts_with_model(releases.resolved(self)):
         draft_model.check(draft_model.config_of(self), releases.model_config(self))
+    if untried:
+        logger.warning("int2 mode: untried arguments: %s", ", ".join(untried))
     self.__dict__[PASSED] = True
 
 

@@ -112,11 +112,14 @@ def field_defaults(record: type) -> dict[str, Any]:
     """Defaults of the fields of ServerArgs by name; a field without one has whatever its library calls missing."""
     import dataclasses
 
-    if dataclasses.is_dataclass(record):
-        return {field.name: field.default for field in dataclasses.fields(record)}
     import msgspec
 
-    return {field.name: field.default for field in msgspec.structs.fields(record)}
+    of = dataclasses.fields if dataclasses.is_dataclass(record) else msgspec.structs.fields
+    absent = (dataclasses.MISSING, msgspec.NODEFAULT)
+    return {
+        field.name: field.default if field.default_factory in absent else field.default_factory()
+        for field in of(record)
+    }
 
 
 def differs_from_default(server_args: Any, name: str) -> bool:

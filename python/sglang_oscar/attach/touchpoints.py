@@ -19,7 +19,7 @@ from sglang_oscar.cpu import engine, hybrid_models, transfer
 from sglang_oscar.disaggregation import handshake, retraction, waiting
 from sglang_oscar.hybrids import sizing as hybrid_sizing
 from sglang_oscar.memory import facts, sizing
-from sglang_oscar.requests import lifecycle
+from sglang_oscar.requests import lifecycle, metrics
 from sglang_oscar.sliding_windows import attention as window_attention
 from sglang_oscar.sliding_windows import prefix_hits
 from sglang_oscar.sliding_windows import sizing as window_sizing
@@ -36,6 +36,7 @@ STATES = KERNELS + "mamba.mamba_state_scatter_triton."
 CONFIGURATOR = MEM + "kv_cache_configurator.KVCacheConfigurator."
 ALLOCATOR = MEM + "allocator.paged.PagedTokenToKVPoolAllocator."
 ROW_POOL = MEM + "memory_pool.ReqToTokenPool."
+SCHEDULER = SRT + "managers.scheduler.Scheduler."
 WORKER = SRT + "managers.tp_worker.BaseTpWorker."
 RUNNER = SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
 UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -74,9 +75,11 @@ def at(*targets: str) -> tuple[str, ...]:
     return targets
 
 
+RESOLUTION = at(ARGS + "ServerArgs.resolve_once", ARGS + "ServerArgs.__post_init__")
+
 ARGUMENTS: list[Touchpoint] = [
     Touchpoint(at(ARGS + "prepare_server_args"), AROUND, gate.around_prepare_server_args),
-    Touchpoint(at(ARGS + "ServerArgs.resolve_once", ARGS + "ServerArgs.__post_init__"), AROUND, gate.around_resolution),
+    Touchpoint(RESOLUTION, AROUND, gate.around_resolution),
     Touchpoint(at(ARGS + "ServerArgs.check_server_args"), BEFORE, gate.before_check_server_args),
     Touchpoint(
         at(
@@ -89,6 +92,9 @@ ARGUMENTS: list[Touchpoint] = [
     Touchpoint(at(SRT + "arg_groups.speculative_hook._handle_ngram"), AROUND, speculation.around_handle_ngram),
 ]
 """Arguments: defaults and refusals. In every process."""
+
+TAKEN_NAME: list[Touchpoint] = [Touchpoint(RESOLUTION, BEFORE, gate.before_resolution_of_taken_name)]
+"""All that is hooked where SGLang itself has a cache dtype of our name."""
 
 
 SERVING: list[Touchpoint] = [
@@ -108,7 +114,8 @@ SERVING: list[Touchpoint] = [
     Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, hybrid_sizing.around_handle_max_mamba_cache),
     Touchpoint(at(CONFIGURATOR + "resolve_max_num_reqs"), AROUND, sizing.around_resolve_max_num_reqs),
     Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
-    Touchpoint(at(SRT + "managers.scheduler.Scheduler.get_internal_state"), AFTER, facts.after_get_internal_state),
+    Touchpoint(at(SCHEDULER + "init_metrics_collector"), AFTER, metrics.after_init_metrics_collector),
+    Touchpoint(at(SCHEDULER + "get_internal_state"), AFTER, facts.after_get_internal_state),
     # Requests: prefix hits, rows, sink blocks.
     Touchpoint(at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward),
     Touchpoint(

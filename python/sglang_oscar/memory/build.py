@@ -12,11 +12,12 @@ from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.hybrids.kept_windows import KeptWindows
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.facts import facts
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.requests.metrics import refill_counter
+from sglang_oscar.requests import metrics
 from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_refill import SinkRefills
 from sglang_oscar.requests.sink_store import SinkStore
@@ -73,10 +74,11 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         fingerprint=fingerprint(whole),
         side=buffers,
         recipe=recipe,
-        refills=SinkRefills(refill_counter(releases.resolved(configurator.server_args))),
+        refills=SinkRefills(),
         kept=KeptWindows(buffers, rows, plan.sink_blocks) if copies else None,
     )
     cache.attach(pool)
+    metrics.publish(facts(cache))
     # By these names SGLang sends rings from a prefill to a decode server.
     pool.unified_swa_ring_size, pool.unified_swa_window = geometry.windows.ring, geometry.windows.recent
     if any(layer.value.transform.matrix is not None for layer in whole.values()):

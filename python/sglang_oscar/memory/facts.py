@@ -20,7 +20,8 @@ def facts(cache: Int2Cache) -> dict[str, Any]:
     Returns:
         ``version`` of the plugin, ``recipe``, ``fingerprint`` (SHA-256 of rotations and row format, in hex),
         ``codes`` (bits of codes in words), ``bits`` per element without windows, ``bits_at_128k`` with them,
-        ``group_sizes`` in channels, ``sink`` and ``recent`` in tokens.
+        ``group_sizes`` in channels, ``sink`` and ``recent`` in tokens, ``recomputed``: tokens at the end of a prompt
+        that no prefix hit covers.
     """
     geometry = cache.plan.geometry
     return {
@@ -33,6 +34,7 @@ def facts(cache: Int2Cache) -> dict[str, Any]:
         "group_sizes": geometry.group_sizes,
         "sink": geometry.windows.sink,
         "recent": geometry.windows.recent,
+        "recomputed": geometry.windows.recent if cache.settings.recompute_recent and cache.kept is None else 0,
     }
 
 

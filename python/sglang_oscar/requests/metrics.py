@@ -1,34 +1,75 @@
-"""What int2 mode adds to SGLang's Prometheus metrics."""
+"""What int2 mode adds to SGLang's Prometheus metrics, with the labels that SGLang gives its own."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
+
+PREFIX = "sglang:oscar_"
+COUNTED = {
+    "sink_refills": "Sink blocks of prefix hits that were computed again because none of the idle blocks held them.",
+    "damaged_pages": "Pages of storage that were read, found damaged and computed again.",
+}
+"""What is counted up, by name: ``sglang:oscar_<name>_total``."""
+
+_labels: dict[str, str] | None = None
+"""Of this process's scheduler; None where it publishes nothing."""
+_metrics: dict[str, Any] = {}
 
 
-class Counter(Protocol):
-    """What is counted up."""
+def after_init_metrics_collector(result: None, self: Any, *args: Any) -> None:
+    """Take over the labels of a scheduler: model, engine type, ranks, priority, --extra-metric-labels.
 
-    def inc(self, amount: float = 1) -> None:
-        """Add to the count."""
+    All tensor-parallel ranks count alike, so only those publish whose numbers SGLang publishes.
 
-
-def refill_counter(server_args: Any) -> Counter | None:
-    """The counter ``sglang:oscar_sink_refills_total`` of this scheduler; None where metrics are off.
-
-    All tensor-parallel ranks refill alike, so the first counts for all, unless SGLang counts them one by one.
+    Args:
+        result: nothing.
+        self: SGLang's Scheduler.
     """
-    from sglang.srt.runtime_context import get_parallel
+    context = self.metrics_collector_context
+    use_labels(dict(context.collector.labels) if context.current_scheduler_metrics_enabled else None)
 
-    rank = get_parallel().attn_tp_rank
-    if not server_args.enable_metrics or (rank and not server_args.enable_metrics_for_all_schedulers):
-        return None
-    # Imported late, as SGLang does: it reads the folder that the processes share from the environment.
-    import prometheus_client
 
-    labels = {"model_name": server_args.served_model_name, "tp_rank": str(rank)}
-    counter = prometheus_client.Counter(
-        "sglang:oscar_sink_refills_total",
-        "Sink blocks of prefix hits that were computed again because none of the idle blocks held them.",
-        labelnames=list(labels),
+def use_labels(labels: dict[str, Any] | None) -> None:
+    """Publish with these labels from now on; None publishes nothing."""
+    global _labels
+    _labels = None if labels is None else {name: str(value) for name, value in labels.items()}
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Count up one of :data:`COUNTED`."""
+    if _labels is not None:
+        _metric("Counter", name, COUNTED[name], tuple(_labels)).labels(**_labels).inc(amount)
+
+
+def publish(facts: dict[str, Any]) -> None:
+    """Say what the cache is, and begin to count.
+
+    Args:
+        facts: of :func:`sglang_oscar.memory.facts.facts`.
+    """
+    if _labels is None:
+        return
+    for name in COUNTED:
+        count(name, 0)
+    told = {name: ",".join(map(str, x)) if isinstance(x, list) else str(x) for name, x in facts.items()}
+    bits = told.pop("bits"), told.pop("bits_at_128k")
+    gauges: tuple[tuple[str, str, dict[str, str], Any], ...] = (
+        ("bits_per_element", "Stored bits per key or value channel, scales included, windows left out.", {}, bits[0]),
+        ("bits_per_element_at_128k", "The same of a request of 128K tokens, its windows included.", {}, bits[1]),
+        # What prometheus_client calls Info cannot be published by several processes.
+        ("cache_info", "Always 1; labels say what the rows of the cache mean.", told, 1),
     )
-    return counter.labels(**labels)
+    for name, text, more, value in gauges:
+        labels = _labels | more
+        gauge = _metric("Gauge", name, text, tuple(labels), multiprocess_mode="mostrecent")
+        gauge.labels(**labels).set(float(value))
+
+
+def _metric(kind: str, name: str, text: str, labels: tuple[str, ...], **options: Any) -> Any:
+    """A metric of the process, made once."""
+    if name not in _metrics:
+        # Imported late, as SGLang does: it reads the folder that the processes share from the environment.
+        import prometheus_client
+
+        _metrics[name] = getattr(prometheus_client, kind)(f"{PREFIX}{name}", text, labelnames=labels, **options)
+    return _metrics[name]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_oscar.requests import metrics
 from sglang_oscar.requests.images import SinkImages
-from sglang_oscar.requests.metrics import Counter
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class SinkRefills:
     own: that one alone is done, as both would write the same slots in one pass, in any order.
     """
 
-    def __init__(self, counter: Counter | None = None) -> None:
+    def __init__(self) -> None:
         self.total = 0
-        self._counter = counter
         self._pending: dict[int, Refill] = {}
 
     def add(self, block: int, token_ids: tuple[int, ...], images: SinkImages | None = None) -> None:
@@ -51,8 +50,7 @@ class SinkRefills:
         taken = list(self._pending.values())
         self._pending.clear()
         self.total += len(taken)
-        if taken and self._counter is not None:
-            self._counter.inc(len(taken))
+        metrics.count("sink_refills", len(taken))
         return taken
 
     def clear(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sglang_oscar.requests import metrics
 from sglang_oscar.tiers.digest import UNLIKE, is_intact, sign
 from sglang_oscar.tiers.file_process import FileProcess
 from sglang_oscar.tiers.file_room import reserved_groups
@@ -275,6 +276,7 @@ class CheckedStorage:
 
     def _damaged(self, key: str, reason: str) -> None:
         """Say so, and let the page be written anew."""
+        metrics.count("damaged_pages")
         try:
             self._forget(key)
         except OSError as error:  # rights, or a folder that is read only: other pages are none the worse for it

@@ -27,7 +27,8 @@ IDENTITY = "identity"
 
 
 class Loaded(NamedTuple):
-    """Formats of a model's layers by global layer id, and the recipe that their rotations are of."""
+    """Formats of a model's layers by global layer id, and the recipe that their rotations are of: of built-in ones the
+    name, such as "hadamard", or "hadamard+identity" where keys and values differ."""
 
     formats: Mapping[int, LayerFormat]
     recipe: str
@@ -78,7 +79,9 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
         layer_id: LayerFormat(layout.kv_heads, layout.head_dim, key, value)
         for layer_id, key, value in zip(layers, keys, values, strict=True)
     }
-    return Loaded(MappingProxyType(formats), key_recipe)
+    sources = (settings.k_rotation, settings.v_rotation)
+    named = [source if source is not None and source in BUILT_IN else key_recipe for source in sources]
+    return Loaded(MappingProxyType(formats), "+".join(dict.fromkeys(named)))
 
 
 def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, LayerFormat]:
