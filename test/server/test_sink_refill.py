@@ -72,6 +72,7 @@ PUBLISHED = (
     "num_running_reqs",
     "oscar_sink_refills_total",
     "oscar_damaged_pages_total",
+    "oscar_nan_pages_total",
     "oscar_bits_per_element",
     "oscar_cache_info",
 )

@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 
 from sglang_oscar.requests import metrics
 from sglang_oscar.requests.sink_refill import SinkRefills
+from sglang_oscar.tiers.reports import say_endless
 from sglang_oscar.tiers.storage import CheckedStorage
 from support.server_answers import INT2
 
@@ -69,6 +70,15 @@ def test_damaged_pages_are_counted() -> None:
     storage: Any = SimpleNamespace(_forget=lambda key: None)
     CheckedStorage._damaged(storage, "abc", "bits differ")
     assert value("damaged_pages_total") == 1
+
+
+def test_pages_with_nan_are_counted() -> None:
+    metrics.after_init_metrics_collector(None, scheduler())
+    metrics.publish(INT2)
+    assert value("nan_pages_total") == 0
+    say_endless(0, 5)
+    say_endless(3, 5)
+    assert value("nan_pages_total") == 3
 
 
 def test_ranks_that_publish_nothing_count_nothing() -> None:

@@ -8,6 +8,7 @@ PREFIX = "sglang:oscar_"
 COUNTED = {
     "sink_refills": "Sink blocks of prefix hits that were computed again because none of the idle blocks held them.",
     "damaged_pages": "Pages of storage that were read, found damaged and computed again.",
+    "nan_pages": "Pages that were not stored because they, or pages before them, hold NaN.",
 }
 """What is counted up, by name: ``sglang:oscar_<name>_total``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from sglang_oscar.requests import metrics
 from sglang_oscar.tiers.file_process import HANGING
 
 logger = logging.getLogger(__name__)
@@ -23,11 +24,12 @@ def say_failed(what: str, failed: list[tuple[str, str]], count: int) -> None:
 
 
 def say_endless(endless: int, count: int) -> None:
-    """Say that pages hold NaN, as those of a request whose activations overflowed.
+    """Count pages that hold NaN, and say so: as those of a request whose activations overflowed.
 
     Args:
         endless: how many are not stored for that.
         count: pages of the batch.
     """
+    metrics.count("nan_pages", endless)
     if endless:
         logger.warning("int2 storage: %d of %d pages are not stored, as they hold NaN", endless, count)
