@@ -59,7 +59,7 @@ kernel() { measure "kernels_$1" --json "benchmark/kernels/$2.py" "${@:3}"; }
 serving() { measure "$1" --out "benchmark/serving/$2.py" "${@:3}" ${SERVER_ARGS:+--server-args "$SERVER_ARGS"}; }
 
 stock=flashinfer,flashinfer_fp8,fa3,fa3_fp8,xqa,xqa_fp8
-caches=bf16,fp8,fa3,fa3_fp8,xqa_fp8,int2,k3v2
+caches=bf16,fp8,fa3,fa3_fp8,xqa_fp8,int2,k2v2
 reference=(--k-rotation test/data/reference_k_rotation.safetensors --v-rotation test/data/reference_v_rotation.safetensors)
 
 kernels() {

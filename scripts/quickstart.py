@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import real_model
 import requests
 import typer
-from quickstart_jobs import DEFAULT_ROW, GPU_MODEL, REAL_JOBS, Method, ShippedJob
+from quickstart_jobs import DEFAULT_ROW, FITS, GPU_MODEL, REAL_JOBS, Method, ShippedJob
 from real_models import DEFAULT
 from rich.console import Console
 from rich.table import Table
@@ -76,10 +76,10 @@ def calibrate(job: ShippedJob, folder: Path) -> Path:
     """Dump q, k and v of calibration text from a server and fit rotations; reuses what an earlier run left.
 
     Returns:
-        folder with the two rotation files of each recipe.
+        folder with a folder of two rotation files for each of :data:`quickstart_jobs.FITS`.
     """
     dump, rotations = folder / "qkv_dumps", folder / "rotations"
-    if all(list((rotations / recipe).glob("v_rotation_*")) for recipe in job.recipes):
+    if all(list((rotations / fit.folder).glob("v_rotation_*")) for fit in FITS):
         console.print(f"[dim]rotations in {rotations} are reused[/dim]")
         return rotations
     shutil.rmtree(dump, ignore_errors=True)
@@ -92,10 +92,10 @@ def calibrate(job: ShippedJob, folder: Path) -> Path:
                 document = build_document(count, job.calibration_length, job.facts, seed)
                 job.say(server, document, next(iter(document.facts)), 1)
                 seed += 1
-    with console.status(f"fit: matrices of the recipes {', '.join(job.recipes)}"):
-        for recipe in job.recipes:
-            out = str(rotations / recipe)
-            command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", out, "--recipe", recipe]
+    with console.status(f"fit: {', '.join(fit.folder for fit in FITS)}"):
+        for fit in FITS:
+            out = str(rotations / fit.folder)
+            command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", out, *fit.args]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return rotations
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from openai import OpenAI
 from real_models import DEFAULT, MODELS
 
 from oscar_rotation import defaults
-from oscar_rotation.recipes import FITTED, PUBLISHED
+from oscar_rotation.recipes import PUBLISHED
 from reference_model.retrieval import DIGITS, Document, chat_question, question
 from sglang_oscar.calibration.rotation_driver import rotation_files
 from sglang_oscar.cpu.server import has_gpu
@@ -17,9 +17,42 @@ from sglang_oscar.local_server import LocalServer
 from sglang_oscar.settings import variable
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT_ROW = f"INT2 (recipe {defaults.RECIPE})"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Matrices to fit.
+
+    Attributes:
+        recipe, bits: as ``oscar fit`` takes them; bits are None for a recipe that takes none.
+    """
+
+    recipe: str
+    bits: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """Of its files; other recipes and bits have others, so that none is taken for another."""
+        return self.recipe if self.bits is None else f"{self.recipe}-{self.bits}"
+
+    @property
+    def row(self) -> str:
+        """Its name in the table."""
+        return "OSCAR INT2" if self.recipe == PUBLISHED else f"INT2 ({self.recipe}, {self.bits})"
+
+    @property
+    def args(self) -> list[str]:
+        """Flags of ``oscar fit``."""
+        return ["--recipe", self.recipe, *([] if self.bits is None else ["--bits", self.bits])]
+
+
+DEFAULT_FIT = Fit(defaults.RECIPE, defaults.BITS)
 """What a user gets who sets nothing."""
-PUBLISHED_ROW = "OSCAR INT2"
+CHEAP_FIT = Fit("plus", "k2v2")
+"""The fewest bits, for those who would rather have room than every answer."""
+PUBLISHED_FIT = Fit(PUBLISHED)
+FITS = (DEFAULT_FIT, CHEAP_FIT, PUBLISHED_FIT)
+DEFAULT_ROW = DEFAULT_FIT.row
 
 
 @dataclass(frozen=True)
@@ -43,6 +76,16 @@ def rotation_env(k: Path | str, v: Path | str) -> dict[str, str]:
     return {variable("k_rotation"): str(k), variable("v_rotation"): str(v)}
 
 
+def fitted_rows(rotations: Path, group: int) -> list[Method]:
+    """A row for each of :data:`FITS`.
+
+    Args:
+        rotations: folder that has a folder of files for each.
+        group: channels that share a scale.
+    """
+    return [Method(fit.row, group, rotation_env(*rotation_files(rotations / fit.folder))) for fit in FITS]
+
+
 @dataclass(frozen=True)
 class ShippedJob:
     """Completions of the shipped model, which continues a question with seven digits.
@@ -55,7 +98,6 @@ class ShippedJob:
         answer_tokens: of an answer at most.
         calibration_tokens, calibration_length: in all, and of a prompt at most.
         cpu_memory: share of the machine's memory for weights and cache where there is no GPU.
-        recipes: what is fitted, each into a folder of its name.
     """
 
     name: str = "shipped model"
@@ -68,19 +110,18 @@ class ShippedJob:
     calibration_tokens: int = 16000
     calibration_length: int = 1900
     cpu_memory: float = 0.2
-    recipes: tuple[str, ...] = (defaults.RECIPE, PUBLISHED)
 
     def methods(self, rotations: Path) -> list[Method]:
-        """Rows of the table: BF16, what a user gets who sets nothing, and others to compare with. Naive INT2 has
-        neither windows nor clipping; QuaRot-INT2 has both, like OSCAR, the published recipe."""
-        default, paper = (rotation_env(*rotation_files(rotations / recipe)) for recipe in self.recipes)
+        """Rows of the table: BF16, what a user gets who sets nothing, the same with two bits, and others to compare
+        with. Naive INT2 has neither windows nor clipping; QuaRot-INT2 has both, like OSCAR, the published recipe."""
+        *ours, paper = fitted_rows(rotations, defaults.GROUP_SIZE)
         plain = {variable("windows_enabled"): "0", variable("k_clip_ratio"): "1", variable("v_clip_ratio"): "1"}
-        rows = [Method("BF16"), Method(DEFAULT_ROW, defaults.GROUP_SIZE, default)]
+        rows = [Method("BF16"), *ours]
         for group in (64, 128):
             rows += [
                 Method("naive INT2", group, rotation_env("identity", "identity") | plain),
                 Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
-                Method(PUBLISHED_ROW, group, paper),
+                replace(paper, group=group),
             ]
         return rows
 
@@ -119,19 +160,10 @@ class RealJob(ShippedJob):
     answer_tokens: int = 24
     calibration_tokens: int = 6000
     calibration_length: int = 1000
-    recipes: tuple[str, ...] = (defaults.RECIPE, *(name for name in FITTED if name != defaults.RECIPE))
 
     def methods(self, rotations: Path) -> list[Method]:
-        """BF16, and every recipe."""
-        rows = [
-            Method(
-                PUBLISHED_ROW if recipe == PUBLISHED else f"INT2 (recipe {recipe})",
-                self.group,
-                rotation_env(*rotation_files(rotations / recipe)),
-            )
-            for recipe in self.recipes
-        ]
-        return [Method("BF16"), *rows]
+        """BF16, and everything that is fitted."""
+        return [Method("BF16"), *fitted_rows(rotations, self.group)]
 
     def say(self, server: LocalServer, document: Document, word: str | None, tokens: int) -> str:
         """As :meth:`ShippedJob.say`, through the chat endpoint."""

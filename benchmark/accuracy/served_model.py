@@ -40,6 +40,8 @@ from sglang_oscar.local_server import LocalServer, serve  # noqa: E402
 CACHES = ("bf16", "naive", "plus", "focus")
 READ, FACTS, SEED = 256, 8, 61
 """Tokens that are read behind the prefix, numbers hidden in a document of retrieval, seed of these documents."""
+BITS = "k2v2"
+"""Of both recipes: those of naive INT2."""
 CALIBRATION_LENGTH = 1024
 """Tokens of a calibration request."""
 
@@ -115,7 +117,7 @@ def calibrate(args: argparse.Namespace, corpus: Corpus) -> None:
         command = [sys.executable, "-m", "oscar_rotation", "fit", str(dump), "--out", str(args.work / recipe)]
         if args.context is not None:
             command += ["--context", str(args.context)]
-        subprocess.run([*command, "--recipe", recipe, "--model", str(args.model)], check=True)
+        subprocess.run([*command, "--recipe", recipe, "--bits", BITS, "--model", str(args.model)], check=True)
         print(f"fitted {recipe} in {time.time() - begin:.0f} s", flush=True)
 
 

@@ -174,7 +174,7 @@ def check(modes: list[str], k_rotation: str, v_rotation: str) -> None:
 def main(
     model: Annotated[Path, typer.Option(help="folder of the model")],
     draft: Annotated[Path, typer.Option(help="folder of its draft head")],
-    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,int2,k3v2",
+    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,int2,k2v2",
     k_rotation: Annotated[str, typer.Option(help="file or recipe for keys; {mode} is the mode's name")] = HADAMARD,
     v_rotation: Annotated[str, typer.Option(help="file or recipe for values; {mode} is the mode's name")] = HADAMARD,
     group: Annotated[int, typer.Option(help="quantization group size")] = 128,

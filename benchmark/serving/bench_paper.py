@@ -81,7 +81,7 @@ def main(
     ],
     shape: Annotated[str, typer.Option(help=f"of {', '.join(SHAPES)}; or NAME:LAYERS")] = "qwen3-8b",
     model: Annotated[Path | None, typer.Option(help="model folder in place of a shape")] = None,
-    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2,k3v2",
+    modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2,k2v2",
     shrink: Annotated[int, typer.Option(help="divides prompts and answers; for a smoke test", min=1)] = 1,
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
     out: Annotated[Path | None, typer.Option(help="result as JSON; default: results/EXPERIMENTS.json")] = None,

@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 
+from oscar_rotation.defaults import BITS
 from sglang_oscar.cpu.server import has_gpu
 
 
 def describe() -> dict[str, Any]:
-    """GPU, versions and command line, for the head of a result file."""
+    """GPU, versions, default bits and command line, for the head of a result file."""
     versions = {name: importlib.metadata.version(name) for name in ("sglang", "torch", "triton")}
     command = ["python", f"benchmark/serving/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     return {
         "gpu": torch.cuda.get_device_name() if has_gpu() else None,
         "python": platform.python_version(),
         **versions,
+        "default_bits": BITS,
         "command": shlex.join(command),
     }
 

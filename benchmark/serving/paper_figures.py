@@ -1,7 +1,7 @@
 """Serving figures that the OSCAR paper (arXiv 2605.17757, section 5.4) states, as data.
 
 Of figures 4 to 6 the paper's text states what is here; the rest of them are pictures. Models are named by their shape
-(``shapes.py``), caches of ours that correspond by their mode (``subjects.py``).
+(``shapes.py``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 GPU = "H100 80 GB"
 """What Qwen3-4B and 8B were served on, one of them; GLM-4.7-FP8 on eight."""
-COUNTERPARTS = {"BF16": "bf16", "OSCAR": "int2"}
-"""Our modes by the paper's methods, where there is one."""
 
 
 class Step(NamedTuple):

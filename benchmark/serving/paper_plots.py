@@ -24,6 +24,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "exact": {"color": "#27ae60", "marker": "P"},
     "k4v2": {"color": "#8e44ad", "marker": "^"},
     "k3v2": {"color": "#2471a3", "marker": "v"},
+    "k2v2": {"color": "#e67e73", "marker": "<"},
     "int2": {"color": "#c0392b", "marker": "o"},
 }
 """Lines by mode, as in the README's figures."""

@@ -25,6 +25,7 @@ NAMES = {
     "exact": "int2 mode, 16 bits",
     "k4v2": "K4V2",
     "k3v2": "K3V2",
+    "k2v2": "K2V2",
     "int2": "INT2",
 }
 """Modes in the order of tables."""
@@ -82,7 +83,10 @@ class Result:
         return (f"{count} x " if count > 1 else "") + str(self.facts["gpu"] or "CPU")
 
     def label(self, mode: str) -> str:
-        """A mode's name; stock SGLang has another backend without a GPU."""
+        """A mode's name. ``int2`` has the bits that were the default then, k2v2 in results that do not say so; stock
+        SGLang has another backend without a GPU."""
+        if mode == "int2":
+            return f"{NAMES[mode]} ({self.facts.get('default_bits', 'k2v2')})"
         return NAMES[mode] if self.facts["gpu"] else ON_CPU.get(mode, NAMES[mode])
 
     def modes(self, experiment: str) -> list[str]:

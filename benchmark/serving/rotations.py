@@ -29,7 +29,7 @@ def rotations_of(model: Path, bits: str) -> dict[str, str]:
 
     Args:
         model: folder with config.json.
-        bits: widths of codes, such as k2v2.
+        bits: as ``oscar fit --bits`` takes them.
 
     Raises:
         subprocess.CalledProcessError: the fit failed.

@@ -12,6 +12,8 @@ import aiohttp
 from rotations import rotations_of
 from shapes import config_of, has_images, write_model
 
+from oscar_rotation.defaults import BITS, GROUP_SIZE
+from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
 from sglang_oscar.cpu.server import environment, has_gpu
 
 
@@ -45,7 +47,7 @@ def subject(model: Path | None, shape: str, folder: Path) -> Subject:
 
 
 class Mode(NamedTuple):
-    """A cache: flags and environment of a server, bits per element, and widths of codes where matrices are fitted."""
+    """A cache: flags and environment of a server, bits per element, and ``--bits`` where matrices are fitted."""
 
     args: list[str]
     env: dict[str, str]
@@ -60,6 +62,17 @@ class Mode(NamedTuple):
     def environment(self, model: Path) -> dict[str, str]:
         """Variables of a server of the model in a folder, which gets matrices where the cache has fitted ones."""
         return environment() | self.env | ({} if self.fit is None else rotations_of(model, self.fit))
+
+
+def fitted(bits: str) -> Mode:
+    """Int2 mode with fitted matrices.
+
+    Args:
+        bits: as ``oscar fit --bits`` takes them.
+    """
+    goal = BitGoal.parse(bits)
+    sides = [float(stored_bits(width, GROUP_SIZE)) for width in (goal.key, goal.value) if width is not None]
+    return Mode(["--kv-cache-dtype", "int2"], {}, goal.mean or sum(sides) / len(sides), bits)
 
 
 BASELINE = "flashinfer" if has_gpu() else "torch_native"
@@ -83,10 +96,10 @@ MODES = {
     "xqa": Mode(XQA, {}, 16.0),
     "xqa_fp8": Mode([*XQA, *FP8], {}, 8.0),
     "exact": Mode(["--kv-cache-dtype", "int2"], EXACT, 16.0),
-    "int2": Mode(["--kv-cache-dtype", "int2"], {}, 2.25, "k2v2"),
-    "k3v2": Mode(["--kv-cache-dtype", "int2"], {}, 2.75, "k3v2"),
-    "k4v2": Mode(["--kv-cache-dtype", "int2"], {}, 3.25, "k4v2"),
+    "int2": fitted(BITS),
+    **{bits: fitted(bits) for bits in ("k2v2", "k3v2", "k4v2")},
 }
+"""By their names in results. ``int2`` is what a user gets who sets nothing, the others are named by their bits."""
 
 
 def eagle3(draft: Path, drafts: int) -> list[str]:

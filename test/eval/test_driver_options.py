@@ -34,7 +34,7 @@ def test_exactly_the_given_dump_is_fitted(tmp_path: Path, monkeypatch: pytest.Mo
         env = {"option": {}, "variable": {"DUMP_DIR": str(tmp_path / name)}}[by]
         done = CliRunner().invoke(app, ["calibrate", "m", *given], env=env)
         assert done.exit_code == 0, done.output
-        assert done.stdout == f"fitting {tmp_path / name}\nrotations: {tmp_path / 'rotations_plus'}\n"
+        assert done.stdout == f"fitting {tmp_path / name}\nrotations: {tmp_path / 'rotations_focus'}\n"
     assert fitted == [tmp_path / "copied", tmp_path / "qkv_dumps"]
 
 

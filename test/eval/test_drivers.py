@@ -338,9 +338,9 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
         ),
         (
             ["calibrate", "m", "--method", "ktk_vtv"],
-            "--method: has no meaning for --recipe plus; --recipe paper takes it",
+            "--method: has no meaning for --recipe focus; --recipe paper takes it",
         ),
-        (["calibrate", "qwen3-8B", "--clip", "fit"], "--clip: has no meaning for --recipe plus"),
+        (["calibrate", "qwen3-8B", "--clip", "fit"], "--clip: has no meaning for --recipe focus"),
         (["dump", "m", "--dataset-path", "MMMLU=x"], "not one of GPQA, MMLU, WikiText"),
     ],
 )

@@ -147,7 +147,8 @@ def test_moments_leave_the_sink_out_of_what_is_stored() -> None:
 
 def test_fit_files_and_command(tmp_path: Path, make_dump: Callable[..., Path], model: Path) -> None:
     dump, out = make_dump(tmp_path / "dump"), tmp_path / "out"
-    done = runner.invoke(app, ["fit", str(dump), "--out", str(out), "--model", str(model)])
+    asked = ["--recipe", "plus", "--bits", "k2v2", "--model", str(model)]
+    done = runner.invoke(app, ["fit", str(dump), "--out", str(out), *asked])
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in out.iterdir()) == [K_NAME, V_NAME]
     key = load_rotation(out / K_NAME, num_layers=2, head_dim=32, side="k")
@@ -214,7 +215,7 @@ def test_the_dump_names_the_model(
         "relative": {"weights": "model"},
     }[named]
     DumpManifest(**facts).write(dump)
-    done = runner.invoke(app, ["fit", str(dump), "--out", str(out)])
+    done = runner.invoke(app, ["fit", str(dump), "--out", str(out), "--recipe", "plus"])
     assert done.exit_code == 0, done.output
     loaded = read_rotation_file(out / K_NAME)
     assert loaded.metadata.model_id == facts["model_id"]
@@ -224,9 +225,13 @@ def test_the_dump_names_the_model(
 @pytest.mark.parametrize(
     ("args", "status", "message"),
     [
-        ([], 1, "does not name its model, whose weights the recipe plus reads; name its"),
+        ([], 1, "does not name its model, whose weights the recipe focus reads; name its"),
         (["--model", "MODEL/nowhere"], 1, "or fit with --recipe paper"),
-        (["--model", "MODEL", "--order", "descending"], 2, "has no meaning for --recipe plus; --recipe paper takes it"),
+        (
+            ["--model", "MODEL", "--order", "descending"],
+            2,
+            "has no meaning for --recipe focus; --recipe paper takes it",
+        ),
         (["--model", "MODEL", "--format", "pt"], 2, "is written as .safetensors only"),
         (
             ["--recipe", "paper", "--model", "MODEL"],

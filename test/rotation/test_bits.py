@@ -246,7 +246,8 @@ def test_hostile_bits_are_refused(bits: str | None, message: str, tmp_path: Path
 
 @pytest.mark.parametrize("recipe", ["plus", "focus"])
 def test_the_command(recipe: str, make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
-    """A mean and widths: what the files state, what inspect shows; the transforms do not depend on it."""
+    """A mean, widths and what nobody asks for: what the files state, what inspect shows; the transforms do not depend
+    on it."""
     root = make_dump(tmp_path / "dump", requests=[[5], [90, 120], [130], [64, 80]])
 
     def fitted(*options: str) -> tuple[RotationSet, RotationSet, list[Path]]:
@@ -257,12 +258,14 @@ def test_the_command(recipe: str, make_dump: Callable[..., Path], weights: Path,
         paths = sorted(out.iterdir())
         return read_rotation_file(paths[0]), read_rotation_file(paths[1]), paths
 
-    plain = fitted()
+    plain = fitted("--bits", "k2v2")
     assert plain[0].bits is plain[1].bits is None
     key, value, paths = fitted("--bits", "k3v2")
     assert (key.bits, value.bits, key.clip_ratios) == ((3, 3), None, (0.97, 0.97))
     assert torch.equal(key.rotations, plain[0].rotations)
     assert key.metadata.calibration["bits"] == "k3v2"
+    key, value, _ = fitted()
+    assert (key.bits, value.bits) == ((3, 3), None)
     key, value, _ = fitted("--bits", "4.0", "--group-size", "32")
     assert sum((*(key.bits or (2, 2)), *(value.bits or (2, 2)))) == 12
     assert key.metadata.calibration["mean_bits"] == 4.0
@@ -302,7 +305,7 @@ def test_refusals_name_the_option(
 
 def test_one_request_is_not_enough_for_a_mean(make_dump: Callable[..., Path], weights: Path, tmp_path: Path) -> None:
     root = make_dump(tmp_path / "dump", requests=[[5], [90]])
-    command = ["fit", str(root), "--out", str(tmp_path / "out"), "--model", str(weights), "--bits"]
+    command = ["fit", str(root), "--out", str(tmp_path / "out"), "--model", str(weights), "--recipe", "plus", "--bits"]
     done = runner.invoke(app, [*command, "3.5"])
     assert done.exit_code == 1
     assert "a mean of --bits needs two or more" in done.output

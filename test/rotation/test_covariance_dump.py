@@ -67,7 +67,7 @@ def test_per_head_and_command(tmp_path: Path, make_dump: MakeDump) -> None:
     assert difference.abs().max() < 1e-5
     refused = CliRunner().invoke(app, ["fit", str(root), "--out", str(tmp_path / "out")])
     assert refused.exit_code == 1
-    assert "holds covariances; the recipe plus needs a dump of activations, --recipe paper does not" in refused.stderr
+    assert "holds covariances; the recipe focus needs a dump of activations, --recipe paper does not" in refused.stderr
     assert refused.stderr.count("\n") == 1
     result = CliRunner().invoke(app, ["fit", str(root), "--out", str(tmp_path / "out"), "--recipe", "paper"])
     assert result.exit_code == 0, result.output

@@ -150,7 +150,7 @@ def test_the_fit_of_a_dump(make_dump: Callable[..., Path], model: Path, tmp_path
     """Command, files, what they state, and that every way of cutting the dump gives the same fit."""
     root = make_dump(tmp_path / "dump", requests=[[5], [90, 120], [130], [64, 80]])
     out = tmp_path / "out"
-    done = runner.invoke(app, ["fit", str(root), "--out", str(out), "--recipe", "focus", "--model", str(model)])
+    done = runner.invoke(app, ["fit", str(root), "--out", str(out), "--bits", "k2v2", "--model", str(model)])
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in out.iterdir()) == [K_NAME, V_NAME]
     keys, values = read_rotation_file(out / K_NAME), read_rotation_file(out / V_NAME)

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from oscar_rotation.dump import DumpReader
+from oscar_rotation.recipes import DEFAULT
 from sglang_oscar.weights.model_identity import config_hash
 from support.activations import Activations, activations, load
 from support.models import COMMON, VOCABULARY, save
@@ -123,7 +124,7 @@ def test_shards_of_two_ranks(model: Path, expected: dict[int, Activations], tmp_
 
 FILES = {
     "paper": ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"),
-    "plus": ("k_rotation_balanced_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"),
+    "focus": ("k_rotation_focused_u_h_br.safetensors", "v_rotation_balanced_u_h_br.safetensors"),
 }
 
 
@@ -134,7 +135,7 @@ def test_fit_serves(recipe: str, model: Path, one_rank: Path, tmp_path: Path) ->
     assert int(torch.load(public / "layer_0/seq_lens/0.pt").sum()) < min(LENGTHS), "chunk 0 is the short warm-up"
     command = [str(Path(sys.executable).with_name("oscar")), "fit", str(public), "--out", str(tmp_path)]
     # The default needs the model's output projections, and a public dump does not say which model it is of.
-    command += ["--model", str(model)] if recipe == "plus" else ["--recipe", recipe]
+    command += ["--model", str(model)] if recipe == DEFAULT else ["--recipe", recipe]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr
     files = [tmp_path / name for name in FILES[recipe]]

@@ -11,7 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "serving"))
 import shapes
 from shapes import SHAPES, config_of, write_model
-from subjects import subject
+from subjects import MODES, subject
+
+from oscar_rotation import defaults
 
 KV_HEADS = {
     "qwen3-4b": (36, 8, 128), "qwen3-8b": (36, 8, 128), "qwen3-32b": (64, 8, 128), "gpt-oss-20b": (24, 8, 64),
@@ -30,6 +32,13 @@ def test_sglang_reads_every_shape(shape: str, tmp_path: Path) -> None:
     assert (config.num_hidden_layers, config.get_num_kv_heads(1), config.head_dim) == KV_HEADS[shape]
     assert ("--skip-tokenizer-init" in what.flags) == (not config.is_multimodal)
     assert config.context_len >= 131072
+
+
+def test_caches_that_are_fitted() -> None:
+    """What a user gets who sets nothing, and others by their bits; bits per element with scales of groups of 128."""
+    fits = {name: (mode.fit, mode.bits) for name, mode in MODES.items() if mode.fit}
+    assert fits.pop("int2")[0] == defaults.BITS
+    assert fits == {"k2v2": ("k2v2", 2.25), "k3v2": ("k3v2", 2.75), "k4v2": ("k4v2", 3.25)}
 
 
 @pytest.mark.parametrize(

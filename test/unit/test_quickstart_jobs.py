@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "kernels", "rotatio
 import quickstart  # noqa: E402
 import quickstart_jobs  # noqa: E402
 import typer  # noqa: E402
-from quickstart_jobs import REAL_JOBS, RealJob, ShippedJob  # noqa: E402
+from quickstart_jobs import FITS, REAL_JOBS, RealJob, ShippedJob  # noqa: E402
 from real_models import MODELS  # noqa: E402
 
 from reference_model.retrieval import DIGITS, Document  # noqa: E402
@@ -24,38 +24,46 @@ from reference_model.retrieval import DIGITS, Document  # noqa: E402
 DOCUMENT = Document("some text\n", {"amber": "1234567", "river": "7654321"})
 
 
-def fitted(folder: Path, recipes: tuple[str, ...]) -> Path:
-    """Files of each recipe, where the quickstart has them fitted."""
-    for recipe in recipes:
-        (folder / recipe).mkdir()
+@pytest.fixture
+def rotations(tmp_path: Path) -> Path:
+    """Files of each fit, where the quickstart leaves them."""
+    for fit in FITS:
+        (tmp_path / fit.folder).mkdir()
         for side in ("k", "v"):
-            (folder / recipe / f"{side}_rotation_{recipe}.safetensors").touch()
-    return folder
+            (tmp_path / fit.folder / f"{side}_rotation_{fit.recipe}.safetensors").touch()
+    return tmp_path
 
 
-def test_rows_of_the_shipped_model(tmp_path: Path) -> None:
+def test_rows_of_the_shipped_model(rotations: Path) -> None:
     """Those of the table in the README, in its order, with files where the fit leaves them."""
-    rows = ShippedJob().methods(fitted(tmp_path, ShippedJob.recipes))
+    rows = ShippedJob().methods(rotations)
     assert [(row.name, row.group) for row in rows] == [
-        ("BF16", None), ("INT2 (recipe plus)", 128),
+        ("BF16", None), ("INT2 (focus, k3v2)", 128), ("INT2 (plus, k2v2)", 128),
         ("naive INT2", 64), ("QuaRot-INT2", 64), ("OSCAR INT2", 64),
         ("naive INT2", 128), ("QuaRot-INT2", 128), ("OSCAR INT2", 128),
     ]  # fmt: skip
     assert rows[0].env == {}
-    assert rows[1].env["SGLANG_OSCAR_K_ROTATION_PATH"] == str(tmp_path / "plus" / "k_rotation_plus.safetensors")
-    assert rows[2].env["SGLANG_OSCAR_K_ROTATION_PATH"] == "identity"
-    assert rows[4].env["SGLANG_OSCAR_V_ROTATION_PATH"] == str(tmp_path / "paper" / "v_rotation_paper.safetensors")
-    assert rows[3].args[-4:] == ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64"]
+    default = rotations / "focus-k3v2" / "k_rotation_focus.safetensors"
+    assert rows[1].env["SGLANG_OSCAR_K_ROTATION_PATH"] == str(default)
+    assert rows[3].env["SGLANG_OSCAR_K_ROTATION_PATH"] == "identity"
+    assert rows[5].env["SGLANG_OSCAR_V_ROTATION_PATH"] == str(rotations / "paper" / "v_rotation_paper.safetensors")
+    assert rows[4].args[-4:] == ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64"]
 
 
-def test_rows_of_the_real_model(tmp_path: Path) -> None:
-    """A row per recipe, each with its own files."""
-    job = RealJob()
-    rows = job.methods(fitted(tmp_path, job.recipes))
-    assert [row.name for row in rows] == ["BF16", "INT2 (recipe plus)", "INT2 (recipe focus)", "OSCAR INT2"]
+def test_rows_of_the_real_model(rotations: Path) -> None:
+    """A row per fit, each with its own files."""
+    rows = RealJob().methods(rotations)
+    assert [row.name for row in rows] == ["BF16", "INT2 (focus, k3v2)", "INT2 (plus, k2v2)", "OSCAR INT2"]
     files = [path for row in rows[1:] for path in row.env.values()]
-    assert {Path(path) for path in files} == set(tmp_path.rglob("*.safetensors"))
+    assert {Path(path) for path in files} == set(rotations.rglob("*.safetensors"))
     assert len(set(files)) == len(files) == 6
+
+
+def test_fits_are_those_of_their_rows() -> None:
+    """The default as it is by its name; the published recipe takes no bits."""
+    assert [fit.args for fit in FITS] == [
+        ["--recipe", "focus", "--bits", "k3v2"], ["--recipe", "plus", "--bits", "k2v2"], ["--recipe", "paper"],
+    ]  # fmt: skip
 
 
 class Client:

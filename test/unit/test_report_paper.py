@@ -18,7 +18,7 @@ from paper_loads import EXPERIMENTS, STEPS, Load
 from paper_results import BF16, FP8, read
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-SPEED = {"bf16": 20.0, "fa3": 25.0, "fp8": 24.0, "fa3_fp8": 30.0, "int2": 60.0, "k3v2": 50.0}
+SPEED = {"bf16": 20.0, "fa3": 25.0, "fp8": 24.0, "fa3_fp8": 30.0, "int2": 60.0, "k3v2": 50.0, "k2v2": 55.0}
 
 
 def step(load: Load, attention: float) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def test_ratios_are_to_the_faster_baseline(tmp_path: Path) -> None:
     assert found.ratio("int2", FP8, "table9", load, "U") == 60 / 30
     # Attention takes 9.6 ms with FlashAttention-3, 8 with its FP8, and 4 with INT2; all else 6.5 together.
     text = written([path], tmp_path / "paper.md")
-    ours = cells(text, "32", "INT2")
+    ours = cells(text, "32", "INT2 (k2v2)")
     assert ours[2:] == ["5.00", "4.00", "0.50", "0.75", "0.25", "10.50", "10.00", "2.40", "1.53", "2.00", "1.38"]
     assert cells(text, "32", "the paper: OSCAR")[2:] == [
         "5.7", "8.5", "0.5", "0.8", "-", "15.5", "-", "2.00", "1.51", "-", "-",
     ]  # fmt: skip
-    assert cells(text, "32", "8,192", "1,024", "cold", "INT2")[5:] == [
+    assert cells(text, "32", "8,192", "1,024", "cold", "INT2 (k2v2)")[5:] == [
         "60.0", "960.0", "2.40", "2.40", "2.00", "2.00", "12", "32", "0%",
     ]  # fmt: skip
     assert cells(text, "32", "8,192", "1,024", "cold", "the paper: OSCAR")[5:9] == ["52.5", "1,374.0", "1.47", "1.37"]
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     assert cells(text, "128", "BF16, FlashInfer")[2] == "does not fit: 100 at once"
     refused = cells(text, "64", "BF16, FlashInfer")
     assert refused[2:] == ["does not fit: 557,056 tokens in 342,000", *"-" * 10]
-    assert cells(text, "64", "INT2")[9:] == ["-"] * 4
+    assert cells(text, "64", "INT2 (k2v2)")[9:] == ["-"] * 4
     assert cells(text, "128", "the paper: BF16")[2:] == ["does not fit", *"-" * 10]
     drawn = (tmp_path / "figures" / "paper-run-table8.svg").read_text(encoding="utf-8")
     assert drawn.count("does not fit") == 4
@@ -119,7 +119,7 @@ def test_nothing_is_made_up_for_a_mode_that_is_missing(tmp_path: Path) -> None:
     assert "## Table" not in text
     assert "## Figure 5" not in text
     for line in text.splitlines():
-        if "| INT2 |" in line:
+        if "| INT2 (k2v2) |" in line:
             assert [cell.strip() for cell in line.split("|")[8:12]] == ["-"] * 4
     assert cells(text, "1", "60,000", "1,024", "hit", "the paper: OSCAR")[5:] == [
         "-", "-", "2.52", "-", "-", "-", "-", "-", "-",
@@ -139,7 +139,7 @@ def test_prompts_that_were_pushed_out_are_no_hits(tmp_path: Path) -> None:
     text = written([path], tmp_path / "paper.md")
     figure6 = text.partition("## Figure 6")[2]
     assert cells(figure6, "8", "100,000", "1,024", "hit", "BF16, FlashInfer")[-1] == "0%"
-    assert cells(figure6, "8", "100,000", "1,024", "hit", "INT2")[-1] == "100%"
+    assert cells(figure6, "8", "100,000", "1,024", "hit", "INT2 (k2v2)")[-1] == "100%"
     found = read(path)
     hit, cold = (Load(8, 100_000, 1024, cache) for cache in ("hit", "cold"))
     assert found.lost("bf16", "figure6", hit)
@@ -149,6 +149,16 @@ def test_prompts_that_were_pushed_out_are_no_hits(tmp_path: Path) -> None:
         drawn = (tmp_path / "figures" / f"paper-run-{name}.svg").read_text(encoding="utf-8")
         assert "pushed out and computed again" in drawn
         assert "prefix hit" not in drawn
+
+
+def test_the_default_is_that_of_its_time(tmp_path: Path) -> None:
+    """What ``int2`` stood for is in the result; those that do not say so are of codes of two bits."""
+    paths = [
+        result(tmp_path, "old", ("table9",), ("int2",))[0],
+        result(tmp_path, "new", ("table9",), ("int2", "k2v2"), default_bits="k3v2")[0],
+    ]
+    labels = [[read(path).label(mode) for mode in read(path).modes("table9")] for path in paths]
+    assert labels == [["INT2 (k2v2)"], ["K2V2", "INT2 (k3v2)"]]
 
 
 def test_two_cards_are_told_apart(tmp_path: Path) -> None:
@@ -165,7 +175,7 @@ def test_two_cards_are_told_apart(tmp_path: Path) -> None:
     assert "ratios of\n  runs with some of them" in text
     # No ratio across runs, and of the paper only ratios beside fewer layers.
     part = text[text.index("### Table 9, h200") : text.index("## Figure 4")]
-    assert cells(part, "32", "8,192", "1,024", "cold", "INT2")[7:11] == ["-"] * 4
+    assert cells(part, "32", "8,192", "1,024", "cold", "INT2 (k2v2)")[7:11] == ["-"] * 4
     assert cells(part, "32", "8,192", "1,024", "cold", "the paper: OSCAR")[5:9] == ["-", "-", "1.47", "1.37"]
     names = {path.name for path in tmp_path.glob("figures/*")}
     assert names == {f"paper-{name}.svg" for name in ("h100-figure4", "h100-figure5", "h200-figure5")}
