@@ -30,6 +30,7 @@ from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 from oscar_kernels.triton.rotate import rotate
+from oscar_kernels.triton.sink_logits import scale_by_sinks_
 from oscar_kernels.triton.store import store
 from oscar_kernels.triton.tables import fill_decode_tables
 
@@ -98,6 +99,7 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)
     make_values_finite_(k, k.clone())
+    scale_by_sinks_(q.clone(), lse, lse[0].bfloat16(), q, torch.zeros(shape.kv_heads, shape.head_dim), 1.0)
     spans = torch.zeros(1, dtype=torch.int32)
     copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), k.clone())
     merge_states_(q.clone(), lse, q, lse)

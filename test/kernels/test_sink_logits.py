@@ -24,6 +24,7 @@ from oscar_kernels.sliding_window import attend
 from oscar_kernels.tables import window_slots
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.sink_logits import scale_by_sinks_
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.gpu import GpuKernels
@@ -188,6 +189,22 @@ def test_ranks_share_the_heads() -> None:
         own, of_rank = slice(rank * SHAPE.gqa, (rank + 1) * SHAPE.gqa), center.of_heads(slice(rank, rank + 1))
         part = scale_by_sinks(out[:, own], lse[:, own], sinks[own], q[:, own], of_rank.plain_center, SM_SCALE)
         torch.testing.assert_close(part, whole[:, own])
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("tokens", [0, 7, 40])
+def test_one_launch_gives_what_the_reference_gives(tokens: int, centered: bool) -> None:
+    """Also where outputs lie beside others; tokens that attend to nothing keep zeros."""
+    q, _, _ = (x.to(HERE) for x in vectors(tokens, 1))
+    out = torch.randn(tokens, 2 * SHAPE.q_heads, SHAPE.head_dim, device=HERE).half()[:, ::2]
+    lse = 4 * torch.randn(q.shape[:2], device=HERE)
+    if tokens:
+        out[0], lse[0] = 0, float("-inf")
+    center = layer_of(centered, HERE).format.key.transform.plain_center
+    want = scale_by_sinks(out, lse, sinks_of(HERE), q, center, SM_SCALE)
+    got = scale_by_sinks_(out, lse, sinks_of(HERE).bfloat16(), q, center, SM_SCALE)
+    assert got is out
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-5)
 
 
 def test_nothing_attended_to_gives_zeros() -> None:

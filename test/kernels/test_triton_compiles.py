@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 KERNELS = """
-_fill_decode_tables _finite_kernel _merge_states_kernel _prefix_kernel _rotate_kernel _store_kernel decode_kernel
-extend_kernel merge_kernel
+_fill_decode_tables _finite_kernel _merge_states_kernel _prefix_kernel _rotate_kernel _sinks_kernel
+_store_kernel decode_kernel extend_kernel merge_kernel
 """
 
 

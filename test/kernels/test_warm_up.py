@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from oscar_kernels.extend_plan import Limits, cut_prefixes
 from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import gpu, warm_up
+from sglang_oscar.attention.call import Call
 
 LIMITS = Limits(capacity=50, passes=8, break_even=32, window=2240, joined=True)
 
@@ -41,13 +44,14 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
         kernels._ragged = ragged_extend.RaggedExtend(planner, attend)
     before = {name: getattr(layer.cache, name).clone() for name in ("k_rows", "v_rows")}
     limits = LIMITS if ragged else None
+    monkeypatch.setattr(warm_up, "LARGEST_CHUNK", 20)
     warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, SHAPE.page_size, limits)
     wanted = {"copy_prefixes", "merge_states_", "decode"} if ragged else {"extend"}
     assert set(launched) == wanted | {"rotate", "store"}
     # A chunk beside others and one that is joined with its prefix.
-    assert launched.count("copy_prefixes") == (2 if ragged else 0)
-    # A short chunk and a single token.
-    assert launched.count("decode") == (2 if ragged else 0)
+    assert launched.count("copy_prefixes") == (3 if ragged else 0)
+    # A short chunk and a single token, and a short chunk alone.
+    assert launched.count("decode") == (3 if ragged else 0)
     for name, rows in before.items():
         assert torch.equal(getattr(layer.cache, name)[SHAPE.page_size :], rows[SHAPE.page_size :])
     for name in ("k_ring", "v_ring", "k_sink", "v_sink"):
@@ -65,3 +69,75 @@ def test_lengths_are_of_their_kinds(break_even: int, window: int) -> None:
     assert 2 in cut.single
     assert cut.short == ([1] if break_even > 2 or (break_even == 2 and window == 0) else [])
     assert not cut.in_place
+
+
+class Launches:
+    """Stands in for a Triton kernel: notes what it would be compiled for, and runs nothing."""
+
+    def __init__(self, seen: set[Any], name: str) -> None:
+        self._seen, self._name = seen, name
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            pointers = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
+            constants = (item for item in options.items() if item[0].isupper() or item[0] == "num_warps")
+            self._seen.add((self._name, pointers, *sorted(constants, key=str)))
+
+        return launch
+
+
+KERNELS = {
+    "decode": ("decode_kernel", "merge_kernel"),
+    "extend": ("extend_kernel",),
+    "finite": ("_finite_kernel",),
+    "merge_states": ("_merge_states_kernel",),
+    "prefix": ("_prefix_kernel",),
+    "rotate": ("_rotate_kernel",),
+    "sink_logits": ("_sinks_kernel",),
+    "store": ("_store_kernel",),
+}
+
+
+@pytest.mark.parametrize("sink_logits", [False, True])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefix hits of all kinds and numbers, up to 200 requests and 4,000 tokens at once."""
+    seen: set[Any] = set()
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(importlib.import_module(f"oscar_kernels.triton.{module}"), name, Launches(seen, name))
+    monkeypatch.setattr(TorchRagged, "forward_return_lse", nothing)
+    layer = layer_of(centered=sink_logits, device=HERE)
+    kernels: Any = kernels_of("triton", layer)
+    if ragged:
+        planner = RaggedPlanner(SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
+        kernels._ragged = ragged_extend.RaggedExtend(planner, decode)
+    limits = LIMITS if ragged else None
+    sizes = (SHAPE.q_heads, SHAPE.dtype, SHAPE.page_size, limits)
+    warm_up.chunks_behind_prefixes(kernels, [layer], *sizes, 200, 10_000, sink_logits)
+    warm, rng = set(seen), random.Random(3)
+    assert {name for name, *_ in warm} >= {"_store_kernel", "extend_kernel", "_rotate_kernel", "_finite_kernel"}
+    assert any(name == "_sinks_kernel" for name, *_ in warm) == sink_logits
+    for number in range(60):
+        count = rng.choice((1, 2, 5, 30, 64, 65, 128, 129, 200))
+        chunks = [rng.choice((1, 2, 3, 8, 20)) for _ in range(count)] if number % 3 else [4000]
+        prefixes = [rng.choice((16, 200, 500, 2000)) for _ in chunks]
+        batch = warm_up._dummy_batch(prefixes, chunks, SHAPE.page_size, HERE)
+        batch.extend_plan = kernels.plan_extend(batch)
+        q, k, v = (torch.zeros(batch.tokens, heads, SHAPE.head_dim, dtype=SHAPE.dtype) for heads in HEADS)
+        sinks = torch.zeros(SHAPE.q_heads, dtype=SHAPE.dtype) if sink_logits else None
+        kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
+        # Steps of decode are captured before a server answers.
+        assert not {variant for variant in seen - warm if not is_of_a_step(variant)}, (prefixes, chunks)
+
+
+HEADS = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.kv_heads)
+
+
+def is_of_a_step(variant: tuple[Any, ...]) -> bool:
+    """Chunks of one token decode, and do without log-sum-exps where nothing asks for them."""
+    return variant[0] == "merge_kernel" and ("HAS_LSE", False) in variant
+
+
+def nothing(self: Any, q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros_like(q), torch.zeros(q.shape[:2])

@@ -114,10 +114,15 @@ def make_workspace(cache: LayerCache, q_heads: int, batch: int, drafts: int = 0)
         float32: counters, one for every request that a batch may have, then partial results, then what sums of long
         segments were. Counters are zeros here and after every launch; nothing else may write to them.
     """
-    device = cache.k_rows.device
+    numel = workspace_numel(cache, q_heads, batch, drafts)
+    return torch.zeros(numel, dtype=torch.float32, device=cache.k_rows.device)
+
+
+def workspace_numel(cache: LayerCache, q_heads: int, batch: int, drafts: int = 0) -> int:
+    """float32 elements of :func:`make_workspace`. One that is larger does, too."""
     # Neither the page size nor dtypes matter to the size.
     variant = variant_of(cache, TILE, q_heads, torch.bfloat16, drafts=drafts)
-    return torch.zeros(_workspace_numel(variant, device, batch), dtype=torch.float32, device=device)
+    return _workspace_numel(variant, cache.k_rows.device, batch)
 
 
 def _workspace_numel(variant: Variant, device: torch.device, batch: int) -> int:

@@ -18,6 +18,9 @@ from triton.runtime.driver import driver
 from oscar_kernels.prepared import TERMS, SplitMatrix
 from oscar_kernels.triton.arith import INTERPRET, dot, narrow
 
+MANY_VECTORS = 16384
+"""(token, head) vectors above which tiles are larger."""
+
 
 @triton.jit
 def tile_count(tokens, HEADS: tl.constexpr, SETS: tl.constexpr, BLOCK: tl.constexpr):
@@ -144,7 +147,7 @@ def tile_shape(vectors: int, head_dim: int) -> tuple[int, int]:
         return 32, 4 if head_dim < 256 else 8
     if head_dim == 256:
         return 64, 8
-    return (64, 4) if vectors <= 16384 else (128, 8)
+    return (64, 4) if vectors <= MANY_VECTORS else (128, 8)
 
 
 def check_vectors(name: str, x: torch.Tensor, heads: int | None, head_dim: int, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from sglang_oscar.cpu import engine, hybrid_models, transfer
 from sglang_oscar.disaggregation import handshake, retraction, waiting
 from sglang_oscar.hybrids import sizing as hybrid_sizing
 from sglang_oscar.memory import facts, sizing
-from sglang_oscar.requests import lifecycle, metrics
+from sglang_oscar.requests import lifecycle, metrics, not_numbers
 from sglang_oscar.sliding_windows import attention as window_attention
 from sglang_oscar.sliding_windows import prefix_hits
 from sglang_oscar.sliding_windows import sizing as window_sizing
@@ -41,6 +41,7 @@ WORKER = SRT + "managers.tp_worker.BaseTpWorker."
 RUNNER = SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
 UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 DRAFTS = SRT + "speculative.draft_utils.DraftBackendFactory."
+SCHEDULER = SRT + "managers.scheduler.Scheduler."
 REQUEST = SRT + "managers.schedule_batch.Req."
 DECODE = SRT + "disaggregation.decode."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
@@ -125,6 +126,8 @@ SERVING: list[Touchpoint] = [
     ),
     Touchpoint(at(MEM + "allocation.alloc_for_extend"), AROUND, lifecycle.around_alloc_for_extend),
     Touchpoint(at(MEM + "common.release_kv_cache"), BEFORE, lifecycle.before_release_kv_cache),
+    Touchpoint(at(SCHEDULER + "run_batch"), AFTER, not_numbers.after_run_batch),
+    Touchpoint(at(SCHEDULER + "process_batch_result"), BEFORE, not_numbers.before_process_batch_result),
     Touchpoint(at(ROW_POOL + "free"), BEFORE, lifecycle.before_free_row),
     Touchpoint(at(ROW_POOL + "clear"), BEFORE, lifecycle.before_clear_rows),
     # Layers with a sliding window beside the INT2 cache.

@@ -70,7 +70,7 @@ class OscarAttentionBackend(AttentionBackend):
             ranks = get_parallel().attn_tp_size
             q_heads = model_runner.model_config.num_attention_heads // ranks
             self.kernels = layer_attention.for_device(
-                cache, model_runner.dtype, q_heads, self.new_tokens, largest_batch(cache, ranks)
+                cache, model_runner.dtype, q_heads, self.new_tokens, largest_batch(cache, ranks), self.has_sink_logits
             )
         except Int2Error as error:
             fatal(error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from oscar_kernels.sink_logits import scale_by_sinks
+Scale = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+"""See :func:`oscar_kernels.sink_logits.scale_by_sinks`; whether ``out`` is overwritten does not matter here."""
 
 
 class Call(NamedTuple):
@@ -43,7 +45,7 @@ class Call(NamedTuple):
         return torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
 
     def with_sinks(
-        self, out: torch.Tensor, lse: torch.Tensor | None, plain_center: torch.Tensor | None
+        self, out: torch.Tensor, lse: torch.Tensor | None, plain_center: torch.Tensor | None, scale: Scale
     ) -> torch.Tensor:
         """Attention with the layer's sink logits, where it has some.
 
@@ -51,7 +53,8 @@ class Call(NamedTuple):
             out: attention without them, [tokens, q_heads, head_dim].
             lse: from :meth:`sums`, filled.
             plain_center: of the keys that were attended to; None where they are not centered.
+            scale: what works it out on this device.
         """
         if self.sinks is None or lse is None:
             return out
-        return scale_by_sinks(out, lse, self.sinks, self.q, plain_center, self.sm_scale)
+        return scale(out, lse, self.sinks, self.q, plain_center, self.sm_scale)

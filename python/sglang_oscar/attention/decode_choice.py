@@ -27,20 +27,46 @@ Verify = Callable[[LayerCache, BatchTables, torch.Tensor, torch.Tensor, float], 
 """Attention of several new tokens per request; see :func:`oscar_kernels.reference.verify`."""
 
 
-class CudaDecode:
-    """The CUDA kernel with a workspace for batches of up to ``max_batch`` requests: launches follow each other.
-
-    It reads codes. Layers that leave keys or values exact are the Triton kernel's.
+class TritonDecode:
+    """The Triton kernel, for every kind of rows.
 
     Args:
-        caches: one layer of every kind of rows that the CUDA kernel reads.
-        q_heads: query heads on this rank.
-        max_batch: requests of a batch at most.
+        workspace: float32 of :func:`workspace_numel` elements or more: launches follow each other.
     """
 
-    def __init__(self, caches: Sequence[LayerCache], q_heads: int, max_batch: int) -> None:
-        workspaces = (cuda.make_workspace(cache, q_heads, max_batch) for cache in caches)
-        self._workspace = max(workspaces, key=torch.Tensor.numel)
+    def __init__(self, workspace: torch.Tensor) -> None:
+        self.workspace = workspace
+
+    def __call__(
+        self,
+        cache: LayerCache,
+        tables: BatchTables,
+        q_rot: torch.Tensor,
+        sm_scale: float,
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See :func:`oscar_kernels.triton.decode.decode`."""
+        return triton.decode(cache, tables, q_rot, sm_scale, workspace=self.workspace, lse=lse)
+
+    def verify(
+        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float
+    ) -> torch.Tensor:
+        """See :func:`oscar_kernels.triton.decode.verify`."""
+        return triton.verify(cache, tables, visible, q_rot, sm_scale, workspace=self.workspace)
+
+
+class CudaDecode:
+    """The CUDA kernel. It reads codes; layers that leave keys or values exact are the Triton kernel's.
+
+    Args:
+        workspace: float32 of :func:`workspace_numel` zeros or more: launches follow each other.
+    """
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        self._workspace = workspace
+        # Behind the counters, which are the CUDA kernel's alone.
+        self._exact = TritonDecode(workspace[cuda.MAX_BATCH :])
 
     def __call__(
         self,
@@ -53,31 +79,15 @@ class CudaDecode:
     ) -> torch.Tensor:
         """See :func:`oscar_kernels.cuda.decode.decode`."""
         if cache.exact:
-            return triton.decode(cache, tables, q_rot, sm_scale, lse=lse)
+            return self._exact(cache, tables, q_rot, sm_scale, lse=lse)
         return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse)
 
-
-class CudaVerify:
-    """The CUDA kernel for ``drafts`` new tokens of each of up to ``max_batch`` requests, with a workspace of its own,
-    and the Triton kernel where that decodes.
-
-    Args:
-        caches: one layer of every kind of rows that the CUDA kernel reads.
-        q_heads: query heads on this rank.
-        max_batch: requests of a batch at most.
-        drafts: new tokens of a request.
-    """
-
-    def __init__(self, caches: Sequence[LayerCache], q_heads: int, max_batch: int, drafts: int) -> None:
-        workspaces = (cuda.make_workspace(cache, q_heads, max_batch, drafts) for cache in caches)
-        self._workspace = max(workspaces, key=torch.Tensor.numel)
-
-    def __call__(
+    def verify(
         self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float
     ) -> torch.Tensor:
         """See :func:`oscar_kernels.cuda.decode.verify`."""
         if cache.exact:
-            return triton.verify(cache, tables, visible, q_rot, sm_scale)
+            return self._exact.verify(cache, tables, visible, q_rot, sm_scale)
         return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace)
 
 
@@ -99,6 +109,45 @@ def check(setting: Setting, device: str) -> None:
         raise Int2Error(f"{VARIABLE}={setting} needs --device cuda; unset it")
 
 
+def workspace_numel(
+    setting: Setting,
+    caches: Sequence[LayerCache],
+    page_size: int,
+    q_heads: int,
+    dtype: torch.dtype,
+    max_batch: int,
+    short_chunks: bool,
+    drafts: int = 0,
+) -> int:
+    """float32 elements that decode, the prefixes of short chunks and verification take turns to use.
+
+    Args:
+        setting, caches, page_size, q_heads, dtype, max_batch, short_chunks, drafts: as in :func:`choose`; of the
+            caches only layouts, windows and device matter.
+    """
+    batch = max(max_batch, SHORT_BATCH) if short_chunks else max_batch
+    by_cuda = _not_cuda(setting, caches, page_size, q_heads, dtype, max_batch) is None
+    sizes = []
+    for cache in caches:
+        for requests, new in ((batch, 0), (max_batch, drafts)) if drafts else ((batch, 0),):
+            if by_cuda and not cache.exact:
+                sizes.append(cuda.workspace_numel(cache, q_heads, requests, new))
+            else:
+                counters = cuda.MAX_BATCH if by_cuda else 0
+                sizes.append(counters + triton.workspace_numel(cache, q_heads, requests, drafts=new))
+    return max(sizes)
+
+
+def _not_cuda(
+    setting: Setting, caches: Sequence[LayerCache], page_size: int, q_heads: int, dtype: torch.dtype, max_batch: int
+) -> str | None:
+    """Why the CUDA kernel does not decode; None where it does."""
+    if setting == "triton":
+        return f"{VARIABLE}=triton"
+    reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch) for cache in _coded(caches) or caches)
+    return next(filter(None, reasons), None)
+
+
 def choose(
     setting: Setting,
     caches: Sequence[LayerCache],
@@ -107,8 +156,9 @@ def choose(
     dtype: torch.dtype,
     max_batch: int,
     short_chunks: bool,
-) -> Decode:
-    """The kernel for a cache on a GPU, compiled and loaded.
+    drafts: int = 0,
+) -> CudaDecode | TritonDecode:
+    """The kernel for a cache on a GPU, compiled and loaded, with a workspace.
 
     Args:
         setting: of the variable.
@@ -118,39 +168,38 @@ def choose(
         dtype: of queries, keys and values.
         max_batch: requests of a decode batch at most.
         short_chunks: it reads the prefixes of short chunks, too (:mod:`oscar_kernels.ragged_extend`).
+        drafts: new tokens of a request that are verified at once; 0 without speculation.
 
     Raises:
         Int2Error: ``cuda`` is asked for and cannot do this, or the kernel cannot be built on this machine.
     """
-    reason = f"{VARIABLE}=triton"
-    if setting != "triton":
+    reason = _not_cuda(setting, caches, page_size, q_heads, dtype, max_batch)
+    numel = workspace_numel(setting, caches, page_size, q_heads, dtype, max_batch, short_chunks, drafts)
+    workspace = torch.zeros(numel, dtype=torch.float32, device=caches[0].k_rows.device)
+    if reason is None:
         coded = _coded(caches) or caches
-        reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch) for cache in coded)
-        unsupported = next(filter(None, reasons), None)
-        if unsupported is None:
-            try:
-                for cache, lse in product(coded, (False, True) if short_chunks else (False,)):
-                    cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
-            except KernelError as error:
-                raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
-            beside = "" if len(coded) == len(caches) else ", Triton kernel in layers with keys or values of 16 bits"
-            logger.info("int2 decode: CUDA kernel%s", beside)
-            return CudaDecode(coded, q_heads, max(max_batch, SHORT_BATCH) if short_chunks else max_batch)
-        if setting == "cuda":
-            raise Int2Error(f"{VARIABLE}=cuda: {unsupported}; set it to auto or triton")
-        reason = unsupported
+        try:
+            for cache, lse in product(coded, (False, True) if short_chunks else (False,)):
+                cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
+        except KernelError as error:
+            raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
+        beside = "" if len(coded) == len(caches) else ", Triton kernel in layers with keys or values of 16 bits"
+        logger.info("int2 decode: CUDA kernel%s", beside)
+        return CudaDecode(workspace)
+    if setting == "cuda":
+        raise Int2Error(f"{VARIABLE}=cuda: {reason}; set it to auto or triton")
     logger.info("int2 decode: Triton kernel, because %s", reason)
-    return triton.decode
+    return TritonDecode(workspace)
 
 
 def choose_verify(
-    decode: Decode, caches: Sequence[LayerCache], page_size: int, q_heads: int, dtype: torch.dtype, max_batch: int,
-    drafts: int,
+    decode: CudaDecode | TritonDecode, caches: Sequence[LayerCache], page_size: int, q_heads: int, dtype: torch.dtype,
+    max_batch: int, drafts: int,
 ) -> Verify:  # fmt: skip
     """The kernel that attends to several new tokens of a request, compiled and loaded: of the kind that decodes.
 
     Args:
-        decode: what was chosen for decode.
+        decode: what was chosen for decode, with room for these drafts in its workspace.
         caches: one layer of every kind of rows.
         page_size: tokens of a page.
         q_heads: query heads on this rank.
@@ -166,7 +215,7 @@ def choose_verify(
         if (reason := next(filter(None, reasons), None)) is not None:
             raise Int2Error(f"{reason}; lower --max-running-requests or --speculative-num-draft-tokens")
         logger.info("int2 verification: Triton kernel, %d tokens of a request", drafts)
-        return triton.verify
+        return decode.verify
     coded = _coded(caches)
     reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch, drafts) for cache in coded)
     if (reason := next(filter(None, reasons), None)) is not None:
@@ -182,7 +231,7 @@ def choose_verify(
         drafts,
         max(one.passes for one in variants),
     )
-    return CudaVerify(coded, q_heads, max_batch, drafts)
+    return decode.verify
 
 
 def _coded(caches: Sequence[LayerCache]) -> list[LayerCache]:

@@ -15,6 +15,7 @@ from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.rotate import rotate
+from oscar_kernels.triton.sink_logits import scale_by_sinks_
 from oscar_kernels.triton.store import store
 from sglang_oscar.attention import decode_choice, warm_up
 from sglang_oscar.attention.batch import Batch
@@ -38,13 +39,21 @@ class GpuKernels:
     q_heads: query heads on this rank.
     drafts: new tokens of a request that are verified at once; 0 without speculation.
     max_batch: requests of a step at most.
+    sink_logits: whether layers come with them.
 
     Raises:
         Int2Error: kernels that are asked for cannot be built, or cannot do this.
     """
 
     def __init__(
-        self, cache: Int2Cache, dtype: torch.dtype, device: torch.device, q_heads: int, drafts: int, max_batch: int
+        self,
+        cache: Int2Cache,
+        dtype: torch.dtype,
+        device: torch.device,
+        q_heads: int,
+        drafts: int,
+        max_batch: int,
+        sink_logits: bool,
     ) -> None:
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
         self._page_size = cache.page_size
@@ -53,7 +62,7 @@ class GpuKernels:
         caches = [layer.cache for layer in kinds]
         self._decode = decode_choice.choose(
             cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype,
-            max_batch, cache.plan.extend is not None,
+            max_batch, cache.plan.extend is not None, drafts,
         )  # fmt: skip
         self._verify: decode_choice.Verify | None = None
         if drafts:
@@ -87,14 +96,17 @@ class GpuKernels:
                 plan.extend.name,
             )
         limits = None if self._ragged is None else self._ragged.planner.limits
-        warm_up.chunks_behind_prefixes(self, kinds, q_heads, dtype, cache.page_size, limits)
+        longest = cache.req_to_token_pool.req_to_token.shape[1]
+        warm_up.chunks_behind_prefixes(
+            self, kinds, q_heads, dtype, cache.page_size, limits, max_batch, longest, sink_logits
+        )
 
     def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         rotated = self._store(layer, batch, call)
         lse = call.sums()
         out = self._decode(layer.cache, batch.tables, rotated, call.sm_scale, lse=lse)
-        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center)
+        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
         return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def _store(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
@@ -135,9 +147,9 @@ class GpuKernels:
         out = self._extend_joined(layer, batch, call, lse) if joined else self._extend_apart(layer, batch, call, lse)
         # Without a prefix nothing is attended to that is in the basis of the cache.
         if plan is not None and not plan.has_prefix:
-            return call.with_sinks(out, lse, None)
+            return call.with_sinks(out, lse, None, scale_by_sinks_)
         # Keys of the chunk are centered where cached ones are attended to, too.
-        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center)
+        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
         return _rotate(out, self._prepared[id(layer)].value.reading)
 
     def _extend_joined(self, layer: CachedLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:

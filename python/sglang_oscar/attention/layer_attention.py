@@ -10,6 +10,7 @@ import torch
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
+from oscar_kernels.sink_logits import scale_by_sinks
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
@@ -26,7 +27,7 @@ class TorchKernels:
         reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
         lse = call.sums()
         out = reference.decode(layer.cache, batch.tables, call.q, key.reading, call.sm_scale, lse)
-        out = call.with_sinks(out, lse, key.plain_center)
+        out = call.with_sinks(out, lse, key.plain_center, scale_by_sinks)
         return reference.rotate(out, value.back)
 
     def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
@@ -51,7 +52,7 @@ class TorchKernels:
         lse = call.sums()
         tables, lens = batch.tables, batch.extend_lens
         out = reference.extend(layer.cache, tables, call.q, chunk, rotated, lens, key.reading, call.sm_scale, lse)
-        out = call.with_sinks(out, lse, key.plain_center)
+        out = call.with_sinks(out, lse, key.plain_center, scale_by_sinks)
         reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
         return reference.rotate(out, value.back)
 
@@ -60,7 +61,9 @@ class TorchKernels:
         reference.store(layer.cache, slots, k, v, layer.format)
 
 
-def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int, max_batch: int) -> Kernels:
+def for_device(
+    cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int, max_batch: int, sink_logits: bool
+) -> Kernels:
     """Kernels for the device that the cache is on.
 
     Args:
@@ -69,6 +72,7 @@ def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int, 
         q_heads: query heads on this rank.
         drafts: new tokens of a request that are verified at once; 0 without speculation.
         max_batch: requests of a step at most.
+        sink_logits: whether layers come with them.
 
     Raises:
         Int2Error: the kernels cannot be built on this machine.
@@ -77,5 +81,5 @@ def for_device(cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int, 
     if device.type == "cuda":
         from sglang_oscar.attention.gpu import GpuKernels
 
-        return GpuKernels(cache, dtype, device, q_heads, drafts, max_batch)
+        return GpuKernels(cache, dtype, device, q_heads, drafts, max_batch, sink_logits)
     return TorchKernels()

@@ -16,13 +16,15 @@ import torch
 from sglang_oscar.attach import releases
 from sglang_oscar.hybrids import tracking
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.requests import not_numbers
 from sglang_oscar.requests.sink_refill import Refill
 
 logger = logging.getLogger(__name__)
 
 
 def around_model_forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fill the sink blocks that the batch lacks, then run it; keep windows beside the states that it kept."""
+    """Fill the sink blocks that the batch lacks, then run it; keep windows beside the states that it kept, and note
+    what came out."""
     cache = cache_of(self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
         most = tokens_at_once(releases.resolved(self.server_args))
@@ -38,6 +40,7 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     result = original(self, forward_batch, *args, **kwargs)
     if cache is not None:
         tracking.keep_decoded(cache, forward_batch)
+        not_numbers.note(cache, forward_batch, result)
     return result
 
 

@@ -6,12 +6,13 @@ would wait for compilers, for seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from oscar_kernels.cache import BatchTables, StoreSlots
-from oscar_kernels.extend_plan import Limits
+from oscar_kernels.extend_plan import SHORT_BATCH, Limits
+from oscar_kernels.triton.rotate import MANY_VECTORS
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
@@ -19,6 +20,10 @@ from sglang_oscar.memory.layer import CachedLayer
 
 SHORT_CHUNK = 2
 """Tokens of a chunk that is more than one token, and that the decode kernel takes behind a long prefix."""
+COUNTS = (65, 129, 257)
+"""Requests from which on kernels that find their request in a batch are others, a power of two for each."""
+LARGEST_CHUNK = 8192
+"""Tokens of a chunk at most here, where a larger one would be another kernel's."""
 
 
 def chunks_behind_prefixes(
@@ -28,6 +33,9 @@ def chunks_behind_prefixes(
     dtype: torch.dtype,
     page_size: int,
     limits: Limits | None,
+    max_batch: int = 1,
+    longest: int = 0,
+    sink_logits: bool = False,
 ) -> None:
     """Attend from a chunk of every kind to a cached prefix, and store it, in the rows that belong to no request.
 
@@ -38,20 +46,53 @@ def chunks_behind_prefixes(
         dtype: of queries, keys and values, bfloat16 or float16.
         page_size: tokens of a page.
         limits: what decides how a prefix is read; None where there is one way.
+        max_batch: requests of a batch at most.
+        longest: tokens of a request at most.
+        sink_logits: whether the layers have them.
     """
     cache = layers[0].cache
-    prefixes, chunks = _kinds(page_size, limits)
     device = cache.k_rows.device
-    # The chunk that is read in a pass is joined with its prefix where no other is beside it.
-    for count in {len(chunks), 1}:
-        batch = _dummy_batch(prefixes[:count], chunks[:count], page_size, device)
+    sinks = torch.zeros(q_heads, dtype=dtype, device=device) if sink_logits else None
+    large = min(MANY_VECTORS // cache.kv_heads + 1, LARGEST_CHUNK)
+    for prefixes, chunks in batches(page_size, limits, max_batch, longest, large):
+        batch = _dummy_batch(prefixes, chunks, page_size, device)
         batch.extend_plan = kernels.plan_extend(batch)
-        q, k = (
+        q, k, v = (
             torch.zeros(batch.tokens, heads, cache.head_dim, dtype=dtype, device=device)
-            for heads in (q_heads, cache.kv_heads)
+            for heads in (q_heads, cache.kv_heads, cache.kv_heads)
         )
         for layer in layers:
-            kernels.extend(layer, batch, Call(q, k, k, batch.slots.row, 0, 1.0))
+            kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
+
+
+def batches(
+    page_size: int, limits: Limits | None, max_batch: int, longest: int, large: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Lengths of prefixes and chunks of batches that between them need every kernel.
+
+    Args:
+        page_size, limits, max_batch, longest: as in :func:`chunks_behind_prefixes`.
+        large: tokens of a chunk that are rotated in larger tiles.
+    """
+    prefixes, chunks = _kinds(page_size, limits)
+    yield prefixes, chunks
+    # The chunk that is read in a pass is joined with its prefix where no other is beside it.
+    yield prefixes[:1], chunks[:1]
+    yield prefixes[:1], [large]
+    read = SHORT_CHUNK if limits is None or not limits.short(page_size, SHORT_CHUNK) else chunks[0]
+    for count in COUNTS:
+        if count <= max_batch:
+            yield [page_size] * count, [read] * count
+    if limits is None:
+        return
+    if limits.short(prefixes[1], SHORT_CHUNK):
+        # The Triton kernels of decode are others for other numbers of tokens.
+        for count in (SHORT_BATCH // SHORT_CHUNK >> step for step in range(SHORT_BATCH.bit_length() - 1)):
+            if 0 < count <= max_batch:
+                yield [prefixes[1]] * count, [SHORT_CHUNK] * count
+    if longest > limits.passes * limits.capacity:
+        # Too much for the passes: read in place.
+        yield [limits.passes * limits.capacity + page_size], [chunks[0]]
 
 
 def _kinds(page_size: int, limits: Limits | None) -> tuple[list[int], list[int]]:

@@ -55,9 +55,40 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     budget -= 0 if slots is None else slots.bytes
     draft, model, settings = loaded.get("draft bytes", 0), loaded["model"], loaded["settings"]
     windows = window_pool(model, settings, model.sliding_window_size, 1, DEFAULT_PAGE_SIZE, IN_FLIGHT, None)
-    plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, draft_bytes=draft, states=slots, windows=windows)
+    extend, beside = _workspaces(loaded, geometry, budget)
+    plan = make_plan(
+        geometry, budget, None, DEFAULT_PAGE_SIZE, extend, draft, states=slots, windows=windows, scratch=beside
+    )
     loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
     return "; ".join(plan.lines(loaded["tokens"]))
+
+
+def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any, Any]:
+    """What attention to prompts and decode take beside the cache, on one rank; two None without a GPU.
+
+    Raises:
+        Int2Error: a kernel is asked for that cannot be had.
+    """
+    import torch
+
+    from sglang_oscar.attention import extend_choice
+    from sglang_oscar.attention.scratch import scratch
+    from sglang_oscar.names import DEFAULT_PAGE_SIZE
+    from sglang_oscar.speculation.arguments import CHAIN
+
+    if not torch.cuda.is_available():
+        return None, None
+    model, settings = loaded["model"], loaded["settings"]
+    q_heads, extend = model.num_attention_heads, None
+    backend = extend_choice.choose(settings.extend_backend, "cuda", model.head_dim, model.has_attention_sinks)
+    if backend is not None and backend != "triton":
+        extend = extend_choice.workspace(backend, geometry.any_layer, q_heads, model.dtype, budget)
+    drafts = CHAIN["speculative_num_draft_tokens"] if "draft bytes" in loaded else 0
+    beside = scratch(
+        geometry, settings.decode_backend, "cuda", model.dtype, q_heads, DEFAULT_PAGE_SIZE, model.context_len, drafts,
+        1, extend is not None,
+    )  # fmt: skip
+    return extend, beside
 
 
 def host_facts(loaded: dict[str, Any], size: int, ratio: float) -> str:

@@ -15,6 +15,7 @@ from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.requests.images import SinkImages, sink_images
+from sglang_oscar.requests.logits_column import LogitsColumn
 from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.requests.sink_refill import SinkRefills
 from sglang_oscar.requests.sink_store import SinkStore
@@ -31,8 +32,8 @@ class Int2Cache:
     the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``rows`` says
     which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
     computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows beside a hybrid model's
-    states, None of another model; ``side`` holds the tensors of rings and sinks; ``req_to_token_pool`` and
-    ``page_size`` (tokens) are SGLang's.
+    states, None of another model; ``logits`` are of the last forward pass, until its result takes them; ``side`` holds
+    the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -47,6 +48,7 @@ class Int2Cache:
     recipe: str = ""
     refills: SinkRefills = field(default_factory=SinkRefills)
     kept: KeptWindows | None = None
+    logits: LogitsColumn | None = None
 
     def attach(self, kv_pool: Any) -> None:
         """Make the cache findable from SGLang's KV pool and from its request pool."""

@@ -12,6 +12,7 @@ from oscar_kernels.format import mean_bits
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.hybrids.state_slots import StateSlots
 from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.memory.scratch import Scratch
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.sliding_windows.plan import WindowPool
 
@@ -27,7 +28,7 @@ class MemoryPlan:
     ``draft_bytes`` are those of a token in the cache of a draft model, 0 where there is none. ``waiting`` counts
     further requests that hold a window: on a decode server those whose prompts are on their way. ``states`` are those
     of a hybrid model's linear layers; the budget is what they leave. ``windows`` is what layers with a sliding window
-    need, None where there are none.
+    need, None where there are none. ``scratch`` is what decode and verification take beside the cache (None: nothing).
     """
 
     geometry: Geometry
@@ -38,6 +39,7 @@ class MemoryPlan:
     waiting: int = 0
     states: StateSlots | None = None
     windows: WindowPool | None = None
+    scratch: Scratch | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -64,7 +66,13 @@ class MemoryPlan:
     def fixed_bytes(self) -> int:
         """Bytes of all that is not the history pool."""
         windows = 0 if self.windows is None else self.windows.fixed_bytes(self.max_running)
-        return self.side_bytes + windows + (0 if self.extend is None else self.extend.total_bytes)
+        return self.side_bytes + windows + self.workspace_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of what attention takes beside the cache."""
+        steps = 0 if self.scratch is None else self.scratch.total_bytes(self.max_running + self.waiting)
+        return steps + (0 if self.extend is None else self.extend.total_bytes)
 
     def lines(self, tokens: int) -> list[str]:
         """The start-up account.
@@ -90,6 +98,7 @@ class MemoryPlan:
             *([] if self.draft_bytes == 0 else [self._draft_line(tokens)]),
             *([] if self.windows is None else self._window_lines(self.windows, tokens)),
             *([] if self.extend is None else [self.extend.line()]),
+            *([] if self.scratch is None else [self.scratch.line(self.max_running + self.waiting)]),
         ]
 
     def _window_lines(self, windows: WindowPool, tokens: int) -> list[str]:
@@ -115,6 +124,7 @@ def make_plan(
     waiting: int = 0,
     states: StateSlots | None = None,
     windows: WindowPool | None = None,
+    scratch: Scratch | None = None,
 ) -> MemoryPlan:
     """Split a budget.
 
@@ -128,6 +138,7 @@ def make_plan(
         waiting: requests with a window beyond the running ones.
         states: of linear layers, which bound the requests that may run.
         windows: what layers with a sliding window need.
+        scratch: what decode and verification take beside the cache.
 
     Raises:
         Int2Error: the side buffers leave no room for history.
@@ -137,13 +148,17 @@ def make_plan(
     if windows is not None:
         fixed += windows.fixed_bytes(0)
         per_request += windows.fixed_bytes(1) - windows.fixed_bytes(0)
+    if scratch is not None:
+        least, most = (scratch.total_bytes(requests) for requests in (1, DEFAULT_MAX_RUNNING))
+        fixed += least
+        per_request += max(most - least, 0) // (DEFAULT_MAX_RUNNING - 1)
     if max_running is None:
         room = SIDE_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
     if states is not None:
         max_running = max(1, min(max_running, states.requests))
-    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, waiting, states, windows)
+    plan = MemoryPlan(geometry, max_running, budget_bytes, extend, draft_bytes, waiting, states, windows, scratch)
     # The pool needs the padding page and at least one page for a request.
     needed = plan.fixed_bytes + 2 * page_size * plan.token_bytes
     if needed > budget_bytes:
@@ -158,6 +173,9 @@ def _too_small(plan: MemoryPlan) -> str:
     remedies = ["--max-running-requests", "SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_MIXED_KV_PREFIX_TOKENS"]
     if plan.extend is not None:
         parts.append(f"the workspace of prompts {plan.extend.total_bytes / GIB:.3f} GiB")
+    if plan.scratch is not None:
+        steps = plan.scratch.total_bytes(plan.max_running + plan.waiting)
+        parts.append(f"the workspace of decode {steps / GIB:.3f} GiB")
     if plan.windows is not None:
         pool = plan.windows.fixed_bytes(plan.max_running)
         parts.append(f"the cache of layers with a sliding window {pool / GIB:.3f} GiB")

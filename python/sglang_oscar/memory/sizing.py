@@ -9,17 +9,20 @@ import torch
 
 from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attention import extend_choice
+from sglang_oscar.attention.scratch import scratch
 from sglang_oscar.disaggregation.arguments import waiting_rows
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.hybrids.sizing import state_slots
 from sglang_oscar.memory.configurator import find_plan, geometry_of, keep_plan, plan_of
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
+from sglang_oscar.memory.scratch import Scratch
 from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DTYPE, is_int2
 from sglang_oscar.settings import of_this_process
 from sglang_oscar.sliding_windows.sizing import window_pool_of
 from sglang_oscar.speculation import draft_model
+from sglang_oscar.speculation.arguments import new_tokens
 
 
 def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -> Workspace | None:
@@ -38,6 +41,26 @@ def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -
         return None
     q_heads = model.num_attention_heads // get_parallel().attn_tp_size
     return extend_choice.workspace(backend, layer, q_heads, model.dtype, budget_bytes)
+
+
+def decode_scratch(configurator: Any, geometry: Geometry, short_chunks: bool) -> Scratch | None:
+    """What decode and verification take of the budget beside the cache; None where torch computes them.
+
+    Args:
+        configurator: SGLang's KVCacheConfigurator.
+        geometry: of this rank.
+        short_chunks: whether the decode kernel reads prefixes of short chunks, too.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    if configurator.device != "cuda":
+        return None
+    model, ranks = configurator.model_config, get_parallel().attn_tp_size
+    setting, drafts = of_this_process().decode_backend, new_tokens(releases.resolved(configurator.server_args))
+    return scratch(
+        geometry, setting, configurator.device, model.dtype, model.num_attention_heads // ranks, configurator.page_size,
+        model.context_len, drafts, ranks, short_chunks,
+    )  # fmt: skip
 
 
 def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
@@ -100,7 +123,8 @@ def after_profile_available_bytes(available: int, self: Any, pre_model_load_memo
         # SGLang runs one request where it is told to run none.
         asked, windows = schedule.max_running_requests, window_pool_of(self)
         running = asked if asked is None else max(1, asked)
-        plan = make_plan(geometry, available, running, self.page_size, extend, draft, waiting, states, windows)
+        beside = decode_scratch(self, geometry, extend is not None)
+        plan = make_plan(geometry, available, running, self.page_size, extend, draft, waiting, states, windows, beside)
     except Int2Error as error:
         fatal(error)
     keep_plan(self, plan)

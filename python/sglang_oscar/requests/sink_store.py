@@ -70,6 +70,12 @@ class SinkStore:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def withdraw(self, block: int) -> None:
+        """Make a published block unfindable; those that read it keep it."""
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+
     def release(self, block: int) -> None:
         """Unpin a block once; it turns idle if published, free otherwise."""
         self._pins[block] -= 1

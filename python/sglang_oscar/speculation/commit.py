@@ -22,11 +22,13 @@ def around_move_accept_tokens(
     num_correct_drafts: torch.Tensor,
     token_to_kv_pool_allocator: Any,
 ) -> Any:
-    """Move rows, then windows, on the stream of the forward pass."""
+    """Move rows, then windows, on the stream of the forward pass; note whose logits count."""
     result = original(batch, accept_index, num_correct_drafts, token_to_kv_pool_allocator)
     cache = cache_of(token_to_kv_pool_allocator.get_kvcache())
     if cache is not None:
         tokens = len(batch.out_cache_loc) // len(batch.seq_lens)
+        if cache.logits is not None:
+            cache.logits.accept(accept_index)
         move_accepted(cache, batch.req_pool_indices.long(), batch.seq_lens.long(), accept_index.long(), tokens)
     return result
 

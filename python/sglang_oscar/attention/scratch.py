@@ -1,0 +1,75 @@
+"""How much decode and verification take beside the cache: known before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from oscar_kernels.cache import LayerCache
+from oscar_kernels.format import LayerFormat
+from oscar_kernels.prepared import TERMS
+from sglang_oscar.attention import decode_choice
+from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.memory.scratch import Scratch
+
+
+def scratch(
+    geometry: Geometry,
+    setting: decode_choice.Setting,
+    device: str,
+    dtype: torch.dtype,
+    q_heads: int,
+    page_size: int,
+    context: int,
+    drafts: int,
+    ranks: int,
+    short_chunks: bool,
+) -> Scratch:
+    """What GPU kernels take.
+
+    Args:
+        geometry: of the cache on this rank.
+        setting: which kernel decodes.
+        device: where the cache will be.
+        dtype: of queries, keys and values, bfloat16 or float16.
+        q_heads: query heads on this rank.
+        page_size: tokens of a page.
+        context: tokens of a request at most.
+        drafts: new tokens of a request that are verified at once; 0 without speculation.
+        ranks: that attention is split over; steps are filled up to a multiple of them.
+        short_chunks: whether the decode kernel reads prefixes of short chunks, too.
+    """
+    kinds = without_rows(geometry, device)
+
+    def partial_bytes(requests: int) -> int:
+        batch = -(-requests // ranks) * ranks
+        return 4 * decode_choice.workspace_numel(setting, kinds, page_size, q_heads, dtype, batch, short_chunks, drafts)
+
+    # See DecodeTables: a page table, four numbers, and two slots and a word for every new token.
+    tables = 4 * -(-context // page_size) + 16 + 24 * max(drafts, 1)
+    return Scratch(partial_bytes, tables, matrix_bytes(geometry.formats, dtype))
+
+
+def without_rows(geometry: Geometry, device: str) -> list[LayerCache]:
+    """A cache that holds nothing for every kind of rows."""
+    rows = torch.empty(0, dtype=torch.uint8, device=device)
+    window = torch.empty(0, dtype=geometry.window_dtype, device=device)
+    kinds = dict.fromkeys((layer.key_layout, layer.value_layout) for layer in geometry.formats.values())
+    return [LayerCache(*kind, geometry.windows, rows, rows, *[window] * 4) for kind in kinds]
+
+
+def matrix_bytes(formats: Mapping[int, LayerFormat], dtype: torch.dtype) -> int:
+    """Bytes of the matrices of all layers: in float32, in terms of 16 bits, and in those once more in the order of the
+    CUDA kernel. Where the weights have absorbed those of values it is less.
+    """
+    terms = 2 * TERMS.get(dtype, max(TERMS.values()))
+    total = 0
+    for layer in formats.values():
+        for side in (layer.key.transform, layer.value.transform):
+            own = [x for x in (side.matrix, side.dual) if x is not None]
+            total += sum(x.numel() * (4 + 2 * terms) for x in own)
+            total += 0 if side.center is None else 8 * side.center.numel()  # in either basis
+        if (value := layer.value.transform.matrix) is not None:
+            total += value.numel() * (4 + terms)  # what outputs are multiplied by
+    return total

@@ -1,0 +1,58 @@
+"""Which requests of a forward pass came out as NaN, without waiting for it: one logit of every row goes to the host.
+
+A hidden state that is no number makes every logit of its token one, so one column says it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class LogitsColumn:
+    """One logit of every row of a forward pass, on its way to the host.
+
+    ``logits`` [rows]; ``tokens`` of a request are rows side by side, more than one in verification. ``accepted`` int64
+    [batch, path] are rows of accepted tokens, -1 behind the last one; None for the first ones of a request. ``ready``
+    is recorded behind the copies; None on a CPU.
+    """
+
+    logits: torch.Tensor
+    tokens: int
+    accepted: torch.Tensor | None = None
+    ready: torch.cuda.Event | None = None
+
+    def accept(self, accepted: torch.Tensor) -> None:
+        """Note which rows of a verification count, on the stream of the forward pass."""
+        self.accepted, self.ready = to_host(accepted)
+
+    def broken(self, lengths: list[int]) -> list[int]:
+        """Requests of which a row that counts is NaN.
+
+        Args:
+            lengths: accepted tokens of every request of the batch, 1 outside of verification.
+        """
+        if self.ready is not None:
+            self.ready.synchronize()
+        nan = self.logits.isnan()
+        if not bool(nan.any()):
+            return []
+        if self.accepted is None:
+            counts = torch.arange(self.tokens) < torch.tensor(lengths)[:, None]
+            rows = nan[: counts.numel()].view(counts.shape)
+        else:
+            counts = self.accepted[: len(lengths)] >= 0
+            rows = nan[self.accepted[: len(lengths)].clamp(min=0).long()]
+        return (counts & rows).any(1).nonzero().flatten().tolist()
+
+
+def to_host(x: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and what says that it has arrived."""
+    copy = x.clone().to("cpu", non_blocking=True)
+    if not x.is_cuda:
+        return copy, None
+    ready = torch.cuda.Event()
+    ready.record()
+    return copy, ready

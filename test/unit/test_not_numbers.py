@@ -1,0 +1,91 @@
+"""Which requests came out as NaN, and what becomes of them; without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_lifecycle import SINK, admit, finish, make_cache, request
+
+from sglang_oscar.requests import not_numbers
+from sglang_oscar.requests.logits_column import LogitsColumn
+
+NAN = float("nan")
+
+
+def rows(*broken: int, of: int = 6) -> torch.Tensor:
+    logits = torch.zeros(of)
+    logits[list(broken)] = NAN
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("column", "lengths", "broken"),
+    [
+        (LogitsColumn(rows(), 1), [1] * 6, []),
+        # A graph's batch is padded: what lies behind the requests is nobody's.
+        (LogitsColumn(rows(1, 5), 1), [1] * 4, [1]),
+        # Chains: the first ones are accepted. Trees: whichever.
+        (LogitsColumn(rows(2, 4), 3), [2, 2], [1]),
+        (LogitsColumn(rows(2, 4), 3, torch.tensor([[0, 2, -1], [3, -1, -1]])), [2, 1], [0]),
+    ],
+)
+def test_rows_that_count(column: LogitsColumn, lengths: list[int], broken: list[int]) -> None:
+    assert column.broken(lengths) == broken
+
+
+def test_what_is_noted_is_not_changed_later() -> None:
+    """SGLang replaces NaN in the logits before it samples."""
+    cache = make_cache()
+    logits = torch.zeros(2, 5)
+    logits[1] = NAN
+    batch = SimpleNamespace(batch_size=2, forward_mode=SimpleNamespace(is_target_verify=lambda: False))
+    not_numbers.note(cache, batch, SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits)))
+    logits.zero_()
+    assert cache.logits is not None
+    assert cache.logits.broken([1, 1]) == [1]
+
+
+def process(cache: Any, *requests: Any, broken: list[int]) -> None:
+    """What SGLang's scheduler does with the result of a step, as far as it concerns us."""
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(req_to_token_pool=cache.req_to_token_pool))
+    batch, result = SimpleNamespace(reqs=list(requests)), SimpleNamespace(copy_done=None)
+    cache.logits = LogitsColumn(rows(*broken, of=len(requests)), 1)
+    not_numbers.after_run_batch(result, scheduler, batch)
+    assert cache.logits is None
+    not_numbers.before_process_batch_result(scheduler, batch, result)
+
+
+def running(first: int, **fields: Any) -> Any:
+    state = {"finished": lambda: False, "is_retracted": False, "inflight_middle_chunks": 0, "to_finish": None}
+    return request(first, **state | {"skip_radix_cache_insert": False} | fields)
+
+
+def test_a_broken_request_ends_and_leaves_nothing() -> None:
+    """Its sink block was published when its prompt was taken in; the next one that begins alike computes it anew."""
+    cache = make_cache()
+    good, bad = running(1), running(2)
+    admit(cache, good, bad)
+    process(cache, good, bad, broken=[1])
+    assert good.to_finish is None
+    assert "not a number" in bad.to_finish.message
+    assert bad.to_finish.status_code == 500
+    assert bad.skip_radix_cache_insert
+    finish(cache, good)
+    finish(cache, bad)
+    assert admit(cache, running(1, hit=SINK)) == []
+    assert len(admit(cache, running(2, hit=SINK))) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"finished": lambda: True}, {"is_retracted": True}, {"inflight_middle_chunks": 1}], ids=str
+)
+def test_who_is_left_alone(fields: dict[str, Any]) -> None:
+    """Finished, retracted, or in the middle of its prompt: its last chunk sees what this one does."""
+    cache = make_cache()
+    req = running(1, **fields)
+    admit(cache, req)
+    process(cache, req, broken=[0])
+    assert req.to_finish is None
