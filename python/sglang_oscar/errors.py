@@ -16,6 +16,10 @@ class Int2Error(ValueError):
     """Int2 mode cannot run as configured. The message is a single line meant for the operator."""
 
 
+class ImpossibleRequestError(RuntimeError):
+    """A request is in a state that nothing should have let it come to. It is ended; others go on."""
+
+
 def malformed(error: ValidationError, env: Mapping[str, str]) -> Int2Error:
     """The first fault of settings whose aliases are the environment variables that they were read from."""
     first = error.errors()[0]

@@ -29,7 +29,9 @@ RECENT_IMPORTS = {
 
 ATTRIBUTES: dict[str, str] = {
     "managers.schedule_batch.Req": "extra_key origin_input_ids output_ids input_embeds positional_embed_overrides "
-    "skip_radix_cache_insert rid _compute_max_prefix_len",
+    "skip_radix_cache_insert rid _compute_max_prefix_len to_finish finished is_retracted inflight_middle_chunks",
+    "managers.scheduler.Scheduler": "tree_cache",
+    "managers.utils.GenerationBatchResult": "copy_done accept_lens",
     "managers.schedule_batch.ScheduleBatch": "reqs req_to_token_pool seq_lens_cpu",
     "mem_cache.memory_pool.ReqToTokenPool": "req_to_token",
     "mem_cache.memory_pool.MHATokenToKVPool": "size page_size device k_buffer v_buffer memory_saver_adapter "

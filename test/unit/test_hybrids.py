@@ -15,6 +15,8 @@ from sglang.srt.layers.attention import attention_registry
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
+from sglang_oscar.attention.backend import OscarAttentionBackend
+from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.hybrids import known_name, refusals, tracking
 from sglang_oscar.hybrids.kept_windows import KeptWindows
 from sglang_oscar.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
@@ -23,6 +25,7 @@ from sglang_oscar.memory.cached_layers import cached_layer_ids
 from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.side_buffers import SideBuffers
+from sglang_oscar.requests.row_tables import RowTables
 from sglang_oscar.sliding_windows import attention
 
 WINDOWS = Windows(sink=4, recent=8, ring=8)
@@ -113,11 +116,9 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
             sinks[:, block, position] = position + 1
     cache: Any = SimpleNamespace(
         kept=kept,
-        rows=SimpleNamespace(sink_block=torch.zeros(3, dtype=torch.int64)),
+        rows=SimpleNamespace(sink_block=torch.tensor([0, block, 0])),
         plan=SimpleNamespace(geometry=SimpleNamespace(windows=WINDOWS)),
     )
-    # Assignments of this batch reach the device only now.
-    cache.rows.upload = lambda: cache.rows.sink_block.__setitem__(row, block)
     batch = SimpleNamespace(
         mamba_track_mask=torch.tensor([kept_too]),
         mamba_track_indices=torch.tensor([slot]),
@@ -248,3 +249,23 @@ def test_blackwell_takes_the_name_that_we_give() -> None:
     sets = re.findall(r"(?:allowed|HYBRID_GDN_SM100_BACKENDS) = \{([^}]*)\}", inspect.getsource(attention_registry))
     assert len(sets) == 2
     assert all(f'"{known_name.KNOWN}"' in names for names in sets)
+
+
+def test_rows_are_uploaded_once_for_a_batch() -> None:
+    """Uploads count batches (``RowTables.may_be_written``), also where windows are kept beside states."""
+    rows, no = RowTables(3, "cpu"), lambda: False
+    backend: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
+    backend._refilled, backend.kernels = None, TorchKernels()
+    backend.cache = SimpleNamespace(
+        kept=SimpleNamespace(restore=lambda: None), rows=rows, page_size=16,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, 32, dtype=torch.int32)),
+        plan=SimpleNamespace(geometry=SimpleNamespace(windows=WINDOWS)),
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=no, is_decode=no, is_target_verify=no), mamba_track_mask=None,
+        mamba_track_seqlens=None, req_pool_indices=torch.tensor([1]), extend_seq_lens=torch.tensor([3]),
+        extend_seq_lens_cpu=[3], extend_prefix_lens=torch.tensor([0]), extend_prefix_lens_cpu=[0],
+        positions=torch.arange(3),
+    )  # fmt: skip
+    backend.init_forward_metadata(batch)
+    assert rows._uploads == 1

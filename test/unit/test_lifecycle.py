@@ -99,10 +99,29 @@ def test_a_block_that_may_not_be_shared_is_refilled_for_each() -> None:
     assert len({refill.block for refill in found}) == 2
 
 
-def test_a_hit_whose_tokens_are_unknown_is_an_error() -> None:
-    """The cap on hits rules it out."""
-    with pytest.raises(RuntimeError, match="sink tokens are not known"):
-        admit(make_cache(), request(1, hit=SINK, input_embeds=[[0.0]]))
+def test_a_hit_whose_tokens_are_unknown_is_ended() -> None:
+    """The cap on hits rules it out. The others of its batch go on."""
+    cache, bad, good = make_cache(), request(1, hit=SINK, input_embeds=[[0.0]]), request(2)
+    assert admit(cache, bad, good) == []
+    assert "sink tokens are not known" in bad.to_finish.message
+    assert bad.skip_radix_cache_insert
+    assert not hasattr(good, "to_finish")
+    assert (cache.rows.block_of(bad.req_pool_idx), len(cache.sinks._pins)) == (0, 1)
+    finish(cache, bad)
+    finish(cache, good)
+    assert not cache.sinks._pins
+
+
+def test_a_request_without_a_block_is_ended() -> None:
+    """Sizes rule it out."""
+    cache = make_cache(blocks=2)
+    first, second = request(1), request(2)
+    admit(cache, first, second)
+    assert not hasattr(first, "to_finish")
+    assert "all 1 sink blocks are pinned" in second.to_finish.message
+    finish(cache, second)
+    finish(cache, first)
+    assert admit(cache, request(3)) == []
 
 
 class Kept:
@@ -130,8 +149,10 @@ def test_a_hit_of_a_hybrid_model_gets_what_lies_beside_its_state() -> None:
     assert kept.rings == [("slot 32", rows[0]), ("slot 4", rows[1])]
     assert kept.sinks == [("slot 32", cache.rows.block_of(rows[0]))]
     assert [cache.rows._pending[row][0] for row in (*rows, fresh.req_pool_idx)] == [24, 0, 0]
-    with pytest.raises(RuntimeError, match="no state to go on from"):
-        admit(make_hybrid(), request(3, hit=SINK, mamba_cow_src_index=None))
+    lost, hybrid = request(3, hit=SINK, mamba_cow_src_index=None), make_hybrid()
+    admit(hybrid, lost)
+    assert "no state to go on from" in lost.to_finish.message
+    assert not hybrid.sinks._pins
 
 
 def make_hybrid() -> Int2Cache:

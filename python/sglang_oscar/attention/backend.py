@@ -107,6 +107,7 @@ class OscarAttentionBackend(AttentionBackend):
             tables = DecodeTables(self.cache, forward_batch.batch_size, longest, self.new_tokens)
             self.batch = tables.fill(forward_batch, longest)
         else:
+            self.cache.rows.upload()
             kept = tracking.keep_chunk(self.cache, forward_batch)
             batch = extend_batch(self.cache, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept)

@@ -136,9 +136,8 @@ def extend_batch(cache: Int2Cache, forward_batch: Any) -> Batch:
     """Tables for a chunk of new tokens per request.
 
     The chunk is attended to before it is stored, so the tables describe the cache without it. Of a chunk longer
-    than the ring only the newest tokens go there: older ones would share their slots.
+    than the ring only the newest tokens go there: older ones would share their slots. Rows have been uploaded.
     """
-    cache.rows.upload()
     rows = forward_batch.req_pool_indices.long()
     extend_lens: list[int] = forward_batch.extend_seq_lens_cpu
     prefix_lens: list[int] = forward_batch.extend_prefix_lens_cpu

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import cache_of
 
@@ -17,6 +19,9 @@ def before_offload(self: Any, req_to_token_pool: Any, token_to_kv_pool_allocator
     """Keep the recent window of a request that loses its row."""
     cache = cache_of(req_to_token_pool)
     if cache is not None:
+        if cache.side.ring.is_cuda:
+            # The step under way writes to the ring on another stream. SGLang waits for it a moment later, too.
+            torch.cuda.synchronize()
         setattr(self, _ATTRIBUTE, cache.side.row_of_ring(releases.row(self)).to("cpu", copy=True))
 
 

@@ -16,7 +16,7 @@ from sglang_oscar.memory.cache import Int2Cache
 
 
 def keep_chunk(cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
-    """Begin to keep windows behind a token of each chunk, before the chunk is stored.
+    """Begin to keep windows behind a token of each chunk, before the chunk is stored and once rows are uploaded.
 
     What lies before the chunk is copied now. The chunk's own tokens up to that token are stored a second time by every
     layer.
@@ -27,7 +27,6 @@ def keep_chunk(cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
     kept = cache.kept
     if kept is None:
         return None
-    cache.rows.upload()
     kept.restore()
     mask = forward_batch.mamba_track_mask
     if mask is None or forward_batch.mamba_track_seqlens is None:

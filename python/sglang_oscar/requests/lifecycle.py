@@ -10,8 +10,10 @@ from typing import Any
 
 from sglang_oscar import settings
 from sglang_oscar.attach import releases
+from sglang_oscar.errors import ImpossibleRequestError
 from sglang_oscar.hybrids.layers import serves_hybrid
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.requests.ending import end
 
 
 def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int | None:
@@ -45,8 +47,8 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     result = original(batch)
     for req, block in zip(fresh, blocks, strict=True):
         prefix, kept = releases.prefix_tokens(req), 0
-        if cache.kept is not None and prefix:
-            cache.kept.restore_ring(state_of(req), releases.row(req))
+        if cache.kept is not None and prefix and (state := known_state(req)) is not None:
+            cache.kept.restore_ring(state, releases.row(req))
             kept = cache.plan.geometry.windows.recent
         cache.rows.assign(releases.row(req), ring_start=max(prefix - kept, 0), sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
@@ -57,10 +59,8 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
 def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
     """Sink blocks for requests about to gain a row; those of prefix hits whose block is gone are queued for refilling.
 
-    Shared blocks are pinned first: a private one may be had by evicting any block that nobody pins.
-
-    Raises:
-        RuntimeError: a request without a sink has a prefix hit, which the cap on hits rules out.
+    Shared blocks are pinned first: a private one may be had by evicting any block that nobody pins. A request that
+    cannot have one gets the dummy block, and is ended.
     """
     if cache.plan.geometry.windows.sink == 0:
         return [0] * len(fresh)
@@ -70,7 +70,11 @@ def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
     ]
     for index, (req, hit) in enumerate(zip(fresh, hits, strict=True)):
         if blocks[index] is None:
-            blocks[index] = acquire_refilled(cache, req) if hit else cache.sinks.acquire_private()
+            try:
+                blocks[index] = acquire_refilled(cache, req) if hit else cache.sinks.acquire_private()
+            except ImpossibleRequestError as error:
+                blocks[index] = 0
+                end(req, str(error))
     return blocks  # type: ignore[return-value]
 
 
@@ -78,11 +82,20 @@ def state_of(req: Any) -> Any:
     """The state slot that a hybrid model's request with a prefix hit goes on from.
 
     Raises:
-        RuntimeError: SGLang does not say.
+        ImpossibleRequestError: SGLang does not say.
     """
     if (slot := releases.state_source(req)) is None:
-        raise RuntimeError(f"request {req.rid} has a prefix hit, but no state to go on from")
+        raise ImpossibleRequestError("a prefix hit, but no state to go on from")
     return slot
+
+
+def known_state(req: Any) -> Any:
+    """:func:`state_of`; None for a request that is ended because there is none."""
+    try:
+        return state_of(req)
+    except ImpossibleRequestError as error:
+        end(req, str(error))
+        return None
 
 
 def acquire_refilled(cache: Int2Cache, req: Any) -> int:
@@ -90,18 +103,19 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
     a hybrid model, else what it computes again.
 
     Raises:
-        RuntimeError: the request has no sink that could be computed.
+        ImpossibleRequestError: the request has no sink that could be computed.
     """
     ids, key = cache.sink_ids(req), cache.sink_key(req)
     if ids is None:
-        raise RuntimeError(f"request {req.rid} has a prefix hit, but its sink tokens are not known")
+        raise ImpossibleRequestError("a prefix hit, but its sink tokens are not known")
     if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
         return block  # queued a moment ago for a request that begins alike
+    state = None if cache.kept is None else state_of(req)
     block = cache.sinks.acquire_private()
     if cache.kept is None:
         cache.refills.add(block, ids, cache.sink_images(req))
     else:
-        cache.kept.restore_sink(state_of(req), block)
+        cache.kept.restore_sink(state, block)
     if key is not None:
         cache.sinks.publish(block, key)
     return block

@@ -6,15 +6,12 @@ What came out is read when SGLang reads the sampled tokens, and before it gives 
 
 from __future__ import annotations
 
-import logging
-from http import HTTPStatus
 from typing import Any
 
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.requests.ending import end
 from sglang_oscar.requests.logits_column import LogitsColumn, to_host
-
-logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "oscar_logits"
 
@@ -49,21 +46,19 @@ def before_process_batch_result(self: Any, batch: Any, result: Any, *args: Any, 
             result.copy_done.synchronize()
         lengths = result.accept_lens.tolist()
     for index in column.broken(lengths):
-        end(cache, batch.reqs[index])
+        if not goes_on(batch.reqs[index]):
+            end(batch.reqs[index], "the model's output is not a number (NaN)")
+            withdraw_sink(cache, batch.reqs[index])
 
 
-def end(cache: Int2Cache, req: Any) -> None:
-    """Abort a request, and keep what it has computed to itself.
-
-    One whose prompt is still being computed, chunk by chunk, goes on: its last chunk sees what this one does.
+def goes_on(req: Any) -> bool:
+    """Whether a request is left alone: it is over, or its prompt is still being computed, chunk by chunk. Then its last
+    chunk sees what this one does.
     """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    return bool(req.finished() or req.is_retracted or req.inflight_middle_chunks > 0)
 
-    if req.finished() or req.is_retracted or req.inflight_middle_chunks > 0:
-        return
-    text = "the model's output is not a number (NaN), so the request was ended; what it computed is not kept"
-    req.to_finish = FINISH_ABORT(text, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
-    req.skip_radix_cache_insert = True
+
+def withdraw_sink(cache: Int2Cache, req: Any) -> None:
+    """Let nobody else find the request's sink block."""
     if block := cache.rows.block_of(releases.row(req)):
         cache.sinks.withdraw(block)
-    logger.error("int2 request %s: %s", req.rid, text)

@@ -49,7 +49,10 @@ class RowTables:
         self._block_of_row.clear()
 
     def upload(self) -> None:
-        """Send queued changes to the device on the current stream, without waiting for it. Once per batch."""
+        """Send queued changes to the device on the current stream, without waiting for it.
+
+        Once per batch, as :meth:`may_be_written` counts batches by it: the backend does it before it builds tables.
+        """
         self._uploads += 1
         if not self._pending:
             return

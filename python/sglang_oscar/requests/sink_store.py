@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from sglang_oscar.errors import ImpossibleRequestError
+
 
 class SinkStore:
     """Blocks 1..num_blocks-1; block 0 is a dummy that padded rows of a CUDA graph write to.
@@ -51,14 +53,14 @@ class SinkStore:
         """Pin a block for a request that will fill it, evicting the least recently used idle one if need be.
 
         Raises:
-            RuntimeError: every block is pinned, which the sizing of the store rules out.
+            ImpossibleRequestError: every block is pinned, which the sizing of the store rules out.
         """
         if self._free:
             block = self._free.pop()
         else:
             key = next((key for key, block in self._block_of.items() if block not in self._pins), None)
             if key is None:
-                raise RuntimeError(f"all {self.num_blocks - 1} sink blocks are pinned by running requests")
+                raise ImpossibleRequestError(f"all {self.num_blocks - 1} sink blocks are pinned by running requests")
             block = self._block_of.pop(key)
             del self._key_of[block]
         self._pins[block] = 1
