@@ -24,6 +24,7 @@ from oscar_kernels.cache import BatchTables, Copies, StoreSlots, Windows
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
+from oscar_kernels.triton.broken_rows import zero_broken_rows_
 from oscar_kernels.triton.decode import decode, verify
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.finite import make_values_finite_
@@ -99,6 +100,7 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)
     make_values_finite_(k, k.clone())
+    zero_broken_rows_(torch.zeros(2, 5))
     scale_by_sinks_(q.clone(), lse, lse[0].bfloat16(), q, torch.zeros(shape.kv_heads, shape.head_dim), 1.0)
     spans = torch.zeros(1, dtype=torch.int32)
     copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), k.clone())

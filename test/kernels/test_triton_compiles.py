@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = """
-_fill_decode_tables _finite_kernel _merge_states_kernel _prefix_kernel _rotate_kernel _sinks_kernel
+_broken_rows_kernel _fill_decode_tables _finite_kernel _merge_states_kernel _prefix_kernel _rotate_kernel _sinks_kernel
 _store_kernel decode_kernel extend_kernel merge_kernel
 """
 

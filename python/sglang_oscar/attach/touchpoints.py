@@ -41,7 +41,6 @@ WORKER = SRT + "managers.tp_worker.BaseTpWorker."
 RUNNER = SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
 UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 DRAFTS = SRT + "speculative.draft_utils.DraftBackendFactory."
-SCHEDULER = SRT + "managers.scheduler.Scheduler."
 REQUEST = SRT + "managers.schedule_batch.Req."
 DECODE = SRT + "disaggregation.decode."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND

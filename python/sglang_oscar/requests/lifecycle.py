@@ -110,7 +110,7 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
         raise ImpossibleRequestError("a prefix hit, but its sink tokens are not known")
     if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
         return block  # queued a moment ago for a request that begins alike
-    state = None if cache.kept is None else state_of(req)
+    state: Any = None if cache.kept is None else state_of(req)
     block = cache.sinks.acquire_private()
     if cache.kept is None:
         cache.refills.add(block, ids, cache.sink_images(req))

@@ -48,11 +48,28 @@ class LogitsColumn:
         return (counts & rows).any(1).nonzero().flatten().tolist()
 
 
+def take(logits: torch.Tensor, tokens: int) -> LogitsColumn:
+    """Begin to copy one logit of every row to the host, and zero rows of NaN: what samples them may stop the process.
+
+    Args:
+        logits: [rows, vocabulary], of a forward pass.
+        tokens: rows of a request.
+    """
+    if not logits.is_cuda:
+        column = logits[:, 0].clone()
+        logits[column.isnan()] = 0.0
+        return LogitsColumn(column, tokens)
+    from oscar_kernels.triton.broken_rows import zero_broken_rows_
+
+    column, ready = to_host(zero_broken_rows_(logits))
+    return LogitsColumn(column, tokens, ready=ready)
+
+
 def to_host(x: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """A copy on the host, and what says that it has arrived."""
-    copy = x.clone().to("cpu", non_blocking=True)
     if not x.is_cuda:
-        return copy, None
+        return x.clone(), None
+    copy = x.to("cpu", non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
     return copy, ready

@@ -10,20 +10,20 @@ from typing import Any
 
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.requests import metrics
 from sglang_oscar.requests.ending import end
-from sglang_oscar.requests.logits_column import LogitsColumn, to_host
+from sglang_oscar.requests.logits_column import LogitsColumn, take
 
 _ATTRIBUTE = "oscar_logits"
 
 
 def note(cache: Int2Cache, forward_batch: Any, output: Any) -> None:
-    """Begin to copy one logit of every row of a forward pass of the model."""
+    """Begin to look at the logits of a forward pass of the model."""
     logits = getattr(output.logits_output, "next_token_logits", None)
     if logits is None or logits.numel() == 0:
         return
     tokens = len(logits) // forward_batch.batch_size if forward_batch.forward_mode.is_target_verify() else 1
-    column, ready = to_host(logits[:, 0])
-    cache.logits = LogitsColumn(column, tokens, ready=ready)
+    cache.logits = take(logits, tokens)
 
 
 def after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,6 +48,7 @@ def before_process_batch_result(self: Any, batch: Any, result: Any, *args: Any, 
     for index in column.broken(lengths):
         if not goes_on(batch.reqs[index]):
             end(batch.reqs[index], "the model's output is not a number (NaN)")
+            metrics.count("broken_requests")
             withdraw_sink(cache, batch.reqs[index])
 
 
