@@ -3,13 +3,56 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from check_claims import ROOT, Claim
 
-WHOLE: tuple[str, ...] = ()
+README = "README.md"
+WHOLE = (README,)
 """Pages whose tables are claimed row by row."""
+
+SERVED = {
+    "| BF16 | 16 |": "bf16",
+    "| FP8 e4m3 | 8 |": "fp8",
+    "| **`focus`, keys 3 bits, values 2 (default)** | 2.78 |": "int2-focus-k3v2",
+    "| `focus`, 2 bits | 2.28 |": "int2-focus",
+    "| `plus`, 2 bits | 2.28 |": "int2",
+    "| OSCAR as published | 2.53 |": "int2-paper-g64",
+}
+"""Beginning of a row of README's first table -> the cache in the result of ``oscar prove``."""
+ACCURACY = {
+    "bf16": "BF16",
+    "fp8": "FP8 e4m3",
+    "fp8-scaled": "FP8 e4m3, scales by layer",
+    "int2-focus-3.0": "`focus`, `--bits 3.0`",
+    "int2-focus-k3v2": "**`focus`, `k3v2` (default)**",
+    "int2-focus-2.75": "`focus`, `--bits 2.75`",
+    "int2-focus-2.5": "`focus`, `--bits 2.5`",
+    "int2-2.5": "`plus`, `--bits 2.5`",
+    "int2-focus": "`focus`, `k2v2`",
+    "int2": "`plus`, `k2v2`",
+    "int2-paper-g64": "OSCAR as published, g64",
+    "int2-paper-g128": "OSCAR as published, g128",
+    "int2-quarot": "QuaRot, g128",
+}
+"""The same for the table of docs/accuracy.md, which has all caches."""
+SHAPES = {"1 x 100K": (1, 100_000), "8 x 32K": (8, 32_768), "32 x 32K": (32, 32_768), "32 x 100K": (32, 100_000)}
+ONE = "figure4", 1, 100_000
+"""Experiment, requests and tokens of a single request."""
+QUICKSTART = {
+    "BF16": ("BF16", None),
+    "**INT2, default**": ("INT2 (focus, k3v2)", 128),
+    "INT2, `plus`, 2 bits": ("INT2 (plus, k2v2)", 128),
+    "OSCAR INT2, as published": ("OSCAR INT2", 64),
+    "the same": ("OSCAR INT2", 128),
+    "QuaRot-INT2": ("QuaRot-INT2", 64),
+    "naive INT2": ("naive INT2", 64),
+}
+"""Rows of README's table of the quickstart -> method and group in the result."""
+BF16_KERNELS = "baseline_us", "fa3_us", "xqa_us"
+FP8_KERNELS = "flashinfer_fp8_us", "fa3_fp8_us", "xqa_fp8_us"
 
 
 @cache
@@ -18,6 +61,117 @@ def result(name: str) -> Any:
     return json.loads((ROOT / "benchmark" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def served() -> Iterator[Claim]:
+    """The real model behind servers."""
+    caches = {cache["name"]: cache for cache in result("h200_prove_qwen2.5_coder_1.5b")["caches"]}
+    for beginning, name in SERVED.items():
+        figures, bits = caches[name]["figures"], caches[name]["bits"]
+        files = figures["tasks"]["files"]
+        needles = figures["retrieval"]["tasks"]["needle"]["lengths"]["8192"]
+        asked = [files.get("gsm8k_test"), files.get("humaneval"), figures["recall"]["all"], needles]
+        rates = [rate["right"]["mean"] for rate in asked if rate]
+        cells = ["{}" if rate else "-" for rate in asked]
+        if name == "bf16":
+            kl, shown = [], "-"
+        else:
+            kl, shown = [figures["tail-kl"]["8192"]["kl"]["mean"]["mean"]], "{}"
+        bold = [f"**{cell}**" if "default" in beginning else cell for cell in cells]
+        text = " | ".join([beginning.removesuffix(" |"), *bold, shown, "{}"])
+        yield Claim(README, f"{text} |", (*rates, *kl, 16 / bits))
+
+
+def accuracy() -> Iterator[Claim]:
+    """The table of all caches of the real model: rates, and p where it is not below .001."""
+    for row in result("h200_prove_qwen2.5_coder_1.5b")["caches"]:
+        label = ACCURACY.get(row["name"])
+        if label is None:
+            continue
+        figures = row["figures"]
+        files = figures.get("tasks", {}).get("files", {})
+        asked = [files.get(name) for name in ("gsm8k_choose", "gsm8k_test", "humaneval")]
+        # A file that was not asked to its end is shown as "-".
+        asked = [rate if rate and rate["counts"]["asked"] == rate["questions"] else None for rate in asked]
+        asked.append(figures.get("recall", {}).get("all"))
+        cells, values = [f"| {label}", "{}"], [row["bits"]]
+        for rate in asked:
+            p = rate and rate.get("p_value")
+            shown = "" if p is None else " (<.001)" if p < 0.001 else " ({})"
+            cells.append("{}" + shown if rate else "-")
+            values += [rate["right"]["mean"]] if rate else []
+            values += [p] if "{}" in shown else []
+        needles = figures["retrieval"]["tasks"]["needle"]["lengths"].get("8192")
+        cells.append("{}")
+        values.append(needles["right"]["mean"])
+        for length in ("2048", "8192"):
+            cells.append("{}")
+            values.append(figures["tail-kl"][length]["kl"]["mean"]["mean"])
+        yield Claim("docs/accuracy.md", " | ".join(cells) + " |", tuple(values))
+
+
+def kernels() -> Iterator[Claim]:
+    """Attention of one layer, the fastest stock kernel of two runs."""
+    own, third = (
+        {(row["batch"], row["length"]): row for row in result(f"h200_kernels_decode_{name}")["rows"]}
+        for name in ("stock", "xqa")
+    )
+    for label, shape in SHAPES.items():
+        bf16, fp8 = (
+            min(run[shape][name] for run in (own, third) for name in names if name in run[shape])
+            for names in (BF16_KERNELS, FP8_KERNELS)
+        )
+        three, two = own[shape]["cuda:k3v2_us"], own[shape]["cuda_us"]
+        yield Claim(README, f"| {label} | {{}} | {{}} | {{}} | {{}} | {{}} |", (bf16, fp8, three, two, fp8 / three))
+    shares = [100 * row["cuda_of_limit"] for row in result("h200_kernels_decode")["rows"]]
+    yield Claim(README, "With two bits that is {} to {}% of the speed", (min(shares), max(shares)))
+    verify = result("h200_kernels_verify")
+    of_limit = [
+        100 * share(verify["read_bandwidth_gb_s"], row["batch"], row["length"], row["one"])
+        for batch in (1, 8)
+        for heads in ("96x8", "48x8")
+        for row in verify["rows"]
+        if (row["heads"], row["batch"], row["length"]) == (heads, batch, 100_000)
+    ]
+    yield Claim(
+        README,
+        "With 96 and 48 query heads it is {} and {}% for one request of 100K, {} and {}% for eight",
+        tuple(of_limit),
+    )
+
+
+def share(bandwidth: float, batch: int, length: int, us: float) -> float:
+    """Part of ``bandwidth`` in GB/s at which two bits of 8 kv heads of 128 channels are read, windows in 16 bits."""
+    window, row, exact = 320, 8 * 72, 8 * 128 * 4
+    return batch * ((length - window) * row + window * exact) / us / 1e3 / bandwidth
+
+
+def servers() -> Iterator[Claim]:
+    """Whole servers."""
+    full = result("h200_serving_throughput_full_qwen3_8b")
+    full = [full[name][0] for name in ("fa3", "xqa_fp8", "int2")]
+    bits = result("h200_serving_throughput_bits_qwen3_8b")
+    many = [next(row for row in bits[name] if row["requests"] == 128) for name in ("k3v2", "int2")]
+    for text, rows in (
+        ("| as many requests of 16K as fit | {} ({}) | {} ({}) | - | {} ({}) |", full),
+        ("| 128 requests of 16K | does not fit | does not fit | {} ({}) | {} ({}) |", many),
+    ):
+        yield Claim(README, text, tuple(row[key] for row in rows for key in ("tokens_per_s", "running")))
+    paper = result("h200_paper_qwen3_8b")["rows"]
+    speed = [
+        next(row["U"] for row in paper[name] if (row["experiment"], row["requests"], row["prompt"]) == ONE)
+        for name in ("fa3", "fa3_fp8", "int2")
+    ]
+    yield Claim(README, "| one request behind 100K | {} | {} | - | {} |", tuple(speed))
+
+
+def quickstart() -> Iterator[Claim]:
+    """The table of the quickstart on two CPU cores."""
+    rows = {(row["method"], row["group"]): row for row in result("cpu_quickstart")["rows"]}
+    for label, key in QUICKSTART.items():
+        row, cell = rows[key], "**{}**" if "default" in label else "{}"
+        text = f"| {label} | {key[1] or '-'} | {{}} | {cell} | {cell} | {{}} M |"
+        yield Claim(README, text, (row["bits"], *row["exact"].values(), row["kv_tokens"] / 1e6))
+
+
 def all_claims() -> list[Claim]:
     """Every claim."""
-    return []
+    return [claim for claims in (served, accuracy, kernels, servers, quickstart) for claim in claims()]

@@ -14,17 +14,27 @@ from typing import Any
 
 from accuracy_figures import draw_accuracy, draw_bits, models_to_draw
 from figures import new_figure, save
+from served_figure import draw_served
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmark" / "results", ROOT / "docs" / "figures"
 
 DECODE, BOUND = "h200_kernels_decode_stock.json", "h200_serving_decode_qwen3_8b.json"
+DECODE_XQA = "h200_kernels_decode_xqa.json"
+"""The same shapes on the same kind of card, with the third stock kernel."""
+STOCK = {"BF16": ("baseline_us", "fa3_us", "xqa_us"), "FP8": ("flashinfer_fp8_us", "fa3_fp8_us", "xqa_fp8_us")}
+"""Stock kernels by cache; the fastest is drawn."""
 SERVING, CONTEXTS = "h200_paper_qwen3_8b.json", "figure4"
 """One request by context, every cache in one run; the experiment is the paper's."""
 BATCH = 32
 """Requests of the attention panel."""
 MEMORY, BF16_TOKEN_BYTES = "h200_memory_qwen3_8b.json", 2 * 36 * 8 * 128 * 2
 """Keys and values of a token of Qwen3-8B in 16 bits: 36 layers, 8 kv heads of 128."""
+
+
+def read(path: Path) -> Any:
+    """A result file."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def draw_speed(folder: Path, path: Path) -> None:
@@ -34,18 +44,20 @@ def draw_speed(folder: Path, path: Path) -> None:
         folder: of results.
         path: the figure.
     """
-    decode = json.loads((folder / DECODE).read_text(encoding="utf-8"))
-    serving = json.loads((folder / SERVING).read_text(encoding="utf-8"))["rows"]
-    bounds = json.loads((folder / BOUND).read_text(encoding="utf-8"))["rows"]
+    decode, serving, bounds = read(folder / DECODE), read(folder / SERVING)["rows"], read(folder / BOUND)["rows"]
     figure = new_figure()
     left, right = figure.subplots(1, 2)
     rows = [row for row in decode["rows"] if row["batch"] == BATCH]
     lengths = [row["length"] / 1000 for row in rows]
-    lines = ("baseline_us", "BF16"), ("fa3_fp8_us", "FP8"), ("cuda:k4v2_us", "K4V2"), ("cuda:k3v2_us", "K3V2")
-    for key, style in (*lines, ("cuda_us", "INT2"), ("limit_us", "bound")):
+    third = {(row["batch"], row["length"]): row for row in read(folder / DECODE_XQA)["rows"]}
+    for cache, kernels in STOCK.items():
+        both = [(row, third[row["batch"], row["length"]]) for row in rows]
+        fastest = [min(one[key] for one in pair for key in kernels if key in one) for pair in both]
+        left.plot(lengths, fastest, **STYLES[cache])
+    for key, style in (("cuda:k4v2_us", "K4V2"), ("cuda:k3v2_us", "K3V2"), ("cuda_us", "K2V2"), ("limit_us", "bound")):
         left.plot(lengths, [row[key] for row in rows], **STYLES[style])
     left.set_title(f"Attention of one layer, {BATCH} requests, microseconds")
-    for cache, label in (("fa3", "BF16"), ("fa3_fp8", "FP8"), ("int2", "INT2")):
+    for cache, label in (("fa3", "BF16"), ("fa3_fp8", "FP8"), ("int2", "K2V2")):
         rows = [row for row in serving[cache] if row["experiment"] == CONTEXTS and row["requests"] == 1]
         right.plot([row["prompt"] / 1000 for row in rows], [1000 / row["U"] for row in rows], **STYLES[label])
     lengths = [row["length"] / 1000 for row in bounds]
@@ -69,7 +81,7 @@ def draw_memory(folder: Path, path: Path) -> None:
         folder: of results.
         path: the figure.
     """
-    results = json.loads((folder / MEMORY).read_text(encoding="utf-8"))
+    results = read(folder / MEMORY)
     row = results["rows"][0]
     tokens = row["account_gib"] * 2**30 / BF16_TOKEN_BYTES
     figure = new_figure(height=2.6)
@@ -93,12 +105,12 @@ def draw_memory(folder: Path, path: Path) -> None:
 
 
 STYLES: dict[str, dict[str, Any]] = {
-    "BF16": {"label": "BF16, stock SGLang", "color": "#34495e", "marker": "s"},
-    "FP8": {"label": "FP8, stock SGLang (FlashAttention-3)", "color": "#7f8c8d", "marker": "D"},
+    "BF16": {"label": "BF16, SGLang's fastest kernel", "color": "#34495e", "marker": "s"},
+    "FP8": {"label": "FP8, SGLang's fastest kernel", "color": "#7f8c8d", "marker": "D"},
     "K4V2": {"label": "keys in 4 bits, values in 2", "color": "#8e44ad", "marker": "^"},
-    "K3V2": {"label": "keys in 3 bits, values in 2", "color": "#2471a3", "marker": "v"},
-    "INT2": {"label": "INT2", "color": "#c0392b", "marker": "o"},
-    "bound": {"label": "INT2, its bytes at the card's read bandwidth", "color": "#c0392b", "linestyle": ":"},
+    "K3V2": {"label": "keys in 3 bits, values in 2 (default)", "color": "#2471a3", "marker": "v"},
+    "K2V2": {"label": "keys and values in 2 bits", "color": "#c0392b", "marker": "o"},
+    "bound": {"label": "2 bits, their bytes at the card's read bandwidth", "color": "#c0392b", "linestyle": ":"},
 }
 
 
@@ -108,9 +120,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results")
     parser.add_argument("--out", type=Path, default=FIGURES, help="folder of figures")
     args = parser.parse_args(argv)
-    drawn = [args.out / f"{name}.svg" for name in ("speed", "memory")]
-    draw_speed(args.results, drawn[0])
-    draw_memory(args.results, drawn[1])
+    drawn = [args.out / f"{name}.svg" for name in ("speed", "memory", "served")]
+    for draw, path in zip((draw_speed, draw_memory, draw_served), drawn, strict=True):
+        draw(args.results, path)
     for number, measured in enumerate(models_to_draw(args.results)):
         # The first is the README's; of the others each has a figure by its name.
         name = "accuracy" if number == 0 else f"accuracy_{measured.name.split('-')[0].lower()}"
