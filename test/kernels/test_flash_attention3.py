@@ -21,6 +21,8 @@ from test_ragged_extend import JOINED, LIMITS, SHAPES, TorchRagged
 from oscar_kernels import extend_plan
 from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import Limits
+from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.finite import make_values_finite_
 from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.flash_attention3 import FlashAttention3, missing
 
@@ -71,6 +73,23 @@ def test_cut_keys_and_no_prefix(device: torch.device, monkeypatch: pytest.Monkey
     monkeypatch.setattr(extend_plan, "MIN_PIECE", 16)
     check(make(Shape(), [150, 0, 3, 90], [64, 70, 64, 65], device), device, replace(LIMITS, capacity=1000))
     check(make(Shape(), [0, 0], [70, 1], device), device)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("limits", [LIMITS, JOINED], ids=["apart", "joined"])
+def test_a_value_that_is_no_number_stays_with_its_request(limits: Limits, device: torch.device) -> None:
+    """Its rows follow those of another one, and tiles of keys reach across."""
+    case = make(Shape(gqa=4, kv_heads=2, head_dim=128, group=128), [100, 70], [9, 5], device)
+
+    def run() -> torch.Tensor:
+        make_values_finite_(case.k, case.v)
+        return test_ragged_extend.run(case, limits, device, 0.1, decode, lambda: FlashAttention3(device))
+
+    clean = run()
+    case.v[9:] = float("nan")
+    out = run()
+    assert torch.equal(out[:9], clean[:9])
+    assert out[9:].isnan().all()
 
 
 @pytest.mark.gpu

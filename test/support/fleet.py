@@ -108,6 +108,13 @@ FLEET = {
         env=STRICT | {"SGLANG_OSCAR_DECODE_BACKEND": "triton", "SGLANG_TEST_RETRACT": "1"} | DRAFTED,
         texts=True,
     ),
+    "account": Launch(args=(*golden.WHOLE, *ORACLE), env=checked("memory") | DRAFTED, running=64, texts=True),
+    "account_triton": Launch(
+        args=(*golden.WHOLE, *ORACLE[:3], "64", *ORACLE[4:]),
+        env=checked("memory") | DRAFTED | {"SGLANG_OSCAR_DECODE_BACKEND": "triton"},
+        running=256,
+        texts=True,
+    ),
     "fp8_block": Launch(model=lambda folder: quantize("block", folder / "block")),
     "fp8_tensor": Launch(model=lambda folder: quantize("tensor", folder / "tensor")),
 }

@@ -8,6 +8,8 @@
 ``sinks``: a sink block is NaN from when it is handed out until it is filled.
 ``ranks``: every pass over a prompt prints a digest of what this tensor-parallel rank believes about sinks and rows, and
 one of the lengths that requests had in all passes so far, those that verify drafts included.
+``memory``: prints what PyTorch holds of the GPU at start, when the backend is ready, when graphs are captured, and now
+and then while it serves; and what the memory account says that pools and all beside them take.
 ``padding``: a pass over a prompt whose tokens are padded for exchange between ranks prints a line.
 """
 
@@ -23,6 +25,40 @@ BACKEND = "sglang_oscar.attention.backend.OscarAttentionBackend."
 ROUNDING = 2.0**-8
 calls = 0
 lengths = hashlib.sha256()
+
+
+captured = 0
+"""Passes that were seen while graphs are captured."""
+
+
+def tell_memory(moment: str) -> None:
+    numbers = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+    print("gpu_checks: memory {} allocated {} reserved {} most {}".format(moment, *numbers), flush=True)
+
+
+def building(original, configurator, plan, sizes, *args, **kwargs):
+    """Around the allocation of the pool."""
+    tell_memory("start")
+    tokens = sizes.max_total_num_tokens + configurator.pool_page_size
+    print(f"gpu_checks: account {plan.fixed_bytes + tokens * plan.token_bytes}", flush=True)
+    return original(configurator, plan, sizes, *args, **kwargs)
+
+
+def made(original, self, *args, **kwargs):
+    """Around the making of the backend."""
+    original(self, *args, **kwargs)
+    tell_memory("ready")
+
+
+def follow_memory(in_capture: bool) -> None:
+    global captured
+    if in_capture:
+        captured += 1
+    elif captured > 0:
+        captured = -1
+        tell_memory("captured")
+    elif captured < 0 and calls % 20 == 0:
+        tell_memory("served")
 
 
 def poison(state) -> None:
@@ -78,6 +114,8 @@ def metadata(original, self, *args, **kwargs):
     calls += 1
     if calls == 1:
         print(f"gpu_checks: {','.join(sorted(CHECKS))}", flush=True)
+    if "memory" in CHECKS:
+        follow_memory(bool(kwargs.get("in_capture")))
     if "ranks" in CHECKS and not kwargs.get("in_capture"):
         note_lengths(args[0])
         if original.__name__ == "init_forward_metadata":
@@ -123,6 +161,9 @@ def register():
 
     if "sinks" in CHECKS:
         note_new_sinks()
+    if "memory" in CHECKS:
+        HookRegistry.register("sglang_oscar.memory.build.build_pool", building, HookType.AROUND)
+        HookRegistry.register(BACKEND + "__init__", made, HookType.AROUND)
     for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
         HookRegistry.register(BACKEND + name, metadata, HookType.AROUND)
     for name in ("forward_decode", "forward_extend"):
