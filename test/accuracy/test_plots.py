@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import accuracy_figures  # noqa: E402
 import plots  # noqa: E402
+import served_figure  # noqa: E402
 
 
 @pytest.fixture
@@ -26,6 +27,8 @@ def results(tmp_path: Path) -> Path:
         plots.SERVING,
         plots.BOUND,
         plots.MEMORY,
+        plots.DECODE_XQA,
+        served_figure.RESULT,
         "h200_accuracy_reference.json",
         "accuracy_server_cpu.json",
     ):
@@ -36,9 +39,11 @@ def results(tmp_path: Path) -> Path:
 def test_figures_from_the_committed_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots.main(["--out", str(tmp_path)])
-    texts = {name: (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in ("accuracy", "speed", "memory")}
+    names = ("accuracy", "speed", "memory", "served")
+    texts = {name: (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in names}
     assert "recipe plus" in texts["accuracy"]
-    assert "stock SGLang" in texts["speed"]
+    assert "SGLang's fastest kernel" in texts["speed"]
+    assert "recall of functions" in texts["served"]
     assert "4.61 million tokens" in texts["memory"]
     assert "0.75 million tokens" in texts["memory"]
     plots.main(["--out", str(tmp_path / "again")])
