@@ -201,8 +201,9 @@ def test_one_launch_gives_what_the_reference_gives(tokens: int, centered: bool) 
     if tokens:
         out[0], lse[0] = 0, float("-inf")
     center = layer_of(centered, HERE).format.key.transform.plain_center
-    want = scale_by_sinks(out, lse, sinks_of(HERE), q, center, SM_SCALE)
-    got = scale_by_sinks_(out, lse, sinks_of(HERE).bfloat16(), q, center, SM_SCALE)
+    sinks = sinks_of(HERE).bfloat16()
+    want = scale_by_sinks(out, lse, sinks, q, center, SM_SCALE)
+    got = scale_by_sinks_(out, lse, sinks, q, center, SM_SCALE)
     assert got is out
     torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-5)
 
