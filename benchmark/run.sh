@@ -123,6 +123,8 @@ two_gpus() {
 }
 soak() {
   serving soak soak "${reference[@]}" --requests 10000 --part 1000 --longest 60000 --tokens 131072
+  serving soak_poisoned soak "${reference[@]}" --requests 2000 --poison 50
+  serving soak_poisoned_drafts soak "${reference[@]}" --requests 2000 --poison 50 --drafts
 }
 fit() {
   measure fit --out benchmark/rotation/bench_fit.py
