@@ -32,6 +32,10 @@ MEMORY, BF16_TOKEN_BYTES = "h200_memory_qwen3_8b.json", 2 * 36 * 8 * 128 * 2
 """Keys and values of a token of Qwen3-8B in 16 bits: 36 layers, 8 kv heads of 128."""
 
 
+TWO_BITS = "two bits"
+"""What the account of memory is of."""
+
+
 def read(path: Path) -> Any:
     """A result file."""
     return json.loads(path.read_text(encoding="utf-8"))
@@ -75,7 +79,7 @@ def draw_speed(folder: Path, path: Path) -> None:
 
 
 def draw_memory(folder: Path, path: Path) -> None:
-    """The KV budget of a card in BF16, in FP8 and in INT2.
+    """The KV budget of a card in BF16, in FP8 and with two bits.
 
     Args:
         folder: of results.
@@ -87,15 +91,15 @@ def draw_memory(folder: Path, path: Path) -> None:
     figure = new_figure(height=2.6)
     axis = figure.subplots()
     parts = (
-        ("INT2", 0.0, row["pool_gib"], "#8fb3d9", f"history: {row['pool_tokens'] / 1e6:.2f} million tokens"),
-        ("INT2", row["pool_gib"], row["windows_gib"], "#f4b860", f"windows of\n{row['max_running']:.0f} requests"),
-        ("INT2", row["pool_gib"] + row["windows_gib"], row["extend_gib"], "#7f8c8d", ""),
+        (TWO_BITS, 0.0, row["pool_gib"], "#8fb3d9", f"history: {row['pool_tokens'] / 1e6:.2f} million tokens"),
+        (TWO_BITS, row["pool_gib"], row["windows_gib"], "#f4b860", f"windows of\n{row['max_running']:.0f} requests"),
+        (TWO_BITS, row["pool_gib"] + row["windows_gib"], row["extend_gib"], "#7f8c8d", ""),
         ("FP8", 0.0, row["account_gib"], "#7f8c8d", f"{2 * tokens / 1e6:.2f} million tokens"),
         ("BF16", 0.0, row["account_gib"], "#34495e", f"{tokens / 1e6:.2f} million tokens"),
     )
     for name, left, width, color, text in parts:
         axis.barh(name, width, left=left, color=color, height=0.6)
-        ink = "black" if name == "INT2" else "white"
+        ink = "black" if name == TWO_BITS else "white"
         axis.text(left + width / 2, name, text, ha="center", va="center", color=ink, fontsize=8)
     axis.set_xlim(0, row["account_gib"])
     axis.set_xlabel("GiB of the KV budget")
