@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from oscar_rotation.files.convert import convert
+from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.recipes.paper import fit
 from sglang_oscar.calibration.dump_driver import run_dump
 from sglang_oscar.calibration.folders import CalibrationFolder
@@ -72,11 +73,14 @@ def test_streamed_covariances_give_the_same_rotations(
 
 
 def test_a_file_of_another_model_stops_the_server(tmp_path: Path, calibrated: CalibrationFolder) -> None:
+    (tmp_path / "foreign").mkdir()
     for path in rotation_files(calibrated.rotations()):
-        convert(path, tmp_path / "foreign" / path.name, model_id="somebody/another-model")
+        fitted = read_rotation_file(path)
+        facts = replace(fitted.metadata, model_id="somebody/another-model", model_hash="ab" * 32)
+        save_rotation_file(tmp_path / "foreign" / path.name, replace(fitted, metadata=facts))
     method = make_method("oscar", settings(), tmp_path / "foreign")
     plan = EvaluationPlan(settings(), tmp_path, ("aime25",), (method,), (0,), server_args=SMALL)
-    with pytest.raises(ServerFailedError, match="fitted for somebody/another-model, not for"):
+    with pytest.raises(ServerFailedError, match="fitted for model somebody/another-model"):
         with method_server(plan, method):
             pass
 
