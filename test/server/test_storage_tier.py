@@ -139,7 +139,7 @@ def test_name_spaces_part_what_is_stored(version: str, model: Path, tmp_path: Pa
 
 
 def test_pages_with_nan_are_not_stored(tmp_path: Path) -> None:
-    """Of a token whose embedding is not finite, and of all behind it; what others have computed is."""
+    """Of a request with a token whose embedding is not finite; what others have computed is."""
     model, folder = save("qwen3", tmp_path / "qwen3"), tmp_path / "store"
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = math.nan
@@ -149,8 +149,9 @@ def test_pages_with_nan_are_not_stored(tmp_path: Path) -> None:
     with server_on(folder, model, tmp_path / "log") as server:
         write(folder, server, [clean])
         before = len(list(folder.glob("*.bin")))
-        server.generate(poisoned, 1)
-        wait_for(lambda: "as they hold NaN" in server.text(), "a line in the log")
+        with pytest.raises(requests.HTTPError):
+            server.generate(poisoned, 1)
+        wait_for(lambda: "the model's output is not a number (NaN)" in server.text(), "a line in the log")
         assert len(list(folder.glob("*.bin"))) <= before + 5
 
 
