@@ -23,4 +23,4 @@ done
 export OSCAR_ROOT="${OSCAR_ROOT:-$here}"
 # DUMP_KVCACHE=1 and friends belong to the dump's own server.
 unset DUMP_KVCACHE DUMP_KVCACHE_DIR
-exec "${PYTHON:-python}" -m sglang_oscar "${arguments[@]}"
+exec "${PYTHON:-python}" -m oscar_tools "${arguments[@]}"

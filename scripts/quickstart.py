@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu
+from oscar_tools.evaluation.prove.machine import machine
+from oscar_tools.evaluation.server_facts import ask as ask_facts
+from oscar_tools.local_server import LocalServer, ServerFailedError, serve
 from reference_model.retrieval import Document, build_document
-from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
-from sglang_oscar.evaluation.prove.machine import machine
-from sglang_oscar.evaluation.server_facts import ask as ask_facts
-from sglang_oscar.local_server import LocalServer, ServerFailedError, serve
 
 CALIBRATION_SEED = 1000
 EXTRA_ARGS: list[str] = []

@@ -8,12 +8,12 @@ from pathlib import Path
 from openai import OpenAI
 from real_models import DEFAULT, MODELS
 
+from oscar_cpu.server import has_gpu
 from oscar_rotation import defaults
 from oscar_rotation.recipes import PUBLISHED
+from oscar_tools.calibration.rotation_driver import rotation_files
+from oscar_tools.local_server import LocalServer
 from reference_model.retrieval import DIGITS, Document, chat_question, question
-from sglang_oscar.calibration.rotation_driver import rotation_files
-from sglang_oscar.cpu.server import has_gpu
-from sglang_oscar.local_server import LocalServer
 from sglang_oscar.settings import variable
 
 ROOT = Path(__file__).resolve().parents[1]

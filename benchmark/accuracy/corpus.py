@@ -1,4 +1,4 @@
-"""Text of four kinds (:mod:`sglang_oscar.evaluation.prove.local_text`) in three parts that never share a document.
+"""Text of four kinds (:mod:`oscar_tools.evaluation.prove.local_text`) in three parts that never share a document.
 
 Of every document (a file, a topic, a package) its name decides in which part it is: methods are calibrated on
 ``train``, chosen on ``choose`` and reported on ``report``. The standard library's held-out modules, which the shipped
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from oscar_tools.evaluation.prove import local_text
+from oscar_tools.evaluation.prove.local_text import Render, plain_chat, renderer
 from reference_model.retrieval import HELD_OUT
-from sglang_oscar.evaluation.prove import local_text
-from sglang_oscar.evaluation.prove.local_text import Render, plain_chat, renderer
 
 __all__ = ["KINDS", "PARTS", "TEXTS", "Corpus", "part_of", "plain_chat", "python_sources"]
 

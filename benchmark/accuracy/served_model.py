@@ -31,11 +31,11 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kerne
 
 from accuracy.corpus import KINDS, Corpus  # noqa: E402
 from accuracy.plan import text_windows  # noqa: E402
+from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu  # noqa: E402
+from oscar_tools.evaluation.intervals import bootstrap, wilson  # noqa: E402
+from oscar_tools.evaluation.prove.machine import machine  # noqa: E402
+from oscar_tools.local_server import LocalServer, serve  # noqa: E402
 from reference_model.evaluate import retrieval_questions  # noqa: E402
-from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu  # noqa: E402
-from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
-from sglang_oscar.evaluation.prove.machine import machine  # noqa: E402
-from sglang_oscar.local_server import LocalServer, serve  # noqa: E402
 
 CACHES = ("bf16", "naive", "plus", "focus")
 READ, FACTS, SEED = 256, 8, 61

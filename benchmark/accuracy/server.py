@@ -15,11 +15,11 @@ from accuracy.calibration import calibrate
 from accuracy.measures.retrieval import Retrieval
 from accuracy.methods import all_methods
 from accuracy.methods.base import Method, RowMethod, Transforms
+from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_tools.local_server import serve
 from reference_model.evaluate import Questions, calibration_prompts, retrieval_questions
-from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
-from sglang_oscar.local_server import serve
 
 METHODS = ("BF16", "OSCAR g64", "plus g64", "OSCAR g128", "plus g128")
 LENGTH, DOCUMENTS, QUESTIONS, SEED = 1024, 3, 4, 47
@@ -100,7 +100,7 @@ def measure_server(model: Path, names: tuple[str, ...] = METHODS) -> dict[str, A
 
     Raises:
         RuntimeError: see :func:`ask`.
-        sglang_oscar.local_server.ServerFailedError: a server did not start.
+        oscar_tools.local_server.ServerFailedError: a server did not start.
     """
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model).backend_tokenizer

@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 from subjects import MODES, asking, eagle3
 
+from oscar_cpu.server import environment, has_gpu
 from oscar_rotation.fit.bit_goal import BitGoal
-from sglang_oscar.cpu.server import environment, has_gpu
-from sglang_oscar.evaluation.intervals import RESAMPLES
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_tools.evaluation.intervals import RESAMPLES
+from oscar_tools.local_server import LocalServer, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

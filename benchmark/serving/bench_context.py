@@ -22,7 +22,7 @@ from room import room_of
 from shapes import SHAPES, attending_layers
 from subjects import MODES, Mode, Subject, subject
 
-from sglang_oscar.local_server import serve
+from oscar_tools.local_server import serve
 
 
 def room(mode: Mode, what: Subject, flags: list[str], log: Path) -> dict[str, int]:

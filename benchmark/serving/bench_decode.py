@@ -26,7 +26,7 @@ from shapes import SHAPES, config_of
 from step_profile import profile_steps
 from subjects import BASELINE, MODES, Mode, Subject, asking, prompt, subject
 
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_tools.local_server import LocalServer, serve
 
 TOKENS = 256
 

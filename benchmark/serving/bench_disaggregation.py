@@ -36,7 +36,7 @@ from machine import describe
 from shapes import SHAPES
 from subjects import MODES, Mode, Subject, asking, subject
 
-from sglang_oscar.local_server import LocalServer, ServerFailedError, free_port, serve
+from oscar_tools.local_server import LocalServer, ServerFailedError, free_port, serve
 
 TRANSFERS = ("mooncake_tcp", "nixl")
 ON_THIS_MACHINE = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": "127.0.0.1"}

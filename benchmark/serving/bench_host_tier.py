@@ -25,7 +25,7 @@ from room import room_of
 from shapes import SHAPES
 from subjects import MODES, asking, subject
 
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_tools.local_server import LocalServer, serve
 
 TIERS = ("device", "host", "storage")
 LONGEST_WAIT = 3600

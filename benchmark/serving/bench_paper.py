@@ -41,8 +41,8 @@ from room import room_of
 from shapes import SHAPES, write_model
 from subjects import MODES
 
-from sglang_oscar.cpu.server import has_gpu
-from sglang_oscar.local_server import serve
+from oscar_cpu.server import has_gpu
+from oscar_tools.local_server import serve
 
 Rows = dict[str, list[dict[str, Any]]]
 """Rows of a result by cache."""

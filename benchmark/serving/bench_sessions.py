@@ -30,7 +30,7 @@ from machine import describe
 from shapes import SHAPES
 from subjects import MODES, subject
 
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_tools.local_server import LocalServer, serve
 
 LONGEST_WAIT = 3600
 """Seconds until a server is idle, at most."""

@@ -45,8 +45,8 @@ from machine import describe
 from shapes import SHAPES
 from subjects import MODES, Mode, Subject, asking, subject
 
-from sglang_oscar.cpu.server import environment
-from sglang_oscar.local_server import READY, serve
+from oscar_cpu.server import environment
+from oscar_tools.local_server import READY, serve
 
 STAGES = {
     "imported": re.compile(r"Load weight begin"),
@@ -55,7 +55,7 @@ STAGES = {
     "graphs": re.compile(r"Capture .*\bend\b"),
     "ready": re.compile(re.escape(READY)),
 }
-PACKAGES = ("sglang_oscar", "oscar_kernels", "oscar_rotation")
+PACKAGES = ("sglang_oscar", "oscar_tools", "oscar_cpu", "oscar_kernels", "oscar_rotation")
 PLACES = (
     "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH",
     "SGLANG_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "TVM_FFI_CACHE_DIR", "TILELANG_CACHE_DIR",

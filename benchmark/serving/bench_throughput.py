@@ -22,7 +22,7 @@ from room import room_of
 from shapes import SHAPES
 from subjects import MODES, send_all, subject
 
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_tools.local_server import LocalServer, serve
 
 
 def ask(server: LocalServer, lengths: list[int], tokens: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from paper_loads import Load
 
-from sglang_oscar.cpu.server import environment
-from sglang_oscar.local_server import LocalServer
+from oscar_cpu.server import environment
+from oscar_tools.local_server import LocalServer
 
 LIMIT = 7200
 """Seconds that a load may take."""

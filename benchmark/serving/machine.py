@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from oscar_cpu.server import has_gpu
 from oscar_rotation.defaults import BITS
-from sglang_oscar.cpu.server import has_gpu
 
 
 def describe() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from machine import describe, used_bytes
 from shapes import SHAPES
 from subjects import MODES, send_all, subject
 
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_tools.local_server import LocalServer, serve
 
 TOLERANCE = 0.02
 ANSWER = 512

@@ -18,7 +18,7 @@ from room import room_of
 from step_profile import NeverAtOnceError, profile_steps
 from subjects import Mode, Subject
 
-from sglang_oscar.local_server import serve
+from oscar_tools.local_server import serve
 
 
 @contextlib.contextmanager

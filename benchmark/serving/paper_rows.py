@@ -15,7 +15,7 @@ from paper_loads import COLD, HIT, Load
 from room import Room
 from step_profile import KINDS, RECORDED, NeverAtOnceError, profile_steps
 
-from sglang_oscar.local_server import LocalServer
+from oscar_tools.local_server import LocalServer
 
 
 def throughput_row(server: LocalServer, model: Path, load: Load, gpus: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from soak_client import DIGITS, FACTS, WORDS, Client, Tally, build_document, question
 
-from sglang_oscar.local_server import LocalServer
+from oscar_tools.local_server import LocalServer
 
 TOKEN, TEXT = 1, "<|im_start|>"
 """Nothing else here says it: other requests complete text of files."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import requests
 
-from sglang_oscar.local_server import LocalServer
+from oscar_tools.local_server import LocalServer
 
 
 class Room(NamedTuple):

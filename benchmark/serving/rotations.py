@@ -15,7 +15,7 @@ from pathlib import Path
 from shapes import layer_types
 
 from oscar_rotation.recipes import DEFAULT
-from sglang_oscar.calibration.rotation_driver import rotation_files
+from oscar_tools.calibration.rotation_driver import rotation_files
 from sglang_oscar.settings import variable
 
 BENCH_FIT = Path(__file__).resolve().parents[1] / "rotation" / "bench_fit.py"

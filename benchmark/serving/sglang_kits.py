@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from subjects import EXACT
 
-from sglang_oscar.cpu.server import environment, has_gpu
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_cpu.server import environment, has_gpu
+from oscar_tools.local_server import LocalServer, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 KITS = {

@@ -24,8 +24,8 @@ from machine import describe
 from poison import PoisonClient, poisoned_copy, server_arguments
 from soak_client import ROOT, Client
 
-from sglang_oscar.cpu.server import environment, has_gpu
-from sglang_oscar.local_server import LocalServer, serve
+from oscar_cpu.server import environment, has_gpu
+from oscar_tools.local_server import LocalServer, serve
 
 MODEL = ROOT / "models" / "reference"
 LARGEST_DROP = 3.0

@@ -16,7 +16,7 @@ from typing import Any
 import requests
 from decode_log import running_in
 
-from sglang_oscar.local_server import LocalServer
+from oscar_tools.local_server import LocalServer
 
 STEPS = 24
 """Decode steps that are recorded."""

@@ -12,9 +12,9 @@ import aiohttp
 from rotations import rotations_of
 from shapes import config_of, has_images, write_model
 
+from oscar_cpu.server import environment, has_gpu
 from oscar_rotation.defaults import BITS, GROUP_SIZE
 from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
-from sglang_oscar.cpu.server import environment, has_gpu
 
 
 class Subject(NamedTuple):

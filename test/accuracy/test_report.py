@@ -20,7 +20,7 @@ from accuracy.models import REGIMES  # noqa: E402
 from accuracy.plan import SETS, SIZES  # noqa: E402
 from accuracy.report import lines, share  # noqa: E402
 from accuracy.run import chosen_methods, parse_args  # noqa: E402
-from sglang_oscar.evaluation.intervals import bootstrap, wilson  # noqa: E402
+from oscar_tools.evaluation.intervals import bootstrap, wilson  # noqa: E402
 
 
 def test_wilson_interval() -> None:

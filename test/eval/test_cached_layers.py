@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.model_table import ModelSettings, model_settings
-from sglang_oscar.calibration.model_files import load_config
-from sglang_oscar.cli import app
-from sglang_oscar.evaluation import commands
-from sglang_oscar.evaluation.methods import cached_layers, make_method
-from sglang_oscar.evaluation.prove.caches import CacheMaker, Flags
-from sglang_oscar.evaluation.prove.rows import Row
+from oscar_tools.calibration.model_files import load_config
+from oscar_tools.cli import app
+from oscar_tools.evaluation import commands
+from oscar_tools.evaluation.methods import cached_layers, make_method
+from oscar_tools.evaluation.prove.caches import CacheMaker, Flags
+from oscar_tools.evaluation.prove.rows import Row
 from sglang_oscar.memory.cached_layers import cached_layer_ids
 from support import hybrid_models, models
 

@@ -11,10 +11,10 @@ import typer
 from test_drivers import ROTATION, run_script
 from typer.testing import CliRunner
 
-from sglang_oscar.calibration import commands
-from sglang_oscar.calibration.folders import CalibrationFolder
-from sglang_oscar.calibration.option_groups import ServerOptions
-from sglang_oscar.cli import app
+from oscar_tools.calibration import commands
+from oscar_tools.calibration.folders import CalibrationFolder
+from oscar_tools.calibration.option_groups import ServerOptions
+from oscar_tools.cli import app
 
 
 @pytest.mark.parametrize("by", ["option", "variable"])

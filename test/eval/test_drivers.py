@@ -18,18 +18,18 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import known_models, model_settings
-from sglang_oscar.calibration import commands
-from sglang_oscar.calibration.data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
-from sglang_oscar.calibration.dump_driver import choose_prompts
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.calibration.folders import CalibrationFolder, dump_state, latest_calibration
-from sglang_oscar.calibration.rotation_driver import rotation_files
-from sglang_oscar.cli import app
-from sglang_oscar.evaluation import ablations
-from sglang_oscar.evaluation.ablations import ABLATIONS
-from sglang_oscar.evaluation.benchmarks import BENCHMARKS
-from sglang_oscar.evaluation.methods import RECIPE_OF, TITLES, make_method
-from sglang_oscar.evaluation.ruler import make_row, write_niah
+from oscar_tools.calibration import commands
+from oscar_tools.calibration.data import calibration_chats, dataset_label, explain_hub_failure, local_data_sets
+from oscar_tools.calibration.dump_driver import choose_prompts
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.calibration.folders import CalibrationFolder, dump_state, latest_calibration
+from oscar_tools.calibration.rotation_driver import rotation_files
+from oscar_tools.cli import app
+from oscar_tools.evaluation import ablations
+from oscar_tools.evaluation.ablations import ABLATIONS
+from oscar_tools.evaluation.benchmarks import BENCHMARKS
+from oscar_tools.evaluation.methods import RECIPE_OF, TITLES, make_method
+from oscar_tools.evaluation.ruler import make_row, write_niah
 from support.benchmark_data import gpqa_rows, write_rows
 
 ROTATION = Path(__file__).resolve().parents[2] / "rotation"
@@ -71,7 +71,7 @@ def test_every_model_has_its_scripts(tmp_path: Path, model: str) -> None:
         path = ROTATION / model / name
         assert os.access(path, os.X_OK)
         said, env = run_script(path, tmp_path, "DUMP_KVCACHE_TOKENS=8000", "--gpu", "1")
-        assert said == ["-m", "sglang_oscar", *command, "--gpu", "1"]
+        assert said == ["-m", "oscar_tools", *command, "--gpu", "1"]
         assert env["DUMP_KVCACHE_TOKENS"] == "8000"
         assert Path(env["OSCAR_ROOT"]) == ROTATION
         assert "DUMP_KVCACHE" not in env
@@ -86,7 +86,7 @@ def test_generic_scripts_take_any_model(tmp_path: Path) -> None:
         ("eval_oscar.sh", ["eval", "a/b"]),
     ):
         said, _ = run_script(ROTATION / name, tmp_path, "MODEL=a/b")
-        assert said == ["-m", "sglang_oscar", *command]
+        assert said == ["-m", "oscar_tools", *command]
     with pytest.raises(subprocess.CalledProcessError):
         run_script(ROTATION / "save_qkv.sh", tmp_path)
 

@@ -24,16 +24,16 @@ from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError
 from oscar_rotation.fit.texts import read_documents, sequences
 from oscar_rotation.model_table import model_settings
-from sglang_oscar.calibration import dump_driver
-from sglang_oscar.calibration.data import calibration_chats
-from sglang_oscar.calibration.dump_driver import DumpRequest, longest_prompt, prefill, run_dump
-from sglang_oscar.calibration.dump_origin import ORIGIN
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.calibration.folders import CalibrationFolder
-from sglang_oscar.calibration.model_files import OVERRIDES
-from sglang_oscar.cli import app
-from sglang_oscar.evaluation.prove.texts import CALIBRATION, Texts
-from sglang_oscar.local_server import LocalServer, ServerFailedError
+from oscar_tools.calibration import dump_driver
+from oscar_tools.calibration.data import calibration_chats
+from oscar_tools.calibration.dump_driver import DumpRequest, longest_prompt, prefill, run_dump
+from oscar_tools.calibration.dump_origin import ORIGIN
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.calibration.folders import CalibrationFolder
+from oscar_tools.calibration.model_files import OVERRIDES
+from oscar_tools.cli import app
+from oscar_tools.evaluation.prove.texts import CALIBRATION, Texts
+from oscar_tools.local_server import LocalServer, ServerFailedError
 from support.benchmark_data import write_rows
 from support.reference import MODEL
 

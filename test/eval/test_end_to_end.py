@@ -13,12 +13,12 @@ import pytest
 
 from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.recipes.paper import fit
-from sglang_oscar.calibration.dump_driver import run_dump
-from sglang_oscar.calibration.folders import CalibrationFolder
-from sglang_oscar.calibration.rotation_driver import rotation_files
-from sglang_oscar.evaluation.methods import make_method
-from sglang_oscar.evaluation.runner import EvaluationPlan, method_server
-from sglang_oscar.local_server import ServerFailedError
+from oscar_tools.calibration.dump_driver import run_dump
+from oscar_tools.calibration.folders import CalibrationFolder
+from oscar_tools.calibration.rotation_driver import rotation_files
+from oscar_tools.evaluation.methods import make_method
+from oscar_tools.evaluation.runner import EvaluationPlan, method_server
+from oscar_tools.local_server import ServerFailedError
 from support.benchmark_data import ROWS, write_rows
 from support.calibration import (
     GROUP,
@@ -164,7 +164,7 @@ def test_an_ablation(  # Of the others test_drivers.py shows that they make the 
     questions = [{"question": document(400, seed, 1).text, "choices": ["a", "b"], "answer": 0} for seed in range(3)]
     mmlu = write_rows(tmp_path / "mmlu.jsonl", questions)
     variables = dict(variable.split("=", 1) for variable in common)
-    command = [sys.executable, "-m", "sglang_oscar", "ablation", "calibration", str(MODEL)]
+    command = [sys.executable, "-m", "oscar_tools", "ablation", "calibration", str(MODEL)]
     command += ["--only", "calibration_MMLU_2000"]
     command += ["--benchmarks", "gpqa", "--dataset-path", f"MMLU={mmlu}"]
     done = subprocess.run(

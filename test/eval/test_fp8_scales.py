@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oscar_rotation.dump.writer import DumpWriter
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.evaluation.prove.fp8_scales import LARGEST, ROOM, SCALES, scaled_model
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.evaluation.prove.fp8_scales import LARGEST, ROOM, SCALES, scaled_model
 
 
 @pytest.fixture

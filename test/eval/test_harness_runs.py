@@ -14,17 +14,17 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from oscar_rotation.model_table import model_settings
-from sglang_oscar.calibration.data import local_data_sets
-from sglang_oscar.calibration.errors import DataError, HarnessError
-from sglang_oscar.cli import app
-from sglang_oscar.evaluation import runner
-from sglang_oscar.evaluation.answers import Answers, count
-from sglang_oscar.evaluation.benchmarks import BENCHMARKS
-from sglang_oscar.evaluation.commands import local_data
-from sglang_oscar.evaluation.harness import RunRequest, check_harness, read_result, run, stage, task_config
-from sglang_oscar.evaluation.methods import make_method
-from sglang_oscar.evaluation.runner import EvaluationPlan, RunningServer, evaluate
-from sglang_oscar.evaluation.server_facts import read
+from oscar_tools.calibration.data import local_data_sets
+from oscar_tools.calibration.errors import DataError, HarnessError
+from oscar_tools.cli import app
+from oscar_tools.evaluation import runner
+from oscar_tools.evaluation.answers import Answers, count
+from oscar_tools.evaluation.benchmarks import BENCHMARKS
+from oscar_tools.evaluation.commands import local_data
+from oscar_tools.evaluation.harness import RunRequest, check_harness, read_result, run, stage, task_config
+from oscar_tools.evaluation.methods import make_method
+from oscar_tools.evaluation.runner import EvaluationPlan, RunningServer, evaluate
+from oscar_tools.evaluation.server_facts import read
 from support.benchmark_data import ROWS, aime_rows, write_rows
 from support.server_answers import INT2, answering, server_info
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_oscar.calibration.weight_files import file_digest, model_files
+from oscar_tools.calibration.weight_files import file_digest, model_files
 
 
 def test_weights_of_one_size_are_told_apart(tmp_path: Path) -> None:

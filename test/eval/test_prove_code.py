@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_oscar.evaluation.prove import code_runner
-from sglang_oscar.evaluation.prove.code_runner import passes
-from sglang_oscar.evaluation.prove.questions import CodeQuestion
+from oscar_tools.evaluation.prove import code_runner
+from oscar_tools.evaluation.prove.code_runner import passes
+from oscar_tools.evaluation.prove.questions import CodeQuestion
 
 ADD = CodeQuestion(
     'from typing import List\n\ndef helper(x):\n    return x\n\ndef add(a: int, b: int) -> int:\n    """Add."""\n',

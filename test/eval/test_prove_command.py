@@ -19,23 +19,23 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import model_settings
-from sglang_oscar.calibration.dump_driver import DumpRequest
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.calibration.folders import CalibrationFolder
-from sglang_oscar.cli import app
-from sglang_oscar.evaluation.prove import calibration as calibrating
-from sglang_oscar.evaluation.prove import command, run, sizes
-from sglang_oscar.evaluation.prove.asking import Reply
-from sglang_oscar.evaluation.prove.calibration import Calibration, forget_fits
-from sglang_oscar.evaluation.prove.measures import Material
-from sglang_oscar.evaluation.prove.measures.json_schema import JsonSchema
-from sglang_oscar.evaluation.prove.measures.tail_kl import TailKl
-from sglang_oscar.evaluation.prove.options import CacheOptions
-from sglang_oscar.evaluation.prove.rows import Row
-from sglang_oscar.evaluation.prove.sizes import SIZES, Size
-from sglang_oscar.evaluation.prove.store import Store, alone_in
-from sglang_oscar.evaluation.prove.texts import MEASUREMENT, Texts
-from sglang_oscar.local_server import ServerFailedError
+from oscar_tools.calibration.dump_driver import DumpRequest
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.calibration.folders import CalibrationFolder
+from oscar_tools.cli import app
+from oscar_tools.evaluation.prove import calibration as calibrating
+from oscar_tools.evaluation.prove import command, run, sizes
+from oscar_tools.evaluation.prove.asking import Reply
+from oscar_tools.evaluation.prove.calibration import Calibration, forget_fits
+from oscar_tools.evaluation.prove.measures import Material
+from oscar_tools.evaluation.prove.measures.json_schema import JsonSchema
+from oscar_tools.evaluation.prove.measures.tail_kl import TailKl
+from oscar_tools.evaluation.prove.options import CacheOptions
+from oscar_tools.evaluation.prove.rows import Row
+from oscar_tools.evaluation.prove.sizes import SIZES, Size
+from oscar_tools.evaluation.prove.store import Store, alone_in
+from oscar_tools.evaluation.prove.texts import MEASUREMENT, Texts
+from oscar_tools.local_server import ServerFailedError
 from support.reference import MODEL, ROOT
 from support.stand_in_server import stand_in_server
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_oscar.evaluation.prove.divergence import TopTokens
-from sglang_oscar.evaluation.prove.measures import Effects, Material
-from sglang_oscar.evaluation.prove.page import SECTIONS
-from sglang_oscar.evaluation.prove.sizes import SIZES, TAIL
-from sglang_oscar.evaluation.prove.store import Store
-from sglang_oscar.evaluation.prove.texts import Texts
+from oscar_tools.evaluation.prove.divergence import TopTokens
+from oscar_tools.evaluation.prove.measures import Effects, Material
+from oscar_tools.evaluation.prove.page import SECTIONS
+from oscar_tools.evaluation.prove.sizes import SIZES, TAIL
+from oscar_tools.evaluation.prove.store import Store
+from oscar_tools.evaluation.prove.texts import Texts
 from support.reference import MODEL
 
 

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from oscar_rotation.errors import RotationFileError
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.evaluation.intervals import bootstrap, clustered_bootstrap, wilson
-from sglang_oscar.evaluation.prove.asking import AskingError, Client, Reply
-from sglang_oscar.evaluation.prove.caches import given_rotations
-from sglang_oscar.evaluation.prove.divergence import TopTokens, covered, kl_lower_bound, same_choice
-from sglang_oscar.evaluation.prove.haystack import FIRST, LAST, OVERRUN, build_haystack, fact, question, recalled
-from sglang_oscar.evaluation.prove.loops import loops
-from sglang_oscar.evaluation.prove.measures import Material
-from sglang_oscar.evaluation.prove.measures.session import EVERY, Session
-from sglang_oscar.evaluation.prove.measures.tail_kl import RUN, sharing
-from sglang_oscar.evaluation.prove.page import interval, number, p_value
-from sglang_oscar.evaluation.prove.sizes import SIZES
-from sglang_oscar.evaluation.prove.store import Store, fingerprint
-from sglang_oscar.evaluation.prove.texts import CALIBRATION, MEASUREMENT, Texts, part_of
-from sglang_oscar.evaluation.significance import mcnemar
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.evaluation.intervals import bootstrap, clustered_bootstrap, wilson
+from oscar_tools.evaluation.prove.asking import AskingError, Client, Reply
+from oscar_tools.evaluation.prove.caches import given_rotations
+from oscar_tools.evaluation.prove.divergence import TopTokens, covered, kl_lower_bound, same_choice
+from oscar_tools.evaluation.prove.haystack import FIRST, LAST, OVERRUN, build_haystack, fact, question, recalled
+from oscar_tools.evaluation.prove.loops import loops
+from oscar_tools.evaluation.prove.measures import Material
+from oscar_tools.evaluation.prove.measures.session import EVERY, Session
+from oscar_tools.evaluation.prove.measures.tail_kl import RUN, sharing
+from oscar_tools.evaluation.prove.page import interval, number, p_value
+from oscar_tools.evaluation.prove.sizes import SIZES
+from oscar_tools.evaluation.prove.store import Store, fingerprint
+from oscar_tools.evaluation.prove.texts import CALIBRATION, MEASUREMENT, Texts, part_of
+from oscar_tools.evaluation.significance import mcnemar
 from support.reference import MODEL
 
 

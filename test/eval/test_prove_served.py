@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sglang_oscar.cli import app
-from sglang_oscar.evaluation.prove import sizes
-from sglang_oscar.evaluation.prove.sizes import Size
+from oscar_tools.cli import app
+from oscar_tools.evaluation.prove import sizes
+from oscar_tools.evaluation.prove.sizes import Size
 from support.reference import MODEL
 
 pytestmark = pytest.mark.server

@@ -14,16 +14,16 @@ import torch
 import typer
 
 from oscar_rotation.model_table import model_settings
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.evaluation.prove import options, run
-from sglang_oscar.evaluation.prove.asking import AskingError
-from sglang_oscar.evaluation.prove.caches import Cache
-from sglang_oscar.evaluation.prove.measures.base import Measure
-from sglang_oscar.evaluation.prove.options import CacheOptions
-from sglang_oscar.evaluation.prove.run import Plan, ProveError, Prover
-from sglang_oscar.evaluation.prove.several import ask_all
-from sglang_oscar.evaluation.prove.store import Store
-from sglang_oscar.local_server import ServerFailedError
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.evaluation.prove import options, run
+from oscar_tools.evaluation.prove.asking import AskingError
+from oscar_tools.evaluation.prove.caches import Cache
+from oscar_tools.evaluation.prove.measures.base import Measure
+from oscar_tools.evaluation.prove.options import CacheOptions
+from oscar_tools.evaluation.prove.run import Plan, ProveError, Prover
+from oscar_tools.evaluation.prove.several import ask_all
+from oscar_tools.evaluation.prove.store import Store
+from oscar_tools.local_server import ServerFailedError
 
 LONG = 20.0
 """Seconds until a test that hangs is given up."""

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.evaluation.prove.asking import SLACK, AskingError, Client, Reply
-from sglang_oscar.evaluation.prove.burying import FIRST, LAST, bury
-from sglang_oscar.evaluation.prove.functions import functions, modules, similarity
-from sglang_oscar.evaluation.prove.measures import Material
-from sglang_oscar.evaluation.prove.measures.recall import EACH, Recall
-from sglang_oscar.evaluation.prove.measures.tasks import Tasks, spread
-from sglang_oscar.evaluation.prove.questions import MathQuestion, last_number, read_questions
-from sglang_oscar.evaluation.prove.rates import counts, cut_share, cut_warning, rate
-from sglang_oscar.evaluation.prove.sizes import SIZES
-from sglang_oscar.evaluation.prove.texts import Texts
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.evaluation.prove.asking import SLACK, AskingError, Client, Reply
+from oscar_tools.evaluation.prove.burying import FIRST, LAST, bury
+from oscar_tools.evaluation.prove.functions import functions, modules, similarity
+from oscar_tools.evaluation.prove.measures import Material
+from oscar_tools.evaluation.prove.measures.recall import EACH, Recall
+from oscar_tools.evaluation.prove.measures.tasks import Tasks, spread
+from oscar_tools.evaluation.prove.questions import MathQuestion, last_number, read_questions
+from oscar_tools.evaluation.prove.rates import counts, cut_share, cut_warning, rate
+from oscar_tools.evaluation.prove.sizes import SIZES
+from oscar_tools.evaluation.prove.texts import Texts
 from support.reference import MODEL
 
 

@@ -14,11 +14,11 @@ import pytest
 from test_harness_runs import Stub, stub
 
 from oscar_rotation.model_table import model_settings
-from sglang_oscar.calibration.errors import DataError, HarnessError
-from sglang_oscar.evaluation import runner
-from sglang_oscar.evaluation.methods import make_method
-from sglang_oscar.evaluation.runner import EvaluationPlan, evaluate
-from sglang_oscar.evaluation.server_facts import read
+from oscar_tools.calibration.errors import DataError, HarnessError
+from oscar_tools.evaluation import runner
+from oscar_tools.evaluation.methods import make_method
+from oscar_tools.evaluation.runner import EvaluationPlan, evaluate
+from oscar_tools.evaluation.server_facts import read
 from support.benchmark_data import ROWS, write_rows
 from support.server_answers import INT2, server_info
 

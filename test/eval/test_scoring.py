@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from oscar_rotation.model_table import model_settings
-from sglang_oscar.evaluation.benchmarks import BENCHMARKS
-from sglang_oscar.evaluation.harness import RunRequest, run
-from sglang_oscar.evaluation.ruler import write_niah
+from oscar_tools.evaluation.benchmarks import BENCHMARKS
+from oscar_tools.evaluation.harness import RunRequest, run
+from oscar_tools.evaluation.ruler import write_niah
 from support.answering import answering_endpoint
 from support.benchmark_data import ROWS, write_rows
 

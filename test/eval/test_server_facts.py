@@ -10,10 +10,10 @@ import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.calibration.errors import HarnessError
-from sglang_oscar.evaluation.methods import make_method, running_method
-from sglang_oscar.evaluation.runner import started
-from sglang_oscar.evaluation.server_facts import ask, read
+from oscar_tools.calibration.errors import HarnessError
+from oscar_tools.evaluation.methods import make_method, running_method
+from oscar_tools.evaluation.runner import started
+from oscar_tools.evaluation.server_facts import ask, read
 from sglang_oscar.memory.facts import after_get_internal_state
 from sglang_oscar.memory.geometry import Geometry
 from support.calibration import settings

@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from oscar_rotation.model_table import known_models, model_settings
-from sglang_oscar.calibration import dump_driver
-from sglang_oscar.calibration.errors import DataError
-from sglang_oscar.calibration.model_files import load_config
-from sglang_oscar.calibration.option_groups import ServerOptions
-from sglang_oscar.cli import app
-from sglang_oscar.evaluation import runner
-from sglang_oscar.evaluation.methods import make_method
-from sglang_oscar.local_server import ServerFailedError
+from oscar_tools.calibration import dump_driver
+from oscar_tools.calibration.errors import DataError
+from oscar_tools.calibration.model_files import load_config
+from oscar_tools.calibration.option_groups import ServerOptions
+from oscar_tools.cli import app
+from oscar_tools.evaluation import runner
+from oscar_tools.evaluation.methods import make_method
+from oscar_tools.local_server import ServerFailedError
 from support.benchmark_data import write_rows
 
 QUOTED = """--json-model-override-args '{"rope_scaling": {"type": "yarn"}}' --page-size 64"""

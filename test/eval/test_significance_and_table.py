@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_oscar.calibration.errors import HarnessError
-from sglang_oscar.evaluation.runner import scores_of
-from sglang_oscar.evaluation.significance import mean_and_std, paired_test
-from sglang_oscar.evaluation.table import collect, markdown, warnings, write_tables
+from oscar_tools.calibration.errors import HarnessError
+from oscar_tools.evaluation.runner import scores_of
+from oscar_tools.evaluation.significance import mean_and_std, paired_test
+from oscar_tools.evaluation.table import collect, markdown, warnings, write_tables
 
 
 def test_mean_and_sample_deviation() -> None:

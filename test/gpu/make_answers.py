@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from oscar_cpu.server import has_gpu
 from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
-from sglang_oscar.cpu.server import has_gpu
 from support import golden
 from support.reference import MODEL, fit_rotations
 from support.servers import serve

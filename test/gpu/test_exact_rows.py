@@ -21,8 +21,8 @@ import pytest
 import requests
 import torch
 
+from oscar_tools.local_server import ServerFailedError
 from sglang_oscar.attach.releases import tells_kept_states_apart
-from sglang_oscar.local_server import ServerFailedError
 from support import hybrid_models, models, vision_models
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.draft_models import glm_with_draft_layer, llama_with_drafts

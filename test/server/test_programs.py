@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_oscar.cpu.server import has_gpu
+from oscar_cpu.server import has_gpu
 from support.reference import MODEL, document
 from support.servers import EXACT, HADAMARD, server_environment
 
@@ -40,11 +40,11 @@ def test_one_batch_without_a_scheduler(tmp_path: Path) -> None:
     prompts.write_text("".join(document(500, seed).text.replace("\n", " ") + "\n" for seed in range(2)))
     asked = ["--correctness-test", "--output-len", "12", "--cut-len", "64", "--prompt-filename", str(prompts)]
     stock = output([ONE_BATCH, *asked], {})
-    ours = output(["sglang_oscar", "run", ONE_BATCH, *asked, *INT2], EXACT)
+    ours = output(["oscar_tools", "run", ONE_BATCH, *asked, *INT2], EXACT)
     answers = [text.partition("== Prompt 0 ==")[2] for text in (stock, ours)]
     assert len(answers[0]) > 1000
     assert answers[1] == answers[0]
-    refused = started(["sglang_oscar", "run", ONE_BATCH, *asked, *INT2, "--enable-lora"], HADAMARD)
+    refused = started(["oscar_tools", "run", ONE_BATCH, *asked, *INT2, "--enable-lora"], HADAMARD)
     assert (refused.returncode, "does not support LoRA adapters" in refused.stderr.splitlines()[-1]) == (78, True)
 
 
@@ -54,5 +54,5 @@ def test_offline_throughput(tmp_path: Path) -> None:
     texts.write_text(json.dumps([{"conversations": talk}] * 4))
     asked = ["--dataset-name", "random", "--dataset-path", str(texts), "--num-prompts", "2", "--skip-warmup"]
     asked += ["--random-input-len", "400", "--random-output-len", "8"]
-    said = output(["sglang_oscar", "run", "sglang.benchmark.offline_throughput", *asked, *INT2], HADAMARD)
+    said = output(["oscar_tools", "run", "sglang.benchmark.offline_throughput", *asked, *INT2], HADAMARD)
     assert re.search(r"Successful requests: +2\b", said)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from test_storage_tier import DRIFT, GROUP, NEAR_TIE, STORED, ask, model, prompts, server_on, stored  # noqa: F401
 
-from sglang_oscar.local_server import free_port
+from oscar_tools.local_server import free_port
 from support.api import wait_for
 from support.compare import assert_same
 from support.disaggregated import ENVIRONMENT, MISSING

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import ModelSettings, model_settings
-from sglang_oscar.calibration.dump_driver import DumpRequest, run_dump
-from sglang_oscar.calibration.folders import CalibrationFolder, dump_state
-from sglang_oscar.calibration.rotation_driver import run_fit
+from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
+from oscar_tools.calibration.folders import CalibrationFolder, dump_state
+from oscar_tools.calibration.rotation_driver import run_fit
 from support.benchmark_data import write_rows
 from support.reference import MODEL, ROOT, document
 from support.warm import stand_in
@@ -41,7 +41,7 @@ def dump_request(root: Path, data: Path, covariances: bool = False) -> DumpReque
 
 def calibrate(root: Path, data: Path) -> CalibrationFolder:
     """A calibration of the reference model whose first dump was interrupted the hardest way."""
-    command = [sys.executable, "-m", "sglang_oscar", "dump", str(MODEL), "--root", str(root)]
+    command = [sys.executable, "-m", "oscar_tools", "dump", str(MODEL), "--root", str(root)]
     command += ["--dataset", str(data), "--tokens", str(TOKENS), "--group-size", str(GROUP)]
     command += ["--server-args", " ".join(SMALL)]
     interrupt(command, {}, root.with_name("dump.log"), lambda: bool(list(root.rglob("manifest.json"))))

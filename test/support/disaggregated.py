@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_oscar.local_server import free_port
+from oscar_tools.local_server import free_port
 from support.servers import Server, serve
 
 BACKENDS = {"mooncake_tcp": "mooncake", "nixl": "nixl"}

@@ -12,8 +12,8 @@ from typing import Any
 
 import requests
 
-from sglang_oscar import local_server
-from sglang_oscar.cpu.server import OUR_PREFIXES, environment, has_gpu
+from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu
+from oscar_tools import local_server
 
 LAUNCH_TIMEOUT = 900.0
 HADAMARD = {"SGLANG_OSCAR_K_ROTATION_PATH": "hadamard", "SGLANG_OSCAR_V_ROTATION_PATH": "hadamard"}

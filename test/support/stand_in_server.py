@@ -39,7 +39,7 @@ class RowModel:
 
 @dataclass
 class StandIn:
-    """A server that looks like :class:`sglang_oscar.local_server.LocalServer`."""
+    """A server that looks like :class:`oscar_tools.local_server.LocalServer`."""
 
     url: str
     log: Path

@@ -19,7 +19,7 @@ from paper_rows import layers_of, step_row
 from room import Room
 from step_profile import KINDS, RECORDED, NeverAtOnceError
 
-from sglang_oscar.local_server import LocalServer
+from oscar_tools.local_server import LocalServer
 
 LOAD = Load(4, 100, 160, HIT)
 TRACE = {

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
 
 from bench_start import STAGES, at_home, plugin_bytes, watched, written
 
-from sglang_oscar.local_server import READY
+from oscar_tools.local_server import READY
 
 
 def wait_for(stage: str, seen: dict[str, float]) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 
-from sglang_oscar.cpu import engine
-from sglang_oscar.cpu.draft_attention import DraftSteps
-from sglang_oscar.cpu.engine import around_alloc_decode, around_alloc_extend, around_support_triton
+from oscar_cpu import engine
+from oscar_cpu.draft_attention import DraftSteps
+from oscar_cpu.engine import around_alloc_decode, around_alloc_extend, around_support_triton
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=6)
 PAGE_SIZES = st.sampled_from([16, 64, 128])

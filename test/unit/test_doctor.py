@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_tools.cli import app
+from oscar_tools.doctor import command, machine
+from oscar_tools.doctor.account import weight_bytes
+from oscar_tools.doctor.check import Check, attempt
+from oscar_tools.doctor.model import model_checks
 from sglang_oscar.attach import failure, releases
-from sglang_oscar.cli import app
-from sglang_oscar.doctor import command, machine
-from sglang_oscar.doctor.account import weight_bytes
-from sglang_oscar.doctor.check import Check, attempt
-from sglang_oscar.doctor.model import model_checks
 
 GIB = 1 << 30
 SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from oscar_cpu.server import STAND_IN
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention import flash_attention3
-from sglang_oscar.cpu.server import STAND_IN
 from sglang_oscar.errors import EXIT_CODE, Int2Error
 from sglang_oscar.memory import build, sizing
 from sglang_oscar.memory.geometry import GIB, Geometry

@@ -11,9 +11,9 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
+from oscar_cpu import window_attention
 from sglang_oscar.attach import failure, flags, gate, releases
 from sglang_oscar.attention import backend
-from sglang_oscar.cpu import window_attention
 from sglang_oscar.errors import EXIT_CODE, Int2Error
 from sglang_oscar.memory import sizing
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from sglang_oscar import local_server
+from oscar_tools import local_server
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="claims are names of Linux's kernel")
@@ -35,7 +35,7 @@ def test_how_long_a_server_may_take_to_start(text: str, seconds: float | None, m
 @pytest.mark.skipif(sys.platform != "linux", reason="claims are names of Linux's kernel")
 def test_another_process_does_not_get_it() -> None:
     """And gets it once the one that has claimed it is gone."""
-    claim = "import sys\nfrom sglang_oscar.local_server import _claim\n_claim(int(sys.argv[1]))"
+    claim = "import sys\nfrom oscar_tools.local_server import _claim\n_claim(int(sys.argv[1]))"
     port = local_server.free_port()
     ours = subprocess.run([sys.executable, "-c", claim, str(port)], capture_output=True, text=True, check=False)
     assert "Address already in use" in ours.stderr

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sglang_oscar import plugin, run_program
-from sglang_oscar.cli import app
+from oscar_tools import run_program
+from oscar_tools.cli import app
+from sglang_oscar import plugin
 from sglang_oscar.errors import Int2Error
 
 

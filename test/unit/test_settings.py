@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.calibration.dump_hook import DumpSettings
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.recording.dump_hook import DumpSettings
 from sglang_oscar.settings import Settings
 
 DEFAULTS = {

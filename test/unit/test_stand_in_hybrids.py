@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_oscar.cpu.server import STAND_IN
+from oscar_cpu.server import STAND_IN
 
 K_HEADS, HEADS, K_DIM, V_DIM, SLOTS = 2, 4, 8, 6, 5
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
 
 from step_profile import NeverAtOnceError, kind, summarize, wait_for_batch
 
-from sglang_oscar.local_server import LocalServer
+from oscar_tools.local_server import LocalServer
 
 
 def kernel(name: str, begin: float, end: float) -> dict[str, Any]:

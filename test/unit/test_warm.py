@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_oscar import local_server
+from oscar_tools import local_server
 from support.warm import client, pool, rule, stand_in
 
 pytestmark = pytest.mark.skipif(not pool.wanted(), reason="every process is started anew here")
@@ -208,7 +208,7 @@ def test_killed(how: str, family: str) -> None:
         program = f"""
 import subprocess, sys, time
 sys.path[:] = {sys.path!r}
-from sglang_oscar import local_server
+from oscar_tools import local_server
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"],
                          preexec_fn=local_server._die_with_parent, start_new_session=True)
 print(child.pid, flush=True)

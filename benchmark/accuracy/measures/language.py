@@ -10,7 +10,7 @@ import torch
 from accuracy.attention import prefill_then_decode
 from accuracy.methods.base import Method
 from accuracy.session import Session
-from sglang_oscar.evaluation.intervals import Estimate, bootstrap
+from oscar_tools.evaluation.intervals import Estimate, bootstrap
 
 
 class Language:

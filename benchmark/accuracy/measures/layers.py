@@ -9,7 +9,7 @@ import torch
 from accuracy.attention import CacheView, composed_attention
 from accuracy.methods.base import Method
 from accuracy.session import Session
-from sglang_oscar.evaluation.intervals import bootstrap
+from oscar_tools.evaluation.intervals import bootstrap
 
 NAMES = ("k", "v", "logits", "mixed_values", "attention_kl", "attention_output")
 

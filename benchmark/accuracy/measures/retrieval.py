@@ -9,8 +9,8 @@ import torch
 from accuracy.attention import prefill_then_decode
 from accuracy.methods.base import Method
 from accuracy.session import Session
+from oscar_tools.evaluation.intervals import wilson
 from reference_model.evaluate import Questions
-from sglang_oscar.evaluation.intervals import wilson
 
 PAGE, RECOMPUTED = 64, 256
 DEPTHS = 4

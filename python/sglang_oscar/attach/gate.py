@@ -16,10 +16,10 @@ import torch
 
 from sglang_oscar.attach import failure, known_arguments, processes, refusals, releases
 from sglang_oscar.attention import decode_choice, extend_choice
-from sglang_oscar.calibration import dump_hook
 from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
+from sglang_oscar.recording import dump_hook
 from sglang_oscar.settings import Settings
 from sglang_oscar.sliding_windows import models as windows
 from sglang_oscar.speculation import arguments as speculation

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from oscar_cpu import engine, hybrid_models, transfer
 from sglang_oscar.attach import gate, releases
 from sglang_oscar.attention import refill_pass
-from sglang_oscar.calibration import dump_hook
-from sglang_oscar.cpu import engine, hybrid_models, transfer
 from sglang_oscar.disaggregation import handshake, retraction, waiting
 from sglang_oscar.hybrids import sizing as hybrid_sizing
 from sglang_oscar.memory import facts, sizing
+from sglang_oscar.recording import dump_hook
 from sglang_oscar.requests import lifecycle, metrics, not_numbers
 from sglang_oscar.sliding_windows import attention as window_attention
 from sglang_oscar.sliding_windows import prefix_hits

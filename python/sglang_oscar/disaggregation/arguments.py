@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from oscar_cpu import transfer
 from sglang_oscar.attach.releases import argument, differs_from_default
-from sglang_oscar.cpu import transfer
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import Settings
 

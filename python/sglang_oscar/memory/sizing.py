@@ -74,8 +74,8 @@ def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any)
         return "auto", kwargs["model_dtype"]
     from sglang.srt.runtime_context import get_server_args
 
+    from oscar_cpu import window_attention
     from sglang_oscar.attention import backend
-    from sglang_oscar.cpu import window_attention
 
     if (reason := failure.reason()) is not None:
         fatal(f"int2 mode cannot attach to SGLang: {reason}")

@@ -110,4 +110,4 @@ def configure(args: Any) -> None:
 GPU_BACKEND = "triton"
 CPU_BACKENDS = ("intel_amx", "torch_native")
 """Names of SGLang's backends for CPUs, of which models with windows accept the first; where its kernels are missing
-SGLang takes the second in its place. :class:`sglang_oscar.cpu.window_attention.WindowAttention` answers to both."""
+SGLang takes the second in its place. :class:`oscar_cpu.window_attention.WindowAttention` answers to both."""

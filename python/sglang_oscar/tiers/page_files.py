@@ -1,4 +1,4 @@
-"""A process that reads and writes files of pages: ``python -m sglang_oscar.tiers.page_files``.
+"""A process that reads and writes files of pages: ``python -m oscar_tools.tiers.page_files``.
 
 :class:`sglang_oscar.tiers.file_process.FileProcess` starts it. Pages lie in memory that both share. A line of standard
 input is a list of jobs, after one that says where a page has its numbers; a line of standard output is the list of

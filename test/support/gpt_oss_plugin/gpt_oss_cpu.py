@@ -14,7 +14,7 @@ def register():
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    from sglang_oscar.cpu.window_attention import WindowAttention
+    from oscar_cpu.window_attention import WindowAttention
 
     ATTENTION_BACKENDS["intel_amx"] = ATTENTION_BACKENDS["torch_native"] = WindowAttention
     compiled = fused_moe_native.swiglu_gpt_oss_sigmoid_alpha

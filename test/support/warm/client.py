@@ -101,7 +101,7 @@ def _misfit(launch: Launch, client: Client) -> str | None:
 
 def _die_with_parent() -> Callable[[], None] | None:
     """The one function that the project lets run before exec."""
-    module = sys.modules.get("sglang_oscar.local_server")
+    module = sys.modules.get("oscar_tools.local_server")
     return None if module is None else module._die_with_parent
 
 

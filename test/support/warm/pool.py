@@ -92,7 +92,7 @@ def starts_workers(launch: Launch) -> bool:
 
     Others are forked from a warm process that is there.
     """
-    return preload.SERVER in launch.environment or "sglang_oscar" in launch.command
+    return preload.SERVER in launch.environment or not {"sglang_oscar", "oscar_tools"}.isdisjoint(launch.command)
 
 
 def fits(launch: Launch, warm: Warm) -> bool:

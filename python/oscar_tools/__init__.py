@@ -1,0 +1,4 @@
+"""The command ``oscar``: calibration and evaluation drivers, ``oscar prove``, ``oscar doctor``, ``oscar run``.
+
+Tools beside the plugin: they start servers and read files, and no server imports them.
+"""

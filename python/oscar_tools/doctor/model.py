@@ -1,0 +1,185 @@
+"""Checks of a model on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from oscar_rotation.files.identity import ModelIdentity
+from oscar_tools.doctor.account import MEM_FRACTION, host_facts, memory_account, weight_bytes
+from oscar_tools.doctor.check import Check, attempt, quiet
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.memory.cached_layers import cached_layer_ids
+from sglang_oscar.weights.warnings import rotation_warnings, served_identity
+
+EXTEND = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
+"""What attends to prompts, by its setting."""
+
+
+def model_checks(
+    path: str,
+    group_size: int | None,
+    memory: int,
+    draft_path: str | None = None,
+    host_size: int = 0,
+    host_ratio: float = 0,
+    config: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Check]:
+    """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account.
+
+    ``config`` are further arguments of SGLang's ModelConfig: what a server's flags change of the model.
+    """
+    import torch
+
+    from sglang_oscar.attach import refusals
+    from sglang_oscar.attach.gate import check_sink
+    from sglang_oscar.attention import decode_choice, extend_choice
+    from sglang_oscar.memory.geometry import row_layout
+    from sglang_oscar.settings import Settings
+    from sglang_oscar.weights.rotations import load_formats
+
+    loaded: dict[str, Any] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments = arguments_for(device, draft_path is not None, bool(host_size or host_ratio))
+
+    def model() -> str:
+        found = loaded["model"] = model_config(path, **config)
+        refusals.check_model(found, arguments)
+        heads = f"{found.num_attention_heads} query and {found.get_total_num_kv_heads()} kv heads of {found.head_dim}"
+        return f"{found.hf_config.architectures[0]}, {layer_facts(found)}, {heads}, {found.context_len:,} positions"
+
+    def variables() -> str:
+        windows = (settings := Settings.from_env()).windows
+        check_sink(windows.sink)
+        loaded["settings"] = settings
+        return f"windows of {windows.sink} first and {windows.recent} newest tokens"
+
+    def group() -> str:
+        args = SimpleNamespace(kv_cache_quant_group_size=group_size)
+        config = loaded["model"]
+        layout = row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
+        loaded["layout"] = layout
+        return f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
+
+    def prompts() -> str:
+        config = loaded["model"]
+        decode_choice.check(loaded["settings"].decode_backend, device)
+        chosen = extend_choice.choose(
+            loaded["settings"].extend_backend, device, config.head_dim, config.has_attention_sinks
+        )
+        return f"attention by {EXTEND[chosen] if chosen else 'the torch reference'}"
+
+    def rotations() -> str:
+        config = loaded["model"]
+        identity = served_identity(SimpleNamespace(model_path=path, revision=None, download_dir=None), config)
+        found = load_formats(loaded["settings"], loaded["layout"], cached_layer_ids(config), identity)
+        loaded["formats"] = found
+        return rotation_facts(loaded["settings"], config, identity, found)
+
+    def account() -> str:
+        weights = {name: weight_bytes(name) for name in (path, draft_path or path)}
+        account = memory_account(loaded, int(MEM_FRACTION * memory) - sum(weights.values()))
+        missing = [f"; weights of {name} are not here and not counted" for name, size in weights.items() if not size]
+        return "".join([account, *missing])
+
+    def host_tier() -> str:
+        return host_facts(loaded, host_size, host_ratio)
+
+    checks = [attempt("model", model), attempt("variables", variables)]
+    if all(check.ok for check in checks):
+        checks.append(attempt("group size", group))
+        if "layout" in loaded:
+            checks.append(attempt("rotations", rotations))
+        checks.append(attempt("prompts", prompts))
+        if draft_path is not None:
+            checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
+    if "layout" in loaded:
+        checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))
+    if "tokens" in loaded and (host_size or host_ratio):
+        checks.append(attempt("host tier", host_tier))
+    return checks
+
+
+def arguments_for(device: str, drafts: bool, host_tier: bool) -> Any:
+    """Arguments of a server by their defaults, for checks of what does not go with a model.
+
+    Args:
+        device: of the server.
+        drafts: with a draft model.
+        host_tier: with hierarchical caching.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_oscar.attach.releases import field_defaults
+    from sglang_oscar.speculation.arguments import DRAFT_MODELS
+
+    asked = {
+        "device": device,
+        "speculative_algorithm": DRAFT_MODELS[0] if drafts else None,
+        "enable_hierarchical_cache": host_tier,
+        "disable_overlap_schedule": True,  # a hybrid model may need it, which is told and not held against it
+    }
+    return SimpleNamespace(**field_defaults(ServerArgs) | asked)
+
+
+def model_config(path: str, **kwargs: Any) -> Any:
+    """SGLang's ModelConfig of a model.
+
+    Raises:
+        Int2Error: it cannot be read.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        with quiet():
+            return ModelConfig(path, **kwargs)
+    except Exception as error:  # whatever transformers raises for what it cannot read
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise Int2Error(f"{path}: cannot be read ({text}); name a model folder or an id of the Hub") from None
+
+
+def layer_facts(config: Any) -> str:
+    """How many layers a model has, of which kind where there are several, and what flag they need."""
+    from sglang_oscar.attach.releases import tells_kept_states_apart
+
+    layers, full = f"{config.num_hidden_layers} layers", len(cached_layer_ids(config))
+    if full == config.num_hidden_layers:
+        return layers
+    if not config.is_hybrid_swa:
+        flag = "" if tells_kept_states_apart() else " (to be served with --disable-overlap-schedule)"
+        return f"{layers}, {full} of them with full attention{flag}"
+    windows = f"{config.num_hidden_layers - full} with a window of {config.sliding_window_size}"
+    return f"{layers} ({full} in 2 bits, {windows})"
+
+
+def rotation_facts(settings: Any, model: Any, identity: ModelIdentity, formats: Any) -> str:
+    """Where rotations come from, for which positions, and what is known of sharing one per layer among its kv heads."""
+    from oscar_kernels.format import code_widths, fingerprint, mean_bits
+    from oscar_rotation.recipes import BUILT_IN
+    from oscar_rotation.report.inspect import describe
+
+    named = {"keys": settings.k_rotation, "values": settings.v_rotation}
+    facts = [", ".join(f"{side} {source}" for side, source in named.items()) + f", format {fingerprint(formats)[:12]}"]
+    facts.append(f"{mean_bits(formats.values()):.2f} bits per element, bits by layer: {code_widths(formats.values())}")
+    files = {side: source for side, source in named.items() if source not in BUILT_IN}
+    found = {side: describe(file) for side, file in files.items()}
+    if "keys" in found and (positions := found["keys"]["positions"]):  # values do not turn with them
+        facts.append(f"keys fitted for {positions}")
+    facts += [f"{side}: {remark}" for side, of in found.items() if (remark := of["sharing"])]
+    facts += [f"warning: {warning}" for warning in rotation_warnings(settings, model, identity, formats)]
+    return "; ".join(facts)
+
+
+def draft_facts(path: str, loaded: dict[str, Any]) -> str:
+    """What a draft model costs beside the model of :func:`model_checks`; a token's bytes are kept for the account.
+
+    Raises:
+        Int2Error: it cannot be read, or its cache is of another kind.
+    """
+    from sglang_oscar.speculation import draft_model
+
+    config = model_config(path, is_draft_model=True)
+    draft_model.check(config, loaded["model"])
+    loaded["draft bytes"] = draft_model.cell_bytes(config, 1)
+    return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"

@@ -1,0 +1,216 @@
+"""Methods x benchmarks x seeds on one model: servers are started only for what is not done yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from oscar_rotation.model_table import ModelSettings
+from oscar_tools.calibration.dump_driver import server_environment
+from oscar_tools.calibration.errors import DataError, HarnessError
+from oscar_tools.calibration.model_files import load_tokenizer
+from oscar_tools.calibration.weight_files import file_digest, model_files
+from oscar_tools.evaluation.answers import Answers
+from oscar_tools.evaluation.benchmarks import BENCHMARKS, Benchmark
+from oscar_tools.evaluation.harness import RunRequest, check_harness, finished, run, task_config
+from oscar_tools.evaluation.methods import Method, contents
+from oscar_tools.evaluation.ruler import write_niah
+from oscar_tools.evaluation.same_task import RESULT, check_same_task
+from oscar_tools.evaluation.server_facts import ServerFacts, ask
+from oscar_tools.local_server import LocalServer, serve
+
+NIAH_ROWS = 100
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that runs: its base address and what it says of itself."""
+
+    url: str
+    facts: ServerFacts
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What to evaluate.
+
+    Attributes:
+        settings: of the model.
+        folder: results go to ``<folder>/_eval_<benchmark>_<method>/seed<n>``.
+        benchmarks: names.
+        methods: servers to compare.
+        seeds: of the sampling; one run each.
+        local: benchmark -> local copy of its data set.
+        limit: questions per benchmark at most.
+        server_args: further flags for every server.
+        running: a server that runs already, instead of starting any; then there is one method
+            (:func:`oscar_tools.evaluation.methods.running_method`).
+    """
+
+    settings: ModelSettings
+    folder: Path
+    benchmarks: tuple[str, ...]
+    methods: tuple[Method, ...]
+    seeds: tuple[int, ...]
+    local: dict[str, Path] = field(default_factory=dict)
+    limit: int | None = None
+    server_args: tuple[str, ...] = ()
+    running: RunningServer | None = None
+
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        """What tells the model from others of its name.
+
+        Raises:
+            OSError: a file of it cannot be read.
+        """
+        return model_files(self.settings.model)
+
+    def run_folder(self, benchmark: str, method: str, seed: int) -> Path:
+        """Folder of one run."""
+        return self.folder / f"_eval_{benchmark}_{method}" / f"seed{seed}"
+
+    def pending(self, method: Method) -> list[tuple[str, int]]:
+        """(benchmark, seed) of the runs that have no result yet."""
+        return [
+            (benchmark, seed)
+            for benchmark in self.benchmarks
+            for seed in self.seeds
+            if not (self.run_folder(benchmark, method.name, seed) / RESULT).exists()
+        ]
+
+    def request(
+        self,
+        benchmark: str,
+        method: Method,
+        seed: int,
+        server: RunningServer | None = None,
+        local: Path | None = None,
+    ) -> RunRequest:
+        """One run.
+
+        Args:
+            benchmark, method, seed: which.
+            server: that is asked.
+            local: where its data set is read from, as :func:`data_source` says.
+
+        Raises:
+            DataError: a local data set is not there.
+            OSError: a rotation file, or a file of the model, cannot be read.
+        """
+        given = self.local.get(benchmark)
+        if given is not None and not given.is_file():
+            raise DataError(f"{given}: no such file")
+        made: dict[str, Any] = {
+            "args": method.server_args(self.settings, self.server_args),
+            "env": contents(method.env),
+        }
+        # Nobody here knows how a running server was made; it says what answers depend on.
+        depends = made if self.running is None else {"facts": self.running.facts.to_json()}
+        depends |= {"model": self.model, "data": None if given is None else file_digest(given)}
+        url, facts = ("", {}) if server is None else (server.url, server.facts.to_json())
+        folder = self.run_folder(benchmark, method.name, seed)
+        return RunRequest(BENCHMARKS[benchmark], self.settings, url, seed, folder, local, self.limit, depends, facts)
+
+
+def check_earlier_runs(plan: EvaluationPlan) -> None:
+    """Refuse a plan whose folder holds runs of its methods and benchmarks with other settings.
+
+    Interrupted runs would be continued, and finished ones counted: also those of seeds that are not asked for, since
+    tables show them.
+
+    Raises:
+        DataError: a local data set is not there.
+        HarnessError: naming the folder and the first setting that differs.
+        OSError: a rotation file, or a file of the model, cannot be read.
+    """
+    for method in plan.methods:
+        for name in plan.benchmarks:
+            folder = plan.run_folder(name, method.name, 0).parent
+            for run_folder in sorted(folder.glob("seed*")):
+                number = run_folder.name.removeprefix("seed")
+                if not number.isdigit():
+                    continue
+                # That there is a local file is all that counts here: of which content, the request says.
+                local = run_folder if name in plan.local or BENCHMARKS[name].context is not None else None
+                check_same_task(run_folder, task_config(plan.request(name, method, int(number), local=local)))
+
+
+def evaluate(plan: EvaluationPlan, say: Callable[[str], None] = print) -> None:
+    """Run what is missing; every finished run is kept, an interrupted one continues where it stopped.
+
+    Raises:
+        DataError: a data set cannot be had.
+        HarnessError: the harness is missing or failed, or an earlier run in the plan's folder is of other settings.
+        OSError: a rotation file, or a file of the model, cannot be read.
+        ServerFailedError: a server did not start or ended.
+    """
+    check_earlier_runs(plan)
+    for method in plan.methods:
+        pending = plan.pending(method)
+        say(f"{method.title}: {len(plan.benchmarks) * len(plan.seeds) - len(pending)} runs done, {len(pending)} to do")
+        if not pending:
+            continue
+        check_harness()
+        sources = {name: data_source(plan, BENCHMARKS[name]) for name in dict(pending)}
+        with ExitStack() as stack:
+            server = plan.running or started(stack.enter_context(method_server(plan, method)).url, method)
+            for name, seed in pending:
+                result = run(plan.request(name, method, seed, server, sources[name]))
+                answers = Answers(**result["answers"])
+                score = f"{result['score']:.2f}" if answers.answered else "no answer"
+                say(f"{method.title}: {BENCHMARKS[name].title} seed {seed}: {score} ({answers})")
+
+
+def started(url: str, method: Method) -> RunningServer:
+    """A server that was started for a method, asked what it is.
+
+    Raises:
+        HarnessError: its cache is not what the method is named for.
+    """
+    server = RunningServer(url, ask(url))
+    if (method.group_size is None) != (server.facts.int2 is None):
+        raise HarnessError(f"{method.title}: its server says that its cache is {server.facts.title}; see --server-args")
+    return server
+
+
+def data_source(plan: EvaluationPlan, benchmark: Benchmark) -> Path | None:
+    """The local file a benchmark is read from: the given one, or a generated one for RULER-NIAH; None for the hub."""
+    if benchmark.name in plan.local or benchmark.context is None:
+        return plan.local.get(benchmark.name)
+    tokenizer = load_tokenizer(plan.settings)
+    rows = plan.limit or NIAH_ROWS
+    path = plan.folder / f"{benchmark.name}_{rows}.jsonl"
+    return write_niah(path, benchmark.context, rows, lambda text: len(tokenizer.encode(text)))
+
+
+def method_server(plan: EvaluationPlan, method: Method) -> AbstractContextManager[LocalServer]:
+    """A server of the plan's model with a method, its log in the plan's folder."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    log = plan.folder / f"server_{method.name}.log"
+    args = method.server_args(plan.settings, plan.server_args)
+    return serve(plan.settings.model, log, args, server_environment(plan.settings, method.env))
+
+
+def scores_of(
+    folder: Path, benchmarks: Iterable[str], method: str, seeds: Sequence[int] | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Finished runs of a method: benchmark -> results, by seed; all seeds by default.
+
+    Raises:
+        HarnessError: one was left by a release that did not count answers.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for benchmark in benchmarks:
+        results = []
+        for path in sorted((folder / f"_eval_{benchmark}_{method}").glob(f"seed*/{RESULT}")):
+            result = finished(path)
+            if seeds is None or result["seed"] in seeds:
+                results.append(result)
+        if results:
+            found[benchmark] = sorted(results, key=lambda result: result["seed"])
+    return found
