@@ -10,7 +10,7 @@ from typing import Any
 from check_claims import ROOT, Claim
 
 README = "README.md"
-WHOLE = (README,)
+WHOLE = (README, "docs/decode_kernel.md")
 """Pages whose tables are claimed row by row."""
 
 SERVED = {
@@ -137,6 +137,23 @@ def kernels() -> Iterator[Claim]:
     )
 
 
+def decode_kernel() -> Iterator[Claim]:
+    """The table of docs/decode_kernel.md: our kernels of one run, the fastest stock kernels of two others."""
+    stock = [
+        {(row["batch"], row["length"]): row for row in result(f"h200_kernels_decode_{name}")["rows"]}
+        for name in ("stock", "xqa")
+    ]
+    for row in result("h200_kernels_decode")["rows"]:
+        shape = row["batch"], row["length"]
+        own = [row[name] for name in ("limit_us", "cuda_us", "cuda_of_limit", "cuda:k3v2_us", "triton_us")]
+        best = [
+            min(run[shape][name] for run in stock for name in names if name in run[shape])
+            for names in (BF16_KERNELS, FP8_KERNELS)
+        ]
+        label = f"{row['batch']} x {row['length'] // 1000 if row['length'] == 100_000 else row['length'] // 1024}K"
+        yield Claim("docs/decode_kernel.md", f"| {label} |" + " {} |" * 7, (*own, *best))
+
+
 def share(bandwidth: float, batch: int, length: int, us: float) -> float:
     """Part of ``bandwidth`` in GB/s at which two bits of 8 kv heads of 128 channels are read, windows in 16 bits."""
     window, row, exact = 320, 8 * 72, 8 * 128 * 4
@@ -172,4 +189,4 @@ def quickstart() -> Iterator[Claim]:
 
 def all_claims() -> list[Claim]:
     """Every claim."""
-    return [claim for claims in (served, accuracy, kernels, servers, quickstart) for claim in claims()]
+    return [claim for claims in (served, accuracy, kernels, decode_kernel, servers, quickstart) for claim in claims()]
