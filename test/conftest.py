@@ -1,36 +1,17 @@
-"""What has to be decided before any test module is imported."""
+"""Set up before any test module is imported; files with servers run first."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-# Read when torch is imported; without it two busy processes slow each other down many times over.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
-from support.warm import pool
-
-if not torch.cuda.is_available():
-    # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.
-    os.environ["TRITON_INTERPRET"] = "1"
-if pool.wanted():
-    pool.enable()
-
-if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+import support.session  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with servers first: they take longest; short ones fill the end, when a worker would wait for another."""
     items.sort(key=lambda item: item.get_closest_marker("server") is None)
-
-
-# No test may fail because the machine is busy.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmark"
-FOLDERS = sorted({path.parent for path in BENCHMARK.glob("*/*.py")})
+FOLDERS = sorted({path.parent for path in BENCHMARK.glob("*/*.py")} - {BENCHMARK / "test"})
 
 # Modules of a folder import each other by name, as when a script of it is run.
 IMPORT_ALL = """

@@ -1,0 +1,26 @@
+"""Importing this decides what has to be decided before any test module is imported; both conftest.py do."""
+
+from __future__ import annotations
+
+import os
+
+# Read when torch is imported; without it two busy processes slow each other down many times over.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from hypothesis import HealthCheck, settings
+
+from support.warm import pool
+
+if not torch.cuda.is_available():
+    # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+if pool.wanted():
+    pool.enable()
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+# No test may fail because the machine is busy.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
