@@ -12,11 +12,11 @@ from pathlib import Path
 
 from sglang_oscar.attach import known_arguments, refusals
 from sglang_oscar.attach.refusals import Check
-from sglang_oscar.disaggregation import arguments as disaggregation
-from sglang_oscar.hybrids import refusals as hybrids
-from sglang_oscar.sliding_windows import models as windows
-from sglang_oscar.speculation import arguments as speculation
-from sglang_oscar.tiers import arguments as tiers
+from sglang_oscar.features.disaggregation import arguments as disaggregation
+from sglang_oscar.features.hybrids import refusals as hybrids
+from sglang_oscar.features.sliding_windows import models as windows
+from sglang_oscar.features.speculation import arguments as speculation
+from sglang_oscar.features.tiers import arguments as tiers
 
 PAGE = Path(__file__).parents[1] / "docs" / "refused.md"
 BF16 = "use `--kv-cache-dtype auto`"

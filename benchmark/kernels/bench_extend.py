@@ -28,7 +28,7 @@ from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.store import store
 from sglang_oscar.attention import decode_choice, extend_choice
-from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.formats.geometry import Geometry
 
 SHAPES = [
     (1, 0, 8192), (8, 0, 1024), (1, 8192, 8192), (1, 32_768, 8192), (1, 32_768, 2048), (1, 131_072, 2048),

@@ -3,8 +3,9 @@
 A scheduler never rests: it holds the interpreter but for moments, in every operation of PyTorch. A thread that moves
 pages beside it has the interpreter back 5 ms after every call of the operating system, and each time it takes it the
 scheduler waits. A thread of small operations stands for the scheduler here. Pages are moved as a server does it, by a
-process of :class:`sglang_oscar.tiers.storage.CheckedStorage`, and for comparison one by one by threads, through
-SGLang's file backend. Files stay in the cache of the operating system, so the disk has no part in it. No GPU is needed.
+process of :class:`sglang_oscar.features.tiers.storage.CheckedStorage`, and for comparison one by one by threads,
+through SGLang's file backend. Files stay in the cache of the operating system, so the disk has no part in it. No GPU is
+needed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 import typer
 from machine import describe
 
-from sglang_oscar.tiers.pages import HostPages, PageLayout
-from sglang_oscar.tiers.storage import CheckedStorage
+from sglang_oscar.features.tiers.pages import HostPages, PageLayout
+from sglang_oscar.features.tiers.storage import CheckedStorage
 
 LAYOUT = PageLayout(64, ((288,) * 36, (288,) * 36))
 """Pages of Qwen3-8B with 2 bits a side, group 128: 1.3 MB."""

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from oscar_kernels.sliding_window import attend
-from sglang_oscar.sliding_windows.models import CPU_BACKENDS
+from sglang_oscar.features.sliding_windows.models import CPU_BACKENDS
 
 
 def register() -> None:

@@ -17,7 +17,7 @@ from oscar_tools.evaluation import commands
 from oscar_tools.evaluation.methods import cached_layers, make_method
 from oscar_tools.evaluation.prove.caches import CacheMaker, Flags
 from oscar_tools.evaluation.prove.rows import Row
-from sglang_oscar.memory.cached_layers import cached_layer_ids
+from sglang_oscar.formats.cached_layers import cached_layer_ids
 from support import hybrid_models, models
 
 GROUP = 64

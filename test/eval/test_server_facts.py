@@ -14,8 +14,8 @@ from oscar_tools.calibration.errors import HarnessError
 from oscar_tools.evaluation.methods import make_method, running_method
 from oscar_tools.evaluation.runner import started
 from oscar_tools.evaluation.server_facts import ask, read
+from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.facts import after_get_internal_state
-from sglang_oscar.memory.geometry import Geometry
 from support.calibration import settings
 from support.server_answers import INT2, answering, server_info
 

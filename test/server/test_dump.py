@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.recipes import DEFAULT
-from sglang_oscar.weights.model_identity import config_hash
+from sglang_oscar.formats.model_identity import config_hash
 from support.activations import Activations, activations, load
 from support.models import COMMON, VOCABULARY, save
 from support.servers import TWO_CORES, TWO_RANKS, Server, serve

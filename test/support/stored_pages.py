@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName, PoolTransfer
 
-from sglang_oscar.tiers.pages import HostPages, PageLayout
-from sglang_oscar.tiers.storage import CheckedStorage
+from sglang_oscar.features.tiers.pages import HostPages, PageLayout
+from sglang_oscar.features.tiers.storage import CheckedStorage
 
 LAYOUT = PageLayout(16, ((36, 40), (36, 64)))
 KEYS = [f"{number:064x}" for number in (0xA, 0xB, 0xC)]

@@ -13,8 +13,8 @@ from sglang.srt import runtime_context
 from torch import nn
 
 from oscar_rotation.load import recipe_rotation
-from sglang_oscar.weights import absorption
-from sglang_oscar.weights.absorption import rotate_output_columns, rotate_value_bias, rotate_value_rows
+from sglang_oscar.features.folding import absorption
+from sglang_oscar.features.folding.absorption import rotate_output_columns, rotate_value_bias, rotate_value_rows
 
 HIDDEN, HEAD_DIM, TOKENS = 96, 64, 12
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_oscar.weights.content import attention_digest
+from sglang_oscar.formats.content import attention_digest
 
 
 def weights(folder: Path, *, shards: int = 1, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> str:

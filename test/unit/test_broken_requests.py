@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_lifecycle import SINK, admit, finish, make_cache, request
 
+from sglang_oscar.memory.logits_column import LogitsColumn
 from sglang_oscar.requests import not_numbers
-from sglang_oscar.requests.logits_column import LogitsColumn
 
 NAN = float("nan")
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.batch import refill_batch
-from sglang_oscar.disaggregation import handshake, waiting
-from sglang_oscar.disaggregation.arguments import waiting_rows
-from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.features.disaggregation import handshake, waiting
+from sglang_oscar.features.disaggregation.arguments import waiting_rows
+from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
+from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.requests.row_tables import RowTables
-from sglang_oscar.requests.sink_refill import Refill, SinkRefills
-from sglang_oscar.requests.sink_store import SinkStore
+from sglang_oscar.memory.sink_refill import Refill, SinkRefills
+from sglang_oscar.memory.sink_store import SinkStore
 
 SINK = 16
 GEOMETRY = Geometry.uniform(RowLayout(2, 64, 64), Windows(SINK, 24, 32), torch.bfloat16, layers=3)

@@ -13,12 +13,12 @@ from oscar_cpu.server import STAND_IN
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention import flash_attention3
+from sglang_oscar.attention.verification import visible_words
 from sglang_oscar.errors import EXIT_CODE, Int2Error
+from sglang_oscar.features.speculation import arguments, draft_model
+from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory import build, sizing
-from sglang_oscar.memory.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
-from sglang_oscar.speculation import arguments, draft_model
-from sglang_oscar.speculation.verification import visible_words
 
 QWEN3_8B = Geometry.uniform(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=264), torch.bfloat16, layers=36)
 

@@ -12,8 +12,8 @@ import torch
 
 from oscar_rotation.dump import DumpReader, DumpWriter
 from oscar_rotation.errors import DumpError
-from sglang_oscar.recording import dump_hook
-from sglang_oscar.recording.dump_hook import Dump, DumpSettings
+from sglang_oscar.features.recording import dump_hook
+from sglang_oscar.features.recording.dump_hook import Dump, DumpSettings
 
 HIDDEN, HEAD_DIM, Q_HEADS, TOKENS = 16, 8, 8, 5
 

@@ -13,9 +13,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from oscar_kernels.codec import quantize
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
-from sglang_oscar.tiers.finite import Column, is_finite
-from sglang_oscar.tiers.pages import PageLayout, number_columns
-from sglang_oscar.tiers.storage import CheckedStorage
+from sglang_oscar.features.tiers.finite import Column, is_finite
+from sglang_oscar.features.tiers.pages import PageLayout, number_columns
+from sglang_oscar.features.tiers.storage import CheckedStorage
 from support.stored_pages import KEYS, LAYOUT, SALT, HostMemoryBackend, Pool, backend, files
 
 HALF, SINGLE = torch.float16, torch.float32

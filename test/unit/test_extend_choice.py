@@ -13,7 +13,7 @@ from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import extend_choice, flash_attention3
 from sglang_oscar.attention.extend_choice import Workspace, choose
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
 
 WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "flashinfer", "fa2", 1 << 20, plan_bytes=8 << 20, passes=8)

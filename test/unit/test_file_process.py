@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_oscar.tiers import line_process
-from sglang_oscar.tiers.file_process import HANGING, FileProcess
-from sglang_oscar.tiers.line_process import LineProcess
-from sglang_oscar.tiers.page_files import FAILED, MISSING, OK, Outcome
+from sglang_oscar.features.tiers import line_process
+from sglang_oscar.features.tiers.file_process import HANGING, FileProcess
+from sglang_oscar.features.tiers.line_process import LineProcess
+from sglang_oscar.features.tiers.page_files import FAILED, MISSING, OK, Outcome
 from support.stored_pages import KEYS, LAYOUT, Pool, pages
 
 MANY = 4000

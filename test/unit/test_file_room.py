@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_oscar.tiers.storage import CheckedStorage
+from sglang_oscar.features.tiers.storage import CheckedStorage
 from support.stored_pages import LAYOUT, SALT, Pool, backend
 
 SIZE = LAYOUT.page_bytes

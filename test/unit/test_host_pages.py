@@ -16,11 +16,11 @@ from oscar_kernels.format import LayerFormat, SideFormat
 from sglang_oscar.attach import releases
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.tiers.arguments import LAYOUTS
+from sglang_oscar.features.tiers.host_pool import Int2HostPool
+from sglang_oscar.features.tiers.pages import DIGEST_BYTES, HALF_PAGE, HostPages, PageLayout, host_line, host_tokens
+from sglang_oscar.features.tiers.transfer import DevicePages, KernelCopies, TorchCopies
 from sglang_oscar.memory.pool import Int2TokenToKVPool
-from sglang_oscar.tiers.arguments import LAYOUTS
-from sglang_oscar.tiers.host_pool import Int2HostPool
-from sglang_oscar.tiers.pages import DIGEST_BYTES, HALF_PAGE, HostPages, PageLayout, host_line, host_tokens
-from sglang_oscar.tiers.transfer import DevicePages, KernelCopies, TorchCopies
 
 SLOTS = 192
 FORMATS = {

@@ -17,16 +17,16 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.hybrids import known_name, refusals, tracking
-from sglang_oscar.hybrids.kept_windows import KeptWindows
-from sglang_oscar.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.features.hybrids import known_name, refusals, tracking
+from sglang_oscar.features.hybrids.kept_windows import KeptWindows
+from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.features.sliding_windows import attention
+from sglang_oscar.formats.cached_layers import cached_layer_ids
+from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory import side_buffers
-from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
+from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.requests.row_tables import RowTables
-from sglang_oscar.sliding_windows import attention
 
 WINDOWS = Windows(sink=4, recent=8, ring=8)
 ROWS, BLOCKS, SLOTS = 3, 5, 4

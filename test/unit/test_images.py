@@ -19,8 +19,8 @@ from sglang_oscar.attach import refusals
 from sglang_oscar.attention.refill_pass import parts_of, refill_batch
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.requests.images import sink_images
-from sglang_oscar.requests.sink_refill import Refill
+from sglang_oscar.memory.images import sink_images
+from sglang_oscar.memory.sink_refill import Refill
 
 SINK, IMAGE_ID = 16, 262
 

@@ -11,8 +11,8 @@ from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat, SideFormat
+from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.build import cached_layers
-from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.side_buffers import SideBuffers

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from oscar_kernels.cache import Windows
 from sglang_oscar.attention.refill_pass import parts_of
 from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.memory.row_tables import RowTables
+from sglang_oscar.memory.sink_refill import Refill
+from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.requests import lifecycle
-from sglang_oscar.requests.row_tables import RowTables
-from sglang_oscar.requests.sink_refill import Refill
-from sglang_oscar.requests.sink_store import SinkStore
 
 SINK, ROWS = 4, 3
 

@@ -13,7 +13,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.geometry import GIB, Geometry, row_layout
+from sglang_oscar.formats.geometry import GIB, Geometry, row_layout
 from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, SIDE_SHARE, MemoryPlan, make_plan
 from sglang_oscar.settings import Settings
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from sglang_oscar.requests import metrics
-from sglang_oscar.requests.sink_refill import SinkRefills
-from sglang_oscar.tiers.reports import say_endless
-from sglang_oscar.tiers.storage import CheckedStorage
+from sglang_oscar import metrics
+from sglang_oscar.features.tiers.reports import say_endless
+from sglang_oscar.features.tiers.storage import CheckedStorage
+from sglang_oscar.memory.sink_refill import SinkRefills
 from support.server_answers import INT2
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0, "pp_rank": 0, "dp_rank": 1, "site": "here"}

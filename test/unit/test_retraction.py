@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_oscar.disaggregation import retraction
+from sglang_oscar.features.disaggregation import retraction
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

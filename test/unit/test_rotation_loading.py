@@ -14,8 +14,8 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.load import recipe_rotation
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.rotations import load_formats
 from sglang_oscar.settings import DEFAULT_V_CLIP, Settings
-from sglang_oscar.weights.rotations import load_formats
 
 LAYERS, HEAD_DIM = 3, 64
 LAYOUT = RowLayout(2, HEAD_DIM, 64)

@@ -15,8 +15,8 @@ from oscar_rotation.files.identity import ModelIdentity
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.warnings import rotation_warnings, weights_warning
 from sglang_oscar.settings import Settings
-from sglang_oscar.weights.warnings import rotation_warnings, weights_warning
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e6, "rotary_dim": 128}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_oscar.requests.row_tables import RowTables
+from sglang_oscar.memory.row_tables import RowTables
 
 ROWS = 6
 ASSIGNMENT = st.tuples(st.integers(1, ROWS - 1), st.integers(0, 10**6), st.integers(1, 100))

@@ -13,7 +13,7 @@ from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention import decode_choice
 from sglang_oscar.attention.scratch import matrix_bytes, scratch, without_rows
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.scratch import Scratch
 

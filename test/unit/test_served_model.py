@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from sglang_oscar.weights.model_identity import FIELDS, config_hash, first_hash
+from sglang_oscar.formats.model_identity import FIELDS, config_hash, first_hash
 
 MODEL = Path(__file__).parents[2] / "models" / "reference"
 

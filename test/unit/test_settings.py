@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.recording.dump_hook import DumpSettings
+from sglang_oscar.features.recording.dump_hook import DumpSettings
 from sglang_oscar.settings import Settings
 
 DEFAULTS = {
@@ -176,7 +176,7 @@ def plus_files(tmp_path):
 
 def test_recipe_and_files_must_agree(plus_files):
     """Files say which recipe they are of, both the same; where the variable says one, files of another are refused."""
-    from sglang_oscar.weights.rotations import load, load_formats
+    from sglang_oscar.formats.rotations import load, load_formats
 
     load_formats(Settings.from_env(plus_files), PLUS_ROWS, range(2))
     built_in = dict.fromkeys(plus_files, "hadamard")
@@ -211,7 +211,7 @@ def test_recipe_and_files_must_agree(plus_files):
 
 
 def test_centers_of_another_model(plus_files):
-    from sglang_oscar.weights.rotations import load_formats
+    from sglang_oscar.formats.rotations import load_formats
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
     with pytest.raises(Int2Error, match="centers of 3 kv heads, the model has 2"):
@@ -220,8 +220,8 @@ def test_centers_of_another_model(plus_files):
 
 def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
     """Tensor parallelism slices centers as it slices kv heads; matrices are the same on all ranks."""
+    from sglang_oscar.formats.rotations import load_formats
     from sglang_oscar.memory.build import cached_layers
-    from sglang_oscar.weights.rotations import load_formats
 
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
     loaded = load_formats(plus, PLUS_ROWS, range(2))
@@ -249,7 +249,7 @@ def test_heads_of_a_rank(monkeypatch, total, ranks, kept, firsts):
 
     from sglang.srt import runtime_context
 
-    from sglang_oscar.memory.geometry import own_heads
+    from sglang_oscar.formats.geometry import own_heads
 
     model = SimpleNamespace(get_total_num_kv_heads=lambda: total, get_num_kv_heads=lambda size: max(1, total // size))
     for rank, first in enumerate(firsts):

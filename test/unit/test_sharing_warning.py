@@ -10,9 +10,9 @@ import torch
 from oscar_kernels.layout import RowLayout
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from sglang_oscar.formats.rotations import load_formats
+from sglang_oscar.formats.sharing import FEW_HEADS, sharing_warning
 from sglang_oscar.settings import Settings
-from sglang_oscar.weights.rotations import load_formats
-from sglang_oscar.weights.sharing import FEW_HEADS, sharing_warning
 
 LAYERS, HEAD_DIM = 2, 64
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_oscar.requests.sink_store import SinkStore
+from sglang_oscar.memory.sink_store import SinkStore
 
 KEYS = st.integers(0, 7)
 

@@ -19,15 +19,15 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.load import load_rotation, recipe_rotation
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.features.sliding_windows import attention, models, pool
+from sglang_oscar.features.sliding_windows.attention import WindowsBesideInt2, attend_within
+from sglang_oscar.features.sliding_windows.plan import WindowPool
+from sglang_oscar.features.sliding_windows.prefix_hits import around_free_out_of_window
+from sglang_oscar.features.sliding_windows.sizing import WindowConfigurator
+from sglang_oscar.formats.cached_layers import cached_layer_ids
+from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
-from sglang_oscar.sliding_windows import attention, models, pool
-from sglang_oscar.sliding_windows.attention import WindowsBesideInt2, attend_within
-from sglang_oscar.sliding_windows.plan import WindowPool
-from sglang_oscar.sliding_windows.prefix_hits import around_free_out_of_window
-from sglang_oscar.sliding_windows.sizing import WindowConfigurator
 
 GPT_OSS_20B = Geometry.uniform(RowLayout(8, 64, 64), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=12)
 WINDOWS = WindowPool(12, 24576, torch.bfloat16, 127, 256, 64, 128, 16384)

@@ -16,11 +16,11 @@ from transformers import Qwen3Config
 from oscar_kernels.format import LayerFormat, SideFormat, fingerprint
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.tiers import hooks
-from sglang_oscar.tiers.arguments import check_storage
-from sglang_oscar.tiers.pages import PageLayout
-from sglang_oscar.tiers.salt import model_facts, storage_salt
-from sglang_oscar.tiers.storage import CheckedStorage
+from sglang_oscar.features.tiers import hooks
+from sglang_oscar.features.tiers.arguments import check_storage
+from sglang_oscar.features.tiers.pages import PageLayout
+from sglang_oscar.features.tiers.salt import model_facts, storage_salt
+from sglang_oscar.features.tiers.storage import CheckedStorage
 from support.stored_pages import (
     KEYS,
     LAYOUT,
@@ -195,9 +195,9 @@ def test_names_of_pages_do_not_say_where_a_model_was_served_from(
     """Or how it was called: their keys say which one it is, of a copy elsewhere the same."""
     monkeypatch.setattr(hooks, "active", lambda: True)
     monkeypatch.setattr(hooks, "_storage", set())
-    monkeypatch.setattr("sglang_oscar.tiers.salt.salt_of_this_process", lambda layout: SALT)
-    monkeypatch.setattr("sglang_oscar.tiers.salt.columns_of_this_process", lambda layout: [])
-    monkeypatch.setattr("sglang_oscar.tiers.host_pool.Int2HostPool", Pool)
+    monkeypatch.setattr("sglang_oscar.features.tiers.salt.salt_of_this_process", lambda layout: SALT)
+    monkeypatch.setattr("sglang_oscar.features.tiers.salt.columns_of_this_process", lambda layout: [])
+    monkeypatch.setattr("sglang_oscar.features.tiers.host_pool.Int2HostPool", Pool)
     configs = []
 
     def create(cls: Any, name: str, config: Any, pool: Any) -> Any:

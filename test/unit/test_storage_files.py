@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-from sglang_oscar.tiers import hooks
-from sglang_oscar.tiers.file_process import FileProcess
-from sglang_oscar.tiers.page_files import FAILED, MISSING, OK, Outcome
-from sglang_oscar.tiers.storage import CheckedStorage
+from sglang_oscar.features.tiers import hooks
+from sglang_oscar.features.tiers.file_process import FileProcess
+from sglang_oscar.features.tiers.page_files import FAILED, MISSING, OK, Outcome
+from sglang_oscar.features.tiers.storage import CheckedStorage
 from support.stored_pages import KEYS, LAYOUT, SALT, HostMemoryBackend, Pool, backend, checked, damage, files, pages
 
 LAYOUTS = pytest.mark.parametrize("page_first", [True, False])
@@ -367,7 +367,7 @@ def test_processes_end_with_the_server(tmp_path: Path) -> None:
 
 def test_the_process_is_small() -> None:
     """It is started while a server serves, and one of it reads while another one writes: no PyTorch in it."""
-    program = "import sglang_oscar.tiers.page_files, sys; print('torch' in sys.modules or 'numpy' in sys.modules)"
+    program = "import sglang_oscar.features.tiers.page_files, sys; print(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
     )

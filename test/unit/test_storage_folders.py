@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.tiers.arguments import REFUSED
-from sglang_oscar.tiers.folders import VARIABLE, check_folder, folders_of
+from sglang_oscar.features.tiers.arguments import REFUSED
+from sglang_oscar.features.tiers.folders import VARIABLE, check_folder, folders_of
 from support.stored_pages import backend
 
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache import utils
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_oscar.attach import releases
-from sglang_oscar.tiers import hooks
+from sglang_oscar.features.tiers import hooks
 
 PAGE = 4
 SPACES = list(product([None, "", "a", "b", "ab"], [None, "a", "b"]))

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_oscar.tiers.page_files import ABANDONED_SECONDS, UNFINISHED, remove_abandoned, unfinished_file
+from sglang_oscar.features.tiers.page_files import ABANDONED_SECONDS, UNFINISHED, remove_abandoned, unfinished_file
 from support.api import wait_for
 from support.stored_pages import KEYS, checked
 
 WRITER = (
-    "import sys, time; from sglang_oscar.tiers.page_files import unfinished_file\n"
+    "import sys, time; from sglang_oscar.features.tiers.page_files import unfinished_file\n"
     "file = unfinished_file(sys.argv[1]); file.write(b'half'); file.flush(); print(flush=True); time.sleep(600)\n"
 )
 

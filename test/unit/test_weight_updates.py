@@ -15,8 +15,8 @@ from sglang.srt.model_loader import loader
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.tiers import hooks
-from sglang_oscar.weights import absorption, updates
+from sglang_oscar.features.folding import absorption, updates
+from sglang_oscar.features.tiers import hooks
 
 
 def original(*args: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_tools.calibration.errors import DataError
-from sglang_oscar.weights.origin import WEIGHT_FILES, cached_snapshot, sample_digest
+from sglang_oscar.formats.origin import WEIGHT_FILES, cached_snapshot, sample_digest
 
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab.*", "merges.txt")
 """Files that decide which tokens a text becomes."""

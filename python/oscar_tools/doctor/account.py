@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.weights.origin import cached_snapshot, weight_files
+from sglang_oscar.formats.cached_layers import cached_layer_ids
+from sglang_oscar.formats.origin import cached_snapshot, weight_files
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
@@ -25,7 +25,7 @@ def weight_bytes(model: str) -> int:
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
     """Costs of the model of :func:`oscar_tools.doctor.model.model_checks`, also where its rotations cannot be had."""
-    from sglang_oscar.memory.geometry import Geometry
+    from sglang_oscar.formats.geometry import Geometry
 
     settings, layers = loaded["settings"], cached_layer_ids(loaded["model"])
     windows = settings.windows, settings.window_torch_dtype
@@ -44,11 +44,11 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     Raises:
         Int2Error: there is too little.
     """
-    from sglang_oscar.hybrids.layers import linear_config
-    from sglang_oscar.hybrids.state_slots import estimate
+    from sglang_oscar.features.hybrids.layers import linear_config
+    from sglang_oscar.features.hybrids.state_slots import estimate
+    from sglang_oscar.features.sliding_windows.plan import window_pool
     from sglang_oscar.memory.plan import make_plan
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
-    from sglang_oscar.sliding_windows.plan import window_pool
 
     geometry, linear = estimated_geometry(loaded), linear_config(loaded["model"])
     slots = None if linear is None else estimate(linear, geometry, budget)
@@ -73,8 +73,8 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
 
     from sglang_oscar.attention import extend_choice
     from sglang_oscar.attention.scratch import scratch
+    from sglang_oscar.features.speculation.arguments import CHAIN
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
-    from sglang_oscar.speculation.arguments import CHAIN
 
     if not torch.cuda.is_available():
         return None, None
@@ -93,8 +93,8 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
 
 def host_facts(loaded: dict[str, Any], size: int, ratio: float) -> str:
     """What host memory would hold of the model of :func:`oscar_tools.doctor.model.model_checks`."""
+    from sglang_oscar.features.tiers.pages import PageLayout, host_line, host_tokens
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
-    from sglang_oscar.tiers.pages import PageLayout, host_line, host_tokens
 
     page = PageLayout.of_formats(estimated_geometry(loaded).formats, DEFAULT_PAGE_SIZE)
     return host_line(host_tokens(page, size, ratio, loaded["tokens"]), page)

@@ -10,8 +10,8 @@ from oscar_rotation.files.identity import ModelIdentity
 from oscar_tools.doctor.account import MEM_FRACTION, host_facts, memory_account, weight_bytes
 from oscar_tools.doctor.check import Check, attempt, quiet
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.cached_layers import cached_layer_ids
-from sglang_oscar.weights.warnings import rotation_warnings, served_identity
+from sglang_oscar.formats.cached_layers import cached_layer_ids
+from sglang_oscar.formats.warnings import rotation_warnings, served_identity
 
 EXTEND = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
 """What attends to prompts, by its setting."""
@@ -35,9 +35,9 @@ def model_checks(
     from sglang_oscar.attach import refusals
     from sglang_oscar.attach.gate import check_sink
     from sglang_oscar.attention import decode_choice, extend_choice
-    from sglang_oscar.memory.geometry import row_layout
+    from sglang_oscar.formats.geometry import row_layout
+    from sglang_oscar.formats.rotations import load_formats
     from sglang_oscar.settings import Settings
-    from sglang_oscar.weights.rotations import load_formats
 
     loaded: dict[str, Any] = {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +112,7 @@ def arguments_for(device: str, drafts: bool, host_tier: bool) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     from sglang_oscar.attach.releases import field_defaults
-    from sglang_oscar.speculation.arguments import DRAFT_MODELS
+    from sglang_oscar.features.speculation.arguments import DRAFT_MODELS
 
     asked = {
         "device": device,
@@ -177,7 +177,7 @@ def draft_facts(path: str, loaded: dict[str, Any]) -> str:
     Raises:
         Int2Error: it cannot be read, or its cache is of another kind.
     """
-    from sglang_oscar.speculation import draft_model
+    from sglang_oscar.features.speculation import draft_model
 
     config = model_config(path, is_draft_model=True)
     draft_model.check(config, loaded["model"])

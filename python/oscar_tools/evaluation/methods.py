@@ -14,11 +14,11 @@ from oscar_tools.calibration.dump_driver import plain_backend
 from oscar_tools.calibration.rotation_driver import rotation_files
 from oscar_tools.calibration.weight_files import file_digest
 from oscar_tools.evaluation.server_facts import ServerFacts
+from sglang_oscar.features.sliding_windows.models import SERVED
+from sglang_oscar.formats.geometry import Geometry
+from sglang_oscar.formats.rotations import load_formats
 from sglang_oscar.memory.facts import CONTEXT_OF_BITS
-from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.settings import Settings, variable
-from sglang_oscar.sliding_windows.models import SERVED
-from sglang_oscar.weights.rotations import load_formats
 
 K_PATH, V_PATH, RECIPE = variable("k_rotation"), variable("v_rotation"), variable("recipe")
 K_CLIP, V_CLIP = variable("k_clip_ratio"), variable("v_clip_ratio")

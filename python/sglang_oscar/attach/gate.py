@@ -16,16 +16,16 @@ import torch
 
 from sglang_oscar.attach import failure, known_arguments, processes, refusals, releases
 from sglang_oscar.attention import decode_choice, extend_choice
-from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.features.disaggregation import arguments as disaggregation
+from sglang_oscar.features.recording import dump_hook
+from sglang_oscar.features.sliding_windows import models as windows
+from sglang_oscar.features.speculation import arguments as speculation
+from sglang_oscar.features.speculation import draft_model
+from sglang_oscar.formats.rotations import model_formats
+from sglang_oscar.formats.warnings import served_identity, weights_warning
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
-from sglang_oscar.recording import dump_hook
 from sglang_oscar.settings import Settings
-from sglang_oscar.sliding_windows import models as windows
-from sglang_oscar.speculation import arguments as speculation
-from sglang_oscar.speculation import draft_model
-from sglang_oscar.weights.rotations import model_formats
-from sglang_oscar.weights.warnings import served_identity, weights_warning
 
 logger = logging.getLogger(__name__)
 COMMAND_LINE, PASSED = "_oscar_command_line", "_oscar_passed"

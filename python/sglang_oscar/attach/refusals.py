@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oscar.attach.releases import argument, switched_on
-from sglang_oscar.disaggregation import arguments as disaggregation
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.hybrids import refusals as hybrids
-from sglang_oscar.sliding_windows import models as windows
-from sglang_oscar.speculation import arguments as speculation
-from sglang_oscar.tiers import arguments as tiers
+from sglang_oscar.features.disaggregation import arguments as disaggregation
+from sglang_oscar.features.hybrids import refusals as hybrids
+from sglang_oscar.features.sliding_windows import models as windows
+from sglang_oscar.features.speculation import arguments as speculation
+from sglang_oscar.features.tiers import arguments as tiers
 
 Check = Callable[[Any], bool]
 

@@ -13,20 +13,21 @@ from typing import Any, NamedTuple
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from oscar_cpu import engine, hybrid_models, transfer
+from sglang_oscar import metrics
 from sglang_oscar.attach import gate, releases
 from sglang_oscar.attention import refill_pass
-from sglang_oscar.disaggregation import handshake, retraction, waiting
-from sglang_oscar.hybrids import sizing as hybrid_sizing
+from sglang_oscar.features.disaggregation import handshake, retraction, waiting
+from sglang_oscar.features.folding import absorption, updates
+from sglang_oscar.features.hybrids import sizing as hybrid_sizing
+from sglang_oscar.features.recording import dump_hook
+from sglang_oscar.features.sliding_windows import attention as window_attention
+from sglang_oscar.features.sliding_windows import prefix_hits
+from sglang_oscar.features.sliding_windows import sizing as window_sizing
+from sglang_oscar.features.speculation import arguments as speculation
+from sglang_oscar.features.speculation import commit
+from sglang_oscar.features.tiers import hooks as tiers
 from sglang_oscar.memory import facts, sizing
-from sglang_oscar.recording import dump_hook
-from sglang_oscar.requests import lifecycle, metrics, not_numbers
-from sglang_oscar.sliding_windows import attention as window_attention
-from sglang_oscar.sliding_windows import prefix_hits
-from sglang_oscar.sliding_windows import sizing as window_sizing
-from sglang_oscar.speculation import arguments as speculation
-from sglang_oscar.speculation import commit
-from sglang_oscar.tiers import hooks as tiers
-from sglang_oscar.weights import absorption, updates
+from sglang_oscar.requests import lifecycle, not_numbers
 
 SRT = "sglang.srt."
 ARGS = SRT + "server_args."

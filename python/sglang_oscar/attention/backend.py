@@ -18,13 +18,13 @@ from sglang_oscar.attach import releases
 from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, largest_batch, refill_batch
 from sglang_oscar.attention.call import Call
+from sglang_oscar.attention.verification import unread_mask
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.hybrids import tracking
+from sglang_oscar.features.hybrids import tracking
+from sglang_oscar.features.speculation.arguments import new_tokens
 from sglang_oscar.memory.cache import cache_of
+from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.names import BACKEND
-from sglang_oscar.requests.sink_refill import Refill
-from sglang_oscar.speculation.arguments import new_tokens
-from sglang_oscar.speculation.verification import unread_mask
 
 logger = logging.getLogger(__name__)
 

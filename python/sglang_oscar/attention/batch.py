@@ -13,9 +13,9 @@ from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.tables import Requests, fill_decode_tables, page_numbers, window_slots
 from oscar_kernels.visible import causal_words
+from sglang_oscar.attention.verification import is_chain, visible_words
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.requests.sink_refill import Refill
-from sglang_oscar.speculation.verification import is_chain, visible_words
+from sglang_oscar.memory.sink_refill import Refill
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Batch:
     and what is cached before them; None in decode. ``extend_plan`` is what the kernels planned for the batch.
     ``visible`` int64 [batch, tokens] says in verification which new tokens of a request see which
     (:mod:`oscar_kernels.visible`); there ``kv_lens`` counts the tokens before the new ones. ``kept`` says where tokens
-    of chunks go a second time, of a hybrid model whose windows are kept (:mod:`sglang_oscar.hybrids.tracking`).
+    of chunks go a second time, where windows are kept (:class:`sglang_oscar.memory.cache.Kept`).
     """
 
     tables: BatchTables

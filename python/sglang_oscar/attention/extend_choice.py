@@ -18,9 +18,9 @@ from oscar_kernels.format import LayerFormat
 from oscar_rotation.errors import first_line
 from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.decode_choice import break_even_tokens
+from sglang_oscar.attention.workspace import StockBackend, Workspace
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.geometry import Geometry
-from sglang_oscar.memory.workspace import StockBackend, Workspace
+from sglang_oscar.formats.geometry import Geometry
 
 if TYPE_CHECKING:
     from oscar_kernels.ragged_extend import RaggedExtend

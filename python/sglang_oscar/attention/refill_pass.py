@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from sglang_oscar.attach import releases
-from sglang_oscar.hybrids import tracking
+from sglang_oscar.features.hybrids import tracking
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.requests import not_numbers
-from sglang_oscar.requests.sink_refill import Refill
 
 logger = logging.getLogger(__name__)
 

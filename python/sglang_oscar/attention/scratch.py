@@ -10,7 +10,7 @@ from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.prepared import TERMS
 from sglang_oscar.attention import decode_choice
-from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.scratch import Scratch
 
 

@@ -8,24 +8,24 @@ from typing import Any
 
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat, code_widths, fingerprint, mean_bits
+from sglang_oscar import metrics
 from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.hybrids.kept_windows import KeptWindows
+from sglang_oscar.features.folding import absorption
+from sglang_oscar.features.hybrids.kept_windows import KeptWindows
+from sglang_oscar.features.speculation.arguments import new_tokens
+from sglang_oscar.formats.rotations import model_rotations
+from sglang_oscar.formats.warnings import rotation_warnings, served_identity
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.facts import facts
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
+from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.requests import metrics
-from sglang_oscar.requests.row_tables import RowTables
-from sglang_oscar.requests.sink_refill import SinkRefills
-from sglang_oscar.requests.sink_store import SinkStore
+from sglang_oscar.memory.sink_refill import SinkRefills
+from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.settings import of_this_process
-from sglang_oscar.speculation.arguments import new_tokens
-from sglang_oscar.weights import absorption
-from sglang_oscar.weights.rotations import model_rotations
-from sglang_oscar.weights.warnings import rotation_warnings, served_identity
 
 logger = logging.getLogger(__name__)
 

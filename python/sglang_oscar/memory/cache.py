@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_oscar.attach import releases
-from sglang_oscar.hybrids.kept_windows import KeptWindows
+from sglang_oscar.features.hybrids.kept_windows import KeptWindows
+from sglang_oscar.memory.images import SinkImages, sink_images
 from sglang_oscar.memory.layer import CachedLayer
+from sglang_oscar.memory.logits_column import LogitsColumn
 from sglang_oscar.memory.plan import MemoryPlan
+from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.requests.images import SinkImages, sink_images
-from sglang_oscar.requests.logits_column import LogitsColumn
-from sglang_oscar.requests.row_tables import RowTables
-from sglang_oscar.requests.sink_refill import SinkRefills
-from sglang_oscar.requests.sink_store import SinkStore
+from sglang_oscar.memory.sink_refill import SinkRefills
+from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.settings import Settings
 
 _ATTRIBUTE = "oscar_cache"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oscar_kernels.format import mean_bits
+from sglang_oscar.attention.workspace import Workspace
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.hybrids.state_slots import StateSlots
-from sglang_oscar.memory.geometry import GIB, Geometry
+from sglang_oscar.features.hybrids.state_slots import StateSlots
+from sglang_oscar.features.sliding_windows.plan import WindowPool
+from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.scratch import Scratch
-from sglang_oscar.memory.workspace import Workspace
-from sglang_oscar.sliding_windows.plan import WindowPool
 
 DEFAULT_MAX_RUNNING = 256
 SIDE_SHARE = 0.2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from oscar_kernels.cache import LayerCache
-from sglang_oscar.memory.geometry import Geometry
+from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 
 MOST_COPIED = 64 << 20

@@ -10,19 +10,19 @@ import torch
 from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attention import extend_choice
 from sglang_oscar.attention.scratch import scratch
-from sglang_oscar.disaggregation.arguments import waiting_rows
+from sglang_oscar.attention.workspace import Workspace
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.hybrids.sizing import state_slots
+from sglang_oscar.features.disaggregation.arguments import waiting_rows
+from sglang_oscar.features.hybrids.sizing import state_slots
+from sglang_oscar.features.sliding_windows.sizing import window_pool_of
+from sglang_oscar.features.speculation import draft_model
+from sglang_oscar.features.speculation.arguments import new_tokens
+from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.configurator import find_plan, geometry_of, keep_plan, plan_of
-from sglang_oscar.memory.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.scratch import Scratch
-from sglang_oscar.memory.workspace import Workspace
 from sglang_oscar.names import DTYPE, is_int2
 from sglang_oscar.settings import of_this_process
-from sglang_oscar.sliding_windows.sizing import window_pool_of
-from sglang_oscar.speculation import draft_model
-from sglang_oscar.speculation.arguments import new_tokens
 
 
 def extend_workspace(configurator: Any, geometry: Geometry, budget_bytes: int) -> Workspace | None:
@@ -147,9 +147,9 @@ def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwa
     """Build the INT2 pool with its side buffers, and its cache object; of a draft model, SGLang's own pool."""
     if not is_int2(self.server_args):
         return original(self, **kwargs)
-    from sglang_oscar.hybrids.pool import around_int2_pool
+    from sglang_oscar.features.hybrids.pool import around_int2_pool
+    from sglang_oscar.features.sliding_windows.pool import pair_with_windows
     from sglang_oscar.memory.build import build_pool, check_draft_pool
-    from sglang_oscar.sliding_windows.pool import pair_with_windows
 
     if self.is_draft_worker:
         pool = original(self, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 from sglang_oscar import settings
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import ImpossibleRequestError
-from sglang_oscar.hybrids.layers import serves_hybrid
+from sglang_oscar.features.hybrids.layers import serves_hybrid
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.requests.ending import end
 

@@ -1,18 +1,18 @@
 """Requests that came out as NaN: they are ended, and what they have computed is neither shared nor stored.
 
 What came out is read when SGLang reads the sampled tokens, and before it gives pages to the prefix cache
-(:mod:`sglang_oscar.requests.logits_column`).
+(:mod:`sglang_oscar.memory.logits_column`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from sglang_oscar import metrics
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
-from sglang_oscar.requests import metrics
+from sglang_oscar.memory.logits_column import LogitsColumn, take
 from sglang_oscar.requests.ending import end
-from sglang_oscar.requests.logits_column import LogitsColumn, take
 
 _ATTRIBUTE = "oscar_logits"
 

@@ -82,7 +82,7 @@ def poison_new_sinks(cache) -> None:
 
 
 def note_new_sinks() -> None:
-    from sglang_oscar.requests.sink_store import SinkStore
+    from sglang_oscar.memory.sink_store import SinkStore
 
     SinkStore.handed_out = []
     acquire_private = SinkStore.acquire_private

@@ -19,7 +19,7 @@ def register():
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
 
     from sglang_oscar.attention.backend import OscarAttentionBackend
-    from sglang_oscar.tiers.host_pool import Int2HostPool
+    from sglang_oscar.features.tiers.host_pool import Int2HostPool
 
     load, complete, wait = Int2HostPool.load_to_device_per_layer, LayerLoadingEvent.complete, LayerLoadingEvent.wait
     loaded = []

@@ -44,8 +44,8 @@ def poisoned(gather):
 
 def poison_windows():
     from sglang_oscar.memory.cache import Int2Cache
-    from sglang_oscar.requests.row_tables import RowTables
-    from sglang_oscar.requests.sink_store import SinkStore
+    from sglang_oscar.memory.row_tables import RowTables
+    from sglang_oscar.memory.sink_store import SinkStore
 
     attach, acquire_private, assign = Int2Cache.attach, SinkStore.acquire_private, RowTables.assign
 

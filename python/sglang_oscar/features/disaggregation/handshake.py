@@ -1,0 +1,54 @@
+"""What a prefill server sends of a request besides pages of rows, and what both servers must have in common.
+
+Rows go as SGLang sends any page. The recent window goes as a component of a request's state that SGLang has for rings:
+the last tokens of the prompt at their places in the request's row, on either side its own. Sinks are not sent: the
+decode server computes them again (:mod:`sglang_oscar.features.disaggregation.waiting`), once for all requests that
+begin alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.names import DTYPE
+
+
+def around_setup_state(
+    original: Callable[..., None], kv_args: Any, token_to_kv_pool: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Add the recent rings to what is sent, and what rows mean to what the servers compare before anything is sent."""
+    original(kv_args, token_to_kv_pool, *args, **kwargs)
+    cache = cache_of(token_to_kv_pool)
+    if cache is None:
+        return
+    from sglang.srt.disaggregation.base.conn import StateType
+    from sglang.srt.disaggregation.utils import append_state_component
+    from sglang.srt.runtime_context import get_parallel
+
+    kv_args.kv_cache_dtype_str = common_format(cache, get_parallel().attn_tp_size)
+    keys, values = cache.side.rings()
+    if keys:
+        rings, token_bytes = [*keys, *values], keys[0][0, 0].nbytes
+        append_state_component(
+            kv_args,
+            StateType.SWA_RING,
+            [ring.data_ptr() for ring in rings],
+            [ring.nbytes for ring in rings],
+            [token_bytes] * len(rings),
+        )
+
+
+def common_format(cache: Int2Cache, ranks: int) -> str:
+    """What two servers must agree in so that one can read what the other has stored, as text that names it.
+
+    Args:
+        cache: of either server.
+        ranks: tensor-parallel ranks that heads are spread over.
+    """
+    windows, dtype = cache.plan.geometry.windows, str(cache.plan.geometry.window_dtype).removeprefix("torch.")
+    return (
+        f"{DTYPE} (format {cache.fingerprint[:16]}, sink {windows.sink}, recent window {windows.recent} in ring "
+        f"{windows.ring}, {dtype}, {ranks} tensor-parallel ranks)"
+    )

@@ -1,0 +1,1 @@
+"""Folding the value rotation into the weights, and what that forbids."""

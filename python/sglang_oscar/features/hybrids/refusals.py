@@ -1,0 +1,65 @@
+"""What int2 mode cannot do with a hybrid model; see :mod:`sglang_oscar.attach.refusals`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oscar.attach.releases import argument, tells_kept_states_apart
+from sglang_oscar.features.disaggregation.arguments import disaggregated
+
+MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
+"""Hybrid models that are served: gated delta rule between layers of grouped-query attention."""
+
+
+def _strategy(args: Any) -> str:
+    return str(argument(args, "mamba_radix_cache_strategy", "auto"))
+
+
+def _mistakes_states(args: Any) -> bool:
+    """Whether SGLang's prefix cache would get states of other positions than it says; so it does with any cache."""
+    return not (args.disable_overlap_schedule or args.disable_radix_cache or tells_kept_states_apart())
+
+
+ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
+    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
+    (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
+    (
+        # States would come back from the host without the windows beside them.
+        lambda a: a.enable_hierarchical_cache,
+        "with hierarchical caching; drop --enable-hierarchical-cache",
+    ),
+    (disaggregated, "with disaggregation; drop --disaggregation-mode"),
+    (
+        lambda a: _strategy(a) not in ("auto", "extra_buffer"),
+        "with states that are kept in another way; drop --mamba-radix-cache-strategy",
+    ),
+    (
+        lambda a: a.linear_attn_backend != "triton",
+        "with a backend of linear attention that keeps no states within a chunk; drop --linear-attn-backend",
+    ),
+    (
+        # FlashInfer's keeps them; SGLang takes it by itself on Hopper and Blackwell.
+        lambda a: argument(a, "linear_attn_prefill_backend", None) not in (None, "triton", "flashinfer"),
+        "with a backend of linear attention that keeps no states within a chunk; drop --linear-attn-prefill-backend",
+    ),
+    (
+        lambda a: argument(a, "enable_int8_mamba_checkpoint", False),
+        "with states that are kept in 8 bits; drop --enable-int8-mamba-checkpoint",
+    ),
+    (
+        lambda a: argument(a, "enable_linear_replayssm", False) or argument(a, "enable_linear_replayssm_spec", False),
+        "with states that are replayed; drop --enable-linear-replayssm and --enable-linear-replayssm-spec",
+    ),
+    (
+        # They end within pages. SGLang then keeps a state for the page before, or, in older releases, one that it lost.
+        lambda a: a.enable_mixed_chunk,
+        "with mixed chunks, behind which states do not fit the pages; drop --enable-mixed-chunk",
+    ),
+    (
+        _mistakes_states,
+        "with overlap scheduling in SGLang 0.5.17, whose prefix cache then mistakes one state for another; set "
+        "--disable-overlap-schedule",
+    ),
+]
+"""Arguments that are refused with a hybrid model only."""

@@ -1,0 +1,58 @@
+"""Hook into SGLang's sizing of the states of linear layers: their number, and memory for what lies beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, copy_bytes, slots_within
+from sglang_oscar.formats.geometry import GIB, Geometry
+from sglang_oscar.memory.configurator import geometry_of
+from sglang_oscar.names import is_int2
+
+
+def state_slots(configurator: Any, geometry: Geometry) -> StateSlots | None:
+    """The state slots that SGLang has decided on; None for a model without linear layers.
+
+    Args:
+        configurator: SGLang's KVCacheConfigurator.
+        geometry: of this rank.
+    """
+    from sglang.srt.runtime_context import get_memory, get_schedule
+
+    linear = configurator.mambaish_config
+    if linear is None:
+        return None
+    return StateSlots(
+        slots=get_schedule().max_mamba_cache_size,
+        state_bytes=linear.mamba2_cache_params.mamba_cache_per_req,
+        copy_bytes=copy_bytes(geometry, not get_memory().disable_radix_cache),
+        per_request=configurator._calculate_mamba_ratio(),
+    )
+
+
+def around_handle_max_mamba_cache(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:
+    """Decide the number of slots, and take their copies of windows off the memory that is left; GiB in, GiB out."""
+    if not is_int2(self.server_args):
+        return original(self, total_rest_memory)
+    from sglang.srt.runtime_context import get_context, get_memory, get_schedule
+
+    try:
+        geometry, schedule = geometry_of(self), get_schedule()
+        beside = copy_bytes(geometry, not get_memory().disable_radix_cache)
+        if schedule.max_mamba_cache_size is None and not get_memory().disable_radix_cache:
+            ratio = balanced_ratio(geometry, schedule.mamba_full_memory_ratio)
+            slot = self.mambaish_config.mamba2_cache_params.mamba_cache_per_req + beside
+            slots, needed = slots_within(int(total_rest_memory * GIB), ratio, slot), self._calculate_mamba_ratio()
+            if slots < needed:
+                raise Int2Error(
+                    f"states of linear layers take {slot / GIB:.3f} GiB a slot, a request {needed} slots; there are "
+                    f"{total_rest_memory:.3f} GiB for states and cache; raise --mem-fraction-static or "
+                    "--mamba-full-memory-ratio"
+                )
+            get_context().override("int2.state_slots", max_mamba_cache_size=slots)
+    except Int2Error as error:
+        fatal(error)
+    left = original(self, total_rest_memory)
+    return left - (get_schedule().max_mamba_cache_size + 1) * beside / GIB

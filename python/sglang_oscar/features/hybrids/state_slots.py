@@ -1,0 +1,109 @@
+"""How much memory the states of linear layers get.
+
+A state slot holds the state of one sequence at one position, however long the sequence is. A running request takes
+several of them, and every position at which a cached prefix can be taken up again takes one. Beside each slot lies a
+copy of the windows at that position (:mod:`sglang_oscar.features.hybrids.kept_windows`).
+
+SGLang gives states a fixed part of the memory, which is in proportion to a 16-bit cache. Were that kept, states would
+run out long before a smaller cache does. So a slot gets as many tokens beside it as it has in 16 bits, unless the
+operator says --mamba-full-memory-ratio or --max-mamba-cache-size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_oscar.formats.geometry import GIB, Geometry
+
+PER_REQUEST = 5
+"""State slots that SGLang reckons with for a running request: what it reads and writes, two to keep states in while it
+runs, and two of prefixes; with overlap scheduling."""
+RATIO = 0.9
+"""SGLang's own memory of states over memory of the cache. Who asks for just that is not told from who asks for none."""
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """State slots of a server, the padding slot not counted.
+
+    ``state_bytes`` is one slot over all linear layers of this rank, ``copy_bytes`` the copy of the windows beside it,
+    0 where none is kept; ``per_request`` is how many slots SGLang reckons with for a running request.
+    """
+
+    slots: int
+    state_bytes: int
+    copy_bytes: int
+    per_request: int
+
+    @property
+    def copies(self) -> int:
+        """Copies of windows: one for every slot and one for the padding slot, or none."""
+        return self.slots + 1 if self.copy_bytes else 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots and copies, those of the padding slot included."""
+        return (self.slots + 1) * self.state_bytes + self.copies * self.copy_bytes
+
+    @property
+    def requests(self) -> int:
+        """Requests that may run as far as states go."""
+        return self.slots // self.per_request
+
+    def line(self, tokens: int) -> str:
+        """The line of the start-up account.
+
+        Args:
+            tokens: capacity of the history pool.
+        """
+        states = (self.slots + 1) * self.state_bytes / GIB
+        return (
+            f"states of linear layers: {self.slots} slots x {self.state_bytes} bytes = {states:.3f} GiB, "
+            f"{self.bytes / GIB:.3f} GiB with copies of windows of {self.copy_bytes} bytes; {self.per_request} slots a "
+            f"running request, so at most {self.requests} of them; {tokens // max(self.slots, 1)} tokens of history a "
+            "slot"
+        )
+
+
+def balanced_ratio(geometry: Geometry, given: float | None = None) -> float:
+    """Memory of states over memory of the cache: what was given, or as much more than SGLang's own as the cache is
+    smaller.
+
+    >>> from oscar_kernels.layout import RowLayout; from oscar_kernels.cache import Windows; import torch
+    >>> rows = RowLayout(2, 256, 128, torch.bfloat16)
+    >>> geometry = Geometry.uniform(rows, Windows(64, 256, 256), torch.bfloat16, 12)
+    >>> round(balanced_ratio(geometry), 2), balanced_ratio(geometry, 0.5)
+    (6.4, 0.5)
+    """
+    return RATIO * geometry.full_token_bytes / geometry.cell_bytes if given in (None, RATIO) else given
+
+
+def slots_within(budget_bytes: int, ratio: float, slot_bytes: int) -> int:
+    """Slots beside the padding slot that fit into the part of a budget that states get; may be 0 or less."""
+    return int(budget_bytes * ratio / (1 + ratio)) // slot_bytes - 1
+
+
+def copy_bytes(geometry: Geometry, prefix_cache: bool) -> int:
+    """Bytes of the copy of the windows beside a state slot; 0 where nothing is taken up again."""
+    return geometry.ring_bytes + geometry.sink_bytes if prefix_cache else 0
+
+
+def estimate(linear: Any, geometry: Geometry, budget_bytes: int) -> StateSlots:
+    """The state slots of a server of one rank with the defaults of SGLang.
+
+    Args:
+        linear: SGLang's configuration of the linear layers.
+        geometry: of the model.
+        budget_bytes: for states and cache.
+    """
+    # SGLang's own figure needs its ranks set up.
+    keys, values = linear.linear_num_key_heads, linear.linear_num_value_heads
+    k_dim, v_dim = linear.linear_key_head_dim, linear.linear_value_head_dim
+    past = (2 * keys * k_dim + values * v_dim) * (linear.linear_conv_kernel_dim - 1) * torch.bfloat16.itemsize
+    state = len(linear.linear_layer_ids) * (past + values * v_dim * k_dim * torch.float32.itemsize)
+    copy = copy_bytes(geometry, prefix_cache=True)
+    slots = slots_within(budget_bytes, balanced_ratio(geometry), state + copy)
+    return StateSlots(max(slots, 0), state, copy, PER_REQUEST)

@@ -1,0 +1,90 @@
+"""The model that drafts: what its cache costs beside the INT2 one, and which draft models are refused.
+
+Its cache is SGLang's own, in the draft model's dtype, and has the slots of the INT2 cache: a token's slot is its place
+in both. So the two share the requests' tables, the prefix cache and one memory budget.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_oscar.attach import releases
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.speculation.arguments import drafts_with_model
+
+
+def config_of(server_args: Any) -> Any:
+    """SGLang's ModelConfig of the draft model, which is the model itself where it brings its draft layer along.
+
+    Args:
+        server_args: SGLang's ServerArgs, resolved.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    args = releases.resolved(server_args)
+    return ModelConfig.from_server_args(
+        server_args,
+        model_path=args.speculative_draft_model_path or args.model_path,
+        model_revision=args.speculative_draft_model_revision,
+        is_draft_model=True,
+    )
+
+
+def check(draft: Any, model: Any) -> None:
+    """Refuse draft models whose cache is not what is planned for.
+
+    Args:
+        draft: SGLang's ModelConfig of the draft model.
+        model: of the model that is served.
+
+    Raises:
+        Int2Error: naming the draft model and what is wrong with it.
+    """
+    refused = [
+        (draft.attention_arch.name != "MHA", "multi-head latent attention (MLA)"),
+        (draft.is_hybrid_swa, "sliding-window attention layers"),
+        (
+            draft.hf_config.architectures[0] == model.hf_config.architectures[0],
+            "the architecture of a whole model, which does not draft",
+        ),
+    ]
+    for wrong, what in refused:
+        if wrong:
+            raise Int2Error(
+                f"--kv-cache-dtype int2 does not support a draft model with {what}: {draft.model_path}; set "
+                "--speculative-draft-model-path to another, or drop --speculative-algorithm"
+            )
+
+
+def layers(draft: Any) -> int:
+    """Attention layers of a draft model with a cache.
+
+    Args:
+        draft: SGLang's ModelConfig of it.
+    """
+    own = draft.num_nextn_predict_layers
+    return int(own) if own else max(draft.num_hidden_layers, draft.num_attention_layers)
+
+
+def cell_bytes(draft: Any, ranks: int) -> int:
+    """Bytes of a token in the cache of a draft model, K and V of all its layers, on one rank.
+
+    Args:
+        draft: SGLang's ModelConfig of it.
+        ranks: that share the heads.
+    """
+    elements = draft.get_num_kv_heads(ranks) * (draft.head_dim + draft.v_head_dim)
+    return int(layers(draft) * elements * draft.dtype.itemsize)
+
+
+def cell_bytes_of(server_args: Any) -> int:
+    """:func:`cell_bytes` of a worker's draft model; 0 where it has none.
+
+    Args:
+        server_args: SGLang's ServerArgs, resolved.
+    """
+    if not drafts_with_model(releases.resolved(server_args)):
+        return 0
+    from sglang.srt.runtime_context import get_parallel
+
+    return cell_bytes(config_of(server_args), get_parallel().attn_tp_size)

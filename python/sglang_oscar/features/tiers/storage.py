@@ -1,0 +1,299 @@
+"""Storage of pages: every key is salted on its way to SGLang's storage backend, every page is checked on its way back.
+
+The trailer of a page holds a digest of its key and its rows. A page that another format, model or key has written is
+never asked for; one that is damaged is a miss, which ends the hit before it. Pages that hold NaN are not stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_oscar import metrics
+from sglang_oscar.features.tiers.digest import UNLIKE, is_intact, sign
+from sglang_oscar.features.tiers.file_process import FileProcess
+from sglang_oscar.features.tiers.file_room import reserved_groups
+from sglang_oscar.features.tiers.finite import Column, is_finite
+from sglang_oscar.features.tiers.host_pool import Int2HostPool
+from sglang_oscar.features.tiers.page_files import DAMAGED, ENDLESS, FAILED, MISSING, OK
+from sglang_oscar.features.tiers.reports import say_endless, say_failed
+
+logger = logging.getLogger(__name__)
+
+
+def _positions(of: list[bool], value: bool) -> list[int]:
+    return [at for at, is_so in enumerate(of) if is_so == value]
+
+
+class CheckedStorage:
+    """A storage backend of SGLang with salted keys and checked pages. What is not here is the backend's own.
+
+    Args:
+        backend: SGLang's.
+        pool: the host tier whose pages are stored.
+        salt: of the keys (:mod:`sglang_oscar.features.tiers.salt`).
+        columns: where a page has its numbers.
+    """
+
+    def __init__(self, backend: Any, pool: Int2HostPool, salt: str, columns: Sequence[Column] = ()) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._salt = salt
+        self._columns = columns
+        # Of two, so that a hit does not wait for pages that are written.
+        self._reader = FileProcess(pool.pages, columns=columns)
+        self._writer = FileProcess(pool.pages, columns=columns)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def close(self) -> None:
+        """End processes, once they are done, and close the backend where that can be closed: storage is detached."""
+        self._reader.close()
+        self._writer.close()
+        if hasattr(self._backend, "close"):
+            self._backend.close()
+
+    def key(self, key: str) -> str:
+        """The key under which the backend has a page: 64 hex digits, like SGLang's own."""
+        return hashlib.sha256(f"{self._salt} {key}".encode()).hexdigest()
+
+    @property
+    def is_files(self) -> bool:
+        """Whether the backend is SGLang's that keeps pages in files, which a process of their own moves."""
+        from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+        return isinstance(self._backend, HiCacheFile)
+
+    def _path(self, salted: str) -> str:
+        """The file of a page."""
+        return os.path.join(self._backend.file_path, f"{self._backend._get_suffixed_key(salted)}.bin")
+
+    def _keys(self, keys: list[str]) -> list[str]:
+        return [self.key(key) for key in keys]
+
+    def _extra(self, extra_info: Any) -> Any:
+        """SGLang's further information, with the keys in it salted."""
+        if extra_info is None or extra_info.prefix_keys is None:
+            return extra_info
+        return replace(extra_info, prefix_keys=self._keys(extra_info.prefix_keys))
+
+    # Whether pages are there.
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return bool(self._backend.exists(self.key(key)))
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many pages from the first on are there."""
+        # SGLang's index of files, where there is one, asks the operating system for nothing that it knows.
+        if self.is_files and self._backend.metadata_cache is None:
+            there = [result == OK for result, _ in self._reader.look([self._path(key) for key in self._keys(keys)])]
+            return next((at for at, is_there in enumerate(there) if not is_there), len(there))
+        return int(self._backend.batch_exists(self._keys(keys), self._extra(extra_info)))
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """The same beside other pools."""
+        return self._backend.batch_exists_v2(self._keys(keys), self._transfers(pool_transfers), self._extra(extra_info))
+
+    # Pages as tensors.
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """A page, uint8 [page_bytes]; None where it is missing or damaged."""
+        salted = self.key(key)
+        try:
+            page = self._backend.get(salted, target_location, target_sizes)
+        except Exception as error:  # whatever a backend raises for a file that is too short
+            self._damaged(salted, str(error) or type(error).__name__)
+            return None
+        if page is None or not self._intact(salted, page):
+            return None
+        return page  # type: ignore[no-any-return]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        """Pages one by one, so that a damaged one takes no other along."""
+        targets = [None] * len(keys) if target_locations is None else target_locations
+        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a page, uint8 [page_bytes], whose trailer is written; False where it could not be stored."""
+        salted = self.key(key)
+        return bool(self._sign([salted], [value])) and bool(
+            self._backend.set(salted, value, target_location, target_sizes)
+        )
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store pages; False where one could not be stored."""
+        salted = self._keys(keys)
+        count = self._sign(salted, values)
+        given = [of and of[:count] for of in (values, target_locations, target_sizes)]
+        return bool(self._backend.batch_set(salted[:count], *given)) and count == len(keys)
+
+    # Pages of host memory.
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages into the host tier; False where one is missing or damaged, whose place then holds anything."""
+        salted = self._keys(keys)
+        if self.is_files:
+            return self._read_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
+        found = self._backend.batch_get_v1(salted, host_indices, self._extra(extra_info))
+        return self._checked(salted, host_indices, found)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Store pages of the host tier; False where one could not be stored."""
+        salted = self._keys(keys)
+        if self.is_files:
+            return self._write_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
+        count = self._sign_all(salted, host_indices)
+        stored = self._backend.batch_set_v1(
+            salted[:count], host_indices[: count * self._pool.page_size], self._extra(extra_info)
+        )
+        return [*stored, *[False] * (len(keys) - count)]
+
+    def _read_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
+        """Read files of pages; the backend is told of those that were used and of those that are gone."""
+        paths = [self._path(key) for key in keys]
+        outcomes = self._reader.read(numbers, paths, keys)
+        index, failed = self._backend.metadata_cache, []
+        for key, path, (result, why) in zip(keys, paths, outcomes, strict=True):
+            name = self._backend._get_suffixed_key(key)
+            if result == OK:
+                self._backend._evictor.touch(name, path)
+            elif result == DAMAGED:
+                self._damaged(key, why)
+            elif result == FAILED:
+                failed.append((key, why))
+            if index is not None and result in (OK, MISSING):
+                (index.add if result == OK else index.remove)(name)
+        say_failed("cannot be read and are computed again", failed, len(keys))
+        return [result == OK for result, _ in outcomes]
+
+    def _write_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
+        """Write files of pages, as far as the backend has room for them; those that are there need none."""
+        names, paths = [self._backend._get_suffixed_key(key) for key in keys], [self._path(key) for key in keys]
+        evictor, stored = self._backend._evictor, [False] * len(keys)
+        if evictor.enabled:
+            stored = [result == OK for result, _ in self._writer.look(paths)]
+            for at in _positions(stored, True):
+                evictor.touch(names[at], paths[at])
+        new, failed, endless = _positions(stored, False), [], 0
+        size = self._pool.page_layout.page_bytes
+        for group in reserved_groups(evictor, [names[at] for at in new], [keys[at] for at in new], size):
+            places = [new[at] for at in group]
+            try:
+                outcomes = self._writer.write(
+                    [numbers[at] for at in places], [paths[at] for at in places], [keys[at] for at in places]
+                )
+            except BaseException:
+                for at in places:
+                    evictor.abort(names[at])
+                raise
+            for at, (result, why) in zip(places, outcomes, strict=True):
+                stored[at] = result == OK
+                (evictor.commit if stored[at] else evictor.abort)(names[at])
+                if result == ENDLESS:
+                    endless += 1
+                elif not stored[at]:
+                    failed.append((keys[at], why))
+        if (index := self._backend.metadata_cache) is not None:
+            for name, is_there in zip(names, stored, strict=True):
+                (index.add if is_there else index.remove)(name)
+        say_failed("are not stored", failed, len(keys))
+        say_endless(endless, len(keys))
+        return stored
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Read pages of several pools; those of this one are checked."""
+        salted = self._transfers(transfers)
+        results: dict[str, list[bool]] = self._backend.batch_get_v2(salted, self._extra(extra_info))
+        for transfer in salted:
+            if self._is_own(transfer):
+                results[transfer.name] = self._checked(transfer.keys, transfer.host_indices, results[transfer.name])
+        return results
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Store pages of several pools."""
+        salted, missing = self._transfers(transfers), {}
+        for at, transfer in enumerate(salted):
+            if self._is_own(transfer):
+                count = self._sign_all(transfer.keys, transfer.host_indices)
+                missing[transfer.name] = [False] * (len(transfer.keys) - count)
+                slots = transfer.host_indices[: count * self._pool.page_size]
+                salted[at] = replace(transfer, keys=transfer.keys[:count], host_indices=slots)
+        stored: dict[str, list[bool]] = self._backend.batch_set_v2(salted, self._extra(extra_info))
+        return {name: [*of, *missing.get(name, [])] for name, of in stored.items()}
+
+    def _transfers(self, transfers: list[Any] | None) -> list[Any]:
+        return [replace(of, keys=None if of.keys is None else self._keys(of.keys)) for of in transfers or []]
+
+    def _is_own(self, transfer: Any) -> bool:
+        return getattr(self._backend, "registered_pools", {}).get(transfer.name) is self._pool
+
+    # Digests.
+
+    def _sign_all(self, keys: list[str], host_indices: torch.Tensor) -> int:
+        slots = host_indices[:: self._pool.page_size].tolist()
+        pages = [self._pool.get_data_page(slot) for slot in slots]
+        count = self._sign(keys, pages)
+        for slot, page in zip(slots[:count], pages, strict=False):
+            self._pool.set_from_flat_data_page(slot, page)
+        return count
+
+    def _sign(self, keys: list[str], pages: Sequence[torch.Tensor]) -> int:
+        """Write the trailers of pages, up to the first that holds NaN, and say how many those are: what lies behind
+        would not be found without it.
+        """
+        endless = 0
+        for at, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            if not is_finite(page.numpy().data, self._columns):
+                endless = len(keys) - at
+                break
+            sign(key, page.numpy().data, self._pool.page_layout.item_bytes)
+        say_endless(endless, len(keys))
+        return len(keys) - endless
+
+    def _checked(self, keys: list[str], host_indices: torch.Tensor, found: list[bool]) -> list[bool]:
+        slots = host_indices[:: self._pool.page_size].tolist()
+        return [
+            bool(there) and self._intact(key, self._pool.get_data_page(slot))
+            for key, slot, there in zip(keys, slots, found, strict=True)
+        ]
+
+    def _intact(self, key: str, page: torch.Tensor) -> bool:
+        if is_intact(key, page.numpy().data, self._pool.page_layout.item_bytes):
+            return True
+        self._damaged(key, UNLIKE)
+        return False
+
+    def _damaged(self, key: str, reason: str) -> None:
+        """Say so, and let the page be written anew."""
+        metrics.count("damaged_pages")
+        try:
+            self._forget(key)
+        except OSError as error:  # rights, or a folder that is read only: other pages are none the worse for it
+            logger.warning(
+                "int2 storage: page %s is damaged (%s) and is computed again each time, as it cannot be removed (%s); "
+                "remove it, or give the server the right to", key[:12], reason, error,
+            )  # fmt: skip
+        else:
+            logger.warning("int2 storage: page %s is damaged (%s) and is computed again", key[:12], reason)
+
+    def _forget(self, key: str) -> None:
+        """Remove a page, of a backend that can and would not overwrite it."""
+        if self.is_files:
+            if self._backend.metadata_cache is not None:
+                self._backend.metadata_cache.remove(self._backend._get_suffixed_key(key))
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(key))
+        elif type(self._backend).__name__ == "HiCacheHF3FS":  # its module is not imported where it is not used
+            for half in "kv":
+                self._backend.delete(f"{key}-{half}")

@@ -1,0 +1,195 @@
+"""Formats of a server's layers: transforms from rotation files or built-in recipes, rows from flags and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.layout import EXACT, RowLayout
+from oscar_kernels.transform import SideTransform
+from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.identity import ModelIdentity
+from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.load import load_rotation
+from oscar_rotation.recipes import BUILT_IN
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.cached_layers import cached_layer_ids
+from sglang_oscar.formats.geometry import row_layout
+from sglang_oscar.formats.model_identity import model_identity
+from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
+
+IDENTITY = "identity"
+
+
+class Loaded(NamedTuple):
+    """Formats of a model's layers by global layer id, and the recipe that their rotations are of: of built-in ones the
+    name, such as "hadamard", or "hadamard+identity" where keys and values differ."""
+
+    formats: Mapping[int, LayerFormat]
+    recipe: str
+
+
+def load_formats(
+    settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None
+) -> Mapping[int, LayerFormat]:
+    """The formats of :func:`load`."""
+    return load(settings, layout, layers, model).formats
+
+
+def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None) -> Loaded:
+    """Formats of the layers of a model, with all its kv heads, by global layer id; tensors are on the CPU.
+
+    Args:
+        settings: where rotations are and which clip ratios override theirs.
+        layout: of the rows, with the kv heads of the whole model; their bits are what the files or the settings say.
+        layers: global ids of the layers with an INT2 cache, ascending.
+        model: the model to be served; files made for another are refused. None skips this check.
+
+    Raises:
+        Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe than
+            the other file, or than SGLANG_OSCAR_RECIPE where that is set.
+    """
+    model = None if settings.allow_other_model else model
+
+    def of_side(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
+        source = getattr(settings, f"{side}_rotation")
+        found = _read(side, source, layers, layout, model, settings.recipe)
+        bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
+        transforms = _transforms(found, source, bits, override, default)
+        sides = [
+            SideFormat(layout.group_size, layout.scale_dtype, *of, layout.exact_dtype)
+            for of in zip(bits, transforms, strict=True)
+        ]
+        return sides, found.recipe
+
+    keys, key_recipe = of_side("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
+    values, value_recipe = of_side("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
+    if key_recipe != value_recipe:
+        raise Int2Error(
+            f"SGLANG_OSCAR_K_ROTATION_PATH: {settings.k_rotation} is of the recipe {key_recipe}, "
+            f"SGLANG_OSCAR_V_ROTATION_PATH: {settings.v_rotation} is of the recipe {value_recipe}; "
+            "give two files of one fit"
+        )
+    formats = {
+        layer_id: LayerFormat(layout.kv_heads, layout.head_dim, key, value)
+        for layer_id, key, value in zip(layers, keys, values, strict=True)
+    }
+    sources = (settings.k_rotation, settings.v_rotation)
+    named = [source if source is not None and source in BUILT_IN else key_recipe for source in sources]
+    return Loaded(MappingProxyType(formats), "+".join(dict.fromkeys(named)))
+
+
+def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, LayerFormat]:
+    """The formats of :func:`model_rotations`."""
+    return model_rotations(args, settings, model).formats
+
+
+def model_rotations(args: Any, settings: Settings, model: Any) -> Loaded:
+    """What the model that this process serves is loaded with, with all its kv heads.
+
+    They are those of the first call: weights that are loaded later must fit the caches of the start.
+
+    Args:
+        args: SGLang's ServerArgs.
+        settings: of int2 mode.
+        model: SGLang's ModelConfig.
+
+    Raises:
+        Int2Error: as :func:`load`, or the group size does not fit the model.
+    """
+    layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
+    return _kept(settings, layout, cached_layer_ids(model), model_identity(args.model_path, model))
+
+
+@cache
+def _kept(settings: Settings, layout: RowLayout, layers: tuple[int, ...], model: ModelIdentity) -> Loaded:
+    return load(settings, layout, layers, model)
+
+
+def _read(
+    side: Literal["k", "v"],
+    source: str | None,
+    layers: Sequence[int],
+    layout: RowLayout,
+    model: ModelIdentity | None,
+    recipe: str | None,
+) -> RotationSet:
+    """Rotations of one side, checked against the model and the settings."""
+    variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
+    if source is None:
+        raise Int2Error(
+            f"{variable} is not set: give a rotation file (fit one with `oscar fit`), or the built-in recipe "
+            "`hadamard` or `identity`"
+        )
+    try:
+        found = load_rotation(
+            source, num_layers=len(layers), head_dim=layout.head_dim, side=side, model=model, layers=layers
+        )
+    except RotationFileError as error:
+        raise Int2Error(f"{variable}: {error}") from None
+    if recipe is not None and found.recipe != recipe:
+        raise Int2Error(
+            f"{variable}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE asks for {recipe}; "
+            f"fit one with `oscar fit --recipe {recipe}`, or unset SGLANG_OSCAR_RECIPE"
+        )
+    for name, x in (("rotations", found.rotations if found.per_head else None), ("centers", found.centers)):
+        if x is not None and x.shape[1] != layout.kv_heads:
+            raise Int2Error(
+                f"{variable}: {source} has {name} of {x.shape[1]} kv heads, the model has {layout.kv_heads}; use this "
+                "model's file"
+            )
+    if found.centers is not None and side == "v":
+        raise Int2Error(f"{variable}: {source} centers values, which is not served; use this model's value file")
+    return found
+
+
+def _bits(side: Literal["k", "v"], source: str | None, asked: int | None, found: RotationSet) -> tuple[int, ...]:
+    """Bits by layer: what the file says, of a built-in recipe what the variable says."""
+    stated = found.bits or (2,) * found.num_layers
+    if asked is None or set(stated) == {asked}:
+        return stated
+    if source not in BUILT_IN:
+        variable, states = f"SGLANG_OSCAR_{side.upper()}_BITS", ", ".join(map(str, sorted(set(stated))))
+        raise Int2Error(
+            f"{variable}={asked}: {source} is fitted for codes of {states} bits; unset the variable, or fit a file "
+            "for others with `oscar fit --bits`"
+        )
+    return (asked,) * found.num_layers
+
+
+def _transforms(
+    found: RotationSet, source: str | None, bits: tuple[int, ...], override: float | None, default: float
+) -> list[SideTransform]:
+    """Transforms of one side, one per layer; a layer that is left exact has none unless a file states one."""
+
+    def of_layer(tensors: torch.Tensor | None, layer: int) -> torch.Tensor | None:
+        return None if tensors is None else tensors[layer]
+
+    layers = found.num_layers
+    clips = found.clip_ratios or (default,) * layers
+    gains = found.gains or (0.0,) * layers
+    transforms = []
+    for layer in range(layers):
+        matrix, dual, center = (of_layer(x, layer) for x in (found.rotations, found.duals, found.centers))
+        if bits[layer] == EXACT:
+            transforms.append(SideTransform() if source in BUILT_IN else _of_exact(matrix, dual, center))
+            continue
+        # The identity costs nothing where it is not multiplied by.
+        matrix = None if source == IDENTITY else matrix
+        clip = clips[layer] if override is None else override
+        transforms.append(SideTransform(matrix, dual, center, clip, gains[layer]))
+    return transforms
+
+
+def _of_exact(matrix: torch.Tensor | None, dual: torch.Tensor | None, center: torch.Tensor | None) -> SideTransform:
+    """What a file states for a layer that is left exact: without a unit matrix or a center of zeros, which would cost a
+    product, and the last bit of what is stored, for nothing."""
+    stated = [x for x in (matrix, dual) if x is not None]
+    plain = all(torch.equal(x, torch.eye(x.shape[-1]).expand_as(x)) for x in stated)
+    centered = center is not None and bool(center.any())
+    return SideTransform(None if plain else matrix, None if plain else dual, center if centered else None)

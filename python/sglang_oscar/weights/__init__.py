@@ -1,1 +1,0 @@
-"""Rotations of a server and what they do to its weights."""
