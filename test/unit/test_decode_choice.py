@@ -33,14 +33,12 @@ def choose(setting: str, max_batch: int = 65, short_chunks: bool = False, drafts
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Variants that are prepared, by their last argument; requests and drafts are floats of a workspace."""
-    made: list[object] = []
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that runs the CUDA kernel; requests and drafts are floats of a workspace."""
     monkeypatch.setattr(cuda, "unsupported", lambda cache, *args: "rows of 16 bits" if cache.exact else None)
-    monkeypatch.setattr(cuda, "variant_of", lambda *args: args[-1])
-    monkeypatch.setattr(cuda, "prepare", made.append)
+    monkeypatch.setattr(cuda, "variant_of", lambda *args: None)
+    monkeypatch.setattr(cuda, "prepare", lambda variant: None)
     monkeypatch.setattr(cuda, "workspace_numel", lambda cache, q_heads, batch, drafts: cuda.MAX_BATCH + batch + drafts)
-    return made
 
 
 @pytest.mark.usefixtures("hopper")
@@ -61,14 +59,15 @@ def test_a_kernel_that_cannot_be_built_is_one_line(monkeypatch: pytest.MonkeyPat
             choose(setting)
 
 
-def test_short_chunks_need_log_sum_exps_and_room(hopper: list[object]) -> None:
-    """One workspace, as large as the largest of its uses."""
-    sizes = []
-    for max_batch, short_chunks, drafts in ((65, False, 0), (65, True, 0), (300, True, 0), (300, True, 4)):
-        hopper.clear()
-        sizes.append(choose("auto", max_batch, short_chunks, drafts)._workspace.numel() - cuda.MAX_BATCH)
-        assert hopper == [False, True][: 1 + short_chunks]
-    assert sizes == [65, SHORT_BATCH, 300, 304]
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("max_batch", "short_chunks", "drafts", "largest"),
+    [(65, False, 0, 65), (65, True, 0, SHORT_BATCH), (300, True, 0, 300), (300, True, 4, 304)],
+)
+def test_a_workspace_has_room_for_each_of_its_uses(
+    max_batch: int, short_chunks: bool, drafts: int, largest: int
+) -> None:
+    assert choose("auto", max_batch, short_chunks, drafts)._workspace.numel() == cuda.MAX_BATCH + largest
 
 
 def test_elsewhere_triton_decodes_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,13 +78,13 @@ def test_elsewhere_triton_decodes_and_the_log_says_why(caplog: pytest.LogCapture
         choose("cuda")
 
 
+@pytest.mark.usefixtures("hopper")
 def test_layers_that_are_left_exact_are_read_by_triton(
-    hopper: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Beside layers with codes, which keep the CUDA kernel, and behind its counters; else Triton decodes all."""
     with caplog.at_level(logging.INFO):
         decode = decode_choice.choose("auto", [EXACT, CACHE], 64, 32, torch.bfloat16, 65, False)
-    assert hopper == [False]
     assert "CUDA kernel, Triton kernel in layers with keys or values of 16 bits" in caplog.text
     monkeypatch.setattr(triton, "decode", lambda cache, *args, workspace, lse: ("triton", cache, workspace.numel()))
     monkeypatch.setattr(cuda, "decode", lambda cache, *args, workspace, lse: ("cuda", cache))
@@ -108,17 +107,14 @@ def choose_verify(decode: Any, q_heads: int = 32, requests: int = 65, drafts: in
     return decode_choice.choose_verify(decode, [CACHE], 64, q_heads, torch.bfloat16, requests, drafts)
 
 
-def test_what_decodes_verifies(
-    hopper: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_what_decodes_verifies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The CUDA kernel, for every request times its passes, or the Triton kernel; each with the workspace of decode."""
     by_cuda, by_triton = choose("auto"), choose("triton")
-    hopper.clear()
     monkeypatch.setattr(cuda, "variant_of", lambda *args, drafts=0: SimpleNamespace(passes=2, drafts=drafts))
     with caplog.at_level(logging.INFO):
         assert choose_verify(by_cuda) == by_cuda.verify
         assert choose_verify(by_triton) == by_triton.verify
-    assert [variant.drafts for variant in hopper] == [4]  # type: ignore[attr-defined]
     assert "CUDA kernel, 4 tokens of a request in 2 passes" in caplog.text
     assert "int2 verification: Triton kernel" in caplog.text
 

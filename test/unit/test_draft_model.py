@@ -14,10 +14,10 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.verification import visible_words
-from sglang_oscar.errors import EXIT_CODE, Int2Error
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.speculation import arguments, draft_model
 from sglang_oscar.formats.geometry import GIB, Geometry
-from sglang_oscar.memory import build, sizing
+from sglang_oscar.memory import sizing
 from sglang_oscar.memory.plan import make_plan
 
 QWEN3_8B = Geometry.uniform(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=264), torch.bfloat16, layers=36)
@@ -77,17 +77,6 @@ def test_drafts_attend_by_flash_attention_3_where_prompts_do(
     assert args.speculative_draft_attention_backend == backend
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "torch_native"), ("cuda", "fa3"), (None, "triton")])
-def test_attention_backends_of_draft_models(device: str | None, backend: str) -> None:
-    assert not arguments.unknown_draft_backend(asked(device=device, speculative_draft_attention_backend=backend))
-    assert not arguments.unknown_draft_backend(asked(device=device))
-    assert arguments.unknown_draft_backend(asked(device=device, speculative_draft_attention_backend="oscar"))
-    other = "triton" if device == "cpu" else "torch_native"
-    assert arguments.unknown_draft_backend(asked(device=device, speculative_draft_attention_backend=other)) == (
-        device is not None
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -112,17 +101,6 @@ def test_bytes_of_a_draft_token() -> None:
     assert draft_model.layers(config(num_nextn_predict_layers=0, num_hidden_layers=3)) == 3
 
 
-def test_a_token_costs_what_both_caches_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang would count a draft layer as one of the model's; ours is larger."""
-    monkeypatch.setattr(sizing, "geometry_of", lambda kvc: QWEN3_8B)
-    monkeypatch.setattr(sizing.draft_model, "cell_bytes_of", lambda server_args: 4096)
-    for dtype, draft, expected in [("int2", False, 20736 + 4096), ("int2", True, 7), ("auto", False, 7)]:
-        made = SimpleNamespace(_cell_size=7)
-        kvc = SimpleNamespace(server_args=SimpleNamespace(kv_cache_dtype=dtype), is_draft_worker=draft)
-        sizing.after_pool_configurator(None, made, kvc)
-        assert made._cell_size == expected
-
-
 def test_the_account_has_both_caches() -> None:
     plan = make_plan(QWEN3_8B, 40 * GIB, 48, 64, None, 4096)
     tokens = (plan.budget_bytes - plan.fixed_bytes) // plan.token_bytes
@@ -142,28 +120,6 @@ def test_two_pages_of_both_caches_must_fit() -> None:
 def test_the_cache_of_a_draft_model_is_not_quantized() -> None:
     asked_for = {"server_args_kv_cache_dtype": "int2", "is_draft_worker": True, "model_dtype": torch.float16}
     assert sizing.around_configure_kv_cache_dtype(print, **asked_for) == ("auto", torch.float16)
-
-
-def test_a_draft_pool_is_sglangs_and_as_large_as_planned(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    buffers = [torch.zeros(128, 8, 128, dtype=torch.bfloat16)]
-    stock = SimpleNamespace(k_buffer=buffers, v_buffer=buffers)
-    rows = SimpleNamespace(oscar_cache=SimpleNamespace(plan=SimpleNamespace(draft_bytes=4096)))
-    configurator = SimpleNamespace(server_args=SimpleNamespace(kv_cache_dtype="int2"), is_draft_worker=True)
-    monkeypatch.setattr(build, "build_pool", lambda *args: pytest.fail("a second INT2 pool"))
-
-    def built() -> Any:
-        return sizing.around_build_token_to_kv_pool(
-            lambda self, **kwargs: stock, configurator, sizes=None, req_to_token_pool=rows
-        )
-
-    assert built() is stock
-    rows.oscar_cache.plan.draft_bytes = 4095
-    with pytest.raises(SystemExit) as caught:
-        built()
-    assert caught.value.code == EXIT_CODE
-    assert "takes 4096 bytes a token, 4095 were planned" in capsys.readouterr().err
 
 
 def test_one_branch_is_a_chain_whatever_the_mask_holds() -> None:

@@ -56,22 +56,6 @@ def test_touchpoint_resolves(point: touchpoints.Touchpoint) -> None:
             assert mine.name in stock, f"{target} has no parameter {mine.name}"
 
 
-def test_the_first_name_that_exists_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is reported by the first, unless the function is a recent one."""
-    registered: list[str] = []
-    monkeypatch.setattr(touchpoints.HookRegistry, "register", lambda target, hook, kind: registered.append(target))
-    kind, hook = HookType.BEFORE, print
-    rows = [
-        touchpoints.Touchpoint(
-            ("sglang.nowhere.f", "sglang.srt.server_args.prepare_server_args", "os.path"), kind, hook
-        ),
-        touchpoints.Touchpoint(("sglang.srt.server_args.nowhere", "sglang.nowhere.f"), kind, hook),
-        touchpoints.Touchpoint(("sglang.srt.server_args.nowhere",), kind, hook, recent=True),
-    ]
-    expected = ["sglang.srt.server_args.prepare_server_args", "sglang.srt.server_args.nowhere"]
-    assert touchpoints.register_all(rows) == registered == expected
-
-
 def test_a_dropped_hook_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs and forgets a hook that it cannot attach; int2 mode must not start then."""
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -160,36 +144,6 @@ def test_a_name_that_sglang_has_itself_is_not_taken_over(
 def test_post_releases_are_served_as_their_base(version: str, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure.importlib.metadata, "version", lambda name: version)
     assert (failure.unsupported_release() is None) == served
-
-
-def test_attention_is_hooked_only_for_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DUMP_KVCACHE", raising=False)
-    without = touchpoints.of_scheduler(int2=True)
-    monkeypatch.setenv("DUMP_KVCACHE", "1")
-    assert touchpoints.of_scheduler(int2=True) == without + touchpoints.DUMPING
-    assert any("RadixAttention.forward" in point.name for point in touchpoints.DUMPING)
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_only_int2_mode_hooks_a_scheduler(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what models need on a CPU in any mode."""
-    monkeypatch.delenv("DUMP_KVCACHE", raising=False)
-    monkeypatch.setattr("sglang.srt.utils.is_cpu", lambda: on_cpu)
-    cpu = touchpoints.CPU_MODELS if on_cpu else []
-    assert touchpoints.of_scheduler(int2=False) == cpu
-    serving = touchpoints.SERVING + (touchpoints.CPU_SERVING if on_cpu else [])
-    assert touchpoints.of_scheduler(int2=True) == serving + cpu
-    assert touchpoints.of_arguments() == touchpoints.ARGUMENTS + (touchpoints.CPU_ARGUMENTS if on_cpu else [])
-
-
-def test_what_workers_would_miss_is_told_where_the_server_is_launched() -> None:
-    kind, hook = HookType.BEFORE, print
-    rows = [
-        touchpoints.Touchpoint(("sglang.srt.server_args.nowhere",), kind, hook),
-        touchpoints.Touchpoint(("sglang.srt.server_args.prepare_server_args",), kind, hook),
-        touchpoints.Touchpoint(("sglang.srt.server_args.later",), kind, hook, recent=True),
-    ]
-    assert touchpoints.absent(rows) == ["sglang.srt.server_args.nowhere"]
 
 
 if hasattr(ServerArgs, "resolve_once"):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.managers import io_struct
 from sglang.srt.model_loader import loader
 
 from oscar_kernels.format import LayerFormat, SideFormat
@@ -60,16 +59,6 @@ def test_weights_that_would_absorb_where_values_are_rotated(
     assert reason is None if expected is None else expected in str(reason)
 
 
-def test_a_reload_asks_the_runner_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = SimpleNamespace()
-    runner = SimpleNamespace(token_to_kv_pool=pool, is_draft_worker=False)
-    updater = SimpleNamespace(get_model_runner=lambda: runner)
-    monkeypatch.setattr(updates, "reload_obstacle", lambda cache, model_runner, load_format: f"not {load_format}")
-    assert updates.around_update_from_disk(original, updater, "path", "auto") == "done"
-    pool.oscar_cache = SimpleNamespace()
-    assert updates.around_update_from_disk(original, updater, "path", "auto") == (False, "not auto")
-
-
 @pytest.mark.parametrize("how", ["updated", "breaks off", "no files"])
 def test_no_storage_behind_an_update(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys would say the old weights. Not behind one that breaks off either, but behind one that read nothing."""
@@ -92,42 +81,3 @@ def test_no_storage_behind_an_update(how: str, monkeypatch: pytest.MonkeyPatch) 
     expected = (AssertionError, "host tier") if how == "no files" else (Int2Error, "start a server on the new weights")
     with pytest.raises(expected[0], match=expected[1]):
         hooks.around_create_backend(original, None, "file", SimpleNamespace(), SimpleNamespace())
-
-
-def test_a_draft_model_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cache is not rotated, whatever the architecture is called."""
-    absorbed: list[Any] = []
-    args = SimpleNamespace(kv_cache_dtype="int2", model_path="of/nobody", revision=None, download_dir=None)
-    monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
-    monkeypatch.setattr(absorption, "absorb", lambda model, settings, written: absorbed.append(model))
-    monkeypatch.setattr(absorption, "of_this_process", lambda: None)
-
-    def read(*args: Any) -> str:
-        model = SimpleNamespace(load_weights=lambda weights: None)
-        absorption.around_load_weights_and_postprocess(lambda one, *rest: one.load_weights(None), model, None, None)
-        return "done"
-
-    for draft in (False, True):
-        runner = SimpleNamespace(is_draft_worker=draft, token_to_kv_pool=SimpleNamespace())
-        updater = SimpleNamespace(get_model_runner=lambda runner=runner: runner)
-        assert absorption.around_load_model(read, runner) == "done"
-        assert updates.around_update_from_disk(read, updater, "path", "auto") == "done"
-    assert len(absorbed) == 2
-
-
-def test_tensors_are_refused_before_anybody_unpacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "active", lambda: None)
-    assert updates.around_update_from_tensor(original, None, None) == "done"
-    monkeypatch.setattr(updates, "active", SimpleNamespace)
-    answer = updates.around_update_from_tensor(original, None, None)
-    assert (answer.success, answer.message) == (False, updates.FROM_DISK_ONLY)
-
-
-def test_sessions_of_partial_updates_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "active", lambda: None)
-    assert updates.around_begin_update(original, None, None) == "done"
-    if not hasattr(io_struct, "BeginWeightUpdateReqOutput"):
-        pytest.skip("this release has no sessions")
-    monkeypatch.setattr(updates, "active", SimpleNamespace)
-    answer = updates.around_begin_update(original, None, None)
-    assert (answer.success, answer.message) == (False, updates.FROM_DISK_ONLY)
