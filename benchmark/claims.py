@@ -38,6 +38,15 @@ ACCURACY = {
     "int2-quarot": "QuaRot, g128",
 }
 """The same for the table of docs/accuracy.md, which has all caches."""
+PROVED = {
+    ("h200_prove_smollm2", "bf16"): "BF16",
+    ("h200_prove_smollm2", "fp8"): "FP8",
+    ("h200_prove_smollm2", "int2"): "`plus`, `k2v2`",
+    ("h200_prove_smollm2", "int2-focus"): "`focus`, `k2v2`",
+    ("h200_prove_smollm2_bits", "int2-focus-3.0"): "`focus`, `--bits 3.0`",
+    ("h200_prove_smollm2_bits", "int2-focus-3.5"): "`focus`, `--bits 3.5`",
+}
+"""Result and cache of ``oscar prove`` -> row of the example in docs/prove.md."""
 SHAPES = {"1 x 100K": (1, 100_000), "8 x 32K": (8, 32_768), "32 x 32K": (32, 32_768), "32 x 100K": (32, 100_000)}
 ONE = "figure4", 1, 100_000
 """Experiment, requests and tokens of a single request."""
@@ -105,6 +114,26 @@ def accuracy() -> Iterator[Claim]:
             cells.append("{}")
             values.append(figures["tail-kl"][length]["kl"]["mean"]["mean"])
         yield Claim("docs/accuracy.md", " | ".join(cells) + " |", tuple(values))
+
+
+def proved() -> Iterator[Claim]:
+    """The example of docs/prove.md: all lengths together."""
+    rows = {
+        (file, cache["name"]): cache
+        for file in ("h200_prove_smollm2", "h200_prove_smollm2_bits")
+        for cache in result(file)["caches"]
+    }
+    for (file, name), label in PROVED.items():
+        row = rows[file, name]
+        tail, right = row["figures"]["tail-kl"]["all"], row["figures"]["retrieval"]["all"]["right"]
+        kl = tail["kl"]
+        mean = [kl["mean"][key] for key in (("mean",) if name == "bf16" else ("mean", "low", "high"))]
+        worst = [kl["p99"]["mean"], kl["p99.9"]["mean"], tail["agreement"]["mean"]]
+        shown = "{}" if name == "bf16" else "{} ({} to {})"
+        text = f"| {label} | {{}} | {shown} | {{}} | {{}} | {{}} | {{}} ({{}} to {{}}) |"
+        yield Claim(
+            "docs/prove.md", text, (row["bits"], *mean, *worst, *(right[key] for key in ("mean", "low", "high")))
+        )
 
 
 def kernels() -> Iterator[Claim]:
@@ -189,4 +218,8 @@ def quickstart() -> Iterator[Claim]:
 
 def all_claims() -> list[Claim]:
     """Every claim."""
-    return [claim for claims in (served, accuracy, kernels, decode_kernel, servers, quickstart) for claim in claims()]
+    return [
+        claim
+        for claims in (served, accuracy, proved, kernels, decode_kernel, servers, quickstart)
+        for claim in claims()
+    ]
