@@ -77,4 +77,4 @@ def test_an_int2_server(python: Path, folder: Path) -> None:
     where = run([python, "-c", "import sglang_oscar, oscar_kernels; print(sglang_oscar.__file__)"], folder)
     assert Path(where.strip()).is_relative_to(python.parents[1])
     said = run([python, "-c", SERVE], folder, **HADAMARD)
-    assert said.splitlines()[-1] == f'[8, "{sglang_oscar.__version__}", "k2v2"]'
+    assert said.splitlines()[-1] == f'[8, "{sglang_oscar.__version__}", "keys 2, values 2"]'
