@@ -10,7 +10,7 @@ import torch
 from test_lifecycle import SINK, admit, finish, make_cache, request
 
 from sglang_oscar.memory.logits_column import LogitsColumn
-from sglang_oscar.requests import not_numbers
+from sglang_oscar.requests import nan
 
 NAN = float("nan")
 
@@ -42,20 +42,26 @@ def test_what_is_noted_is_sampled_as_zeros() -> None:
     logits = torch.zeros(2, 5)
     logits[1] = NAN
     batch = SimpleNamespace(batch_size=2, forward_mode=SimpleNamespace(is_target_verify=lambda: False))
-    not_numbers.note(cache, batch, SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits)))
+    nan.note(cache, batch, SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits)))
     assert not logits.any(), "what is sampled must be numbers"
     assert cache.logits is not None
     assert cache.logits.broken([1, 1]) == [1]
 
 
+def scheduler_of(cache: Any, chunked: Any = None) -> Any:
+    return SimpleNamespace(
+        tree_cache=SimpleNamespace(req_to_token_pool=cache.req_to_token_pool, shared=[]), chunked_req=chunked
+    )
+
+
 def process(cache: Any, *requests: Any, broken: list[int]) -> None:
     """What SGLang's scheduler does with the result of a step, as far as it concerns us."""
-    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(req_to_token_pool=cache.req_to_token_pool))
+    scheduler = scheduler_of(cache)
     batch, result = SimpleNamespace(reqs=list(requests)), SimpleNamespace(copy_done=None)
     cache.logits = LogitsColumn(rows(*broken, of=len(requests)), 1)
-    not_numbers.after_run_batch(result, scheduler, batch)
+    nan.after_run_batch(result, scheduler, batch)
     assert cache.logits is None
-    not_numbers.before_process_batch_result(scheduler, batch, result)
+    nan.before_process_batch_result(scheduler, batch, result)
 
 
 def running(first: int, **fields: Any) -> Any:
@@ -83,9 +89,58 @@ def test_a_broken_request_ends_and_leaves_nothing() -> None:
     "fields", [{"finished": lambda: True}, {"is_retracted": True}, {"inflight_middle_chunks": 1}], ids=str
 )
 def test_who_is_left_alone(fields: dict[str, Any]) -> None:
-    """Finished, retracted, or in the middle of its prompt: its last chunk sees what this one does."""
+    """Finished, retracted, or in the middle of its prompt, which is looked at before it is shared."""
     cache = make_cache()
     req = running(1, **fields)
     admit(cache, req)
     process(cache, req, broken=[0])
     assert req.to_finish is None
+
+
+def checkpoint(req: Any, tree_cache: Any) -> None:
+    """SGLang's: older releases know by ``prefix_indices`` where the next chunk begins, and leave them where a request
+    is not to be shared.
+    """
+    if not req.skip_radix_cache_insert:
+        tree_cache.shared.append(req.extend_range.end)
+        req.prefix_indices = torch.arange(req.extend_range.end)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_chunk_is_shared_once_its_result_is_known(overlap: bool) -> None:
+    """With overlap scheduling SGLang shares a chunk before it reads its result. The prompt goes on to its end, where
+    its client is told; an earlier chunk and the sinks of others stay.
+    """
+    cache = make_cache()
+    cache.req_to_token_pool.req_to_token = torch.arange(40, dtype=torch.int32).view(4, 10)
+    other, bad = running(1), running(2, inflight_middle_chunks=1)
+    scheduler, batch = scheduler_of(cache, bad), SimpleNamespace(reqs=[other, bad])
+    admit(cache, other, bad)
+    for end, broken, shared in ((4, (), [4]), (8, (1,), [4]), (10, (1,), [4])):
+        result = SimpleNamespace(copy_done=None)
+        cache.logits = LogitsColumn(rows(*broken, of=2), 1)
+        nan.after_run_batch(result, scheduler, batch)
+        if not overlap:
+            nan.before_process_batch_result(scheduler, batch, result)
+        bad.extend_range = SimpleNamespace(end=end)
+        nan.around_checkpoint(checkpoint, bad, scheduler.tree_cache)
+        assert scheduler.tree_cache.shared == shared
+        assert len(bad.prefix_indices) == end, "else the same tokens are computed for ever"
+        if overlap:
+            nan.before_process_batch_result(scheduler, batch, result)
+    assert "not a number" in bad.to_finish.message
+    assert bad.prefix_indices.tolist() == list(range(bad.req_pool_idx * 10, bad.req_pool_idx * 10 + 10))
+    assert other.to_finish is None
+    finish(cache, other)
+    finish(cache, bad)
+    assert admit(cache, running(1, hit=SINK)) == []
+    assert len(admit(cache, running(2, hit=SINK))) == 1
+
+
+def test_a_request_is_ended_once(caplog: pytest.LogCaptureFixture) -> None:
+    cache = make_cache()
+    req = running(1)
+    admit(cache, req)
+    process(cache, req, broken=[0])
+    process(cache, req, broken=[0])
+    assert len(caplog.records) == 1

@@ -171,6 +171,18 @@ def prefix_tokens(req: Any) -> int:
     return len(req.prefix_indices) if hasattr(req, "prefix_indices") else int(req.prefix_len)
 
 
+def go_on_behind_chunk(req: Any, req_to_token_pool: Any) -> None:
+    """Let a request's next chunk begin behind this one although nothing of it is shared: older releases would compute
+    the same tokens again, for ever.
+
+    Args:
+        req: SGLang's Req.
+        req_to_token_pool: SGLang's request pool.
+    """
+    if hasattr(req, "prefix_indices"):
+        req.prefix_indices = req_to_token_pool.req_to_token[row(req), : req.extend_range.end].long()
+
+
 def namespace(req: Any) -> tuple[Any, Any]:
     """What keeps cached prefixes with the same tokens apart: extra key and salt, which once was part of the key."""
     return req.extra_key, getattr(req, "cache_salt", None)

@@ -27,7 +27,7 @@ from sglang_oscar.features.speculation import arguments as speculation
 from sglang_oscar.features.speculation import commit
 from sglang_oscar.features.tiers import hooks as tiers
 from sglang_oscar.memory import facts, sizing
-from sglang_oscar.requests import lifecycle, not_numbers
+from sglang_oscar.requests import lifecycle, nan
 
 SRT = "sglang.srt."
 ARGS = SRT + "server_args."
@@ -126,8 +126,13 @@ SERVING: list[Touchpoint] = [
     ),
     Touchpoint(at(MEM + "allocation.alloc_for_extend"), AROUND, lifecycle.around_alloc_for_extend),
     Touchpoint(at(MEM + "common.release_kv_cache"), BEFORE, lifecycle.before_release_kv_cache),
-    Touchpoint(at(SCHEDULER + "run_batch"), AFTER, not_numbers.after_run_batch),
-    Touchpoint(at(SCHEDULER + "process_batch_result"), BEFORE, not_numbers.before_process_batch_result),
+    Touchpoint(at(SCHEDULER + "run_batch"), AFTER, nan.after_run_batch),
+    Touchpoint(at(SCHEDULER + "process_batch_result"), BEFORE, nan.before_process_batch_result),
+    Touchpoint(
+        at(MEM + "common.checkpoint_kv_cache", MEM + "common.maybe_cache_unfinished_req"),
+        AROUND,
+        nan.around_checkpoint,
+    ),
     Touchpoint(at(ROW_POOL + "free"), BEFORE, lifecycle.before_free_row),
     Touchpoint(at(ROW_POOL + "clear"), BEFORE, lifecycle.before_clear_rows),
     # Layers with a sliding window beside the INT2 cache.

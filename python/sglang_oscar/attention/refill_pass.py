@@ -17,7 +17,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.features.hybrids import tracking
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.sink_refill import Refill
-from sglang_oscar.requests import not_numbers
+from sglang_oscar.requests import nan
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     result = original(self, forward_batch, *args, **kwargs)
     if cache is not None:
         tracking.keep_decoded(cache, forward_batch)
-        not_numbers.note(cache, forward_batch, result)
+        nan.note(cache, forward_batch, result)
     return result
 
 

@@ -22,3 +22,8 @@ def end(req: Any, reason: str) -> None:
     req.to_finish = FINISH_ABORT(text, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     req.skip_radix_cache_insert = True
     logger.error("int2 request %s: %s", req.rid, text)
+
+
+def is_ended(req: Any) -> bool:
+    """Whether a request ends at its next result, and nothing of it is kept."""
+    return req.to_finish is not None and bool(getattr(req, "skip_radix_cache_insert", False))

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.models import VOCABULARY, save
+from support.releases import environment, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, Server, serve
-from support.speculation import INT2, plugins
+from support.speculation import INT2, plugins, with_plugins
 
 pytestmark = [
     pytest.mark.server,
@@ -80,5 +81,32 @@ def test_nan_ends_with_its_request(model: Path, tmp_path: Path) -> None:
         refused(server, [*begin, BROKEN, *REFUSED[100:]])
         clean = server.generate(begin + REFUSED, 8, return_logprob=True)["meta_info"]
         assert clean["cached_tokens"] == 0
+        assert all(not math.isnan(one[0]) for one in clean["output_token_logprobs"])
+        assert server.alive()
+
+
+@pytest.mark.parametrize("version", served())
+def test_chunks_of_a_broken_prompt_are_nobodys(version: str, tmp_path: Path) -> None:
+    """SGLang computes long prompts chunk by chunk, and shares a chunk before it reads what came out."""
+    if needs_newer_python(version):
+        pytest.skip(f"SGLang {version} wants a newer Python")
+    fault = tmp_path / "fault"
+    prompt = (DRAFTED + REFUSED)[:290]
+    prompt[100] = BROKEN
+    env = with_plugins(environment(version) | HADAMARD | STRICT, "embedding_fault_plugin")
+    args = ["--page-size", "64", "--chunked-prefill-size", "64"]
+    with serve(
+        save("qwen3", tmp_path / "model"), tmp_path / "log", *INT2, *args, env=env | {"EMBEDDING_FAULT": str(fault)}
+    ) as server:
+        fault.touch()
+        with ThreadPoolExecutor(3) as pool:
+            others = [pool.submit(scores, server, [10 + i, *REFUSED[:140]]) for i in range(2)]
+            assert "not a number" in pool.submit(refused, server, prompt).result()
+            assert not any(math.isnan(score) for other in others for score in other.result())
+        assert server.text().count("int2 request the-broken-one") == 1
+        fault.unlink()
+        clean = server.generate(prompt, 8, return_logprob=True)["meta_info"]
+        # The chunk in front of the token was right, and may stay.
+        assert clean["cached_tokens"] <= 64
         assert all(not math.isnan(one[0]) for one in clean["output_token_logprobs"])
         assert server.alive()
