@@ -12,6 +12,12 @@ COUNTED = {
     "nan_pages": "Pages that were not stored because they, or pages before them, hold NaN.",
 }
 """What is counted up, by name: ``sglang:oscar_<name>_total``."""
+GAUGES = {
+    "bits_per_element": "Stored bits per key or value channel, scales included, windows left out.",
+    "bits_per_element_at_128k": "The same of a request of 128K tokens, its windows included.",
+    "cache_info": "Always 1; its labels are the facts that /server_info shows, but for bits.",
+}
+"""What says how the cache is stored, by name: ``sglang:oscar_<name>``."""
 
 _labels: dict[str, str] | None = None
 """Of this process's scheduler; None where it publishes nothing."""
@@ -54,14 +60,10 @@ def publish(facts: dict[str, Any]) -> None:
     for name in COUNTED:
         count(name, 0)
     told = {name: ",".join(map(str, x)) if isinstance(x, list) else str(x) for name, x in facts.items()}
-    bits = told.pop("bits"), told.pop("bits_at_128k")
-    gauges: tuple[tuple[str, str, dict[str, str], Any], ...] = (
-        ("bits_per_element", "Stored bits per key or value channel, scales included, windows left out.", {}, bits[0]),
-        ("bits_per_element_at_128k", "The same of a request of 128K tokens, its windows included.", {}, bits[1]),
+    values = {"bits_per_element": told.pop("bits"), "bits_per_element_at_128k": told.pop("bits_at_128k")}
+    for name, text in GAUGES.items():
         # What prometheus_client calls Info cannot be published by several processes.
-        ("cache_info", "Always 1; labels say what the rows of the cache mean.", told, 1),
-    )
-    for name, text, more, value in gauges:
+        value, more = (values[name], {}) if name in values else (1, told)
         labels = _labels | more
         gauge = _metric("Gauge", name, text, tuple(labels), multiprocess_mode="mostrecent")
         gauge.labels(**labels).set(float(value))

@@ -23,8 +23,18 @@ Bits = Annotated[Literal[2, 3, 4, 16], BeforeValidator(lambda text: int(text) if
 FloatName = Literal["bfloat16", "float16", "float32"]
 
 
+UNSET = {
+    "recipe": "(from the rotation files)",
+    "k_bits": "(from the rotation file, else 2)",
+    "v_bits": "(from the rotation file, else 2)",
+    "k_clip_ratio": f"(from the rotation file, else {DEFAULT_K_CLIP})",
+    "v_clip_ratio": f"(from the rotation file, else {DEFAULT_V_CLIP})",
+}
+"""What applies in the place of a setting that is None."""
+
+
 class Settings(BaseModel):
-    """Settings of int2 mode; field aliases are the environment variables.
+    """Settings of int2 mode; field aliases are the environment variables, descriptions are for docs/reference.md.
 
     ``recipe`` stays None where the variable is unset: then the rotation files say it. So do ``k_bits`` and ``v_bits``,
     bits of a code or 16 for none, which are for built-in recipes: those have 2 unless told otherwise. ``k_clip_ratio``
@@ -34,24 +44,87 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
 
-    k_rotation: str | None = Field(None, alias="SGLANG_OSCAR_K_ROTATION_PATH", min_length=1)
-    v_rotation: str | None = Field(None, alias="SGLANG_OSCAR_V_ROTATION_PATH", min_length=1)
-    recipe: str | None = Field(None, alias="SGLANG_OSCAR_RECIPE")
-    k_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_K_CLIP_RATIO", gt=0, le=1)
-    v_clip_ratio: float | None = Field(None, alias="SGLANG_OSCAR_V_CLIP_RATIO", gt=0, le=1)
-    k_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_K_BITS")
-    v_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_V_BITS")
-    allow_other_model: bool = Field(False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL")
-    absorb_v_rotation: bool = Field(True, alias="SGLANG_OSCAR_ABSORB_V_ROTATION")
-    recompute_recent: bool = Field(True, alias="SGLANG_OSCAR_RECOMPUTE_RECENT")
-    decode_backend: Literal["auto", "cuda", "triton"] = Field("auto", alias="SGLANG_OSCAR_DECODE_BACKEND")
-    extend_backend: Literal["auto", "flashinfer", "fa3", "triton"] = Field("auto", alias="SGLANG_OSCAR_EXTEND_BACKEND")
-    windows_enabled: bool = Field(True, alias="SGLANG_ENABLE_MIXED_KV_WINDOWS")
-    sink_tokens: int = Field(64, alias="SGLANG_MIXED_KV_PREFIX_TOKENS", ge=0, le=4096)
-    recent_tokens: int = Field(256, alias="SGLANG_MIXED_KV_RECENT_TOKENS", ge=0, le=8192)
-    window_max_splits: int = Field(8, alias="SGLANG_MIXED_KV_HP_MAX_SPLITS", ge=1, le=64)
-    window_dtype: Literal["bfloat16", "float16"] = Field("bfloat16", alias="SGLANG_MIXED_KV_HP_DTYPE")
-    scale_dtype: FloatName = Field("bfloat16", alias="SGLANG_MIXED_KV_SCALE_DTYPE")
+    k_rotation: str | None = Field(
+        None,
+        alias="SGLANG_OSCAR_K_ROTATION_PATH",
+        min_length=1,
+        description="rotation file for keys, or `hadamard` (QuaRot), or `identity` (plain INT2)",
+    )
+    v_rotation: str | None = Field(
+        None, alias="SGLANG_OSCAR_V_ROTATION_PATH", min_length=1, description="the same for values"
+    )
+    recipe: str | None = Field(
+        None, alias="SGLANG_OSCAR_RECIPE", description=f"refuse files of another recipe: {', '.join(FITTED)}"
+    )
+    k_clip_ratio: float | None = Field(
+        None,
+        alias="SGLANG_OSCAR_K_CLIP_RATIO",
+        gt=0,
+        le=1,
+        description="clip keys at this order statistic of their magnitudes; 1 does not clip",
+    )
+    v_clip_ratio: float | None = Field(
+        None, alias="SGLANG_OSCAR_V_CLIP_RATIO", gt=0, le=1, description="the same for values"
+    )
+    k_bits: Bits | None = Field(
+        None,
+        alias="SGLANG_OSCAR_K_BITS",
+        description="bits of a code of keys, for `hadamard` and `identity`; 16 keeps keys exact and unrotated",
+    )
+    v_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_V_BITS", description="the same for values")
+    allow_other_model: bool = Field(
+        False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL", description="accept a file that was fitted for another model"
+    )
+    absorb_v_rotation: bool = Field(
+        True,
+        alias="SGLANG_OSCAR_ABSORB_V_ROTATION",
+        description="fold the value rotation into the weights where they allow it; 0 rotates at every step",
+    )
+    recompute_recent: bool = Field(
+        True,
+        alias="SGLANG_OSCAR_RECOMPUTE_RECENT",
+        description="on a prefix hit compute the newest tokens of the prompt again, so that the recent window is exact",
+    )
+    decode_backend: Literal["auto", "cuda", "triton"] = Field(
+        "auto",
+        alias="SGLANG_OSCAR_DECODE_BACKEND",
+        description="attention of generated tokens on a GPU; `auto` takes CUDA on Hopper, else Triton",
+    )
+    extend_backend: Literal["auto", "flashinfer", "fa3", "triton"] = Field(
+        "auto",
+        alias="SGLANG_OSCAR_EXTEND_BACKEND",
+        description="attention of prompts on a GPU; `auto` takes FlashAttention-3 on Hopper, else FlashInfer, Triton",
+    )
+    windows_enabled: bool = Field(
+        True, alias="SGLANG_ENABLE_MIXED_KV_WINDOWS", description="16-bit windows; 0 reads everything quantized"
+    )
+    sink_tokens: int = Field(
+        64,
+        alias="SGLANG_MIXED_KV_PREFIX_TOKENS",
+        ge=0,
+        le=4096,
+        description="sink: first tokens of a request that are read in 16 bits; 0 or a power of two",
+    )
+    recent_tokens: int = Field(
+        256,
+        alias="SGLANG_MIXED_KV_RECENT_TOKENS",
+        ge=0,
+        le=8192,
+        description="recent window: newest tokens of a request that are read in 16 bits",
+    )
+    window_max_splits: int = Field(
+        8,
+        alias="SGLANG_MIXED_KV_HP_MAX_SPLITS",
+        ge=1,
+        le=64,
+        description="thread blocks that read the windows of a request, Triton kernel only; large windows want more",
+    )
+    window_dtype: Literal["bfloat16", "float16"] = Field(
+        "bfloat16", alias="SGLANG_MIXED_KV_HP_DTYPE", description="dtype of the windows"
+    )
+    scale_dtype: FloatName = Field(
+        "bfloat16", alias="SGLANG_MIXED_KV_SCALE_DTYPE", description="dtype of scales and zero points"
+    )
 
     @field_validator("recipe")
     @classmethod
@@ -101,17 +174,10 @@ class Settings(BaseModel):
 
     def lines(self) -> list[str]:
         """One ``VARIABLE=value`` per setting, for the start-up log."""
-        unset = {
-            "recipe": "(from the rotation files)",
-            "k_bits": "(from the rotation file, else 2)",
-            "v_bits": "(from the rotation file, else 2)",
-            "k_clip_ratio": f"(from the rotation file, else {DEFAULT_K_CLIP})",
-            "v_clip_ratio": f"(from the rotation file, else {DEFAULT_V_CLIP})",
-        }
         shown = []
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            value = unset.get(name) if value is None else value
+            value = UNSET.get(name) if value is None else value
             shown.append(f"{field.alias}={int(value) if isinstance(value, bool) else value}")
         return shown
 

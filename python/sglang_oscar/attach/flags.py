@@ -15,14 +15,43 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Optional, get_args, get_type_hints
 
-from sglang_oscar.names import DTYPE, GROUP_SIZE
+from sglang_oscar.names import DEFAULT_PAGE_SIZE, DTYPE, GROUP_SIZE
 
 FLAG = f"--{GROUP_SIZE.replace('_', '-')}"
 HELP = (
     "Channels of head_dim that share a scale and a zero point with --kv-cache-dtype int2: a power of two from 32 to "
     "head_dim. Default: 128, or head_dim where that is smaller."
 )
-DTYPE_HELP = f'"{DTYPE}" stores history in 2 bits (sglang-oscar plugin).'
+DTYPE_HELP = f'"{DTYPE}" stores history in 2 to 4 bits (sglang-oscar plugin).'
+RING = "a ring and two sink blocks"
+MEANINGS = {
+    f"--kv-cache-dtype {DTYPE}": DTYPE_HELP,
+    FLAG: HELP,
+    "--page-size": "Tokens per page: a power of two of at least 16, no less than the sink. "
+    f"Default: {DEFAULT_PAGE_SIZE}, or the sink where that is larger.",
+    "--max-running-requests": f"Also sizes the 16-bit buffers: {RING} for each request that may run. Default: as many "
+    "as take a fifth of the KV budget for that, at most 256.",
+    "--mem-fraction-static": "Covers weights, rows and 16-bit buffers. Default: SGLang's.",
+    "--attention-backend": "Replaced by int2 mode's own, with a warning, as are those of prefill and decode; with "
+    "gpt-oss the one of its layers with a window, by default triton.",
+    "--enable-torch-compile": "On a GPU, with full CUDA graphs of decode steps. Every batch size up to "
+    "--torch-compile-max-bs is compiled on its own at start.",
+    "--speculative-algorithm": "NGRAM, or a draft model: EAGLE, EAGLE3, NEXTN (chains, by default of 3; their cache is "
+    "not quantized). At most 64 tokens a step, each a row more in every ring.",
+    "--speculative-draft-attention-backend": "Default: fa3 on Hopper, else flashinfer where it is installed, else "
+    "triton.",
+    "--enable-hierarchical-cache": "Rows in host memory, too, outside of --mem-fraction-static; SGLang wants 10 GiB of "
+    "it left over.",
+    "--hicache-storage-backend": "Pages in storage: file, nixl, mooncake, hf3fs. Only files have run on GPUs.",
+    "--disaggregation-mode": "prefill or decode, by mooncake, mooncake_tcp or nixl. Both servers need the same "
+    "rotations, windows, page size and number of ranks.",
+    "--disaggregation-decode-extra-slots": f"Requests that wait for their prompts; each has {RING}.",
+    "--mamba-full-memory-ratio": "Hybrid models: memory of states over memory of the cache. Default: 0.9 times the "
+    "bytes of a token in 16 bits over those here.",
+    "--swa-full-tokens-ratio": "gpt-oss: left out, windows are sized by --max-running-requests and "
+    "--chunked-prefill-size.",
+}
+"""Flags that int2 mode adds, or whose default or meaning it changes, for docs/reference.md."""
 
 
 class NameTakenError(RuntimeError):

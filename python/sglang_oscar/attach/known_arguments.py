@@ -58,7 +58,7 @@ REFUSED = _names(
     speculative_draft_attention_backend speculative_draft_kv_cache_dtype
     """
 )
-"""Refused with int2, or some of their values are, or together with others (docs/refused.md)."""
+"""Refused with int2, or some of their values are, or together with others (docs/reference.md)."""
 
 NO_BEARING = _names(
     """

@@ -179,6 +179,21 @@ ATTENTION: list[tuple[Check, str]] = [
 """Features of an attention layer that the kernels lack."""
 
 
+def rows() -> dict[str, list[str]]:
+    """What is refused with what, for docs/reference.md: lines ``feature; what to change``, without the latter where it
+    is ``--kv-cache-dtype auto``."""
+    tables = {
+        "Any model": ARGUMENTS,
+        f"gpt-oss ({', '.join(windows.SERVED)})": windows.REFUSED,
+        "Hybrid models": hybrids.ARGUMENTS,
+        "Models that see images": VISION,
+        "Models": [*MODELS, *ATTENTION],
+    }
+    lines = {title: [what for _, what in table] for title, table in tables.items()}
+    lines["Models"] += windows.others()
+    return lines
+
+
 def check_arguments(server_args: Any) -> None:
     """Refuse server arguments that int2 mode does not support.
 

@@ -12,16 +12,26 @@ KEY = "oscar"
 """Name of the facts in SGLang's internal state: ``/server_info`` shows it as ``internal_states[replica]["oscar"]``."""
 CONTEXT_OF_BITS = 128 * 1024
 """Bits per element are stated for a request of this many tokens (paper, table 2)."""
+FACTS = {
+    "version": "version of the plugin",
+    "recipe": "recipe of the rotations",
+    "fingerprint": "SHA-256 of rotations and row format; servers with the same one can read each other's rows",
+    "codes": "bits of codes, in words",
+    "bits": "stored bits per element, without windows",
+    "bits_at_128k": "the same of a request of 128K tokens, with windows",
+    "group_sizes": "channels that share a scale",
+    "sink": "sink window, tokens",
+    "recent": "recent window, tokens",
+    "recomputed": "newest tokens of a prompt that no prefix hit covers; routers that add up KV events leave them out",
+}
+"""What is said, by name."""
 
 
 def facts(cache: Int2Cache) -> dict[str, Any]:
     """What the rows of a cache mean, as JSON values.
 
     Returns:
-        ``version`` of the plugin, ``recipe``, ``fingerprint`` (SHA-256 of rotations and row format, in hex),
-        ``codes`` (bits of codes in words), ``bits`` per element without windows, ``bits_at_128k`` with them,
-        ``group_sizes`` in channels, ``sink`` and ``recent`` in tokens, ``recomputed``: tokens at the end of a prompt
-        that no prefix hit covers.
+        A value for each of :data:`FACTS`.
     """
     geometry = cache.plan.geometry
     return {

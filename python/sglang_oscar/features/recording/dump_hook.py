@@ -36,10 +36,12 @@ class DumpSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    enabled: bool = Field(False, alias="DUMP_KVCACHE")
-    tokens: int = Field(30000, alias="DUMP_KVCACHE_TOKENS", gt=0)
-    folder: Path = Field(Path("qkv_dumps"), alias="DUMP_KVCACHE_DIR")
-    mode: Literal["activations", "covariances"] = Field("activations", alias="DUMP_KVCACHE_MODE")
+    enabled: bool = Field(False, alias="DUMP_KVCACHE", description="record queries, keys and values of prompts")
+    tokens: int = Field(30000, alias="DUMP_KVCACHE_TOKENS", gt=0, description="stop after so many tokens per layer")
+    folder: Path = Field(Path("qkv_dumps"), alias="DUMP_KVCACHE_DIR", description="folder that holds no dump yet")
+    mode: Literal["activations", "covariances"] = Field(
+        "activations", alias="DUMP_KVCACHE_MODE", description="`covariances` writes only the sums that a fit needs"
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> DumpSettings:
