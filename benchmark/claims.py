@@ -10,6 +10,7 @@ from typing import Any
 from check_claims import ROOT, Claim
 
 README = "README.md"
+BENCHMARKS = "benchmark/README.md"
 WHOLE = (README, "docs/decode_kernel.md")
 """Pages whose tables are claimed row by row."""
 
@@ -48,6 +49,16 @@ PROVED = {
 }
 """Result and cache of ``oscar prove`` -> row of the example in docs/prove.md."""
 SHAPES = {"1 x 100K": (1, 100_000), "8 x 32K": (8, 32_768), "32 x 32K": (32, 32_768), "32 x 100K": (32, 100_000)}
+LABELS = {shape: label for label, shape in SHAPES.items()}
+STORED = {
+    "CUDA": "cuda_us",
+    "rotating values too": "cuda_us_rotating_v",
+    "with fitted scales (`plus`)": "cuda_us_fitted_scales",
+    "with a matrix per kv head": "cuda_us_per_head",
+    "Triton": "us",
+    "PyTorch's BF16 copy": "bf16_index_copy_us",
+}
+"""Rows of the store's table in benchmark/README.md -> names in the result."""
 ONE = "figure4", 1, 100_000
 """Experiment, requests and tokens of a single request."""
 QUICKSTART = {
@@ -183,6 +194,26 @@ def decode_kernel() -> Iterator[Claim]:
         yield Claim("docs/decode_kernel.md", f"| {label} |" + " {} |" * 7, (*own, *best))
 
 
+def kernel_tables() -> Iterator[Claim]:
+    """The tables of benchmark/README.md that are of kernels: decoding on an H100, verification, storing."""
+    for row in result("h100_kernels_decode")["rows"]:
+        label = LABELS.get((row["batch"], row["length"]))
+        if label:
+            own = [row[name] for name in ("limit_us", "cuda_us", "cuda_of_limit")]
+            best = [min(row[name] for name in names) for names in (BF16_KERNELS, FP8_KERNELS)]
+            yield Claim(BENCHMARKS, f"| {label} |" + " {} |" * 5, (*own, *best))
+    for row in result("h200_kernels_verify")["rows"]:
+        shape = row["heads"], row["batch"], row["length"]
+        if shape in (("32x8", 1, 100_000), ("32x8", 8, 100_000), ("96x8", 8, 100_000)) and row["kernel"] == "cuda":
+            label = f"| {shape[0].split('x')[0]} | {shape[1]} x 100K |"
+            pairs = [row[f"{kind}_{tokens}"] for tokens in (2, 4, 8, 16) for kind in ("verify", "apart")]
+            yield Claim(BENCHMARKS, label + " {} |" + " {} ({}) |" * 4, (row["one"], *pairs))
+    stored = {row["tokens"]: row for row in result("h100_kernels_store")["rows"]}
+    for label, name in STORED.items():
+        values = [stored[tokens][name] for tokens in (1, 32, 64, 128, 256)]
+        yield Claim(BENCHMARKS, f"| {label} |" + " {} |" * 5, tuple(values))
+
+
 def share(bandwidth: float, batch: int, length: int, us: float) -> float:
     """Part of ``bandwidth`` in GB/s at which two bits of 8 kv heads of 128 channels are read, windows in 16 bits."""
     window, row, exact = 320, 8 * 72, 8 * 128 * 4
@@ -220,6 +251,6 @@ def all_claims() -> list[Claim]:
     """Every claim."""
     return [
         claim
-        for claims in (served, accuracy, proved, kernels, decode_kernel, servers, quickstart)
+        for claims in (served, accuracy, proved, kernels, decode_kernel, kernel_tables, servers, quickstart)
         for claim in claims()
     ]
