@@ -1,1 +1,12 @@
-"""Hybrid models: layers of linear attention, whose states SGLang keeps, between layers of full attention."""
+"""Hybrid models: layers of linear attention, whose states SGLang keeps, between layers of full attention.
+
+* Pool: SGLang's HybridLinearKVPool takes the INT2 pool of the full layers ready-made; layers keep their global ids.
+  Values are rotated online, because a gate multiplies outputs before ``o_proj``.
+* Prefix hits end where a state was kept. Computing the last ``W`` tokens again would take an older state, so a copy of
+  ring and sink block lies beside every state slot and shares its fate: written in the same pass, read with it. No token
+  is computed again and no sink refilled. Within a chunk the copy gets the ring as it was before, and the chunk's tokens
+  up to the tracked one are stored there a second time.
+* Memory: SGLang's ratio of states to cache is made for 16 bits. The tokens per state are kept, not the bytes, so states
+  take most of what is saved; ``--mamba-full-memory-ratio`` or ``--max-mamba-cache-size`` gives the cache more.
+* SGLang 0.5.17 files states of a request with overlap scheduling under the wrong length with any cache; refused there.
+"""

@@ -1,1 +1,13 @@
-"""Models in which layers with a sliding window alternate with layers that attend to everything."""
+"""Models in which layers with a sliding window alternate with layers that attend to everything.
+
+* Attention: the INT2 backend takes the layers without a window, SGLang's own the others. On GPUs that is Triton's unless
+  ``--attention-backend`` says otherwise: with FlashAttention-3 for both, exact rows left stock answers further.
+* Pools: SGLang's pair, of which one is the INT2 pool. SGLang would size the other as a share of it; here it is sized by
+  what runs: for every request the window of its prompt and of its answer, as much for an idle conversation, and chunks
+  in flight. ``--swa-full-tokens-ratio`` holds where it is given.
+* Prefix hits need the windows in front of where they end, up to ``W`` tokens before the end of what is cached, so a
+  request keeps ``W`` tokens and a page longer than SGLang would.
+* Sink logits are a factor ``sigmoid(l - s)`` on the result by its log-sum-exp ``l``. They are absolute, so the recipes'
+  centers, which shift all logits of a query, are added back to ``l``.
+* Rotation files and dumps hold the layers with an INT2 cache only.
+"""
