@@ -1,7 +1,7 @@
 """Models in which layers with a sliding window alternate with layers that attend to everything.
 
-* Attention: the INT2 backend takes the layers without a window, SGLang's own the others. On GPUs that is Triton's unless
-  ``--attention-backend`` says otherwise: with FlashAttention-3 for both, exact rows left stock answers further.
+* Attention: the INT2 backend takes the layers without a window, SGLang's own the others. On GPUs that is Triton's
+  unless ``--attention-backend`` says otherwise: with FlashAttention-3, exact rows differed more from SGLang's answers.
 * Pools: SGLang's pair, of which one is the INT2 pool. SGLang would size the other as a share of it; here it is sized by
   what runs: for every request the window of its prompt and of its answer, as much for an idle conversation, and chunks
   in flight. ``--swa-full-tokens-ratio`` holds where it is given.

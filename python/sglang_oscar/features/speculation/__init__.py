@@ -1,11 +1,11 @@
 """Speculative decoding: what is served, and what it adds to the life of a token.
 
-A step verifies ``n`` new tokens of a request at once, the last accepted one and drafts: trees and chains without a model
-(NGRAM), chains from a draft model (EAGLE, EAGLE3, NEXTN).
+A step verifies ``n`` new tokens of a request at once, the last accepted one and drafts: trees and chains without a
+model (NGRAM), chains from a draft model (EAGLE, EAGLE3, NEXTN).
 
 * Ring: new tokens are stored first and attended to afterwards, one behind the other whatever their depth in the tree:
-  token ``i`` of a step behind ``L`` accepted ones at slot ``(L + i) mod R``. With ``R = W + n`` rows a rejected token is
-  one that the next step overwrites; a row less would cost the oldest token of the window.
+  token ``i`` of a step behind ``L`` accepted ones at slot ``(L + i) mod R``. With ``R = W + n`` rows the next step
+  overwrites rejected tokens only; a row less would cost the oldest token of the window.
 * Mask: which new tokens a new token sees is a word of 64 bits (``oscar_kernels/visible.py``).
 * Commit: SGLang moves the rows of an accepted path to the front; ring and sink follow, all read before any is written.
   Sinks are published by the committed length, so a shared block holds no rejected token. Rows of rejected tokens need
