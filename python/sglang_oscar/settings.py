@@ -75,6 +75,11 @@ class Settings(BaseModel):
     allow_other_model: bool = Field(
         False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL", description="accept a file that was fitted for another model"
     )
+    allow_newer: bool = Field(
+        False,
+        alias="SGLANG_OSCAR_ALLOW_NEWER",
+        description="serve on a release of SGLang newer than what was tested, where every touch point reads back",
+    )
     absorb_v_rotation: bool = Field(
         True,
         alias="SGLANG_OSCAR_ABSORB_V_ROTATION",

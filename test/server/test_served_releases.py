@@ -134,7 +134,8 @@ def test_command_lines(version: str) -> None:
 
 
 def test_an_unknown_release(tmp_path: Path) -> None:
-    """Nothing is hooked: int2 mode is refused with one line, and who does not ask for it gets what SGLang says."""
+    """Nothing is hooked: int2 mode is refused with one line, and who does not ask for it gets what SGLang says. Where
+    the operator allows it a newer one serves, with a warning."""
     newest = SGLANG_VERSIONS[-1]
     if needs_newer_python(newest):
         newest = SGLANG_VERSIONS[0]
@@ -149,4 +150,11 @@ def test_an_unknown_release(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as refused:
         run_cases([], server_environment(HADAMARD | env), "--kv-cache-dtype", "int2")
     assert "sglang-oscar: error: int2 mode cannot attach to SGLang: sglang 9.9.9 is installed" in str(refused.value)
+    assert "all touch points read back: SGLANG_OSCAR_ALLOW_NEWER=1 serves it" in str(refused.value)
     assert "Traceback" not in str(refused.value)
+    allowed = server_environment(HADAMARD | env | {"SGLANG_OSCAR_ALLOW_NEWER": "1"})
+    plain, int2 = run_cases([{"argv": base}, {"argv": [*base, "--kv-cache-dtype", "int2"]}], allowed)
+    assert (plain["status"], int2["status"]) == (0, 0), plain["error"] + int2["error"]
+    assert int2["values"]["attention_backend"] == "oscar"
+    assert "newer than what was tested" not in plain["error"]
+    assert int2["error"].count("sglang 9.9.9 is newer than what was tested") == 1

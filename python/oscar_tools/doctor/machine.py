@@ -11,7 +11,7 @@ from pathlib import Path
 
 from oscar_rotation.errors import first_line
 from oscar_tools.doctor.check import Check, attempt, quiet
-from sglang_oscar.attach.failure import supported, unsupported_release
+from sglang_oscar.attach.failure import newer_release, supported, unsupported_release
 from sglang_oscar.errors import Int2Error
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
@@ -37,7 +37,7 @@ def check_sglang() -> str:
         raise Int2Error(f'sglang is not installed; pip install "{supported()}"') from None
     if unsupported_release() is not None:
         raise Int2Error(f'{installed} is installed, int2 mode is for {supported()}; pip install "{supported()}"')
-    return installed
+    return f"{installed}, newer than what was tested, {supported()}" if newer_release() else installed
 
 
 def check_entry_point() -> str:

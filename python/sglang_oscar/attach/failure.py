@@ -6,11 +6,15 @@ A server that does not ask for int2 must not notice that the plugin is installed
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from packaging.version import Version
 
 from sglang_oscar import SGLANG_VERSIONS
+
+ALLOW_NEWER = "SGLANG_OSCAR_ALLOW_NEWER"
+"""Variable that lets a release serve that is newer than those that were tested, where its touch points read back."""
 
 _error: str | None = None
 _expected: tuple[str, ...] = ()
@@ -47,9 +51,25 @@ def expect(targets: Iterable[str], absent: Callable[[], list[str]] = list) -> No
 def unsupported_release() -> str | None:
     """Why the installed SGLang cannot be served with int2, or None."""
     installed = importlib.metadata.version("sglang")
-    if base_release(installed) in SGLANG_VERSIONS:
+    if base_release(installed) in SGLANG_VERSIONS or (newer_release() and newer_allowed(os.environ)):
         return None
     return f"sglang {installed} is installed, int2 mode needs {supported()}"
+
+
+def newer_release() -> str | None:
+    """The version of the installed SGLang, or a candidate's, where it is newer than all that were tested; else None."""
+    installed = importlib.metadata.version("sglang")
+    later = base_release(installed) not in SGLANG_VERSIONS and Version(installed) > Version(SGLANG_VERSIONS[-1])
+    return installed if later else None
+
+
+def newer_allowed(environment: Mapping[str, str]) -> bool:
+    """Whether the environment lets a newer release serve.
+
+    >>> newer_allowed({"SGLANG_OSCAR_ALLOW_NEWER": "1"}), newer_allowed({"SGLANG_OSCAR_ALLOW_NEWER": "0"})
+    (True, False)
+    """
+    return environment.get(ALLOW_NEWER, "").lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def base_release(version: str) -> str:
@@ -74,11 +94,25 @@ def reason() -> str | None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    early = _error or unsupported_release()
-    if early is not None:
-        return early
+    if _error is not None:
+        return _error
+    if (unsupported := unsupported_release()) is not None:
+        return f"{unsupported}; {_read_back()}" if newer_release() else unsupported
     missing = [target for target in _expected if target not in HookRegistry._patched] or _absent()
     return f"not attached: {', '.join(missing)}" if missing else None
+
+
+def _read_back() -> str:
+    """What a newer release has of the touch points, told by importing it."""
+    from sglang_oscar.attach import newer
+
+    try:
+        strange = newer.strange()
+    except Exception as error:
+        return f"its touch points cannot be read ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    if strange:
+        return f"touch points that do not read back: {', '.join(strange)}"
+    return f"all touch points read back: {ALLOW_NEWER}=1 serves it, untested"
 
 
 def asked_for(arguments: Sequence[str]) -> bool:

@@ -92,6 +92,8 @@ def resolve(original: Callable[..., None], self: Any) -> None:
         return
     if (reason := failure.reason()) is not None:
         raise Int2Error(f"int2 mode cannot attach to SGLang: {reason}")
+    if (release := failure.newer_release()) is not None:
+        logger.warning("int2 mode: sglang %s is newer than what was tested, %s", release, failure.supported())
     settings = Settings.from_env()
     # These come again after SGLang's own resolution, which stops at some with a traceback and switches others on.
     refusals.check_arguments(self)
