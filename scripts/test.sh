@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # All checks on a fresh machine: formatting and types, then the tests. Arguments go to pytest.
 #
+# `scripts/test.sh core` starts no server and takes some minutes: kernels against the reference, rotation files and fits,
+# the life of requests, and the contract with SGLang.
+#
 # Sources of the supported releases of SGLang are fetched first (OSCAR_RELEASES says where to). One int2 server of each is
 # started, and the oldest and the newest are tested further; OSCAR_TEST_RELEASES says which releases instead ("all", or
 # versions with commas between).
@@ -18,4 +21,9 @@ ruff check .
 ruff format --check .
 mypy
 python scripts/releases.py
-exec python -m pytest --numprocesses "${OSCAR_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
+tests=()
+if [ "${1:-}" = core ]; then
+  shift
+  tests=(-m "not server" test/contract test/kernels test/model test/rotation test/unit)
+fi
+exec python -m pytest --numprocesses "${OSCAR_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,6 +77,27 @@ def test_the_block_of_an_aborted_request_is_filled_for_its_next_owner_alone() ->
     assert refill == Refill(block, (9, *range(1, SINK - 3)))
     assert cache.refills.take() == []
     assert cache.refills.total == 2
+
+
+def test_transfers_that_fail_by_the_hundred_leave_nothing() -> None:
+    """Whoever is left waiting at a forward pass has its own sink behind it, and blocks come back."""
+    rng, cache = random.Random(1), cache_with(blocks=6)
+    waits: list[tuple[int, SimpleNamespace]] = []
+    held: dict[int, tuple[int, ...]] = {}
+    passes = 0
+    for _ in range(600):
+        if len(waits) == 4 or (waits and rng.random() < 0.5):
+            cache.sinks.release(waits.pop(rng.randrange(len(waits)))[0])
+        req = request(rng.randrange(1, 40), first=rng.randrange(7, 12))
+        waits.append((waiting.acquire_block(cache, req, len(req.origin_input_ids)), req))
+        if rng.random() < 0.3:
+            held |= {refill.block: refill.token_ids for refill in cache.refills.take()}
+            assert [held[block] for block, _ in waits] == [cache.sink_ids(req) for _, req in waits]
+            passes += 1
+    for block, _ in waits:
+        cache.sinks.release(block)
+    assert passes > 100
+    assert not cache.sinks._pins
 
 
 def test_a_token_that_is_not_computed_yet_is_in_no_sink() -> None:
