@@ -209,9 +209,10 @@ def main(
         args = [*flags, *MODES[name].args, *low, *shlex.split(server_args)]
         env = environment() | cache_settings(name, k_rotation, v_rotation)
         with serve(model, out.with_suffix(f".{name}.log"), args, env) as server:
+            said = MODES[name].facts(server)
             answers[name] = ask_all(server, prompts, tokens, workers)
         reference = None if name == names[0] else answers[names[0]]
-        caches[name] = summary(prompts, answers[name], reference)
+        caches[name] = {"server": said} | summary(prompts, answers[name], reference)
         out.write_text(json.dumps(result | {"caches": caches}, indent=2) + "\n")
         print(name, caches[name][WHOLE], "right:", caches[name]["right_answers"], flush=True)
     show(caches)

@@ -82,7 +82,7 @@ def measure(
     begin = time.monotonic()
     env = mode.environment(what.folder) | extra
     with serve(what.folder, log, [*what.flags, *decode_log.FLAGS, *server_args, *mode.args], env) as server:
-        result: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1)}
+        result: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1), "server": mode.facts(server)}
         result["ms"] = {length: ms_per_token(server, length) for length in sizes}
         print(result["ms"], flush=True)
         if steps:
@@ -100,7 +100,8 @@ def row(config: dict[str, Any], measured: dict[str, dict[str, Any]], length: int
         taken = result["ms"][length]
         out |= {f"{name}_ms": round(taken, 3)}
         if dense(config):
-            bound = 1e3 * (weight_bytes(config) + kv_bytes(config, length, MODES[name].bits)) / (bandwidth * 1e12)
+            read = weight_bytes(config) + kv_bytes(config, length, result["server"]["bits"])
+            bound = 1e3 * read / (bandwidth * 1e12)
             out |= {f"{name}_of_bound": round(taken / bound, 2)}
     if len(measured) == 2:
         out["speedup"] = round(out["bf16_ms"] / out["int2_ms"], 2)
@@ -133,6 +134,7 @@ def main(
     result["rows"] = [row(config, measured, length, bandwidth) for length in sizes]
     for line in result["rows"]:
         print(line)
+    result["servers"] = {name: part["server"] for name, part in measured.items()}
     result["start_s"] = {name: part["start_s"] for name, part in measured.items()}
     for name, part in measured.items():
         result |= {f"{name}_step": part["step"]} if "step" in part else {}

@@ -149,6 +149,7 @@ def main(
             store.mkdir()
             env = MODES[name].environment(what.folder) | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
             with serve(what.folder, out.with_suffix(f".{name}.log"), [*flags, *MODES[name].args], env) as server:
+                result.setdefault("servers", {})[name] = MODES[name].facts(server)
                 result[name] = measure(
                     server, asked, what.vocabulary, repeats, device_tokens, store if storage else None
                 )

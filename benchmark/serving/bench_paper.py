@@ -115,6 +115,7 @@ def main(
                 log = out.with_suffix(f".{mode}{''.join(more)}.log")
                 with serve(served, log, [*flags, *MODES[mode].args, *more], MODES[mode].environment(served)) as server:
                     room = room_of(server)
+                    result.setdefault("servers", {})[mode] = MODES[mode].facts(server)
                     result["gpus"] = room.gpus if has_gpu() else 0
                     for name, load in asked:
                         if name == STEPS:

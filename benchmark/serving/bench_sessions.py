@@ -131,6 +131,7 @@ def main(
             with serve(
                 what.folder, out.with_suffix(f".{name}.log"), given, MODES[name].environment(what.folder)
             ) as server:
+                result.setdefault("servers", {})[name] = MODES[name].facts(server)
                 result[f"{name}_host_tokens"] = host_tokens(server.text())
                 print(f"{name}: room for {result[f'{name}_host_tokens']} tokens on the host", flush=True)
                 print("  ".join(f"{column:>12}" for column in COLUMNS), flush=True)

@@ -172,6 +172,7 @@ def start(mode: Mode, what: Subject, flags: list[str], home: Path, log: Path, le
     begin = time.monotonic()
     with watched(log, begin) as seen, serve(what.folder, log, flags, env) as server:
         took = [first_token(server.url, ids) for ids in questions]
+        said = mode.facts(server)
     by_folder = written(home)
     return {
         **{name: round(seen[name], 2) if name in seen else None for name in STAGES},
@@ -179,6 +180,7 @@ def start(mode: Mode, what: Subject, flags: list[str], home: Path, log: Path, le
         "request_s": [round(seconds, 3) for seconds in took],
         "megabytes": round(sum(by_folder.values()), 3),
         "by_folder": by_folder,
+        "server": said,
     }
 
 

@@ -99,6 +99,7 @@ def main(
         for name in modes.split(","):
             mode, log = MODES[name], out.with_suffix(f".{name}.log")
             with serve(what.folder, log, [*common, *mode.args], mode.environment(what.folder)) as server:
+                result.setdefault("servers", {})[name] = mode.facts(server)
                 result[name] = measure(server, counts, length, tokens, repeats)
             out.write_text(json.dumps(result, indent=2) + "\n")
     best = {name: max(row["tokens_per_s"] for row in result[name]) for name in modes.split(",")}

@@ -68,6 +68,7 @@ def measure(
     args = [*what.flags, *decode_log.FLAGS, *mode.args, *flags]
     with serve(what.folder, log, args, mode.environment(what.folder) | env) as server:
         room, most = room_of(server).tokens, max(count for count, _ in loads)
+        said = mode.facts(server)
         ask(server, [max(length for count, length in loads if count > number) for number in range(most)], 1)
         for count, length in loads:
             with alone(lock):
@@ -78,7 +79,7 @@ def measure(
                     with contextlib.suppress(NeverAtOnceError):
                         steps["step"] = profile_steps(server, asking, layers, count)
             rows.append(
-                {"requests": count, "length": length, "room": room}
+                {"requests": count, "length": length, "room": room, "cache": said["title"], "bits": said["bits"]}
                 | {k: round(v, 3) for k, v in speed._asdict().items()}
             )
             rows[-1] |= steps

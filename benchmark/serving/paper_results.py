@@ -83,8 +83,10 @@ class Result:
         return (f"{count} x " if count > 1 else "") + str(self.facts["gpu"] or "CPU")
 
     def label(self, mode: str) -> str:
-        """A mode's name. ``int2`` has the bits that were the default then, k2v2 in results that do not say so; stock
-        SGLang has another backend without a GPU."""
+        """A mode's name. ``int2`` has the bits of codes that its server stated; in older results those that were the
+        default then, and k2v2 where they do not say so. Stock SGLang has another backend without a GPU."""
+        if mode == "int2" and (said := self.facts.get("servers", {}).get(mode)):
+            return f"{NAMES[mode]} ({said['int2']['codes']})"
         if mode == "int2":
             return f"{NAMES[mode]} ({self.facts.get('default_bits', 'k2v2')})"
         return NAMES[mode] if self.facts["gpu"] else ON_CPU.get(mode, NAMES[mode])

@@ -13,8 +13,9 @@ from rotations import rotations_of
 from shapes import config_of, has_images, write_model
 
 from oscar_cpu.server import environment, has_gpu
-from oscar_rotation.defaults import BITS, GROUP_SIZE
-from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
+from oscar_rotation.defaults import BITS
+from oscar_tools.evaluation.server_facts import ask
+from oscar_tools.local_server import LocalServer
 
 
 class Subject(NamedTuple):
@@ -47,17 +48,26 @@ def subject(model: Path | None, shape: str, folder: Path) -> Subject:
 
 
 class Mode(NamedTuple):
-    """A cache: flags and environment of a server, bits per element, and ``--bits`` where matrices are fitted."""
+    """A cache: flags and environment of a server, and ``--bits`` where matrices are fitted."""
 
     args: list[str]
     env: dict[str, str]
-    bits: float
     fit: str | None = None
 
     @property
     def stock(self) -> bool:
         """Whether SGLang serves it by itself."""
         return "int2" not in self.args
+
+    def facts(self, server: LocalServer) -> dict[str, Any]:
+        """What its server says of itself, for results: JSON of :class:`ServerFacts`.
+
+        Raises:
+            HarnessError: that is another kind of cache.
+        """
+        found = ask(server.url)
+        found.check(not self.stock, "a stock cache" if self.stock else "int2")
+        return found.to_json()
 
     def environment(self, model: Path) -> dict[str, str]:
         """Variables of a server of the model in a folder, which gets matrices where the cache has fitted ones."""
@@ -70,9 +80,7 @@ def fitted(bits: str) -> Mode:
     Args:
         bits: as ``oscar fit --bits`` takes them.
     """
-    goal = BitGoal.parse(bits)
-    sides = [float(stored_bits(width, GROUP_SIZE)) for width in (goal.key, goal.value) if width is not None]
-    return Mode(["--kv-cache-dtype", "int2"], {}, goal.mean or sum(sides) / len(sides), bits)
+    return Mode(["--kv-cache-dtype", "int2"], {}, bits)
 
 
 BASELINE = "flashinfer" if has_gpu() else "torch_native"
@@ -89,13 +97,13 @@ FA3 = ["--attention-backend", "fa3", "--page-size", "64"]
 XQA = ["--prefill-attention-backend", "fa3", "--decode-attention-backend", "trtllm_mha", "--page-size", "64"]
 """On Hopper TensorRT-LLM's decode attention in SGLang is XQA, for steps of decoding only."""
 MODES = {
-    "bf16": Mode(["--attention-backend", BASELINE], {}, 16.0),
-    "fp8": Mode(["--attention-backend", BASELINE, *FP8], {}, 8.0),
-    "fa3": Mode(FA3, {}, 16.0),
-    "fa3_fp8": Mode([*FA3, *FP8], {}, 8.0),
-    "xqa": Mode(XQA, {}, 16.0),
-    "xqa_fp8": Mode([*XQA, *FP8], {}, 8.0),
-    "exact": Mode(["--kv-cache-dtype", "int2"], EXACT, 16.0),
+    "bf16": Mode(["--attention-backend", BASELINE], {}),
+    "fp8": Mode(["--attention-backend", BASELINE, *FP8], {}),
+    "fa3": Mode(FA3, {}),
+    "fa3_fp8": Mode([*FA3, *FP8], {}),
+    "xqa": Mode(XQA, {}),
+    "xqa_fp8": Mode([*XQA, *FP8], {}),
+    "exact": Mode(["--kv-cache-dtype", "int2"], EXACT),
     "int2": fitted(BITS),
     **{bits: fitted(bits) for bits in ("k2v2", "k3v2", "k4v2")},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,8 @@ from shapes import SHAPES, config_of, write_model
 from subjects import MODES, subject
 
 from oscar_rotation import defaults
+from oscar_tools.calibration.errors import HarnessError
+from support.server_answers import INT2, answering, server_info
 
 KV_HEADS = {
     "qwen3-4b": (36, 8, 128), "qwen3-8b": (36, 8, 128), "qwen3-32b": (64, 8, 128), "gpt-oss-20b": (24, 8, 64),
@@ -35,10 +38,19 @@ def test_sglang_reads_every_shape(shape: str, tmp_path: Path) -> None:
 
 
 def test_caches_that_are_fitted() -> None:
-    """What a user gets who sets nothing, and others by their bits; bits per element with scales of groups of 128."""
-    fits = {name: (mode.fit, mode.bits) for name, mode in MODES.items() if mode.fit}
-    assert fits.pop("int2")[0] == defaults.BITS
-    assert fits == {"k2v2": ("k2v2", 2.25), "k3v2": ("k3v2", 2.75), "k4v2": ("k4v2", 3.25)}
+    """What a user gets who sets nothing, and others by their bits."""
+    fits = {name: mode.fit for name, mode in MODES.items() if mode.fit}
+    assert fits.pop("int2") == defaults.BITS
+    assert all(name == bits for name, bits in fits.items())
+
+
+def test_results_say_what_servers_say() -> None:
+    """Not what they were started with: another kind of cache is no result."""
+    with answering(server_info(INT2 | {"bits_at_128k": 3.3})) as url:
+        server = SimpleNamespace(url=url)
+        assert MODES["int2"].facts(server)["bits"] == 3.3
+        with pytest.raises(HarnessError, match="a stock cache: the server says that its cache is INT2, recipe plus"):
+            MODES["fa3"].facts(server)
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,10 @@ def test_the_default_is_that_of_its_time(tmp_path: Path) -> None:
         result(tmp_path, "old", ("table9",), ("int2",))[0],
         result(tmp_path, "new", ("table9",), ("int2", "k2v2"), default_bits="k3v2")[0],
     ]
+    said = {"int2": {"int2": {"codes": "keys 4, values 2"}}}
+    paths.append(result(tmp_path, "said", ("table9",), ("int2",), default_bits="k3v2", servers=said)[0])
     labels = [[read(path).label(mode) for mode in read(path).modes("table9")] for path in paths]
-    assert labels == [["INT2 (k2v2)"], ["K2V2", "INT2 (k3v2)"]]
+    assert labels == [["INT2 (k2v2)"], ["K2V2", "INT2 (k3v2)"], ["INT2 (keys 4, values 2)"]]
 
 
 def test_two_cards_are_told_apart(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,11 +38,14 @@ from oscar_tools.evaluation.prove.store import Store, alone_in
 from oscar_tools.evaluation.prove.texts import MEASUREMENT, Texts
 from oscar_tools.local_server import ServerFailedError
 from support.reference import MODEL, ROOT
+from support.server_answers import INT2, server_info
 from support.stand_in_server import stand_in_server
 
 TINY = Size("reduced", 1024, 2, 32, 2, 1, 1, 9, 1, 2, 8192, 2)
 """A run of seconds."""
 BLUR = {"bf16": 0.0, "fp8": 0.3, "int2": 1.0, "naive": 4.0}
+SAYS = {"fp8": server_info(kv_cache_dtype="fp8_e4m3"), "int2": server_info(INT2), "naive": server_info(INT2)}
+"""Cache -> what its server says, where it is not in 16 bits."""
 ROTATIONS = [f"--{side}-rotation={ROOT}/test/data/reference_{side}_rotation.safetensors" for side in "kv"]
 
 
@@ -62,7 +66,9 @@ class Servers:
             log.write_text("ValueError: no such cache here\nbye\n")
             raise ServerFailedError(f"the server ended with status 1; end of {log}:\nmany lines")
         self.args[cache] = tuple(args)
-        with stand_in_server(log, BLUR[cache.partition("-chunk")[0]], **self.options.get(cache, {})) as server:
+        kind = cache.partition("-chunk")[0]
+        options = {"info": SAYS.get(kind)} | self.options.get(cache, {})
+        with stand_in_server(log, BLUR[kind], **options) as server:
             yield server
 
 
@@ -101,9 +107,35 @@ def test_a_whole_run(tmp_path: Path, servers: Servers) -> None:
     assert found["int2"]["session"]["by_turn"][-1]["cached"] > 0
     assert found["fp8"]["json"]["all"]["valid"]["mean"] == 1
     page = (tmp_path / "prove.md").read_text()
-    for part in ("## Verdict", "| BF16 | 16.00 |", "## Growing session", "plots/tail-kl.png"):
+    for part in ("## Verdict", "| BF16 | 16.00 |", "| FP8 (e4m3) | 8.00 |", "## Growing session", "plots/tail-kl.png"):
         assert part in page
     assert (tmp_path / "plots" / "retrieval.png").stat().st_size > 1000
+
+
+def test_the_page_says_what_servers_say(tmp_path: Path, servers: Servers) -> None:
+    """Bits of an int2 server and the type of a stock one are known to nobody else; a run that goes on keeps them."""
+    own = INT2 | {"bits_at_128k": 3.45, "group_sizes": [32], "recent": 77}
+    servers.options = {"int2": {"info": server_info(own)}, "bf16": {"info": server_info(dtype="float16")}}
+    asked = ("--cache", "int2", "--measure", "tail-kl", *ROTATIONS)
+    assert prove(tmp_path, *asked).exit_code == 0
+    for _ in range(2):
+        page = (tmp_path / "prove.md").read_text()
+        assert "| FP16 | 16.00 |" in page
+        assert re.search(r"\| INT2[^|]*\| 3\.45 \|", page)
+        assert "groups of 32, 64 sink and 77 recent tokens, fingerprint abababababab" in page
+        rows = json.loads((tmp_path / "prove.json").read_text())["caches"]
+        assert rows[1]["server"]["int2"] == own
+        servers.options = {}
+        assert prove(tmp_path, *asked).exit_code == 0
+    assert servers.started == ["bf16", "int2"]
+
+
+def test_a_server_of_another_cache_is_left_out(tmp_path: Path, servers: Servers) -> None:
+    servers.options = {"int2": {"info": server_info()}}
+    done = prove(tmp_path, "--measure", "tail-kl", "--cache", "int2", *ROTATIONS)
+    assert done.exit_code == 1
+    assert "the server says that its cache is BF16; see --server-args" in done.output
+    assert figures(tmp_path)["int2"] == {}
 
 
 def test_questions_of_a_user(tmp_path: Path, servers: Servers) -> None:

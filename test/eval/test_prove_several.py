@@ -23,7 +23,9 @@ from oscar_tools.evaluation.prove.options import CacheOptions
 from oscar_tools.evaluation.prove.run import Plan, ProveError, Prover
 from oscar_tools.evaluation.prove.several import ask_all
 from oscar_tools.evaluation.prove.store import Store
+from oscar_tools.evaluation.server_facts import read
 from oscar_tools.local_server import ServerFailedError
+from support.server_answers import server_info
 
 LONG = 20.0
 """Seconds until a test that hangs is given up."""
@@ -92,12 +94,13 @@ class Asked(Measure):
 
 def prover(folder: Path, machine: Machine, patch: pytest.MonkeyPatch, answer: Callable[[str], Any]) -> Prover:
     patch.setattr(run, "serve", machine.serve)
+    patch.setattr(run, "ask", lambda url: read(server_info()))
     patch.setattr(run.Client, "capacity", lambda self: None)
     return Prover(Plan(model_settings("m"), [Asked(answer)], Store(folder), folder, {}, 1, 3), lambda text: None)
 
 
 def makers(*names: str) -> dict[str, Callable[[], Cache]]:
-    return {name: lambda name=name: Cache(name, name, 2.0, (), {}) for name in ("bf16", *names)}  # type: ignore[misc]
+    return {name: lambda name=name: Cache(name, name, False, (), {}) for name in ("bf16", *names)}  # type: ignore[misc]
 
 
 def test_others_start_beside_bf16_and_are_asked_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

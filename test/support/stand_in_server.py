@@ -1,8 +1,8 @@
 """A stand-in for an SGLang server, so that a whole run takes a second: its model is one row of logits,
 turned by the last token.
 
-It answers ``/generate`` in SGLang's form: greedy tokens, log probabilities of the prompt, cached tokens of a prefix
-that it saw before. ``blur`` adds noise to the logits, as a cache would.
+It says of its cache what it is told to, and answers ``/generate`` in SGLang's form: greedy tokens, log probabilities
+of the prompt, cached tokens of a prefix that it saw before. ``blur`` adds noise to the logits, as a cache would.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from support.server_answers import server_info
 
 VOCABULARY = 4096
 RECENT = 256
@@ -53,7 +55,12 @@ class StandIn:
 
 @contextmanager
 def stand_in_server(
-    log: Path, blur: float, dies_after: int | None = None, caches: bool = True, grammar: bool = True
+    log: Path,
+    blur: float,
+    dies_after: int | None = None,
+    caches: bool = True,
+    grammar: bool = True,
+    info: dict[str, Any] | None = None,
 ) -> Iterator[StandIn]:
     """Serve until the end of the block.
 
@@ -63,6 +70,7 @@ def stand_in_server(
         dies_after: requests that are answered before the server hangs up on every further one.
         caches: whether prefixes are found again.
         grammar: whether JSON schemas are taken.
+        info: JSON of ``/server_info``; a stock cache's by default.
     """
     model = RowModel(blur)
     seen: dict[str, list[list[int]]] = {}
@@ -82,6 +90,12 @@ def stand_in_server(
                     self.close_connection = True
                     return
                 status, answer = reply(body)
+            self.send(status, answer)
+
+        def do_GET(self) -> None:
+            self.send(200, server_info() if info is None else info)
+
+        def send(self, status: int, answer: dict[str, Any]) -> None:
             data = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -211,7 +211,7 @@ def _evaluate(plan: EvaluationPlan, stem: str, title: str) -> None:
         # Before the first server starts: rotation files that the model does not take must not cost the runs of others.
         config = load_config(plan.settings)
         for method in plan.methods:
-            method.bits(config)
+            method.check(config)
     evaluate(plan, typer.echo)
     rows = [(method.name, method.title, plan.folder) for method in plan.methods]
     results = collect(rows, plan.benchmarks)

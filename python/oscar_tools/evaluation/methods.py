@@ -1,4 +1,4 @@
-"""What is compared: how the server of each method is started and how many bits it takes."""
+"""What is compared: how the server of each method is started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from oscar_tools.calibration.rotation_driver import rotation_files
 from oscar_tools.calibration.weight_files import file_digest
 from oscar_tools.evaluation.server_facts import ServerFacts
 from sglang_oscar.features.sliding_windows.models import SERVED
-from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.formats.rotations import load_formats
-from sglang_oscar.memory.facts import CONTEXT_OF_BITS
 from sglang_oscar.settings import Settings, variable
 
 K_PATH, V_PATH, RECIPE = variable("k_rotation"), variable("v_rotation"), variable("recipe")
@@ -65,18 +63,21 @@ class Method:
             return [*args, *plain_backend(extra), *extra]
         return [*args, "--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(self.group_size), *extra]
 
-    def bits(self, config: Any) -> float:
-        """Effective bits per KV element at 128K tokens, windows included.
+    def check(self, config: Any) -> None:
+        """Find out before a server starts whether it would take the rotation files.
 
         Args:
-            config: as of :func:`bits_per_element`.
+            config: the model's configuration: num_key_value_heads, head_dim, and what :func:`cached_layers` reads.
 
         Raises:
-            Int2Error: a rotation file that the server would refuse.
+            Int2Error: it would not.
         """
         if self.group_size is None:
-            return 16.0
-        return bits_per_element(config, self.group_size, self.env)
+            return
+        settings = Settings.from_env(self.env)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layout = RowLayout(config.num_key_value_heads, head_dim, self.group_size, settings.scale_torch_dtype)
+        load_formats(settings, layout, cached_layers(config))
 
 
 def contents(env: Mapping[str, str]) -> dict[str, str]:
@@ -101,25 +102,6 @@ def cached_layers(config: Any) -> tuple[int, ...]:
     apart = not SERVED.isdisjoint(getattr(config, "architectures", None) or ())
     kept = ("full_attention",) if apart else ("full_attention", "sliding_attention")
     return tuple(layer for layer, kind in enumerate(kinds[: config.num_hidden_layers]) if kind in kept)
-
-
-def bits_per_element(config: Any, group_size: int, env: Mapping[str, str]) -> float:
-    """Effective bits per KV element of an int2 cache at 128K tokens, windows included: what rotation files say.
-
-    Args:
-        config: the model's configuration: num_key_value_heads, head_dim, and what :func:`cached_layers` reads.
-        group_size: channels that share a scale.
-        env: variables of the server.
-
-    Raises:
-        Int2Error: a rotation file that the server would refuse.
-    """
-    settings = Settings.from_env(env)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layout = RowLayout(config.num_key_value_heads, head_dim, group_size, settings.scale_torch_dtype)
-    formats = load_formats(settings, layout, cached_layers(config))
-    geometry = Geometry(formats, settings.windows, settings.window_torch_dtype)
-    return geometry.bits_per_element(CONTEXT_OF_BITS)
 
 
 def make_method(

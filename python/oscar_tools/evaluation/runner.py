@@ -11,7 +11,7 @@ from typing import Any
 
 from oscar_rotation.model_table import ModelSettings
 from oscar_tools.calibration.dump_driver import server_environment
-from oscar_tools.calibration.errors import DataError, HarnessError
+from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.model_files import load_tokenizer
 from oscar_tools.calibration.weight_files import file_digest, model_files
 from oscar_tools.evaluation.answers import Answers
@@ -173,8 +173,7 @@ def started(url: str, method: Method) -> RunningServer:
         HarnessError: its cache is not what the method is named for.
     """
     server = RunningServer(url, ask(url))
-    if (method.group_size is None) != (server.facts.int2 is None):
-        raise HarnessError(f"{method.title}: its server says that its cache is {server.facts.title}; see --server-args")
+    server.facts.check(method.group_size is not None, method.title)
     return server
 
 

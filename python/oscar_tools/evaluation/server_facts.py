@@ -48,6 +48,19 @@ class ServerFacts:
         """As JSON values."""
         return asdict(self)
 
+    def check(self, int2: bool, title: str) -> None:
+        """Refuse a server whose cache is not what it was started for.
+
+        Args:
+            int2: whether that is int2 mode.
+            title: of what it was started for.
+
+        Raises:
+            HarnessError: it is something else.
+        """
+        if int2 != (self.int2 is not None):
+            raise HarnessError(f"{title}: the server says that its cache is {self.title}; see --server-args")
+
 
 def ask(url: str) -> ServerFacts:
     """Ask a server.

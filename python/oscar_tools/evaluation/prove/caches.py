@@ -29,7 +29,7 @@ class Cache:
     Attributes:
         name: in file names.
         title: in tables.
-        bits: per element of keys and values, windows included, at 128K tokens.
+        int2: whether it is one of int2 mode.
         args: flags of its server.
         env: variables of its server.
         optional: a server that does not start is a remark, not a failure.
@@ -39,7 +39,7 @@ class Cache:
 
     name: str
     title: str
-    bits: float
+    int2: bool
     args: tuple[str, ...]
     env: dict[str, str]
     optional: bool = False
@@ -55,6 +55,10 @@ class Cache:
             args=(*self.args, "--chunked-prefill-size", str(tokens)),
             chunk=tokens,
         )
+
+    def named(self, facts: dict[str, Any]) -> str:
+        """Its title where its server has said what it is, as JSON of :class:`ServerFacts`."""
+        return self.title if self.int2 else ", ".join([facts["title"], *self.title.split(", ")[1:]])
 
     def fitted_for(self) -> str:
         """What its keys were fitted for, in words; empty where they were not, or their file does not say."""
@@ -122,7 +126,7 @@ class CacheMaker:
     def fp8(self) -> Cache:
         """SGLang's own 8-bit cache, without scales."""
         made = self._cache(Method(FP8, "FP8 (e4m3)"), FP8, ("--kv-cache-dtype", "fp8_e4m3", *self.flags.fp8))
-        return replace(made, bits=8.0, optional=True)
+        return replace(made, optional=True)
 
     def fp8_scaled(self, model: Path) -> Cache:
         """The same with a scale of keys and of values per layer, which ``model`` brings."""
@@ -156,7 +160,8 @@ class CacheMaker:
     def _cache(self, method: Method, name: str, args: tuple[str, ...]) -> Cache:
         extra = (*self.defaults, *self.flags.common, *args)
         flags = method.server_args(self.settings, extra)
-        return Cache(name, method.title, method.bits(self.config), tuple(flags), method.env)
+        method.check(self.config)
+        return Cache(name, method.title, method.group_size is not None, tuple(flags), method.env)
 
 
 def given_rotations(folder: Path | None, keys: Path | None, values: Path | None) -> tuple[Path, Path] | None:

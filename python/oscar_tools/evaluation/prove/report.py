@@ -27,8 +27,9 @@ def collect(
 
     Returns:
         ``model``, ``machine``, ``command``, ``lengths``, ``text``, ``size``, ``measures`` (name -> title), ``remarks``,
-        and ``caches``: one dict per cache with ``name``, ``title``, ``bits``, ``args``, ``env``, ``chunk``,
-        ``fitted_for``, ``seconds`` and ``figures`` (measure -> what :meth:`Measure.figures` gives).
+        and ``caches``: one dict per cache with ``name``, ``title``, ``bits``, ``server`` (JSON of
+        :class:`ServerFacts`), ``args``, ``env``, ``chunk``, ``fitted_for``, ``seconds`` and ``figures`` (measure ->
+        what :meth:`Measure.figures` gives).
     """
     rows = []
     for cache in caches:
@@ -39,8 +40,10 @@ def collect(
             reference = None if cache.name == BF16 else outcome.cells[BF16][measure.name].done or None
             if answers:
                 figures[measure.name] = measure.figures(answers, reference)
-        row = {"name": cache.name, "title": cache.title, "bits": cache.bits, "args": cache.args, "env": cache.env}
-        row |= {"chunk": cache.chunk, "fitted_for": cache.fitted_for()}
+        server = outcome.facts(cache)
+        title, bits = (cache.title, None) if server is None else (cache.named(server), server["bits"])
+        row = {"name": cache.name, "title": title, "bits": bits, "server": server, "args": cache.args}
+        row |= {"env": cache.env, "chunk": cache.chunk, "fitted_for": cache.fitted_for()}
         rows.append(row | {"seconds": outcome.seconds.get(cache.name), "figures": figures})
     return {
         "model": plan.settings.title,

@@ -13,15 +13,19 @@ from typing import Any
 
 from oscar_rotation.model_table import ModelSettings
 from oscar_tools.calibration.dump_driver import server_environment
+from oscar_tools.calibration.errors import HarnessError
 from oscar_tools.evaluation.prove.asking import AskingError, Client
 from oscar_tools.evaluation.prove.bars import Bars
 from oscar_tools.evaluation.prove.caches import BF16, Cache
 from oscar_tools.evaluation.prove.measures import Effects, Measure
 from oscar_tools.evaluation.prove.store import Cell, Store
+from oscar_tools.evaluation.server_facts import ask
 from oscar_tools.local_server import LocalServer, ServerFailedError, serve, start_timeout
 
 Cells = dict[str, dict[str, Cell]]
 """Cache -> measure -> answers."""
+SERVER = "server"
+"""Name of the cell that holds what a cache's server says of itself, and of its only unit."""
 SLOWER = 4
 """Several servers on one machine may take so many times longer to start."""
 
@@ -72,6 +76,7 @@ class Outcome:
 
     Attributes:
         cells: answers.
+        servers: cache -> what its server says of itself, in a cell of one unit.
         remarks: what was left out and why, one line each.
         unavailable: why a measure cannot be asked -> titles of the caches.
         failed: whether something that should work did not.
@@ -79,10 +84,15 @@ class Outcome:
     """
 
     cells: Cells = field(default_factory=dict)
+    servers: dict[str, Cell] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     unavailable: dict[str, list[str]] = field(default_factory=dict)
     failed: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def facts(self, cache: Cache) -> dict[str, Any] | None:
+        """What a cache's server says of itself, JSON of :class:`ServerFacts`; None where it could not be asked."""
+        return self.servers[cache.name].done.get(SERVER)
 
     def remark(self, text: str, failed: bool = False) -> None:
         """Note what was left out."""
@@ -124,6 +134,9 @@ class Prover:
         """Look for answers of earlier runs; the BF16 cache must come first."""
         found = open_cells(self.plan, cache, self.outcome.cells.get(BF16))
         self.outcome.cells[cache.name] = found
+        self.outcome.servers[cache.name] = self.plan.store.cell(
+            cache.name, SERVER, self.plan.depends | {"cache": cache.settings()}
+        )
 
     def ask(self, cache: Cache) -> None:
         """Ask an opened cache what has no answer yet. Others than BF16 are asked once that has answered.
@@ -138,7 +151,7 @@ class Prover:
             if cells[measure.name].left_out is None
         }
         done = sum(len(cell.done) for cell in cells.values())
-        if any(pending.values()):
+        if any(pending.values()) or self.outcome.facts(cache) is None:
             self.say(f"{cache.title}: {done} answers kept, {sum(map(len, pending.values()))} to ask; starting a server")
             self._ask_server(cache, pending)
         else:
@@ -163,9 +176,10 @@ class Prover:
             with serve(model, log, cache.args, env, timeout, self.given_up) as server, self._known(server):
                 self.say(f"{cache.title}: ready after {time.monotonic() - begin:.0f} s")
                 self._await_reference(cache)
-                for measure, units in pending.items():
-                    if units and not self._ask_measure(cache, server, measure, units):
-                        break
+                if self._ask_facts(cache, server):
+                    for measure, units in pending.items():
+                        if units and not self._ask_measure(cache, server, measure, units):
+                            break
         except ServerFailedError as error:
             reason = f"{cache.title}: left out, {str(error).split(';')[0]}: {last_words(log)} (log: {log})"
             if cache.name == BF16 or self.given_up.is_set():
@@ -192,6 +206,21 @@ class Prover:
     def _await_reference(self, cache: Cache) -> None:
         while cache.name != BF16 and not self.reference.wait(0.2):
             self._check()
+
+    def _ask_facts(self, cache: Cache, server: LocalServer) -> bool:
+        """Ask what the cache is; False if it is another one."""
+        try:
+            facts = ask(server.url)
+            facts.check(cache.int2, cache.title)
+        except HarnessError as error:
+            self._check()
+            if cache.name == BF16:
+                raise ProveError(str(error)) from None
+            self.outcome.remark(str(error), failed=True)
+            self.say(str(error))
+            return False
+        self.outcome.servers[cache.name].add(SERVER, facts.to_json())
+        return True
 
     def _ask_measure(self, cache: Cache, server: LocalServer, measure: Measure, units: list[str]) -> bool:
         """Ask all units; False if the server can answer no more."""
