@@ -44,7 +44,7 @@ def test_a_fitting_model(model: Path) -> None:
     assert all(check.ok for check in checks.values()), checks
     assert "Qwen3ForCausalLM, 2 layers, 4 query and 2 kv heads of 128" in checks["model"].detail
     assert "2.50 bits per element" in checks["group size"].detail
-    for what in ("6.800 GiB budget", "tokens x 320 bytes", "at 8K", "at 32K", "at 128K"):
+    for what in ("6.735 GiB budget", "tokens x 320 bytes", "at 8K", "at 32K", "at 128K"):
         assert what in checks["memory"].detail
 
 
@@ -71,6 +71,22 @@ def test_weights_are_counted_wherever_they_are(model: Path, tmp_path: Path, monk
     detail = by_name(model_checks(str(model), 64, 8 * GIB))["memory"].detail
     assert "6.700 GiB budget" in detail
     assert "weights of" not in detail
+
+
+def test_ranks_share_heads_and_weights(model: Path) -> None:
+    """Weights that are not here are counted by the configuration; a number of ranks that heads cannot be shared by is
+    refused."""
+    alone, shared = (by_name(model_checks(str(model), 64, GIB, ranks=n))["memory"] for n in (1, 2))
+    assert "one device" in alone.name
+    assert "tokens x 320 bytes" in alone.detail
+    assert "each of 2 devices" in shared.name
+    assert "tokens x 160 bytes" in shared.detail
+    size = re.search(r"counted as ([\d.]+) GB in 16 bits", shared.detail)
+    assert size is not None
+    budgets = [float(re.search(r"of a ([\d.]+) GiB budget", x.detail)[1]) for x in (alone, shared)]  # type: ignore[index]
+    assert budgets[1] - budgets[0] == pytest.approx(float(size[1]) * 1e9 / GIB / 2, abs=0.06)
+    assert "weights take 0.1 GiB of 0.1 GiB" in failed(model_checks(str(model), 64, GIB // 16), "memory")
+    assert "--tp 3 cannot share 4 query and 2 kv heads" in failed(model_checks(str(model), 64, GIB, ranks=3), "model")
 
 
 def test_a_model_that_reads_images(model: Path) -> None:
@@ -107,6 +123,7 @@ def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for side in "KV":
         monkeypatch.setenv(f"SGLANG_OSCAR_{side}_ROTATION_PATH", "hadamard")
     sizes = {"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    sizes["num_local_experts"] = 32
     GptOssConfig(**sizes, hidden_size=2880, dtype="bfloat16", architectures=["GptOssForCausalLM"]).save_pretrained(
         tmp_path
     )
@@ -226,6 +243,7 @@ def test_sharing(per_head: bool, model: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_too_little_memory(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"0")
     assert "too small" in failed(model_checks(str(model), None, GIB // 1024), "memory")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oscar_tools.doctor.check import quiet
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.origin import cached_snapshot, weight_files
 
 MEM_FRACTION = 0.85
 """Share of the memory that the estimate gives to weights and cache; SGLang's own default depends on the GPU."""
+GIB = 1 << 30
 IN_FLIGHT = 2 * 8192
 """Tokens of prompts that the estimate takes to be computed at once."""
 
@@ -23,15 +27,56 @@ def weight_bytes(model: str) -> int:
     return 0 if place is None else sum(path.stat().st_size for path in weight_files(place))
 
 
+def configured_bytes(config: Any) -> int:
+    """Size of the weights of a model that is not here, in 16 bits, by its configuration of transformers; 0 where it is
+    quantized, or where transformers cannot tell."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "quantization_config", None) is not None:
+        return 0
+    try:
+        with torch.device("meta"), quiet():
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # whatever a configuration of another kind raises
+        return 0
+    return sum(2 * tensor.numel() for tensor in model.parameters())
+
+
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
-    """Costs of the model of :func:`oscar_tools.doctor.model.model_checks`, also where its rotations cannot be had."""
+    """Costs on one rank of the model of :func:`oscar_tools.doctor.model.model_checks`, also where its rotations cannot
+    be had."""
     from sglang_oscar.formats.geometry import Geometry
 
     settings, layers = loaded["settings"], cached_layer_ids(loaded["model"])
     windows = settings.windows, settings.window_torch_dtype
+    heads = loaded["model"].get_num_kv_heads(loaded["ranks"])
     if "formats" in loaded:
-        return Geometry(loaded["formats"], *windows)
-    return Geometry.uniform(loaded["layout"], *windows, len(layers))
+        of_rank = {layer: found.of_heads(slice(0, heads)) for layer, found in loaded["formats"].items()}
+        return Geometry(of_rank, *windows)
+    return Geometry.uniform(replace(loaded["layout"], kv_heads=heads), *windows, len(layers))
+
+
+def account_of(loaded: dict[str, Any], models: tuple[str, str], memory: int) -> str:
+    """Where the memory of a device would go, and what of the weights is not counted.
+
+    Args:
+        loaded: what :func:`oscar_tools.doctor.model.model_checks` has found of the model.
+        models: it, and its draft model or itself.
+        memory: bytes of a device.
+
+    Raises:
+        Int2Error: there is too little.
+    """
+    here = {name: weight_bytes(name) for name in models}
+    missing = [name for name, size in here.items() if not size]
+    guess = configured_bytes(loaded["model"].hf_config) if models[0] in missing else 0
+    weights = (sum(here.values()) + guess) // loaded["ranks"]
+    if weights >= (room := int(MEM_FRACTION * memory)):
+        raise Int2Error(f"weights take {weights / GIB:.1f} GiB of {room / GIB:.1f} GiB on a device; raise --tp")
+    account = memory_account(loaded, room - weights)
+    counted = {models[0]: f"counted as {guess / 1e9:.1f} GB in 16 bits"} if guess else {}
+    return account + "".join(f"; weights of {x} are not here and {counted.get(x, 'not counted')}" for x in missing)
 
 
 def memory_account(loaded: dict[str, Any], budget: int) -> str:
@@ -51,10 +96,12 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
 
     geometry, linear = estimated_geometry(loaded), linear_config(loaded["model"])
-    slots = None if linear is None else estimate(linear, geometry, budget)
+    slots = None if linear is None else estimate(linear, geometry, budget, loaded["ranks"])
     budget -= 0 if slots is None else slots.bytes
     draft, model, settings = loaded.get("draft bytes", 0), loaded["model"], loaded["settings"]
-    windows = window_pool(model, settings, model.sliding_window_size, 1, DEFAULT_PAGE_SIZE, IN_FLIGHT, None)
+    windows = window_pool(
+        model, settings, model.sliding_window_size, loaded["ranks"], DEFAULT_PAGE_SIZE, IN_FLIGHT, None
+    )
     extend, beside = _workspaces(loaded, geometry, budget)
     plan = make_plan(
         geometry, budget, None, DEFAULT_PAGE_SIZE, extend, draft, states=slots, windows=windows, scratch=beside
@@ -79,14 +126,14 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
     if not torch.cuda.is_available():
         return None, None
     model, settings = loaded["model"], loaded["settings"]
-    q_heads, extend = model.num_attention_heads, None
+    q_heads, extend = model.num_attention_heads // loaded["ranks"], None
     backend = extend_choice.choose(settings.extend_backend, "cuda", model.head_dim, model.has_attention_sinks)
     if backend is not None and backend != "triton":
         extend = extend_choice.workspace(backend, geometry.any_layer, q_heads, model.dtype, budget)
     drafts = CHAIN["speculative_num_draft_tokens"] if "draft bytes" in loaded else 0
     beside = scratch(
         geometry, settings.decode_backend, "cuda", model.dtype, q_heads, DEFAULT_PAGE_SIZE, model.context_len, drafts,
-        1, extend is not None,
+        loaded["ranks"], extend is not None,
     )  # fmt: skip
     return extend, beside
 

@@ -21,6 +21,10 @@ def doctor(
     group_size: Annotated[
         int | None, typer.Option("--kv-cache-quant-group-size", help="Group size to check the model with.")
     ] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="GPUs that share the model (tensor parallelism).")] = 1,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=1, help="GiB of a GPU, to size another machine; default: this one's.")
+    ] = None,
     draft: Annotated[
         str | None,
         typer.Option("--speculative-draft-model-path", help="Draft model to check with it; MODEL itself if it drafts."),
@@ -46,7 +50,7 @@ def doctor(
     of_model = {
         "--kv-cache-quant-group-size": group_size, "--speculative-draft-model-path": draft,
         "--hicache-size": host_size, "--hicache-ratio": host_ratio, "--context-length": context_length,
-        "--json-model-override-args": overrides != "{}",
+        "--json-model-override-args": overrides != "{}", "--tp": tp > 1, "--gpu-memory": gpu_memory,
     }  # fmt: skip
     for flag, value in of_model.items():
         if value and model is None:
@@ -54,7 +58,8 @@ def doctor(
     checks = machine_checks()
     if model is not None and all(check.ok for check in checks[:1]):
         config = {"context_length": context_length, "model_override_args": overrides}
-        found = model_checks(model, group_size, memory_bytes(), draft, host_size, host_ratio, config)
+        memory = memory_bytes() if gpu_memory is None else int(gpu_memory * 2**30)
+        found = model_checks(model, group_size, memory, draft, host_size, host_ratio, config, tp)
         checks = [*checks, *found]
     ok = all(check.ok for check in checks)
     if as_json:

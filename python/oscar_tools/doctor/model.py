@@ -7,7 +7,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from oscar_rotation.files.identity import ModelIdentity
-from oscar_tools.doctor.account import MEM_FRACTION, host_facts, memory_account, weight_bytes
+from oscar_tools.doctor.account import MEM_FRACTION, account_of, host_facts
 from oscar_tools.doctor.check import Check, attempt, quiet
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import cached_layer_ids
@@ -25,10 +25,12 @@ def model_checks(
     host_size: int = 0,
     host_ratio: float = 0,
     config: Mapping[str, Any] = MappingProxyType({}),
+    ranks: int = 1,
 ) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account.
 
-    ``config`` are further arguments of SGLang's ModelConfig: what a server's flags change of the model.
+    ``config`` are further arguments of SGLang's ModelConfig: what a server's flags change of the model. ``ranks`` share
+    its heads and weights, with ``memory`` bytes each.
     """
     import torch
 
@@ -39,13 +41,14 @@ def model_checks(
     from sglang_oscar.formats.rotations import load_formats
     from sglang_oscar.settings import Settings
 
-    loaded: dict[str, Any] = {}
+    loaded: dict[str, Any] = {"ranks": ranks}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = arguments_for(device, draft_path is not None, bool(host_size or host_ratio))
 
     def model() -> str:
         found = loaded["model"] = model_config(path, **config)
         refusals.check_model(found, arguments)
+        check_ranks(found, ranks)
         heads = f"{found.num_attention_heads} query and {found.get_total_num_kv_heads()} kv heads of {found.head_dim}"
         return f"{found.hf_config.architectures[0]}, {layer_facts(found)}, {heads}, {found.context_len:,} positions"
 
@@ -78,10 +81,7 @@ def model_checks(
         return rotation_facts(loaded["settings"], config, identity, found)
 
     def account() -> str:
-        weights = {name: weight_bytes(name) for name in (path, draft_path or path)}
-        account = memory_account(loaded, int(MEM_FRACTION * memory) - sum(weights.values()))
-        missing = [f"; weights of {name} are not here and not counted" for name, size in weights.items() if not size]
-        return "".join([account, *missing])
+        return account_of(loaded, (path, draft_path or path), memory)
 
     def host_tier() -> str:
         return host_facts(loaded, host_size, host_ratio)
@@ -95,10 +95,22 @@ def model_checks(
         if draft_path is not None:
             checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
     if "layout" in loaded:
-        checks.append(attempt(f"memory (estimate, one device, {MEM_FRACTION:.0%} of it)", account))
+        devices = "one device" if ranks == 1 else f"each of {ranks} devices"
+        checks.append(attempt(f"memory (estimate, {devices}, {MEM_FRACTION:.0%} of it)", account))
     if "tokens" in loaded and (host_size or host_ratio):
         checks.append(attempt("host tier", host_tier))
     return checks
+
+
+def check_ranks(model: Any, ranks: int) -> None:
+    """Refuse a number of ranks that cannot share a model's heads.
+
+    Raises:
+        Int2Error: query heads are no multiple of it, or kv heads neither a multiple nor a divisor.
+    """
+    queries, heads = model.num_attention_heads, model.get_total_num_kv_heads()
+    if queries % ranks or (heads % ranks and ranks % heads):
+        raise Int2Error(f"--tp {ranks} cannot share {queries} query and {heads} kv heads; set --tp 1, 2, 4 or 8")
 
 
 def arguments_for(device: str, drafts: bool, host_tier: bool) -> Any:
@@ -181,5 +193,5 @@ def draft_facts(path: str, loaded: dict[str, Any]) -> str:
 
     config = model_config(path, is_draft_model=True)
     draft_model.check(config, loaded["model"])
-    loaded["draft bytes"] = draft_model.cell_bytes(config, 1)
+    loaded["draft bytes"] = draft_model.cell_bytes(config, loaded["ranks"])
     return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"

@@ -91,16 +91,17 @@ def copy_bytes(geometry: Geometry, prefix_cache: bool) -> int:
     return geometry.ring_bytes + geometry.sink_bytes if prefix_cache else 0
 
 
-def estimate(linear: Any, geometry: Geometry, budget_bytes: int) -> StateSlots:
-    """The state slots of a server of one rank with the defaults of SGLang.
+def estimate(linear: Any, geometry: Geometry, budget_bytes: int, ranks: int = 1) -> StateSlots:
+    """The state slots of a rank of a server with the defaults of SGLang.
 
     Args:
         linear: SGLang's configuration of the linear layers.
-        geometry: of the model.
+        geometry: of the rank.
         budget_bytes: for states and cache.
+        ranks: that share the heads.
     """
     # SGLang's own figure needs its ranks set up.
-    keys, values = linear.linear_num_key_heads, linear.linear_num_value_heads
+    keys, values = linear.linear_num_key_heads // ranks, linear.linear_num_value_heads // ranks
     k_dim, v_dim = linear.linear_key_head_dim, linear.linear_value_head_dim
     past = (2 * keys * k_dim + values * v_dim) * (linear.linear_conv_kernel_dim - 1) * torch.bfloat16.itemsize
     state = len(linear.linear_layer_ids) * (past + values * v_dim * k_dim * torch.float32.itemsize)
