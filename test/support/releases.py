@@ -13,11 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from releases import older_transformers, pins, tree
 
-from sglang_oscar import SGLANG_VERSIONS
+from sglang_oscar import SGLANG_VERSIONS as SUPPORTED
+from sglang_oscar.attach.failure import ALLOW_NEWER
 
 __all__ = [
     "PYTHON_CORE",
     "SGLANG_VERSIONS",
+    "SUPPORTED",
     "environment",
     "has_compiled_tree",
     "installed",
@@ -28,6 +30,10 @@ __all__ = [
     "smoked",
     "tree",
 ]
+
+NEXT = os.environ.get("OSCAR_TEST_NEXT", "")
+"""A release that is not supported: tests of releases are then for it alone (scripts/next_release.sh)."""
+SGLANG_VERSIONS = (NEXT,) if NEXT else SUPPORTED
 
 PYTHON_CORE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
 """A tree lacks compiled extensions, and one made for another PyTorch would not work: the prefix tree has a Python
@@ -40,7 +46,7 @@ def chosen(default: str) -> list[str]:
     Raises:
         pytest.UsageError: one is not supported.
     """
-    names = os.environ.get("OSCAR_TEST_RELEASES", default)
+    names = NEXT or os.environ.get("OSCAR_TEST_RELEASES", default)
     versions = list(SGLANG_VERSIONS) if names == "all" else names.split(",")
     if unknown := sorted(set(versions) - set(SGLANG_VERSIONS)):
         raise pytest.UsageError(f"OSCAR_TEST_RELEASES={names}: {', '.join(unknown)} is not a supported release")
@@ -99,6 +105,8 @@ def has_compiled_tree() -> bool:
 
 def environment(version: str, **variables: str) -> dict[str, str]:
     """Variables that put a release in place of the installed one, which is left as it is, and ``variables`` besides."""
+    if version == NEXT:
+        variables = {ALLOW_NEWER: "1"} | variables
     if version == installed():
         return variables
     return PYTHON_CORE | {"PYTHONPATH": os.pathsep.join(paths(version))} | variables
