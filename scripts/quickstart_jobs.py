@@ -10,8 +10,8 @@ from real_models import DEFAULT, MODELS
 
 from oscar_cpu.server import has_gpu
 from oscar_rotation import defaults
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.recipes import PUBLISHED
-from oscar_tools.calibration.rotation_driver import rotation_files
 from oscar_tools.local_server import LocalServer
 from reference_model.retrieval import DIGITS, Document, chat_question, question
 from sglang_oscar.settings import variable

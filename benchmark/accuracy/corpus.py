@@ -1,4 +1,4 @@
-"""Text of four kinds (:mod:`oscar_tools.evaluation.prove.local_text`) in three parts that never share a document.
+"""Text of four kinds (:mod:`oscar_tools.calibration.local_text`) in three parts that never share a document.
 
 Of every document (a file, a topic, a package) its name decides in which part it is: methods are calibrated on
 ``train``, chosen on ``choose`` and reported on ``report``. The standard library's held-out modules, which the shipped
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from oscar_tools.evaluation.prove import local_text
-from oscar_tools.evaluation.prove.local_text import Render, plain_chat, renderer
+from oscar_tools.calibration import local_text
+from oscar_tools.calibration.local_text import Render, plain_chat, renderer
 from reference_model.retrieval import HELD_OUT
 
 __all__ = ["KINDS", "PARTS", "TEXTS", "Corpus", "part_of", "plain_chat", "python_sources"]

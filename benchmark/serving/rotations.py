@@ -14,8 +14,8 @@ from pathlib import Path
 
 from shapes import layer_types
 
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.recipes import DEFAULT
-from oscar_tools.calibration.rotation_driver import rotation_files
 from sglang_oscar.settings import variable
 
 BENCH_FIT = Path(__file__).resolve().parents[1] / "rotation" / "bench_fit.py"

@@ -12,6 +12,9 @@ GROUP_SIZE = "kv_cache_quant_group_size"
 """What the plugin adds to ``ServerArgs``."""
 BACKEND = "oscar"
 """Attention backend of int2 mode, as ``ServerArgs.attention_backend`` says it."""
+CHOSEN_ROTATIONS = "_oscar_rotations"
+"""Mark in the ``__dict__`` of server arguments: ``keys``, ``values`` and ``origin`` of rotations, as the process that
+launches the server chose them."""
 DEFAULT_PAGE_SIZE = 64
 """Tokens of a page unless --page-size is given."""
 DEFAULT_GROUP_SIZE = GROUP_SIZE_OF_FITS

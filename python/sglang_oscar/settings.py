@@ -15,7 +15,7 @@ from oscar_kernels.layout import SCALE_DTYPES
 from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS
 from oscar_rotation.recipes import FITTED
 from sglang_oscar.errors import Int2Error, malformed
-from sglang_oscar.names import is_int2
+from sglang_oscar.names import CHOSEN_ROTATIONS, is_int2
 
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
 DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]
@@ -24,6 +24,10 @@ FloatName = Literal["bfloat16", "float16", "float32"]
 
 
 UNSET = {
+    "rotations": "(where servers look)",
+    "k_rotation": "(see SGLANG_OSCAR_ROTATIONS)",
+    "v_rotation": "(see SGLANG_OSCAR_ROTATIONS)",
+    "cache": "~/.cache/sglang-oscar",
     "recipe": "(from the rotation files)",
     "k_bits": "(from the rotation file, else 2)",
     "v_bits": "(from the rotation file, else 2)",
@@ -44,17 +48,44 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
 
+    rotations: str | None = Field(
+        None,
+        alias="SGLANG_OSCAR_ROTATIONS",
+        min_length=1,
+        description="folder of both rotation files, or a repository of the hub (`owner/name`, `owner/name/folder`), or "
+        "`hadamard` (QuaRot), or `identity` (plain INT2)",
+    )
     k_rotation: str | None = Field(
         None,
         alias="SGLANG_OSCAR_K_ROTATION_PATH",
         min_length=1,
-        description="rotation file for keys, or `hadamard` (QuaRot), or `identity` (plain INT2)",
+        description="instead: the rotation file for keys, or `hadamard`, or `identity`",
     )
     v_rotation: str | None = Field(
         None, alias="SGLANG_OSCAR_V_ROTATION_PATH", min_length=1, description="the same for values"
     )
+    calibrate: bool = Field(
+        True,
+        alias="SGLANG_OSCAR_CALIBRATE",
+        description="0 refuses a model without rotations instead of calibrating it before the server starts",
+    )
+    calibrate_seconds: float = Field(
+        3600,
+        alias="SGLANG_OSCAR_CALIBRATE_SECONDS",
+        gt=0,
+        allow_inf_nan=False,
+        description="how long that may take, and how long a server waits for another that does the same",
+    )
+    cache: str | None = Field(
+        None,
+        alias="SGLANG_OSCAR_CACHE",
+        min_length=1,
+        description="folder of calibrations; of several machines it may be a shared one",
+    )
     recipe: str | None = Field(
-        None, alias="SGLANG_OSCAR_RECIPE", description=f"refuse files of another recipe: {', '.join(FITTED)}"
+        None,
+        alias="SGLANG_OSCAR_RECIPE",
+        description=f"calibrate with this recipe, and refuse files of another: {', '.join(FITTED)}",
     )
     k_clip_ratio: float | None = Field(
         None,
@@ -159,6 +190,10 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise malformed(error, values) from None
 
+    def with_rotations(self, keys: str, values: str) -> Settings:
+        """The same with these rotations: paths, or names of built-in recipes."""
+        return self.model_copy(update={"k_rotation": keys, "v_rotation": values})
+
     @property
     def windows(self) -> Windows:
         """Window sizes in tokens; all 0 with SGLANG_ENABLE_MIXED_KV_WINDOWS=0."""
@@ -198,12 +233,24 @@ def variable(field: str) -> str:
 
 @functools.cache
 def of_this_process() -> Settings:
-    """Settings of a worker, read from its environment once: it does not change after the launch.
+    """Settings of a worker, read once from its environment, and rotations as the process that launched it chose them.
 
     Raises:
         Int2Error: as :meth:`Settings.from_env`.
     """
-    return Settings.from_env()
+    settings, chosen = Settings.from_env(), chosen_rotations()
+    return settings.with_rotations(chosen["keys"], chosen["values"]) if chosen else settings
+
+
+def chosen_rotations() -> dict[str, str]:
+    """``keys``, ``values`` and ``origin`` of the rotations that this worker was told of; empty where it was not."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        server_args = get_server_args()
+    except ValueError:  # there are none yet
+        return {}
+    return dict(getattr(server_args, "__dict__", {}).get(CHOSEN_ROTATIONS, {}))
 
 
 def active() -> Settings | None:

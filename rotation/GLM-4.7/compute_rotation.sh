@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
 # Phase 2: fit the rotations of the newest dump.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" calibrate GLM-4.7 "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" rotate GLM-4.7 "$@"

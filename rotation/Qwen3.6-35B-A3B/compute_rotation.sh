@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
 # Phase 2: fit the rotations of the newest dump.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" calibrate Qwen3.6-35B-A3B "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" rotate Qwen3.6-35B-A3B "$@"

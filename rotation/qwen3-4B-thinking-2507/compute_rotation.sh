@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
 # Phase 2: fit the rotations of the newest dump.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" calibrate qwen3-4B-thinking-2507 "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../oscar.sh" rotate qwen3-4B-thinking-2507 "$@"

@@ -32,7 +32,7 @@ def test_exactly_the_given_dump_is_fitted(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("copied", "qkv_dumps"):
         given = {"option": ["--dump-dir", str(tmp_path / name)], "variable": []}[by]
         env = {"option": {}, "variable": {"DUMP_DIR": str(tmp_path / name)}}[by]
-        done = CliRunner().invoke(app, ["calibrate", "m", *given], env=env)
+        done = CliRunner().invoke(app, ["rotate", "m", *given], env=env)
         assert done.exit_code == 0, done.output
         assert done.stdout == f"fitting {tmp_path / name}\nrotations: {tmp_path / 'rotations_focus'}\n"
     assert fitted == [tmp_path / "copied", tmp_path / "qkv_dumps"]
@@ -53,7 +53,7 @@ def test_a_folder_name_of_the_table_is_a_model_too() -> None:
 
 
 def test_a_model_needs_a_name() -> None:
-    for command in ("dump", "calibrate", "eval"):
+    for command in ("dump", "rotate", "eval"):
         done = CliRunner().invoke(app, [command, ""])
         assert done.exit_code == 2, done.output
         assert "is empty" in done.stderr
@@ -75,7 +75,7 @@ def test_the_script_knows_options_without_a_value() -> None:
     assert known
     found = {"--help"}
     group: Any = typer.main.get_command(app)
-    for name in ("dump", "calibrate", "eval", "ablation"):
+    for name in ("dump", "rotate", "eval", "ablation"):
         for parameter in group.commands[name].params:
             if getattr(parameter, "is_flag", False):
                 found |= {*parameter.opts, *parameter.secondary_opts}

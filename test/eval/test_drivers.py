@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError, RotationFileError
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import known_models, model_settings
 from oscar_tools.calibration import commands
@@ -20,7 +21,6 @@ from oscar_tools.calibration.data import calibration_chats, dataset_label, expla
 from oscar_tools.calibration.dump_driver import choose_prompts
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder, dump_state, latest_calibration
-from oscar_tools.calibration.rotation_driver import rotation_files
 from oscar_tools.cli import app
 from oscar_tools.evaluation import ablations
 from oscar_tools.evaluation.ablations import ABLATIONS
@@ -60,7 +60,7 @@ def run_script(path: Path, tmp_path: Path, *arguments: str) -> tuple[list[str], 
 def test_every_model_has_its_scripts(tmp_path: Path, model: str) -> None:
     expected = {
         f"save_qkv_{model}.sh": ["dump", model],
-        "compute_rotation.sh": ["calibrate", model],
+        "compute_rotation.sh": ["rotate", model],
         "eval_gpqa.sh": ["eval", model, "--benchmarks", "gpqa"],
         "eval_lcb.sh": ["eval", model, "--benchmarks", "lcb_v6_128k"],
     }
@@ -77,7 +77,7 @@ def test_every_model_has_its_scripts(tmp_path: Path, model: str) -> None:
 def test_generic_scripts_take_any_model(tmp_path: Path) -> None:
     for name, command in (
         ("save_qkv.sh", ["dump", "a/b"]),
-        ("compute_rotation.sh", ["calibrate", "a/b"]),
+        ("compute_rotation.sh", ["rotate", "a/b"]),
         ("eval_oscar_gpqa.sh", ["eval", "a/b", "--benchmarks", "gpqa"]),
         ("eval_oscar_lcb.sh", ["eval", "a/b", "--benchmarks", "lcb_v6_128k"]),
         ("eval_oscar.sh", ["eval", "a/b"]),
@@ -300,21 +300,21 @@ def test_variants_make_the_servers_they_name(tmp_path: Path, monkeypatch: pytest
         (["ablation", "weather", "m"], "not one of windows, clip"),
         (["ablation", "clip", "m", "--only", "x"], "not one of clip_0.88_0.88"),
         (["dump", "m", "--server-args", "--x '{"], "No closing quotation"),
-        (["calibrate", "m", "--clip", "x"], "neither none nor fit"),
-        (["calibrate", "m", "--recipe", "x"], "not one of plus, focus, paper"),
-        (["calibrate", "m", "--bits", "x"], "a mean such as 2.5, or widths"),
-        (["calibrate", "qwen3-8B", "--recipe", "paper", "--bits", "k3v2"], "--bits: has no meaning for --recipe paper"),
-        (["calibrate", "m", "--bits", "k3v2", "--text", __file__], "--text: has no meaning without a mean of --bits"),
-        (["calibrate", "m", "--bits", "3.0", "--text", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
+        (["rotate", "m", "--clip", "x"], "neither none nor fit"),
+        (["rotate", "m", "--recipe", "x"], "not one of plus, focus, paper"),
+        (["rotate", "m", "--bits", "x"], "a mean such as 2.5, or widths"),
+        (["rotate", "qwen3-8B", "--recipe", "paper", "--bits", "k3v2"], "--bits: has no meaning for --recipe paper"),
+        (["rotate", "m", "--bits", "k3v2", "--text", __file__], "--text: has no meaning without a mean of --bits"),
+        (["rotate", "m", "--bits", "3.0", "--text", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
         (
-            ["calibrate", "m", "--recipe", "paper", "--text", __file__],
+            ["rotate", "m", "--recipe", "paper", "--text", __file__],
             "--text: has no meaning for --recipe paper",
         ),
         (
-            ["calibrate", "m", "--method", "ktk_vtv"],
+            ["rotate", "m", "--method", "ktk_vtv"],
             "--method: has no meaning for --recipe focus; --recipe paper takes it",
         ),
-        (["calibrate", "qwen3-8B", "--clip", "fit"], "--clip: has no meaning for --recipe focus"),
+        (["rotate", "qwen3-8B", "--clip", "fit"], "--clip: has no meaning for --recipe focus"),
         (["dump", "m", "--dataset-path", "MMMLU=x"], "not one of GPQA, MMLU, WikiText"),
     ],
 )
@@ -334,7 +334,7 @@ def test_calibrate_hands_text_to_the_fit(tmp_path: Path, monkeypatch: pytest.Mon
     text, broken = tmp_path / "text.jsonl", tmp_path / "broken.jsonl"
     text.write_text('{"text": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n', encoding="utf-8")
     broken.write_text('{"txt": "a"}\n', encoding="utf-8")
-    command = ["calibrate", "m", "--dump-dir", str(tmp_path / "qkv_dumps"), "--bits", "3.0"]
+    command = ["rotate", "m", "--dump-dir", str(tmp_path / "qkv_dumps"), "--bits", "3.0"]
     for more, env in (([], {}), (["--text", str(text)], {}), ([], {"BITS_TEXT": str(text)})):
         result = CliRunner().invoke(app, [*command, *more], env=env)
         assert result.exit_code == 0, result.output
@@ -348,7 +348,7 @@ def test_calibrate_hands_text_to_the_fit(tmp_path: Path, monkeypatch: pytest.Mon
 def test_errors_are_one_line(tmp_path: Path) -> None:
     root = ["--root", str(tmp_path)]
     for arguments, fault in (
-        (["calibrate", "m", *root], "no complete dump"),
+        (["rotate", "m", *root], "no complete dump"),
         (["eval", "m", "--methods", "bf17", *root], "method must be one of"),
         (["eval", "m", "--methods", "oscar", "--rot-dir", str(tmp_path), *root], "holds no k_rotation"),
     ):

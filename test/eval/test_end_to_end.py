@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.recipes.paper import fit
 from oscar_tools.calibration.dump_driver import run_dump
 from oscar_tools.calibration.folders import CalibrationFolder
-from oscar_tools.calibration.rotation_driver import rotation_files
 from oscar_tools.evaluation.methods import make_method
 from oscar_tools.evaluation.runner import EvaluationPlan, method_server
 from oscar_tools.local_server import ServerFailedError

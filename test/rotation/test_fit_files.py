@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.report.report import REPORT_NAME
 from oscar_tools.calibration.folders import CalibrationFolder
-from oscar_tools.calibration.rotation_driver import FIT_FILES, rotation_files, run_fit
+from oscar_tools.calibration.rotation_driver import FIT_FILES, run_fit
 
 FIRST = {"k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"}
 SECOND = {"k_rotation_ktk_r_h.pt", "v_rotation_vtv_r_h.pt"}

@@ -12,6 +12,7 @@ from typing import Any
 INT2 = {
     "version": "0.1.0",
     "recipe": "plus",
+    "rotations": {"keys": "k.safetensors", "values": "v.safetensors", "origin": "the cache"},
     "fingerprint": "ab" * 32,
     "codes": "keys 2, values 2",
     "bits": 2.25,

@@ -14,6 +14,10 @@ from sglang_oscar.features.recording.dump_hook import DumpSettings
 from sglang_oscar.settings import Settings
 
 DEFAULTS = {
+    "SGLANG_OSCAR_ROTATIONS": None,
+    "SGLANG_OSCAR_CALIBRATE": True,
+    "SGLANG_OSCAR_CALIBRATE_SECONDS": 3600.0,
+    "SGLANG_OSCAR_CACHE": None,
     "SGLANG_OSCAR_K_ROTATION_PATH": None,
     "SGLANG_OSCAR_V_ROTATION_PATH": None,
     "SGLANG_OSCAR_RECIPE": None,
@@ -35,6 +39,10 @@ DEFAULTS = {
     "SGLANG_MIXED_KV_SCALE_DTYPE": "bfloat16",
 }
 OTHERS = {
+    "SGLANG_OSCAR_ROTATIONS": ("folder", "folder"),
+    "SGLANG_OSCAR_CALIBRATE": ("0", False),
+    "SGLANG_OSCAR_CALIBRATE_SECONDS": ("60", 60.0),
+    "SGLANG_OSCAR_CACHE": ("/cache", "/cache"),
     "SGLANG_OSCAR_K_ROTATION_PATH": ("k.pt", "k.pt"),
     "SGLANG_OSCAR_V_ROTATION_PATH": ("hadamard", "hadamard"),
     "SGLANG_OSCAR_K_BITS": ("3", 3),
@@ -56,6 +64,10 @@ OTHERS = {
     "SGLANG_MIXED_KV_SCALE_DTYPE": ("float32", "float32"),
 }
 WRONG = {
+    "SGLANG_OSCAR_ROTATIONS": [""],
+    "SGLANG_OSCAR_CALIBRATE": ["maybe"],
+    "SGLANG_OSCAR_CALIBRATE_SECONDS": ["0", "-1", "nan", "inf", "soon"],
+    "SGLANG_OSCAR_CACHE": [""],
     "SGLANG_OSCAR_K_ROTATION_PATH": [""],
     "SGLANG_OSCAR_V_ROTATION_PATH": [""],
     "SGLANG_OSCAR_K_BITS": ["1", "5", "15", "2.5", "-3", "", "k3v2"],

@@ -1,4 +1,4 @@
-"""The commands ``dump``, ``calibrate``, ``eval``, ``ablation`` and ``models``.
+"""The commands ``calibrate``, ``dump``, ``rotate``, ``eval``, ``ablation`` and ``models``.
 
 Every option can also be given as the environment variable that the scripts under ``rotation/`` document.
 """
@@ -19,6 +19,7 @@ from oscar_rotation.model_table import known_models, model_settings
 from oscar_rotation.recipe_options import BITS_HELP, TEXT_HELP, bit_goal, needs_mean, refuse_foreign_options
 from oscar_rotation.recipes import DEFAULT, FITTED
 from oscar_rotation.terminal import one_line_errors
+from oscar_tools.calibration.calibrate_command import calibrate_command
 from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
 from oscar_tools.calibration.errors import DataError, HarnessError
 from oscar_tools.calibration.folders import CalibrationFolder
@@ -50,7 +51,10 @@ def add_driver_commands(app: typer.Typer) -> None:
     """Register the commands."""
     app.command("models")(models_command)
     app.command("dump")(dump_command)
-    app.command("calibrate")(calibrate_command)
+    app.command("rotate")(rotate_command)
+    # Flags of the server to be are the server's to read.
+    taken = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command("calibrate", context_settings=taken)(calibrate_command)
 
 
 def models_command() -> None:
@@ -82,7 +86,7 @@ def dump_command(
 
 
 @with_groups
-def calibrate_command(
+def rotate_command(
     context: typer.Context,
     name: NAME,
     calibration: CalibrationOptions,

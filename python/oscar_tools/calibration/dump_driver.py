@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-
 from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu
 from oscar_rotation.errors import DumpError
 from oscar_rotation.model_table import ModelSettings
@@ -24,6 +22,7 @@ from oscar_tools.calibration.dump_origin import ACTIVATIONS, COVARIANCES, check_
 from oscar_tools.calibration.errors import DataError, server_message
 from oscar_tools.calibration.folders import CalibrationFolder, dump_state, held
 from oscar_tools.calibration.model_files import context_length, load_config, load_tokenizer, model_overrides
+from oscar_tools.calibration.progress import stepping
 from oscar_tools.local_server import LocalServer, ServerFailedError, serve
 
 LONGEST_PROMPT = 8192
@@ -133,7 +132,7 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
     label = dataset_label(request.dataset)
     folder = CalibrationFolder.of(request.root, settings.name, label, request.tokens, len(prompts), settings.group_size)
     with alone_in(folder.dump):
-        _dump(request, folder, prompts)
+        record(request, folder, prompts)
     return folder
 
 
@@ -149,7 +148,12 @@ def alone_in(dump: Path) -> Iterator[None]:
         yield
 
 
-def _dump(request: DumpRequest, folder: CalibrationFolder, prompts: list[list[int]]) -> None:
+def record(request: DumpRequest, folder: CalibrationFolder, prompts: list[list[int]]) -> None:
+    """Dump prompts, token ids each, into a folder that nobody else fills.
+
+    Raises:
+        DataError, DumpError, OSError, ServerFailedError: as :func:`run_dump`.
+    """
     settings = request.settings
     mode = COVARIANCES if request.covariances else ACTIVATIONS
     overrides = model_overrides([*settings.server_flags, *request.server_args])
@@ -177,7 +181,7 @@ def _dump(request: DumpRequest, folder: CalibrationFolder, prompts: list[list[in
     print(f"dumping {env['DUMP_KVCACHE_TOKENS']} tokens of {len(prompts)} prompts; server log: {log}")
     with serve(settings.model, log, args, server_environment(settings, env)) as server:
         # One at a time: prompts that share a prefill may be split over two chunks, and only the first is recorded.
-        for number, ids in enumerate(track(prompts, "dumping"), 1):
+        for number, ids in enumerate(stepping(prompts, "recording", "prompts"), 1):
             prefill(server, ids, f"prompt {number} of {len(prompts)}")
     if dump_state(folder.dump) != "complete":
         raise DataError(f"{folder.dump}: the server recorded less than was asked for; see {log}")

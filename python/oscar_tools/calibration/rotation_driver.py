@@ -8,8 +8,6 @@ from pathlib import Path
 
 from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.dump.covariances import is_covariance_dump
-from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.rotation_file import SUFFIXES
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.recipes import FITTED, FitRequest
 from oscar_rotation.report.report import write_report
@@ -73,27 +71,3 @@ def _replace_earlier(folder: Path, written: list[Path]) -> None:
             path.unlink()
             print(f"removed {path}, of an earlier fit")
     write_text_atomically(note, json.dumps(kept, indent=1) + "\n")
-
-
-def rotation_files(folder: Path) -> tuple[Path, Path]:
-    """The key and the value file of a rotations folder.
-
-    Raises:
-        RotationFileError: there is not exactly one of each.
-    """
-    found = []
-    for side in ("k", "v"):
-        files = sorted(path for path in folder.glob(f"{side}_rotation_*") if path.suffix in SUFFIXES)
-        stems = {path.stem for path in files}
-        if not stems:
-            raise RotationFileError(
-                f"{folder}: holds no {side}_rotation_* files, expected one; run compute_rotation.sh or set ROT_DIR"
-            )
-        if len(stems) > 1:
-            names = ", ".join(path.name for path in files)
-            raise RotationFileError(
-                f"{folder}: holds {len(stems)} different {side}_rotation_* files, expected one; delete all but that of "
-                f"the fit you mean, or move them to a folder of their own: {names}"
-            )
-        found.append(files[0])
-    return found[0], found[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from oscar_tools.doctor.account import MEM_FRACTION, account_of, host_facts
 from oscar_tools.doctor.check import Check, attempt, quiet
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import cached_layer_ids
+from sglang_oscar.formats.origin import cached_snapshot
 from sglang_oscar.formats.warnings import rotation_warnings, served_identity
 
 EXTEND = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
@@ -38,7 +40,6 @@ def model_checks(
     from sglang_oscar.attach.gate import check_sink
     from sglang_oscar.attention import decode_choice, extend_choice
     from sglang_oscar.formats.geometry import row_layout
-    from sglang_oscar.formats.rotations import load_formats
     from sglang_oscar.settings import Settings
 
     loaded: dict[str, Any] = {"ranks": ranks}
@@ -73,13 +74,6 @@ def model_checks(
         )
         return f"attention by {EXTEND[chosen] if chosen else 'the torch reference'}"
 
-    def rotations() -> str:
-        config = loaded["model"]
-        identity = served_identity(SimpleNamespace(model_path=path, revision=None, download_dir=None), config)
-        found = load_formats(loaded["settings"], loaded["layout"], cached_layer_ids(config), identity)
-        loaded["formats"] = found
-        return rotation_facts(loaded["settings"], config, identity, found)
-
     def account() -> str:
         return account_of(loaded, (path, draft_path or path), memory)
 
@@ -90,7 +84,7 @@ def model_checks(
     if all(check.ok for check in checks):
         checks.append(attempt("group size", group))
         if "layout" in loaded:
-            checks.append(attempt("rotations", rotations))
+            checks.append(attempt("rotations", lambda: rotation_source(path, group_size, loaded)))
         checks.append(attempt("prompts", prompts))
         if draft_path is not None:
             checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
@@ -163,6 +157,35 @@ def layer_facts(config: Any) -> str:
         return f"{layers}, {full} of them with full attention{flag}"
     windows = f"{config.num_hidden_layers - full} with a window of {config.sliding_window_size}"
     return f"{layers} ({full} in 2 bits, {windows})"
+
+
+def rotation_source(path: str, group_size: int | None, loaded: dict[str, Any]) -> str:
+    """Where rotations of the model of :func:`model_checks` will come from; formats of those that there are, are kept.
+
+    Raises:
+        Int2Error: a server would not have any, or cannot use them.
+    """
+    from sglang_oscar.formats.rotations import load_formats
+    from sglang_oscar.rotation_source import choice
+
+    config, settings = loaded["model"], loaded["settings"]
+    place = Path(path) if Path(path).exists() else cached_snapshot(path)
+    args = SimpleNamespace(
+        model_path=str(place or path), revision=None, download_dir=None, nnodes=1, kv_cache_quant_group_size=group_size
+    )
+    found = choice.of_variables(settings)
+    if found is None and place is None:
+        return "weights are not here yet: those beside them, those in the cache, or calibrated on the spot"
+    chosen = found or choice.find(args, settings, config)
+    if isinstance(chosen, choice.Missing):
+        if (reason := choice.refusal(args, settings, chosen)) is not None:
+            raise Int2Error(reason)
+        return f"none yet: the first server calibrates on the spot, minutes, into {chosen.folder}"
+    settings = settings.with_rotations(chosen.keys, chosen.values)
+    args.model_path = path
+    identity = served_identity(args, config)
+    loaded["formats"] = load_formats(settings, loaded["layout"], cached_layer_ids(config), identity)
+    return f"from {chosen.origin}: {rotation_facts(settings, config, identity, loaded['formats'])}"
 
 
 def rotation_facts(settings: Any, model: Any, identity: ModelIdentity, formats: Any) -> str:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import PUBLISHED
 from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
 from oscar_tools.calibration.folders import CalibrationFolder
-from oscar_tools.calibration.rotation_driver import rotation_files, run_fit
+from oscar_tools.calibration.rotation_driver import run_fit
 from oscar_tools.evaluation.methods import K_CLIP, V_CLIP, Method, make_method
 from sglang_oscar.settings import variable
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from oscar_kernels.layout import RowLayout
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import FITTED, PUBLISHED
 from oscar_tools.calibration.dump_driver import plain_backend
-from oscar_tools.calibration.rotation_driver import rotation_files
 from oscar_tools.calibration.weight_files import file_digest
 from oscar_tools.evaluation.server_facts import ServerFacts
 from sglang_oscar.features.sliding_windows.models import SERVED

@@ -25,6 +25,8 @@ from sglang_oscar.features.speculation import draft_model
 from sglang_oscar.formats.rotations import model_formats
 from sglang_oscar.formats.warnings import served_identity, weights_warning
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
+from sglang_oscar.rotation_source import choice
+from sglang_oscar.rotation_source.flags import recording_flags
 from sglang_oscar.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -99,10 +101,15 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     refusals.check_arguments(self)
     untried = known_arguments.untried(self)
     configure(self, settings, check_model_early(self))
+    recording = recording_flags(self)  # resolution may write what the operator gave
     original(self)
-    check(releases.resolved(self), settings, releases.model_config(self))
+    args, model = releases.resolved(self), releases.model_config(self)
+    check(args, settings, model)
     if speculation.drafts_with_model(releases.resolved(self)):
-        draft_model.check(draft_model.config_of(self), releases.model_config(self))
+        draft_model.check(draft_model.config_of(self), model)
+    # Last of all: it may take minutes.
+    settings = choice.choose(self, settings, model, recording)
+    check_rotations(args, settings, model)
     if untried:
         logger.warning("int2 mode: untried arguments: %s", ", ".join(untried))
     self.__dict__[PASSED] = True
@@ -197,7 +204,7 @@ def check_model_early(args: Any) -> Any:
 
 
 def check(args: Any, settings: Settings, model: Any) -> None:
-    """Refuse what cannot work and load the rotations once, so that a broken file stops the launch right here.
+    """Refuse what cannot work, whatever the rotations.
 
     Args:
         args: server arguments as SGLang resolved them.
@@ -205,7 +212,7 @@ def check(args: Any, settings: Settings, model: Any) -> None:
         model: SGLang's ModelConfig.
 
     Raises:
-        Int2Error: naming the flag, variable or file at fault.
+        Int2Error: naming the flag or variable at fault.
     """
     if not is_int2(args):
         raise Int2Error(
@@ -228,6 +235,20 @@ def check(args: Any, settings: Settings, model: Any) -> None:
         )
     decode_choice.check(settings.decode_backend, args.device)
     extend_choice.choose(settings.extend_backend, args.device, model.head_dim, model.has_attention_sinks)
+    choice.of_variables(settings)
+
+
+def check_rotations(args: Any, settings: Settings, model: Any) -> None:
+    """Load the rotations once, so that a broken file stops the launch right here.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+        settings: of int2 mode, with both rotations.
+        model: SGLang's ModelConfig.
+
+    Raises:
+        Int2Error: naming the file at fault.
+    """
     model_formats(args, settings, model)
     weights_warning(settings, served_identity(args, model))  # told where pools are built, once
     logger.info("int2 settings: %s", " ".join(settings.lines()))

@@ -7,6 +7,7 @@ from typing import Any
 import sglang_oscar
 from oscar_kernels.format import code_widths, mean_bits
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.settings import chosen_rotations
 
 KEY = "oscar"
 """Name of the facts in SGLang's internal state: ``/server_info`` shows it as ``internal_states[replica]["oscar"]``."""
@@ -15,6 +16,7 @@ CONTEXT_OF_BITS = 128 * 1024
 FACTS = {
     "version": "version of the plugin",
     "recipe": "recipe of the rotations",
+    "rotations": "`keys` and `values`, paths or built-in recipes, and `origin`: where both come from",
     "fingerprint": "SHA-256 of rotations and row format; servers with the same one can read each other's rows",
     "codes": "bits of codes, in words",
     "bits": "stored bits per element, without windows",
@@ -37,6 +39,7 @@ def facts(cache: Int2Cache) -> dict[str, Any]:
     return {
         "version": sglang_oscar.__version__,
         "recipe": cache.recipe,
+        "rotations": chosen_rotations(),
         "fingerprint": cache.fingerprint,
         "codes": code_widths(geometry.formats.values()),
         "bits": mean_bits(geometry.formats.values()),

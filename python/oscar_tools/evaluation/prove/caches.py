@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from oscar_cpu.server import has_gpu
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.files.reach import reach
 from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import DEFAULT
-from oscar_tools.calibration.rotation_driver import rotation_files
 from oscar_tools.calibration.weight_files import file_digest
 from oscar_tools.evaluation.methods import K_PATH, V_PATH, Method, contents, make_method
 from oscar_tools.evaluation.prove.fp8_scales import SCALES

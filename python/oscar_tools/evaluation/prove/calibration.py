@@ -12,12 +12,13 @@ from typing import Any
 from oscar_rotation.atomic import write_text_atomically
 from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.model_table import ModelSettings
 from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
 from oscar_tools.calibration.folders import CalibrationFolder
-from oscar_tools.calibration.rotation_driver import rotation_files, run_fit
+from oscar_tools.calibration.rotation_driver import run_fit
 from oscar_tools.evaluation.prove.fp8_scales import scaled_model
 from oscar_tools.evaluation.prove.machine import FITTING, source_digest
 from oscar_tools.evaluation.prove.rows import Row

@@ -9,10 +9,10 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from oscar_tools.calibration import local_text
 from oscar_tools.calibration.data import calibration_chats, render_chat
 from oscar_tools.calibration.errors import DataError
-from oscar_tools.evaluation.prove import local_text
-from oscar_tools.evaluation.prove.local_text import Messages, Render
+from oscar_tools.calibration.local_text import Messages, Render
 
 CALIBRATION, MEASUREMENT = "calibration", "measurement"
 PIECE = 4000

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from oscar_tools.calibration.local_text import Messages
 from oscar_tools.evaluation.intervals import wilson
 from oscar_tools.evaluation.prove.asking import Client
 from oscar_tools.evaluation.prove.haystack import KEYS, draw_number, fact
-from oscar_tools.evaluation.prove.local_text import Messages
 from oscar_tools.evaluation.prove.loops import loops
 from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Material, Measure
 from oscar_tools.evaluation.prove.rates import counts
