@@ -1,4 +1,4 @@
-"""Relative links in the documentation lead to files that exist, and to headings that exist in them."""
+"""The documentation: links and named files exist, and it stays short."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`([\w./-]+\.(?:py|cuh|cu|sh))`")
+READ = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmark" / "README.md"]
+"""Pages for users and maintainers."""
+MOST_WORDS = 20_000
 
 
 def pages() -> list[Path]:
@@ -35,3 +39,15 @@ def test_links(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{link}: no such file"
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in NAMED.findall(page.read_text(encoding="utf-8")):
+        assert any(path == name or path.endswith(f"/{name}") for path in listed), f"{name}: no such file"
+
+
+def test_pages_stay_short() -> None:
+    """As ``wc -w README.md docs/*.md benchmark/README.md`` counts."""
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in READ) <= MOST_WORDS
