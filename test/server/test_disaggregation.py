@@ -122,6 +122,20 @@ def test_retracted_requests_go_on(model: Path, backend: str, expected: dict[int,
         assert "#retracted_reqs" in pair.decode.text()
 
 
+def test_prompts_that_are_computed_before_a_decode_server_asks(
+    model: Path, backend: str, expected: dict[int, list[dict]], tmp_path: Path
+) -> None:
+    """And some computed once more, because nobody asked in time: --optimistic-prefill-attempts."""
+    early = ("--chunked-prefill-size", "256", "--optimistic-prefill-attempts", "2")
+    retried = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
+    with serve_pair(model, tmp_path, *INT2, backend=backend, env=ENV | retried, prefill=early) as pair:
+        pair.ahead = 3.0
+        assert_same(expected[TOKENS], ask(pair, prompts(LENGTHS), workers=4), NEAR_TIE, DRIFT)
+        assert "optimistic prefill yielded" in pair.prefill.text()
+        assert pair.prefill.alive()
+        assert pair.decode.alive()
+
+
 @pytest.mark.parametrize("other", ["rotation", "format"])
 def test_servers_that_store_otherwise_are_refused(
     pair: Pair, model: Path, backend: str, tmp_path: Path, other: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,20 +39,21 @@ def backend_params() -> list[Any]:
 
 @dataclass
 class Pair:
-    """A prefill and a decode server."""
+    """A prefill and a decode server, which is asked ``ahead`` seconds behind it."""
 
     prefill: Server
     decode: Server
     port: int
+    ahead: float = 0.0
     _rooms: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def generate(self, ids: list[int], tokens: int, **extra: Any) -> dict[str, Any]:
         """As :meth:`support.servers.Server.generate`: the decode server's answer, with the prefill's cached tokens."""
         meeting = self._meeting()
         with ThreadPoolExecutor(2) as pool:
-            sent, answer = (
-                pool.submit(server.generate, ids, tokens, **extra, **meeting) for server in (self.prefill, self.decode)
-            )
+            sent = pool.submit(self.prefill.generate, ids, tokens, **extra, **meeting)
+            time.sleep(self.ahead)
+            answer = pool.submit(self.decode.generate, ids, tokens, **extra, **meeting)
             cached = sent.result()["meta_info"]["cached_tokens"]
             result = answer.result()
             result["meta_info"]["cached_tokens"] = cached

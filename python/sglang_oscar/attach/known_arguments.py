@@ -33,7 +33,7 @@ TRIED = _names(
     speculative_num_steps speculative_ngram_capacity speculative_ngram_max_bfs_breadth speculative_ngram_max_trie_depth
     schedule_policy schedule_conservativeness retraction_policy enable_priority_scheduling radix_eviction_policy
     prefill_max_requests num_continuous_decode_steps stream_interval scheduler_recv_interval max_queued_requests
-    max_prefill_tokens
+    max_prefill_tokens optimistic_prefill_attempts
     """
 ) | {GROUP_SIZE}
 """Served with int2, by a test or a benchmark, with a value off its default."""
@@ -171,7 +171,7 @@ NOT_TRIED = _names(
     speculative_moe_runner_backend speculative_ngram_external_corpus_max_tokens speculative_ngram_external_corpus_path
     speculative_ngram_external_sam_budget speculative_ngram_match_type speculative_ngram_min_bfs_breadth
     speculative_token_map speculative_use_block_verification speculative_use_rejection_sampling
-    optimistic_prefill_attempts tokenizer_worker_num
+    tokenizer_worker_num
     """
 )
 """Nobody has served int2 with a value off their default: nothing speaks against it, and nothing for it."""
