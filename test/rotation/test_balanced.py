@@ -271,6 +271,23 @@ def test_weights_that_do_not_do(tmp_path: Path, model: Path) -> None:
         OutputWeights(empty)
 
 
+@pytest.mark.parametrize(("end", "blocks"), [("_scale_inv", (2, 2)), ("_scale", (1, 1)), ("_scale", (192, 1))])
+def test_fp8_weights_are_read_with_their_scales(end: str, blocks: tuple[int, int], tmp_path: Path) -> None:
+    """A scale per block of 128 x 128, the last of them cut, one of all, and one of each row."""
+    name, generator = "model.layers.0.self_attn.o_proj.weight", torch.Generator().manual_seed(3)
+    scale = torch.rand(blocks, generator=generator) + 0.1
+    codes = torch.randn(192, 256, generator=generator).to(torch.float8_e4m3fn)
+    rows = torch.arange(192) // (128 if blocks[0] == 2 else 192 // blocks[0])
+    columns = torch.arange(256) // (256 // blocks[1])
+    restored = codes.float() * scale[rows][:, columns]
+    stored = scale.reshape(1) if blocks == (1, 1) else scale
+    for folder, tensors in (("fp8", {name: codes, name + end: stored}), ("plain", {name: restored})):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, str(tmp_path / folder / "model.safetensors"))
+    found, expected = (OutputWeights(tmp_path / folder).reader(0, 2, 64) for folder in ("fp8", "plain"))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -17,6 +17,8 @@ from oscar_rotation.math.positions import Positions
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.o_proj\.weight$")
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+_SCALES = ("_scale_inv", "_scale")
+"""Ends of the names of an FP8 weight's scales; all of them are factors."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -40,7 +42,9 @@ class OutputWeights:
     ) -> None:
         self.folder, self._layer_ids, self.overrides = _folder(model), layer_ids, overrides or {}
         self._files: dict[int, tuple[Path, str]] = {}
+        self._places: dict[str, Path] = {}
         for path, name in _tensors(self.folder):
+            self._places[name] = path
             # Layers that predict further tokens (mtp) count from 0 again.
             if (match := _NAME.search(name)) and not name.startswith("mtp"):
                 self._files[int(match[1])] = (path, name)
@@ -77,6 +81,8 @@ class OutputWeights:
                 weight = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise DumpError(f"{path}: cannot be read ({error})") from error
+        if weight.dtype == torch.float8_e4m3fn and weight.ndim == 2:
+            weight = self._restored(name, weight)
         if weight.dtype not in _PLAIN:
             raise DumpError(
                 f"{path}: {name} is {weight.dtype}, which is quantized; name other weights with --model, or "
@@ -87,6 +93,31 @@ class OutputWeights:
                 f"{path}: {name} is {list(weight.shape)}, which does not fit {kv_heads} kv heads of {head_dim}"
             )
         return reader_of(weight, kv_heads, head_dim)
+
+    def _restored(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """An FP8 weight times its scales: one of all, of each row, or of each block. As it is where it has none.
+
+        Raises:
+            DumpError: the scales cannot be read, or do not fit.
+        """
+        found = next((name + end for end in _SCALES if name + end in self._places), None)
+        if found is None:
+            return weight
+        path = self._places[found]
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                scale = file.get_tensor(found).float()
+        except (SafetensorError, OSError) as error:
+            raise DumpError(f"{path}: cannot be read ({error})") from error
+        scale = scale.reshape(1, 1) if scale.numel() == 1 else scale[:, None] if scale.ndim == 1 else scale
+        for axis, size in enumerate(weight.shape):
+            blocks = scale.shape[axis]
+            # Blocks have one size, of which the last may be cut; it is a power of two.
+            block = 1 << (-(-size // blocks) - 1).bit_length() if blocks > 1 else size
+            if -(-size // block) != blocks:
+                raise DumpError(f"{path}: {found} is {list(scale.shape)}, which does not fit {list(weight.shape)}")
+            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
+        return weight.float() * scale
 
 
 def reader_of(weight: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
