@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -57,11 +57,11 @@ tried} nobody has tried. Those are not refused: a server names them at start (`i
 `python/sglang_oscar/attach/known_arguments.py` lists all."""
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """A table whose cells are one line each."""
-    lines = [tuple(head), *map(tuple, rows)]
-    lines.insert(1, ("---",) * len(lines[0]))
-    return "\n" + "".join(f"| {' | '.join(' '.join(cell.split()) for cell in line)} |\n" for line in lines)
+    lines = [f"| {' | '.join(' '.join(cell.split()) for cell in line)} |\n" for line in (head, *rows)]
+    lines.insert(1, "|---" * len(head) + "|\n")
+    return "\n" + "".join(lines)
 
 
 def section(title: str, *parts: str) -> str:
@@ -74,7 +74,7 @@ def section(title: str, *parts: str) -> str:
 
 def code(text: str) -> str:
     """Flags, with the names they are set to, and variables as code."""
-    taken = re.sub(r"(--[a-z0-9-]+(?: (?!or|and|to\b)[a-z0-9_]+(?=$|;|,))?)", r"`\1`", text)
+    taken = re.sub(r"(--[a-z0-9-]+(?: (?!or|and|to\b)[a-z0-9_]+(?=$|[;,:]))?)", r"`\1`", text)
     return re.sub(r"\b(SGLANG_[A-Z_]+)", r"`\1`", taken)
 
 

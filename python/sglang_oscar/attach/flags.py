@@ -29,13 +29,10 @@ MEANINGS = {
     FLAG: HELP,
     "--page-size": "Tokens per page: a power of two of at least 16, no less than the sink. "
     f"Default: {DEFAULT_PAGE_SIZE}, or the sink where that is larger.",
-    "--max-running-requests": f"Also sizes the 16-bit buffers: {RING} for each request that may run. Default: as many "
-    "as take a fifth of the KV budget for that, at most 256.",
-    "--mem-fraction-static": "Covers weights, rows and 16-bit buffers. Default: SGLang's.",
-    "--attention-backend": "Replaced by int2 mode's own, with a warning, as are those of prefill and decode; with "
-    "gpt-oss the one of its layers with a window, by default triton.",
-    "--enable-torch-compile": "On a GPU, with full CUDA graphs of decode steps. Every batch size up to "
-    "--torch-compile-max-bs is compiled on its own at start.",
+    "--max-running-requests": f"Each request has {RING}. Default: what takes a fifth of the KV budget, at most 256.",
+    "--attention-backend": "Replaced by int2 mode's own; with gpt-oss that of layers with a window (triton).",
+    "--enable-torch-compile": "On a GPU, with full CUDA graphs of decode steps; compiles every batch size up to "
+    "--torch-compile-max-bs.",
     "--speculative-algorithm": "NGRAM, or a draft model: EAGLE, EAGLE3, NEXTN (chains, by default of 3; their cache is "
     "not quantized). At most 64 tokens a step, each a row more in every ring.",
     "--speculative-draft-attention-backend": "Default: fa3 on Hopper, else flashinfer where it is installed, else "
