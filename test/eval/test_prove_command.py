@@ -299,6 +299,8 @@ def test_rotations_of_other_models_cost_no_run(tmp_path: Path, servers: Servers)
             ["--measure", "json", "--recall-lengths", "2048"],
             "--recall-lengths: has no meaning without --measure recall",
         ),
+        (["--seeds", "3", "--measure", "json"], "--seeds: has no meaning without --measure retrieval"),
+        (["--seeds", "0"], "should be greater than or equal to 1"),
         (["--tp", "0"], "should be greater than or equal to 1"),
         (["--size", "huge"], "'huge' is not one of full, reduced"),
         (["--lengths", "many"], "'many' is not numbers with commas"),

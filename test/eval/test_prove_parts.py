@@ -20,6 +20,7 @@ from oscar_tools.evaluation.prove.divergence import TopTokens, covered, kl_lower
 from oscar_tools.evaluation.prove.haystack import FIRST, LAST, OVERRUN, build_haystack, fact, question, recalled
 from oscar_tools.evaluation.prove.loops import loops
 from oscar_tools.evaluation.prove.measures import Material
+from oscar_tools.evaluation.prove.measures.retrieval import Retrieval
 from oscar_tools.evaluation.prove.measures.session import EVERY, Session
 from oscar_tools.evaluation.prove.measures.tail_kl import RUN, sharing
 from oscar_tools.evaluation.prove.page import interval, number, p_value
@@ -172,6 +173,16 @@ def test_long_lines_hide_facts_where_short_ones_do(longest: int, depth: float) -
 def test_an_answer_begins_with_the_number() -> None:
     assert recalled(" 1234567.", "1234567")
     assert not recalled("234567", "1234567")
+
+
+def test_seeds_draw_other_questions(texts: Texts) -> None:
+    """Those of the first draw stay; facts of the others are new."""
+    size = SIZES["reduced"]
+    once, thrice = (Retrieval(Material(texts, size, (1024,), 8192, seeds=seeds)) for seeds in (1, 3))
+    assert len(thrice.units()) == 3 * len(once.units())
+    assert set(once.units()) < set(thrice.units())
+    assert len({thrice.document(f"needle/1024/50/{number}").number for number in range(3)}) == 3
+    assert once.settings() | {"questions": 3 * size.questions} == thrice.settings()
 
 
 def test_a_session_fits_into_the_context(texts: Texts) -> None:

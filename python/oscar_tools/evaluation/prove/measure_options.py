@@ -12,6 +12,7 @@ from oscar_cpu.server import has_gpu
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.evaluation.prove.measures import MEASURES, Material, Measure
 from oscar_tools.evaluation.prove.measures.recall import Recall
+from oscar_tools.evaluation.prove.measures.retrieval import Retrieval
 from oscar_tools.evaluation.prove.measures.tasks import Tasks
 from oscar_tools.evaluation.prove.names import known
 from oscar_tools.evaluation.prove.questions import QuestionFile, read_questions
@@ -66,6 +67,7 @@ class MeasureOptions:
     recall_lengths: Annotated[
         str, typer.Option(help=f"Tokens of modules whose functions are recalled, with commas; default: {RECALL}.")
     ] = ""
+    seeds: Annotated[int, typer.Option(min=1, help="How often the questions of retrieval are drawn.")] = 1
     out: Annotated[Path, typer.Option(help="Folder for answers, logs and the page.")] = Path("prove")
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep earlier answers and fits, or not.")] = True
 
@@ -85,6 +87,7 @@ class MeasureOptions:
             ("--recall-lengths", self.recall_lengths, (Recall.name in chosen, "--measure recall")),
             ("--task-count", self.task_count, (self.tasks, "--tasks")),
             ("--run-code", self.run_code, (self.tasks, "--tasks")),
+            ("--seeds", self.seeds > 1, (not self.measure or Retrieval.name in self.measure, "--measure retrieval")),
         ):
             there, name = needs
             if given and not there:
@@ -126,4 +129,4 @@ class MeasureOptions:
         recall = _lengths(self.recall_lengths, "--recall-lengths") or size.recall_lengths(context)
         if recall and recall[-1] > context - ANSWER:
             raise DataError(f"modules of {recall[-1]} tokens do not fit: the model takes {context}, less {ANSWER}")
-        return Material(texts, size, lengths, context, self.questions(), self.task_count, recall)
+        return Material(texts, size, lengths, context, self.questions(), self.task_count, recall, self.seeds)

@@ -31,6 +31,7 @@ class Material:
         tasks: files of questions.
         task_count: how many of each file are asked; None for all.
         recall_lengths: tokens of modules whose functions are recalled, ascending.
+        seeds: how often the questions of retrieval are drawn.
     """
 
     texts: Texts
@@ -40,6 +41,7 @@ class Material:
     tasks: tuple[QuestionFile, ...] = ()
     task_count: int | None = None
     recall_lengths: tuple[int, ...] = ()
+    seeds: int = 1
 
     def lines(self) -> tuple[str, ...]:
         """Lines for documents with facts."""

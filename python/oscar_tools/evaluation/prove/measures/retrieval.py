@@ -27,11 +27,15 @@ class Retrieval(Measure):
         return {
             "lengths": self.material.lengths,
             "depths": size.depths,
-            "questions": size.questions,
+            "questions": self.questions(),
             "tasks": TASKS,
             "answer": ANSWER,
             "stops": STOPS,
         }
+
+    def questions(self) -> int:
+        """For every task, length and depth: each draw has as many."""
+        return self.material.size.questions * self.material.seeds
 
     def depths(self) -> list[int]:
         """Places of the fact, in percent of the document's history."""
@@ -45,7 +49,7 @@ class Retrieval(Measure):
             for task in TASKS
             for length in self.material.lengths
             for depth in self.depths()
-            for i in range(self.material.size.questions)
+            for i in range(self.questions())
         ]
 
     def document(self, unit: str) -> Haystack:
