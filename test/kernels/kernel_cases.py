@@ -111,6 +111,11 @@ OF_16_BITS = [
 """Keys, values or both left exact, beside codes of every width, every head_dim, pages smaller than a tile."""
 
 
+def sampled(shapes: list[Shape], first: int = 0) -> list[Shape]:
+    """All of them on a GPU; in Triton's interpreter, which takes seconds for each, every second one from ``first``."""
+    return shapes if torch.cuda.is_available() else shapes[first::2]
+
+
 def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, fill: float = 0.0) -> LayerCache:
     """A cache with room for so many pages and requests (+1 each for the dummies)."""
     side = (shape.kv_heads, shape.head_dim)

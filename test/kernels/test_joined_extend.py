@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import Shape, filled_batch
+from kernel_cases import Shape, filled_batch, sampled
 from test_extend import make
 from test_ragged_extend import JOINED, SHAPES, check
 
@@ -16,7 +16,7 @@ from oscar_kernels.joined_extend import UNCUT, is_joined, lengths_joined, rows_o
 from oscar_kernels.triton.prefix import copy_prefixes
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_prefixes_and_chunks_at_once(shape: Shape, device: torch.device) -> None:
     """Where all fits: prefixes from within the sinks to several pages, requests without prefix or chunk between."""
     check(make(shape, [0, 1, 30, 150, 70], [5, 64, 3, 66, 0], device), device, JOINED)

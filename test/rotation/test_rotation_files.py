@@ -258,6 +258,21 @@ def test_safetensors_of_another_kind(tmp_path: Path, rotation_set: RotationSet) 
     assert "header cannot be read" in refused(path)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("name", ["centers", "duals"])
+def test_one_number_that_is_none_is_refused(
+    name: str, number: float, tmp_path: Path, rotation_set: RotationSet
+) -> None:
+    rotations = rotation_set.rotations
+    tensors = {"centers": torch.zeros(3, 2, 64), "duals": rotations.clone()}
+    tensors[name].flatten()[5] = number
+    header = {"format": "oscar-rotation", "format_version": "1"}
+    save_file({"rotations": rotations, **tensors}, tmp_path / "k.safetensors", metadata=header)
+    message = refused(tmp_path / "k.safetensors")
+    assert name in message
+    assert "finite" in message or "infinite" in message
+
+
 def test_file_for_another_model_is_refused(tmp_path: Path, rotation_set: RotationSet) -> None:
     path = tmp_path / "k.safetensors"
     save_rotation_file(path, rotation_set)

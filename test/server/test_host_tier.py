@@ -19,7 +19,7 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.load import recipe_rotation
 from support.api import loads, wait_for
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
+from support.models import VOCABULARY
 from support.releases import environment, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, Server, refills, serve
 from support.speculation import plugins, with_plugins
@@ -57,20 +57,12 @@ def from_host(answer: dict) -> int:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def expected(stock_qwen3: Server) -> list[dict]:
     """What stock SGLang answers to the conversations."""
-    log = tmp_path_factory.mktemp("stock") / "log"
-    with serve(model, log, "--attention-backend", "torch_native", *COMMON) as server:
-        return ask(server, conversations(), workers=2)
+    return ask(stock_qwen3, conversations(), workers=2)
 
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, str], int]] = {
-    "write_through": ("", {}, 1),
     "write_back_layer_first_chunked_mixed": (
         "--hicache-write-policy write_back --hicache-mem-layout layer_first "
         "--chunked-prefill-size 128 --enable-mixed-chunk",
@@ -102,12 +94,12 @@ def mixed_files(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_hits_on_the_host(name: str, model: Path, expected: list[dict], tmp_path: Path) -> None:
+def test_hits_on_the_host(name: str, qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
     """Seven conversations, a pool for three, asked again in turn: each answer is that of stock SGLang."""
     args, env, workers = CONFIGURATIONS[name]
     given = [*INT2, *SMALL_POOL, *TIER, *args.split()]
     rotations = mixed_files(tmp_path) if "many_sizes" in name else HADAMARD
-    with serve(model, tmp_path / "log", *given, env=LATE | rotations | STRICT | env) as server:
+    with serve(qwen3, tmp_path / "log", *given, env=LATE | rotations | STRICT | env) as server:
         assert "int2 memory: host tier: " in server.text()
         # Each three times running: the selective policy writes what has been hit.
         thrice = [prompt for prompt in conversations() for _ in range(3)]
@@ -120,10 +112,10 @@ def test_hits_on_the_host(name: str, model: Path, expected: list[dict], tmp_path
         assert server.alive()
 
 
-def test_who_does_not_wait_is_seen(model: Path, expected: list[dict], tmp_path: Path) -> None:
+def test_who_does_not_wait_is_seen(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
     """The check can fail: attention that does not wait reads rows that are not there yet."""
     env = LATE | HADAMARD | {"LATE_HOST_NOBODY_WAITS": "1"}
-    with serve(model, tmp_path / "log", *INT2, *SMALL_POOL, *TIER, env=env) as server:
+    with serve(qwen3, tmp_path / "log", *INT2, *SMALL_POOL, *TIER, env=env) as server:
         assert_same(expected, ask(server, conversations()), NEAR_TIE, DRIFT)
         with pytest.raises(requests.HTTPError):
             ask(server, conversations(), tokens=2)
@@ -131,7 +123,7 @@ def test_who_does_not_wait_is_seen(model: Path, expected: list[dict], tmp_path: 
 
 
 @pytest.mark.parametrize("version", served())
-def test_releases(version: str, model: Path, tmp_path: Path) -> None:
+def test_releases(version: str, qwen3: Path, tmp_path: Path) -> None:
     """Rows as the codec makes them: a hit on the host answers bit for bit like one on the device, also when the working
     set is several times both pools, and nothing stays behind."""
     if needs_newer_python(version):
@@ -142,7 +134,7 @@ def test_releases(version: str, model: Path, tmp_path: Path) -> None:
     args += ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
     variables = HADAMARD | STRICT | {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0"}
     env = with_plugins(environment(version, **variables), "roomy_host_plugin")
-    with serve(model, tmp_path / "log", *args, env=env) as server:
+    with serve(qwen3, tmp_path / "log", *args, env=env) as server:
         ask(server, [first])
         (device,) = ask(server, [first])
         ask(server, others[:4])

@@ -92,7 +92,6 @@ def cached(turn: Asked) -> list[int]:
 
 
 CONFIGURATIONS: dict[str, tuple[str, str, list[str], dict[str, str], int]] = {
-    "next": ("qwen3_next", installed(), ["--max-mamba-cache-size", "96"], IDENTITY, 1),
     "next_chunked_retracted": (
         "qwen3_next",
         installed(),

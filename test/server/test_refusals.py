@@ -14,67 +14,52 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang.srt.environ import envs
-from sglang.srt.server_args import ServerArgs
 
 from sglang_oscar.attach.refusals import ARGUMENTS, MODELS
-from sglang_oscar.attach.releases import field_defaults
 from sglang_oscar.errors import EXIT_CODE
 from support.launch_cases import run_cases
-from support.models import save
-from support.refusal_cases import FLAGS as COMMON_FLAGS
-from support.refusal_cases import MODEL_CASES, RECENT_FLAGS, VARIABLES, K, V, broken_files
+from support.refusal_cases import FIELDS, MODEL_CASES, REFUSED, Refused, V, write_files
 from support.servers import HADAMARD, LAUNCH_TIMEOUT, server_environment
 
 pytestmark = pytest.mark.server
 
-FIELDS = field_defaults(ServerArgs)
-FLAGS = COMMON_FLAGS + [flags for field, flags in RECENT_FLAGS.items() if field in FIELDS]
 PREFIX = "sglang-oscar: error: "
 INT2 = ["--device", "cpu", "--kv-cache-dtype", "int2", "--skip-tokenizer-init"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+ACCEPTED = [
+    "",
+    "--attention-backend fa3 --kv-cache-quant-group-size 32",
+    "--page-size 128",
+    "--elastic-ep-backend none",
+    "--enable-hierarchical-cache",
+    "--enable-hierarchical-cache --hicache-storage-backend file --hicache-mem-layout layer_first",
+    "--speculative-algorithm NGRAM",
+    "--speculative-algorithm NGRAM --speculative-num-draft-tokens 64 --speculative-ngram-max-bfs-breadth 1",
+]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    return broken_files(tmp_path_factory.mktemp("rotations"))
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("refused")
+    write_files(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def outcomes(model: Path, files: dict[str, tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> dict:
+def outcomes(qwen3: Path, files: Path) -> dict[str | tuple[str, str], Any]:
     """What happens to every case: key -> result of ``support.launch_cases``."""
-    base = ["--model-path", str(model), *INT2]
-    cases: dict[Any, dict[str, Any]] = {flags: {"argv": [*base, *flags.split()]} for flags in FLAGS}
-    cases |= {(name, value): {"argv": base, "env": {name: value}} for name, value in VARIABLES}
-    cases |= {case: {"argv": base, "env": {variable: path}} for case, (variable, path) in files.items()}
-    for name, (config, architecture, _) in MODEL_CASES.items():
-        folder = tmp_path_factory.mktemp(name)
-        made = config()
-        made.architectures = [architecture]
-        made.save_pretrained(folder)
-        cases["model", name] = {"argv": ["--model-path", str(folder), *INT2]}
-    accepted = [
-        "--attention-backend fa3 --kv-cache-quant-group-size 32",
-        "--page-size 128",
-        "--elastic-ep-backend none",
-        "--enable-hierarchical-cache",
-        "--enable-hierarchical-cache --hicache-storage-backend file --hicache-mem-layout layer_first",
-        "--speculative-algorithm NGRAM",
-        "--speculative-algorithm NGRAM --speculative-num-draft-tokens 64 --speculative-ngram-max-bfs-breadth 1",
-    ]
-    cases |= {("accepted", flags): {"argv": [*base, *flags.split()]} for flags in ["", *accepted]}
-    stream = {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
-    cases["plan stream"] = {"argv": [*base, "--speculative-algorithm", "NGRAM"], "env": stream}
-    cases["accepted", "plan stream"] = {"argv": base, "env": stream}
-    recorded = {"SGLANG_ENABLE_METADATA_GLUE_GRAPH": "1"}
-    cases["recorded preparation"] = {"argv": base, "env": recorded}
-    cases["unset K"] = {"argv": base, "unset": [K]}
-    cases["unset V"] = {"argv": base, "unset": [V]}
-    plain = ["--model-path", str(model), "--device", "cpu", "--skip-tokenizer-init"]
+
+    def case(refused: Refused) -> dict[str, Any]:
+        model = str(qwen3) if refused.model is None else refused.model.format(files=files)
+        env = {name: value.format(files=files) for name, value in refused.env.items()}
+        return {"argv": ["--model-path", model, *INT2, *refused.argv], "env": env, "unset": list(refused.unset)}
+
+    cases: dict[Any, dict[str, Any]] = {name: case(refused) for name, refused in REFUSED.items()}
+    base = ["--model-path", str(qwen3), *INT2]
+    cases |= {("accepted", flags): {"argv": [*base, *flags.split()]} for flags in ACCEPTED}
+    cases["accepted", "plan stream"] = {"argv": base, "env": {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}}
+    plain = ["--model-path", str(qwen3), "--device", "cpu", "--skip-tokenizer-init"]
     cases["group without int2"] = {"argv": [*plain, "--kv-cache-quant-group-size", "64"]}
     results = run_cases(list(cases.values()), server_environment(HADAMARD))
     return dict(zip(cases, results, strict=True))
@@ -90,78 +75,19 @@ def refusal(outcome: dict[str, Any]) -> str:
     return lines[-1].removeprefix(PREFIX)
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-def test_flags(flags: str, outcomes: dict) -> None:
-    """The line names a flag that was given."""
-    line = refusal(outcomes[flags])
-    assert any(word in line for word in flags.split() if word.startswith("--")), line
-
-
-def test_a_stream_of_plans(outcomes: dict) -> None:
-    """Refused with speculation; without it SGLang has no use for it."""
-    assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in refusal(outcomes["plan stream"])
-
-
-def test_recorded_preparation(outcomes: dict) -> None:
-    """Tables of rings and sinks would be those of the step that was recorded; older releases cannot do it."""
-    outcome = outcomes["recorded preparation"]
-    if hasattr(envs, "SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
-        assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH" in refusal(outcome)
-    else:
-        assert outcome["status"] == 0, outcome["error"]
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, files: Path, outcomes: dict) -> None:
+    """With one line that names what was given and says what the table says."""
+    line = refusal(outcomes[name])
+    assert REFUSED[name].said(line, files), line
 
 
 def test_every_refused_argument_is_among_the_flags(outcomes: dict) -> None:
     """No row of the table is dead: each refuses at least one of the command lines above."""
-    lines = [refusal(outcomes[flags]) for flags in FLAGS]
+    lines = [refusal(outcomes[name]) for name in REFUSED]
     for _, what in ARGUMENTS:
         named = {word.lstrip("-").replace("-", "_") for word in what.split() if word.startswith("--")}
         assert any(line.endswith(what) for line in lines) or not named & FIELDS.keys(), what
-
-
-@pytest.mark.parametrize(("name", "value"), VARIABLES)
-def test_variables(name: str, value: str, outcomes: dict) -> None:
-    """The line names the variable and, where the value is at fault, the value."""
-    line = refusal(outcomes[name, value])
-    assert name in line
-    assert value in line or "is not a setting" in line or name == "DUMP_KVCACHE"
-
-
-@pytest.mark.parametrize("case", ["unset K", "unset V"])
-def test_unset_rotations(case: str, outcomes: dict) -> None:
-    line = refusal(outcomes[case])
-    assert (K if case.endswith("K") else V) in line
-    assert "hadamard" in line
-    assert "identity" in line
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "missing",
-        "folder",
-        "truncated",
-        "garbage",
-        "nan",
-        "not_orthogonal",
-        "wrong_shape",
-        "wrong_layer_count",
-        "swapped",
-    ],
-)
-def test_rotation_files(case: str, files: dict[str, tuple[str, str]], outcomes: dict) -> None:
-    """The line names the variable and the file."""
-    variable, path = files[case]
-    line = refusal(outcomes[case])
-    assert variable in line
-    assert path in line
-
-
-@pytest.mark.parametrize("name", MODEL_CASES)
-def test_models(name: str, outcomes: dict) -> None:
-    line = refusal(outcomes["model", name])
-    assert MODEL_CASES[name][2] in line
-    assert "--kv-cache-dtype auto" in line
 
 
 def test_model_table_is_covered() -> None:
@@ -205,20 +131,20 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def launches(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+def launches(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
     """Real launches, two at a time because each spends its time on imports of one core."""
     script = tmp_path_factory.mktemp("engine") / "engine.py"
     script.write_text(ENGINE)
     server = [sys.executable, "-m", "sglang.launch_server"]
     serve = [str(Path(sys.executable).with_name("sglang")), "serve"]
-    int2 = ["--model-path", str(model), *INT2]
+    int2 = ["--model-path", str(qwen3), *INT2]
     too_many = {"SGLANG_MIXED_KV_RECENT_TOKENS": "8192"}
     commands: dict[str, tuple[list[str], dict[str, str]]] = {
         "budget": ([*server, *int2, "--max-running-requests", "1000000"], too_many),
         "argument": ([*server, *int2, "--enable-lora"], {}),
         "file": ([*server, *int2], {V: "/nonexistent/v.pt"}),
         "variable": ([*serve, *int2], {"SGLANG_OSCAR_K_CLIP_RATIO": "2"}),
-        "engine": ([sys.executable, str(script), str(model)], {}),
+        "engine": ([sys.executable, str(script), str(qwen3)], {}),
         "help": ([*server, "--help"], {}),
     }
 

@@ -16,7 +16,7 @@ import requests
 import torch
 
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
+from support.models import VOCABULARY
 from support.servers import HADAMARD, STRICT, Server, refills, serve
 
 pytestmark = [
@@ -44,27 +44,23 @@ def ask(server: Server, prompts: list[list[int]], workers: int = 1, tokens: int 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def expected(stock_qwen3: Server) -> list[dict]:
     """What stock SGLang answers to seven conversations."""
-    log = tmp_path_factory.mktemp("stock") / "log"
-    with serve(model, log, "--attention-backend", "torch_native", *COMMON) as server:
-        return ask(server, conversations(7, 900), workers=2)
+    return ask(stock_qwen3, conversations(7, 900), workers=2)
 
 
+METRICS = ["--enable-metrics", "--extra-metric-labels", '{"site": "here"}']
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
-    "one_by_one": (["--enable-metrics", "--extra-metric-labels", '{"site": "here"}'], {}, 1),
-    "beside_others_chunked_mixed": (["--chunked-prefill-size", "128", "--enable-mixed-chunk"], {}, 4),
-    "no_overlap_no_recompute_large_pages_small_sinks": (
-        ["--disable-overlap-schedule", "--page-size", "128"],
+    "beside_others_chunked_mixed_retracted": (
+        ["--chunked-prefill-size", "128", "--enable-mixed-chunk"],
+        {"SGLANG_TEST_RETRACT": "1"},
+        4,
+    ),
+    "no_overlap_no_recompute_large_pages_small_sinks_metrics": (
+        ["--disable-overlap-schedule", "--page-size", "128", *METRICS],
         {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0", "SGLANG_MIXED_KV_PREFIX_TOKENS": "16"},
         2,
     ),
-    "retracted": ([], {"SGLANG_TEST_RETRACT": "1"}, 3),
 }
 
 
@@ -79,11 +75,11 @@ PUBLISHED = (
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_every_conversation_hits(name: str, model: Path, expected: list[dict], tmp_path: Path) -> None:
+def test_every_conversation_hits(name: str, qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
     """Seven conversations, four blocks, asked twice in turn: seven hits, each answer that of stock SGLang."""
     args, env, workers = CONFIGURATIONS[name]
     prompts = conversations(7, 900)
-    with serve(model, tmp_path / "log", *INT2, *FEW_BLOCKS, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
+    with serve(qwen3, tmp_path / "log", *INT2, *FEW_BLOCKS, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
         assert_same(expected, ask(server, prompts, workers), NEAR_TIE, DRIFT)
         before = refills(server)
         again = ask(server, prompts, workers)
@@ -111,13 +107,13 @@ def test_every_conversation_hits(name: str, model: Path, expected: list[dict], t
         assert server.alive()
 
 
-def test_many_conversations_hit(model: Path, tmp_path: Path) -> None:
+def test_many_conversations_hit(qwen3: Path, tmp_path: Path) -> None:
     """As many beginnings as a pool holds, many times the blocks: all of them hit, also several in one batch."""
     env = LOSSLESS | HADAMARD | STRICT
     env |= {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "16"}
     prompts = conversations(120, 100)
     args = [*INT2, "--max-running-requests", "8", "--page-size", "16"]
-    with serve(model, tmp_path / "log", *args, env=env) as server:
+    with serve(qwen3, tmp_path / "log", *args, env=env) as server:
         first = ask(server, prompts, workers=12, tokens=2)
         again = ask(server, prompts, workers=12, tokens=2)
         assert all(answer["meta_info"]["cached_tokens"] >= 64 for answer in again)

@@ -18,7 +18,7 @@ import torch
 
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
+from support.models import VOCABULARY
 from support.servers import HADAMARD, STRICT, Server, serve
 
 pytestmark = [
@@ -28,7 +28,6 @@ pytestmark = [
 LOSSLESS = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "lossless_plugin")}
 COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
-STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", *COMMON]
 NEAR_TIE = DRIFT = 0.06
 CONVERSATIONS, TURNS, TOKENS = 6, 3, 24
 
@@ -68,19 +67,14 @@ def converse(server: Server, workers: int, sessions: bool) -> list[tuple[list[in
     return asked
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_answers_are_those_of_stock_sglang(name: str, model: Path, tmp_path: Path) -> None:
+def test_answers_are_those_of_stock_sglang(name: str, qwen3: Path, stock_qwen3: Server, tmp_path: Path) -> None:
     args, env, workers = CONFIGURATIONS[name]
-    with serve(model, tmp_path / "log", *INT2, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
+    with serve(qwen3, tmp_path / "log", *INT2, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
         asked = converse(server, workers, sessions=name == "sessions")
         assert (retracted(server) > 0) == ("SGLANG_TEST_RETRACT" in env)
         assert max(answer["meta_info"]["cached_tokens"] for _, answer in asked) > 0
         assert server.alive()
-    with serve(model, tmp_path / "stock", *STOCK) as server, ThreadPoolExecutor(2) as pool:
-        expected = list(pool.map(lambda one: server.generate(one[0], TOKENS, **LOGPROBS), asked))
+    with ThreadPoolExecutor(2) as pool:
+        expected = list(pool.map(lambda one: stock_qwen3.generate(one[0], TOKENS, **LOGPROBS), asked))
     assert_same(expected, [answer for _, answer in asked], NEAR_TIE, DRIFT)

@@ -1,12 +1,15 @@
-"""Configurations that int2 mode must refuse: flags, variables, rotation files and models."""
+"""Starts that int2 mode must refuse, and what the one line says: flags, variables, rotation files and models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
 from transformers import (
     BertConfig,
     DeepseekV3Config,
@@ -20,8 +23,10 @@ from transformers import (
 
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.load import recipe_rotation
+from sglang_oscar.attach.releases import field_defaults
 from support.models import COMMON
 
+FIELDS = field_defaults(ServerArgs)
 K, V = "SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_V_ROTATION_PATH"
 LAYERS, HEAD_DIM = COMMON["num_hidden_layers"], COMMON["head_dim"]
 
@@ -170,32 +175,96 @@ MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
-def broken_files(folder: Path) -> dict[str, tuple[str, str]]:
-    """Rotation files that the model cannot use: case -> (variable, path)."""
+BROKEN_FILES = {
+    "missing": (K, "nowhere.pt"),
+    "folder": (V, ""),
+    "truncated": (K, "k_truncated.pt"),
+    "garbage": (V, "garbage.pt"),
+    "nan": (K, "k_nan.pt"),
+    "not_orthogonal": (V, "v_scaled.pt"),
+    "wrong_shape": (K, "k_shape.pt"),
+    "wrong_layer_count": (V, "v_layers.pt"),
+    "swapped": (V, "k_swapped.pt"),
+}
+"""Rotation files that the model cannot use: variable, and file of :func:`write_files`."""
+
+
+def write_files(folder: Path) -> None:
+    """Broken rotation files, and a folder for each of the models."""
 
     def write(name: str, layers: int = LAYERS, head_dim: int = HEAD_DIM, side: str = "k") -> Path:
         path = folder / f"{side}_{name}.pt"
         save_rotation_file(path, recipe_rotation("hadamard", num_layers=layers, head_dim=head_dim, side=side))
         return path
 
-    def damage(name: str, change: Callable[[torch.Tensor], None], side: str = "k") -> Path:
+    def damage(name: str, change: Callable[[torch.Tensor], Any], side: str = "k") -> None:
         path = write(name, side=side)
         content = torch.load(path, weights_only=True)
         change(next(iter(content["layers"].values()))["rotation"])
         torch.save(content, path)
-        return path
 
-    truncated, garbage = write("truncated"), folder / "garbage.pt"
+    truncated = write("truncated")
     truncated.write_bytes(truncated.read_bytes()[:-500])
-    garbage.write_bytes(b"not a file of tensors")
-    return {
-        "missing": (K, str(folder / "nowhere.pt")),
-        "folder": (V, str(folder)),
-        "truncated": (K, str(truncated)),
-        "garbage": (V, str(garbage)),
-        "nan": (K, str(damage("nan", lambda r: r[3, 5].fill_(float("nan"))))),
-        "not_orthogonal": (V, str(damage("scaled", lambda r: r.mul_(1.01), side="v"))),
-        "wrong_shape": (K, str(write("shape", head_dim=2 * HEAD_DIM))),
-        "wrong_layer_count": (V, str(write("layers", layers=LAYERS - 1, side="v"))),
-        "swapped": (V, str(write("swapped"))),
-    }
+    (folder / "garbage.pt").write_bytes(b"not a file of tensors")
+    damage("nan", lambda r: r[3, 5].fill_(float("nan")))
+    damage("scaled", lambda r: r.mul_(1.01), side="v")
+    write("shape", head_dim=2 * HEAD_DIM)
+    write("layers", layers=LAYERS - 1, side="v")
+    write("swapped")
+    for name, (config, architecture, _) in MODEL_CASES.items():
+        made = config()
+        made.architectures = [architecture]
+        made.save_pretrained(folder / name)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A start that is refused. ``{files}`` stands for the folder of :func:`write_files`."""
+
+    words: tuple[str, ...] = ()
+    """All of them are in the line; where there are none, it names one of the flags."""
+    argv: tuple[str, ...] = ()
+    """Behind ``--kv-cache-dtype int2``."""
+    env: dict[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
+    model: str | None = None
+    """Its folder; None for a model that is fine."""
+
+    def said(self, line: str, files: Path) -> bool:
+        """Whether the line says what it must."""
+        if self.words:
+            return all(word.format(files=files) in line for word in self.words)
+        return any(word in line for word in self.argv if word.startswith("--"))
+
+
+def _of_variable(name: str, value: str) -> Refused:
+    """Where the value is at fault, the line says it."""
+    at_fault = name not in (K, V, "DUMP_KVCACHE") and name in VALUED
+    return Refused((name, value) if at_fault else (name,), env={name: value})
+
+
+VALUED = {name for name, _ in VARIABLES} - {"SGLANG_OSCAR_K_ROTATION", "SGLANG_MIXED_KV_SINK_TOKENS"}
+"""Variables that there are; the others are mistakes for them."""
+
+
+def _table() -> dict[str, Refused]:
+    flags = FLAGS + [line for name, line in RECENT_FLAGS.items() if name in FIELDS]
+    table = {line: Refused(argv=tuple(line.split())) for line in flags}
+    table |= {f"{name}={value}": _of_variable(name, value) for name, value in VARIABLES}
+    table |= {f"{name} unset": Refused((name, "hadamard", "identity"), unset=(name,)) for name in (K, V)}
+    for case, (name, file) in BROKEN_FILES.items():
+        path = f"{{files}}/{file}".rstrip("/")
+        table[f"{case} file"] = Refused((name, path), env={name: path})
+    for name, (_, _, what) in MODEL_CASES.items():
+        table[f"{name} model"] = Refused((what, "--kv-cache-dtype auto"), model=f"{{files}}/{name}")
+    # Without speculation SGLang has no use for it.
+    stream = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+    table[stream] = Refused((stream,), ("--speculative-algorithm", "NGRAM"), {stream: "1"})
+    # Tables of rings and sinks would be those of the step that was recorded; older releases cannot do it.
+    recorded = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+    if hasattr(envs, recorded):
+        table[recorded] = Refused((recorded,), env={recorded: "1"})
+    return table
+
+
+REFUSED = _table()

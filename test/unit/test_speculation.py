@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.visible import causal_words, words_of
+from sglang_oscar.attention import verification
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.batch import Batch, DecodeTables
 from sglang_oscar.attention.verification import visible_words
-from sglang_oscar.features.speculation import arguments, commit, verification
+from sglang_oscar.features.speculation import arguments, commit
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers

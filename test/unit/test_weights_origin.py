@@ -15,8 +15,9 @@ from sglang.srt import runtime_context
 from transformers import Qwen3Config
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.folding import absorption, origin
+from sglang_oscar.features.folding import absorption
 from sglang_oscar.features.tiers.salt import model_facts
+from sglang_oscar.formats import origin
 from sglang_oscar.formats.origin import cached_snapshot, sample_digest
 
 MODEL = SimpleNamespace(dtype="bfloat16", hf_text_config=Qwen3Config(num_hidden_layers=2))
