@@ -31,7 +31,7 @@ def wheel_of(what: str, scratch: Path) -> Path:
         if not Path(what).is_file():
             sys.exit(f"error: {what}: no such file")
         return Path(what)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--progress-bar", "off", "--no-deps", "--pre"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--progress-bar", "off", "--no-deps"]
     options = ["--only-binary=:all:", *releases.WHEELS, "--dest", str(scratch), f"sglang=={what}"]
     if subprocess.run([*pip, *options], check=False).returncode:
         sys.exit(f"error: pip cannot download sglang=={what}")

@@ -33,7 +33,7 @@ else
     "${PYTHON:-python3.11}" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --progress-bar off "pip==25.3"
     # The plugin without what it needs: pip would take a supported SGLang.
-    "$venv/bin/python" -m pip install --quiet --progress-bar off --pre "$what" "typer>=0.20" pytest pytest-timeout \
+    "$venv/bin/python" -m pip install --quiet --progress-bar off "$what" "typer>=0.20" pytest pytest-timeout \
       pytest-xdist hypothesis requests
     "$venv/bin/python" -m pip install --quiet --progress-bar off --no-deps --editable "$root"
     echo "$what" >"$venv/.oscar-next"

@@ -67,6 +67,8 @@ def test_the_image() -> None:
     assert re.fullmatch(r"SGLANG_IMAGE=lmsysorg/sglang:v[0-9.]+", told["ARG"])
     assert told["ARG"].endswith(f":v{SGLANG_VERSIONS[-1]}")
     assert "--no-deps /tmp/wheels/*.whl" in told["RUN"]
+    sent = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()[1:]
+    assert sent == ["*", "!dist/*.whl"]  # not an environment of gigabytes
     module, function = re.search(r"from (\S+) import (\w+)", told["RUN"]).groups()
     assert getattr(importlib.import_module(module), function)() is None
 
