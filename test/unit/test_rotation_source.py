@@ -209,6 +209,10 @@ def test_what_is_not_calibrated(
     unwritable = Settings.from_env({"SGLANG_OSCAR_CACHE": str(tmp_path / "file" / "cache")})
     with pytest.raises(Int2Error, match=r"cannot be written .*; set SGLANG_OSCAR_CACHE"):
         choice.choose(args, unwritable, model, [])
+    monkeypatch.setattr(cache.os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(Int2Error, match=r"no home folder .*; set SGLANG_OSCAR_CACHE"):
+        choice.choose(args, Settings.from_env({}), model, [])
     (tmp_path / "empty").mkdir()
     without = Namespace(**vars(args) | {"model_path": str(tmp_path / "empty")})
     with pytest.raises(Int2Error, match="holds no files of weights"):
@@ -230,6 +234,7 @@ def test_a_lock_that_stays(tmp_path: Path) -> None:
 def test_a_folder_is_filled_as_a_whole(tmp_path: Path) -> None:
     """What was there stays until the new one is complete."""
     folder = rotations(tmp_path / "key")
+    (tmp_path / "..key.ab.new.cd.new" / "recording").mkdir(parents=True)  # of a process that was killed
 
     def break_off() -> None:
         with cache.filling(folder) as new:

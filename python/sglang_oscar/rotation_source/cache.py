@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -30,6 +31,8 @@ from sglang_oscar.settings import Settings
 VERSION = 1
 """Of what a calibration is: to be raised where text or fit change so much that old results should not be served."""
 VARIABLE = "SGLANG_OSCAR_CACHE"
+KINDS = (".new", ".old")
+"""Suffixes of folders that take the place of others, and of those."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,17 @@ def _weights(folder: Path) -> str:
 
 
 def root(settings: Settings) -> Path:
-    """The folder of all calibrations."""
+    """The folder of all calibrations.
+
+    Raises:
+        Int2Error: this user has no home, and no variable names a folder.
+    """
     if settings.cache is not None:
         return Path(settings.cache)
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "sglang-oscar"
+    home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if home.startswith("~"):
+        raise Int2Error(f"this user has no home folder to keep rotations in; set {VARIABLE} to a folder")
+    return Path(home) / "sglang-oscar"
 
 
 def kept(folder: Path) -> Pair | None:
@@ -115,7 +124,7 @@ def kept(folder: Path) -> Pair | None:
     Raises:
         Int2Error: the folder holds something else.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # also where it may not be looked at
         return None
     try:
         keys, values = rotation_files(folder)
@@ -146,8 +155,10 @@ def writable(folder: Path) -> None:
 def filling(folder: Path) -> Iterator[Path]:
     """A folder that takes the place of another, with all that was put into it, unless an error is raised.
 
+    What a process left that was killed meanwhile is removed.
+
     Args:
-        folder: appears as a whole, or stays as it was.
+        folder: appears as a whole, or stays as it was; nobody else fills it.
 
     Yields:
         an empty folder.
@@ -155,7 +166,10 @@ def filling(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    new, old = (folder.parent / f".{folder.name}.{uuid.uuid4().hex}.{kind}" for kind in ("new", "old"))
+    for rest in folder.parent.glob(f".*{glob.escape(folder.name)}.*"):
+        if rest.suffix in KINDS:
+            shutil.rmtree(rest, ignore_errors=True)
+    new, old = (folder.parent / f".{folder.name}.{uuid.uuid4().hex}{kind}" for kind in KINDS)
     new.mkdir(parents=True)
     try:
         yield new
