@@ -91,7 +91,8 @@ def test_chunks_of_a_broken_prompt_are_nobodys(version: str, tmp_path: Path) -> 
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")
     fault = tmp_path / "fault"
-    prompt = (DRAFTED + REFUSED)[:290]
+    rng = random.Random(3)
+    prompt = [rng.randrange(6, VOCABULARY) for _ in range(700)]  # more than the recent window, which no hit covers
     prompt[100] = BROKEN
     env = with_plugins(environment(version) | HADAMARD | STRICT, "embedding_fault_plugin")
     args = ["--page-size", "64", "--chunked-prefill-size", "64"]

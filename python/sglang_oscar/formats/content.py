@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sglang_oscar.formats.origin import cached_snapshot
+from sglang_oscar.formats.safetensors_header import read_header, tensors_of
 
 PART = "attn"
 """In the names of the tensors that are sampled: those that queries, keys and values come from."""
 SAMPLE_BYTES = 4096
 """From the middle of a tensor; training changes bytes nearly everywhere."""
-LONGEST_HEADER = 100 << 20
-"""Bytes, as the format has it."""
 
 _known: dict[Path, str] = {}
 
@@ -50,11 +49,10 @@ def _samples(path: Path) -> list[tuple[list[Any], bytes]]:
     """Name, dtype and shape of a file's attention tensors, and a digest of a sample of each; none of a broken file."""
     try:
         with path.open("rb") as file:
-            begin = 8 + int.from_bytes(file.read(8), "little")
-            tensors = json.loads(file.read(begin - 8)) if begin <= LONGEST_HEADER else {}
+            header = read_header(file.fileno())
             return [
-                ([name, of["dtype"], of["shape"]], _sample(file, *(begin + offset for offset in of["data_offsets"])))
-                for name, of in tensors.items()
+                ([name, of["dtype"], of["shape"]], _sample(file, *(len(header) + x for x in of["data_offsets"])))
+                for name, of in tensors_of(header).items()
                 if PART in name
             ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.safetensors_header import read_header, tensors_of
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """How names of files with weights end."""
@@ -17,8 +18,6 @@ SAMPLE_BYTES, SAMPLE_EVERY = 4096, 1 << 20
 """A sample, and how far apart they are at most in a tensor; or in a file that does not say where tensors are."""
 WHOLE_BYTES = 1 << 16
 """A tensor that is read as a whole."""
-MOST_HEADER_BYTES = 100 << 20
-"""Of a safetensors file; its format has the same bound."""
 READERS = 8
 """Files that are sampled at once, for those that are not on this machine."""
 
@@ -116,7 +115,7 @@ def sample_digest(path: Path) -> str:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
         digest.update(str(size).encode())
-        header = os.pread(descriptor, _header_bytes(path, descriptor, size), 0)
+        header = read_header(descriptor) if path.suffix == ".safetensors" else b""
         digest.update(header)
         for begin, end in _tensors(header, size):
             for place in _places(begin, end):
@@ -124,17 +123,11 @@ def sample_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _header_bytes(path: Path, descriptor: int, size: int) -> int:
-    """Bytes of the header of a safetensors file, the number that says so included; 0 of other files."""
-    length = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    return length if path.suffix == ".safetensors" and length <= min(size, MOST_HEADER_BYTES) else 0
-
-
 def _tensors(header: bytes, size: int) -> list[tuple[int, int]]:
     """Begin and end of every tensor that a header tells of; all that follows it where it tells of none."""
     begin = len(header)
     try:
-        tensors = [of["data_offsets"] for name, of in json.loads(header[8:]).items() if name != "__metadata__"]
+        tensors = [of["data_offsets"] for of in tensors_of(header).values()]
         return sorted((begin + first, min(begin + last, size)) for first, last in tensors)
     except (ValueError, KeyError, TypeError, AttributeError):
         return [(begin, size)]

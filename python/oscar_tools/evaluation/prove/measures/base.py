@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from oscar_tools.evaluation.prove.asking import Client
 from oscar_tools.evaluation.prove.questions import QuestionFile
+from oscar_tools.evaluation.prove.rates import LENGTH
 from oscar_tools.evaluation.prove.sizes import ANSWER, Size
 from oscar_tools.evaluation.prove.store import Cell
 from oscar_tools.evaluation.prove.texts import MEASUREMENT, Texts
@@ -17,6 +18,11 @@ Answer = dict[str, Any]
 Answers = Mapping[str, Answer]
 """Unit -> answer."""
 Figures = dict[str, Any]
+
+
+def rights(answers: Answers) -> dict[str, bool]:
+    """Unit -> whether its answer is right."""
+    return {unit: bool(answer["right"]) for unit, answer in answers.items()}
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,30 @@ class Measure(ABC):
         Raises:
             AskingError: no answer.
         """
+
+    def ask_chat(
+        self, client: Client, prefix: list[int], ids: list[int], limit: int, right: Callable[[str], bool]
+    ) -> Answer:
+        """Ask behind a cached prefix, and keep what was said and whether it is right; one that was cut off is not.
+
+        Args:
+            client: of the server.
+            prefix: token ids that are cached first.
+            ids: the whole prompt, which begins with them.
+            limit: tokens of an answer at most.
+            right: of the text of an answer.
+
+        Raises:
+            AskingError: no answer.
+        """
+        stops = self.material.texts.chat_stops()
+        reply = client.behind_cache(prefix, ids, limit, {"stop": stops} if stops else {})
+        return {
+            "right": reply.finish != LENGTH and right(reply.text),
+            "finish": reply.finish,
+            "text": reply.text,
+            "cached": reply.cached,
+        }
 
     def unavailable(self, client: Client) -> str | None:
         """Why a server cannot be asked, if it cannot."""

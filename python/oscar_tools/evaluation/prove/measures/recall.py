@@ -14,8 +14,8 @@ import numpy as np
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.evaluation.prove.asking import SLACK, Client
 from oscar_tools.evaluation.prove.functions import modules, similarity
-from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Measure
-from oscar_tools.evaluation.prove.rates import LENGTH, counts, rate
+from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Measure, rights
+from oscar_tools.evaluation.prove.rates import counts, rate
 from oscar_tools.evaluation.prove.store import Cell
 from oscar_tools.evaluation.prove.texts import MEASUREMENT, python_documents
 
@@ -150,23 +150,17 @@ class Recall(Measure):
 
     def ask(self, client: Client, unit: str, cell: Cell, reference: Cell | None) -> Answer:
         """How alike the answer is, whether that is enough, and what it was. One that was cut off is not right."""
-        asked, texts = self.asked[unit], self.material.texts
-        stops = {"stop": texts.chat_stops()} if texts.chat_stops() else {}
-        reply = client.behind_cache(asked.prefix, asked.ids, asked.limit, stops)
-        alike = similarity(reply.text, asked.name, asked.code)
-        return {
-            "right": reply.finish != LENGTH and alike > ENOUGH,
-            "similarity": round(alike, 4),
-            "finish": reply.finish,
-            "text": reply.text,
-            "name": asked.name,
-            "cached": reply.cached,
-        }
+        asked = self.asked[unit]
+
+        def alike(text: str) -> float:
+            return similarity(text, asked.name, asked.code)
+
+        answer = self.ask_chat(client, asked.prefix, asked.ids, asked.limit, lambda text: alike(text) > ENOUGH)
+        return answer | {"similarity": round(alike(answer["text"]), 4), "name": asked.name}
 
     def figures(self, answers: Answers, reference: Answers | None) -> Figures:
         """By length: rates with paired tests, mean similarity, and how many were asked, answered and cut off."""
-        right = {unit: bool(answer["right"]) for unit, answer in answers.items()}
-        base = None if reference is None else {unit: bool(answer["right"]) for unit, answer in reference.items()}
+        right, base = rights(answers), None if reference is None else rights(reference)
         found: Figures = {"lengths": {}}
         for length in self.material.recall_lengths:
             units = [unit for unit in answers if unit.startswith(f"{length}/")]

@@ -6,7 +6,7 @@ from typing import Any
 
 from oscar_tools.evaluation.prove.asking import Client
 from oscar_tools.evaluation.prove.haystack import Haystack, build_haystack, question, recalled
-from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Measure
+from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Measure, rights
 from oscar_tools.evaluation.prove.rates import counts, rate
 from oscar_tools.evaluation.prove.store import Cell
 
@@ -77,8 +77,7 @@ class Retrieval(Measure):
 
     def figures(self, answers: Answers, reference: Answers | None) -> Figures:
         """Over all, by task, by task and length, and by task, length and depth (the heat map)."""
-        right = {unit: bool(answer["right"]) for unit, answer in answers.items()}
-        base = None if reference is None else {unit: bool(answer["right"]) for unit, answer in reference.items()}
+        right, base = rights(answers), None if reference is None else rights(reference)
         found: Figures = {"all": rate(right, base, right), "tasks": {}}
         found["counts"] = counts(len(self.units()), answers.values())
         for task in TASKS:

@@ -10,9 +10,9 @@ from typing import Any
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.evaluation.prove.asking import Client
 from oscar_tools.evaluation.prove.burying import bury
-from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Measure
+from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Measure, rights
 from oscar_tools.evaluation.prove.questions import Question, QuestionFile
-from oscar_tools.evaluation.prove.rates import LENGTH, counts, rate
+from oscar_tools.evaluation.prove.rates import counts, rate
 from oscar_tools.evaluation.prove.sizes import ROOM
 from oscar_tools.evaluation.prove.store import Cell
 
@@ -110,20 +110,12 @@ class Tasks(Measure):
 
     def ask(self, client: Client, unit: str, cell: Cell, reference: Cell | None) -> Answer:
         """Whether the answer is right, and what it was. One that was cut off is not."""
-        asked, texts = self.asked[unit], self.material.texts
-        stops = {"stop": texts.chat_stops()} if texts.chat_stops() else {}
-        reply = client.behind_cache(asked.prefix, asked.ids, asked.question.limit, stops)
-        return {
-            "right": reply.finish != LENGTH and asked.question.right(reply.text),
-            "finish": reply.finish,
-            "text": reply.text,
-            "cached": reply.cached,
-        }
+        asked = self.asked[unit]
+        return self.ask_chat(client, asked.prefix, asked.ids, asked.question.limit, asked.question.right)
 
     def figures(self, answers: Answers, reference: Answers | None) -> Figures:
         """By file: rates with paired tests, and how many were asked, answered and cut off."""
-        right = {unit: bool(answer["right"]) for unit, answer in answers.items()}
-        base = None if reference is None else {unit: bool(answer["right"]) for unit, answer in reference.items()}
+        right, base = rights(answers), None if reference is None else rights(reference)
         found: Figures = {"files": {}}
         for file in self.material.tasks:
             asked = [unit for unit in self.units() if unit.startswith(f"{file.name}/")]
