@@ -80,8 +80,9 @@ def test_a_request_does_not_depend_on_its_company() -> None:
     assert float((together[:1] - alone).double().norm() / alone.double().norm()) < 4e-3
 
 
-@pytest.mark.parametrize("gain", [0.0, 0.98])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "gain"), [*((shape, 0.98) for shape in SHAPES), *((shape, 0.0) for shape in SHAPES[::4])], ids=str
+)
 def test_store(shape: Shape, gain: float) -> None:
     """Rotated keys and values with a center: bytes are those of the reference but where rounding decides."""
     tokens, heads = 21, shape.q_heads + 2 * shape.kv_heads

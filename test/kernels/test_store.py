@@ -203,8 +203,14 @@ def test_a_side_of_16_bits(shape: Shape, rotated: bool, device: torch.device) ->
             assert ((got[finite].double() - want).abs() <= bound * 1.001).all()
 
 
-@pytest.mark.parametrize("clip", [0.96, 0.88, 1.0])
-@pytest.mark.parametrize("shape", [*SHAPES[:5], SHAPES[8], SHAPES[9]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "clip"),
+    [
+        *((shape, 0.96) for shape in (*SHAPES[:5], SHAPES[8], SHAPES[9])),
+        *((SHAPES[number], clip) for number, clip in ((0, 0.88), (0, 1.0), (3, 0.88), (8, 1.0))),
+    ],
+    ids=str,
+)
 def test_fitted_rows_match_reference(shape: Shape, clip: float, device: torch.device) -> None:
     """Codes are those of plain rows; scales and zero points are refitted to them."""
     caches, slots, (_, k, v), (rk, rv), _ = run_both(shape, 37, clip, device, rotate_v=True, gain=0.98)
