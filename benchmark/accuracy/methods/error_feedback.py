@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from accuracy.calibration import Calibration
+from accuracy.focus_side import FocusOptions
 from accuracy.methods.focus import PLUS_VALUES, Focus
 from accuracy.methods.plus import Plus
 from oscar_kernels.codec import clip, dequantize, fitted_parameters, quantize
-from oscar_rotation.fit.focus import FocusOptions
 from oscar_rotation.math.covariance import QueryCovariance
 
 DAMPING = 0.01

@@ -11,10 +11,11 @@ from functools import partial
 import torch
 
 from accuracy.calibration import Calibration
+from accuracy.focus_fit import FocusFit
+from accuracy.focus_side import FocusLayer, FocusOptions, Request
 from accuracy.methods.base import Method, RowMethod, Transforms
 from accuracy.quantizers import uniform_bits
 from oscar_rotation.dump import DumpChunk
-from oscar_rotation.fit.focus import FocusFit, FocusLayer, FocusOptions, Request
 from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, requests
 from oscar_rotation.fit.samples import plan_samples
 from oscar_rotation.math.attention_weights import sensitivity
@@ -37,7 +38,7 @@ def requests_of(calibration: Calibration, layer: int) -> list[Request]:
 
 @dataclass
 class Focus(Method):
-    """See :mod:`oscar_rotation.fit.focus`.
+    """See :mod:`accuracy.focus_fit`.
 
     Attributes:
         label: what differs from the recipe; "" for the recipe itself.
@@ -53,7 +54,7 @@ class Focus(Method):
     sink: int = 64
     recent: int = 256
     table: str = "methods"
-    source: str = "this project; see rotation/oscar_rotation/fit/focus.py"
+    source: str = "this project; see benchmark/accuracy/focus_fit.py"
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,11 +10,11 @@ import torch
 
 from accuracy.calibration import Calibration
 from accuracy.codebooks import GroupBooks, fitted_books, gaussian_fours, read_rows, rms
+from accuracy.focus_fit import mixed
 from accuracy.methods.base import RowMethod
 from accuracy.methods.focus import ServedFocus
 from accuracy.quantizers import SIXTEEN
 from oscar_rotation.dump import DumpChunk
-from oscar_rotation.fit.focus import mixed
 from oscar_rotation.fit.held_out import requests
 from oscar_rotation.math.attention_weights import key_weights
 from oscar_rotation.math.positions import Positions

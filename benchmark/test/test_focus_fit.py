@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from accuracy.focus_fit import FocusFit, best, mixed, moment, split
+from accuracy.focus_side import FocusOptions, Request
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.layout import RowLayout
-from oscar_rotation.fit.focus import FocusFit, FocusOptions, Request, best, mixed, moment, split
 from oscar_rotation.math import attention_weights
 from oscar_rotation.math.attention_weights import Exact, attention_kl, output_error, sensitivity
 from oscar_rotation.math.fitted_rows import coded
