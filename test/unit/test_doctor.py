@@ -89,6 +89,14 @@ def test_ranks_share_heads_and_weights(model: Path) -> None:
     assert "--tp 3 cannot share 4 query and 2 kv heads" in failed(model_checks(str(model), 64, GIB, ranks=3), "model")
 
 
+def test_a_model_without_rotations_is_sized_with_the_bits_of_a_calibration(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for side in "KV":
+        monkeypatch.delenv(f"SGLANG_OSCAR_{side}_ROTATION_PATH")
+    assert "2.75 bits per element, group 128" in by_name(model_checks(str(model), None, 8 * GIB))["memory"].detail
+
+
 def test_a_model_that_reads_images(model: Path) -> None:
     config = Qwen3VLConfig(text_config=SIZES | {"num_key_value_heads": 2, "head_dim": 128})
     config.architectures = ["Qwen3VLForConditionalGeneration"]

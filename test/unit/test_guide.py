@@ -24,8 +24,6 @@ QWEN3_32B = Qwen3Config(
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_sizing_table(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name, value in {"K_ROTATION_PATH": "hadamard", "V_ROTATION_PATH": "hadamard", "K_BITS": "3"}.items():
-        monkeypatch.setenv(f"SGLANG_OSCAR_{name}", value)
     QWEN3_32B.save_pretrained(tmp_path)
     cells = []
     for card in CARDS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,11 @@ def configured_bytes(config: Any) -> int:
 
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
-    """Costs on one rank of the model of :func:`oscar_tools.doctor.model.model_checks`, also where its rotations cannot
-    be had."""
+    """Costs on one rank of the model of :func:`oscar_tools.doctor.model.model_checks`; where there are no rotations,
+    with the bits that a calibration gives it."""
+    from oscar_kernels.format import LayerFormat, SideFormat
+    from oscar_rotation.defaults import BITS
+    from oscar_rotation.fit.bit_goal import BitGoal
     from sglang_oscar.formats.geometry import Geometry
 
     settings, layers = loaded["settings"], cached_layer_ids(loaded["model"])
@@ -54,7 +56,12 @@ def estimated_geometry(loaded: dict[str, Any]) -> Any:
     if "formats" in loaded:
         of_rank = {layer: found.of_heads(slice(0, heads)) for layer, found in loaded["formats"].items()}
         return Geometry(of_rank, *windows)
-    return Geometry.uniform(replace(loaded["layout"], kv_heads=heads), *windows, len(layers))
+    layout, goal = loaded["layout"], BitGoal.parse(BITS)
+    sides = (
+        SideFormat(layout.group_size, layout.scale_dtype, bits or layout.bits, exact_dtype=layout.exact_dtype)
+        for bits in (goal.key, goal.value)
+    )
+    return Geometry(dict.fromkeys(layers, LayerFormat(heads, layout.head_dim, *sides)), *windows)
 
 
 def account_of(loaded: dict[str, Any], models: tuple[str, str], memory: int) -> str:
