@@ -10,8 +10,8 @@ import pytest
 from support.models import save
 from support.servers import Server, serve
 
-STOCK = ["--attention-backend", "torch_native", "--skip-tokenizer-init", "--enable-fp32-lm-head"]
-STOCK += ["--disable-radix-cache", "--sleep-on-idle"]
+STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache"]
+STOCK += ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
 """Logits in float32: BF16 ones come in steps of 0.0625 between 8 and 16, and a random model has many ties in those."""
 
 

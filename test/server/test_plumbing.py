@@ -40,7 +40,7 @@ STOCK = ["--attention-backend", "torch_native", *COMMON]
 NEAR_TIE = 0.06
 DRIFT = 0.06
 TOKENS = 24
-PROMPTS = 12
+PROMPTS = 9
 
 
 def prompts(count: int, longest: int = 1400, seed: int = 3) -> list[list[int]]:
@@ -60,36 +60,10 @@ def ask(server: Server, requests: list[list[int]], workers: int = 1, tokens: int
         return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS), requests))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe", "glm4_moe"])
-def architecture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def test_architectures_equal_stock(architecture: Path, tmp_path: Path) -> None:
-    """Hadamard rotations on keys and (absorbed) values, a miss and a hit per prompt, short and long."""
-    requests = prompts(4, longest=900)
-    with serve(architecture, tmp_path / "stock.log", *STOCK) as server:
-        expected = ask(server, requests, tokens=12)
-    with serve(architecture, tmp_path / "int2.log", *INT2, env=LOSSLESS | HADAMARD | STRICT) as server:
-        assert "absorbed into the weights" in server.text()
-        got = ask(server, requests, tokens=12)
-        again = ask(server, requests, tokens=12)
-        assert server.alive()
-    assert_same(expected, got, NEAR_TIE, DRIFT)
-    assert_same(expected, again, NEAR_TIE, DRIFT)
-    assert any(answer["meta_info"]["cached_tokens"] for answer in again)
-
-
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def expected(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def expected(stock_qwen3: Server) -> list[dict]:
     """What stock SGLang answers to ``prompts(PROMPTS)``."""
-    with serve(qwen3, tmp_path_factory.mktemp("stock") / "log", *STOCK) as server:
-        return ask(server, prompts(PROMPTS), workers=4)
+    return ask(stock_qwen3, prompts(PROMPTS), workers=4)
 
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
@@ -103,26 +77,37 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
         {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"},
         12,
     ),
-    "no_overlap_no_radix_online_values": (
-        ["--disable-overlap-schedule", "--disable-radix-cache"],
-        {"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"},
-        4,
-    ),
     "no_recompute_large_pages": (["--page-size", "128"], {"SGLANG_OSCAR_RECOMPUTE_RECENT": "0"}, 4),
-    "no_windows": ([], {"SGLANG_ENABLE_MIXED_KV_WINDOWS": "0"}, 4),
 }
+"""Ways of scheduling and configuring: arguments, environment and requests at once."""
 if has_compiled_tree():
     _evicting = CONFIGURATIONS["few_rows_evictions_small_windows"]
     CONFIGURATIONS["few_rows_evictions_prefix_tree_in_python"] = (_evicting[0], _evicting[1] | PYTHON_CORE, 12)
+ARCHITECTURES = ["llama", "qwen3", "glm4_moe", "qwen3"]
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_configurations_equal_stock(name: str, qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
-    """Every way of scheduling and configuring gives stock's answers, one pass cold and one with prefix hits."""
+@pytest.mark.parametrize(("name", "architecture"), list(zip(CONFIGURATIONS, ARCHITECTURES, strict=False)))
+def test_configurations_equal_stock(
+    name: str, architecture: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Hadamard rotations on keys and (absorbed) values: stock's answers, one pass cold and one with prefix hits.
+
+    Configurations have models of several architectures; that of the recipes below is qwen3.
+    """
     args, env, workers = CONFIGURATIONS[name]
-    with serve(qwen3, tmp_path / "log", *INT2, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
+    if architecture == "qwen3":
+        model, expected = request.getfixturevalue("qwen3"), request.getfixturevalue("expected")
+    else:
+        model = save(architecture, tmp_path / "model")
+        with serve(model, tmp_path / "stock.log", *STOCK) as server:
+            expected = ask(server, prompts(PROMPTS), workers=4)
+    with serve(model, tmp_path / "log", *INT2, *args, env=LOSSLESS | HADAMARD | STRICT | env) as server:
+        assert "absorbed into the weights" in server.text()
         for _ in range(2):
-            assert_same(expected, ask(server, prompts(PROMPTS), workers), NEAR_TIE, DRIFT)
+            answers = ask(server, prompts(PROMPTS), workers)
+            assert_same(expected, answers, NEAR_TIE, DRIFT)
+        if "--max-total-tokens" not in args:
+            assert any(answer["meta_info"]["cached_tokens"] for answer in answers)
         server.flush()
         assert_same(expected[:3], ask(server, prompts(PROMPTS)[:3]), NEAR_TIE, DRIFT)
         assert server.alive()
@@ -130,6 +115,19 @@ def test_configurations_equal_stock(name: str, qwen3: Path, expected: list[dict]
             assert "RustUnifiedTreeCore" not in server.text()
         if "SGLANG_TEST_RETRACT" in env:
             assert retracted(server) > 0
+
+
+def test_experts_equal_stock(tmp_path: Path) -> None:
+    """Few tokens: random experts are near ties, and now and then the last bits of a token decide which it gets."""
+    model, asked = save("qwen3_moe", tmp_path / "model"), prompts(4, longest=900)
+    with serve(model, tmp_path / "stock.log", *STOCK) as server:
+        expected = ask(server, asked, tokens=12)
+    with serve(model, tmp_path / "int2.log", *INT2, env=LOSSLESS | HADAMARD | STRICT) as server:
+        got, again = (ask(server, asked, tokens=12) for _ in range(2))
+        assert server.alive()
+    assert_same(expected, got, NEAR_TIE, DRIFT)
+    assert_same(expected, again, NEAR_TIE, DRIFT)
+    assert any(answer["meta_info"]["cached_tokens"] for answer in again)
 
 
 def plus_files(folder: Path, layers: int = 3, kv_heads: int = 2, head_dim: int = 64) -> dict[str, str]:
@@ -159,7 +157,7 @@ def test_recipe_plus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: P
 
 def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
     """Files of a fit: keys with a transform and a center per kv head, values with one a layer, in the weights, and rows
-    of another size in every layer and side.
+    of another size in every layer and side. Without windows, so that every token is read from them.
     """
     generator = torch.Generator().manual_seed(6)
     writer = DumpWriter(tmp_path / "dump", total_kv_heads=2)
@@ -175,7 +173,7 @@ def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: 
     replace(fitted, key=key, value=value).save(tmp_path, (".safetensors",))
     files = {"K": "k_rotation_focused_u_h_br.safetensors", "V": "v_rotation_balanced_u_h_br.safetensors"}
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(tmp_path / name) for side, name in files.items()}
-    env |= LOSSLESS | STRICT | {"SGLANG_OSCAR_RECIPE": "focus"}
+    env |= LOSSLESS | STRICT | {"SGLANG_OSCAR_RECIPE": "focus", "SGLANG_ENABLE_MIXED_KV_WINDOWS": "0"}
     with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
         assert "absorbed into the weights" in server.text()
         assert "bits by layer: keys 2 to 4, values 2 to 16" in server.text()
@@ -185,10 +183,14 @@ def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: 
 
 
 def test_both_sides_left_exact_equal_stock(qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
-    """Rows of 16 bits as the codec writes them are those of a BF16 cache: nothing is rotated, nothing is rounded."""
+    """Rows of 16 bits as the codec writes them are those of a BF16 cache: nothing is rotated, nothing is rounded.
+
+    Without overlap scheduling and prefix cache: SGLang has other code for both.
+    """
     env = LOSSLESS | HADAMARD | STRICT | {"LOSSLESS_ROWS_OF_THE_CODEC": "1"}
     env |= {"SGLANG_OSCAR_K_BITS": "16", "SGLANG_OSCAR_V_BITS": "16"}
-    with serve(qwen3, tmp_path / "log", *INT2, "--chunked-prefill-size", "128", env=env) as server:
+    args = ["--chunked-prefill-size", "128", "--disable-overlap-schedule", "--disable-radix-cache"]
+    with serve(qwen3, tmp_path / "log", *INT2, *args, env=env) as server:
         assert "16.00 bits per element; bits by layer: keys 16, values 16" in server.text()
         assert "int2 rotation of values" not in server.text()
         for _ in range(2):

@@ -85,16 +85,6 @@ def test_int2_answers(version: str, tmp_path: Path) -> None:
     assert answers[version] == answers[first], f"sglang {version} and {first} answer differently"
 
 
-@pytest.mark.skipif(not COMPILED_TREE, reason="the prefix tree of this release is in Python")
-def test_a_prefix_tree_in_python(tmp_path: Path) -> None:
-    """Answers as with the compiled one, which the installed release took above."""
-    if installed() not in answers:
-        pytest.skip("the installed release was not asked")
-    with serve(MODEL, tmp_path / "log", *release_answers.ARGS, env=release_answers.ENV | PYTHON_CORE) as server:
-        assert release_answers.ask(server) == answers[installed()]
-        assert "RustUnifiedTreeCore" not in server.text()
-
-
 def bf16_answers(version: str, log: Path, plugins: dict[str, str]) -> list[list[int]]:
     """Tokens that a server without int2 mode answers."""
     text, facts = golden.document(400, 203)

@@ -18,7 +18,7 @@ import torch
 
 from support.api import wait_for
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
+from support.models import VOCABULARY
 from support.releases import environment, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, TWO_CORES, TWO_RANKS, Server, serve
 from support.speculation import with_plugins
@@ -109,26 +109,19 @@ def server_on(folder: Path, model: Path, log: Path, *args: str, version: str, **
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def expected(stock_qwen3: Server) -> list[dict]:
     """What stock SGLang answers."""
-    log = tmp_path_factory.mktemp("stock") / "log"
-    with serve(model, log, "--attention-backend", "torch_native", *COMMON) as server:
-        return ask(server, prompts())
+    return ask(stock_qwen3, prompts())
 
 
 @pytest.mark.parametrize("version", served())
-def test_two_ranks_answer_like_stock(version: str, model: Path, expected: list[dict], tmp_path: Path) -> None:
+def test_two_ranks_answer_like_stock(version: str, qwen3: Path, expected: list[dict], tmp_path: Path) -> None:
     """Cold, with hits in host memory and, after a restart, in storage. Pages of another number of ranks, of the other
     rank, and those that only one rank has whole, are never read."""
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")
     folder, asked = tmp_path / "store", prompts()
-    with server_on(folder, model, tmp_path / "one.log", version=version) as server:
+    with server_on(folder, qwen3, tmp_path / "one.log", version=version) as server:
         answer, (alone,) = write(folder, server, asked[WHOLE], 1)
         assert_same(expected[:1], [answer], NEAR_TIE, DRIFT)
     # Under the names by which two ranks would look for them, so that it is the key that tells them apart.
@@ -136,7 +129,7 @@ def test_two_ranks_answer_like_stock(version: str, model: Path, expected: list[d
     for path, page in foreign.items():
         path.write_bytes(page)
 
-    with server_on(folder, model, tmp_path / "first.log", *TWO_RANKS, version=version, **TWO_CORES) as server:
+    with server_on(folder, qwen3, tmp_path / "first.log", *TWO_RANKS, version=version, **TWO_CORES) as server:
         beginning, _ = write(folder, server, asked[HALF][:BEGINNING], 2)
         cold, files = zip(
             *(
@@ -162,7 +155,7 @@ def test_two_ranks_answer_like_stock(version: str, model: Path, expected: list[d
     for path in files[HALF][1]:
         page = path.read_bytes()
         path.write_bytes(page[:500] + bytes([page[500] ^ 1]) + page[501:])
-    with server_on(folder, model, tmp_path / "second.log", *TWO_RANKS, version=version, **TWO_CORES) as server:
+    with server_on(folder, qwen3, tmp_path / "second.log", *TWO_RANKS, version=version, **TWO_CORES) as server:
         restarted = ask(server, asked)
         assert_same(expected, restarted, NEAR_TIE, DRIFT)
         found = [STORED] * len(asked)
