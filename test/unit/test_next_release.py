@@ -71,3 +71,25 @@ def test_wrong_use_is_one_line(tmp_path: Path) -> None:
     assert (code, text.count("\n")) == (1, 1)
     assert "no environment that this script made" in text
     assert (tmp_path / "thesis.txt").exists()
+
+
+FAKE = """#!/bin/sh
+case "$2" in venv) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";; *) echo "$@" >>"$CALLS";; esac
+"""
+"""An interpreter that makes environments with itself in them, and otherwise says what it is asked."""
+
+
+def test_an_environment_of_the_release_is_made_once(tmp_path: Path) -> None:
+    fake, calls = tmp_path / "python", tmp_path / "calls"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    chosen = {"PYTHON": str(fake), "OSCAR_VENV": str(tmp_path / "venv"), "CALLS": str(calls)}
+    assert said("9.9.9", **chosen) == (0, "")
+    first = calls.read_text().splitlines()
+    assert [line for line in first if " install " in line and " sglang==9.9.9 " in line]
+    assert [line for line in first if line.endswith(f"--no-deps --editable {SCRIPT.parents[1]}")]
+    assert first[-1] == f"{SCRIPT.with_suffix('.py')} 9.9.9"
+    assert said("9.9.9", **chosen) == (0, "")
+    assert calls.read_text().splitlines() == [*first, first[-1]]
+    assert said("9.9.10", **chosen) == (0, "")
+    assert "sglang==9.9.10" in calls.read_text()
