@@ -100,7 +100,7 @@ class Settings(BaseModel):
     k_bits: Bits | None = Field(
         None,
         alias="SGLANG_OSCAR_K_BITS",
-        description="bits of a code of keys, for `hadamard` and `identity`; 16 keeps keys exact and unrotated",
+        description="bits of a code of keys, for calibration on the spot, `hadamard`, `identity`; 16 keeps keys exact",
     )
     v_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_V_BITS", description="the same for values")
     allow_other_model: bool = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,19 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 
+from oscar_rotation.files.pair import rotation_files
+from oscar_rotation.files.rotation_file import read_rotation_file
+from oscar_tools.calibration.calibrate_command import server_arguments
+from oscar_tools.doctor.model import model_config
 from sglang_oscar.errors import EXIT_CODE
+from sglang_oscar.rotation_source.choice import Source, find
+from sglang_oscar.settings import Settings
+from support import hybrid_models
 from support.launch_cases import run_cases
 from support.reference import MODEL, document
-from support.servers import Server, serve, server_environment
+from support.servers import TWO_CORES, TWO_RANKS, Server, serve, server_environment
 
 pytestmark = pytest.mark.server
 INT2 = ["--kv-cache-dtype", "int2", "--speculative-algorithm", "NGRAM"]
@@ -75,19 +84,38 @@ def test_starts_that_do_not_calibrate(tmp_path: Path) -> None:
     assert [path.suffix for path in left] == [".log"]
 
 
-def test_calibrate_beforehand_on_ones_own_text(tmp_path: Path) -> None:
-    """``oscar calibrate`` writes where a server looks; another text takes the place of the one before."""
-    text = tmp_path / "own.jsonl"
+def calibrate(model: Path, text: Path, env: dict[str, str], *flags: str) -> Path:
+    """``oscar calibrate`` on a few documents of one's own; returns the folder that it names."""
     rows = [{"text": document(450, 40 + seed, facts=1).text} for seed in range(4)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cache = {"SGLANG_OSCAR_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "oscar_tools", "calibrate", str(MODEL), "--text", str(text), "--tokens", "1200"]
-    command += ["--mem-fraction-static", "0.2"]
+    command = [sys.executable, "-m", "oscar_tools", "calibrate", str(model), "--text", str(text), "--tokens", "1200"]
+    command += ["--mem-fraction-static", "0.2", *flags]
     done = subprocess.run(
-        command, env=server_environment(cache), capture_output=True, text=True, timeout=1500, check=False
+        command, env=server_environment(env), capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    folder = Path(done.stdout.splitlines()[-1].removeprefix("rotations: "))
+    return Path(done.stdout.splitlines()[-1].removeprefix("rotations: "))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks on two CPU cores")
+def test_a_hybrid_by_two_ranks(tmp_path: Path) -> None:
+    """Layers with an INT2 cache are recorded, by as many ranks as will serve."""
+    model = hybrid_models.save("qwen3_next", tmp_path / "model", vocab_size=4096)
+    ranks = TWO_RANKS if torch.cuda.is_available() else [*TWO_RANKS, "--device", "cpu"]
+    flags = [*ranks, "--tokenizer-path", str(MODEL), "--out", str(model / "oscar")]
+    folder = calibrate(model, tmp_path / "own.jsonl", TWO_CORES, *flags)
+    assert folder == model / "oscar"
+    for path in rotation_files(folder):
+        assert read_rotation_file(path).layer_ids == hybrid_models.FULL_LAYERS
+    assert find(server_arguments(str(model), []), Settings.from_env({}), model_config(str(model))) == Source(
+        *map(str, rotation_files(folder)), "the checkpoint"
+    )
+
+
+def test_calibrate_beforehand_on_ones_own_text(tmp_path: Path) -> None:
+    """``oscar calibrate`` writes where a server looks."""
+    text, cache = tmp_path / "own.jsonl", {"SGLANG_OSCAR_CACHE": str(tmp_path / "cache")}
+    folder = calibrate(MODEL, text, cache)
     assert json.loads((folder / "calibration.json").read_text())["text"] == str(text)
     argv = ["--model-path", str(MODEL), "--device", "cpu", "--kv-cache-dtype", "int2"]
     forbidden = cache | {"SGLANG_OSCAR_CALIBRATE": "0"}

@@ -136,6 +136,8 @@ def test_the_cache_knows_weights_by_what_they_hold(tmp_path: Path, args: Namespa
     assert folder(Namespace(**vars(args) | {"model_path": str(MODEL)})) == first
     assert folder(Namespace(**vars(args) | {"kv_cache_quant_group_size": 64})) != first
     assert folder(args, SGLANG_OSCAR_RECIPE="plus") != first
+    assert folder(args, SGLANG_OSCAR_K_BITS="3") == first
+    assert folder(args, SGLANG_OSCAR_K_BITS="4") != first
     weights = Path(args.model_path) / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 3 :] = bytes(reversed(content[len(content) // 3 :]))

@@ -19,6 +19,7 @@ from typing import Any
 from oscar_rotation.defaults import BITS, RECIPE
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.pair import rotation_files
+from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.math.rope import rope_of
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.content import attention_digest
@@ -79,6 +80,7 @@ class Calibration:
             rope=rope_of(model.hf_text_config.to_dict(), model.head_dim),
             context=model.context_len,
             group_size=layout.group_size,
+            bits=_bits(settings),
             recipe=settings.recipe or RECIPE,
         )
 
@@ -86,6 +88,14 @@ class Calibration:
     def key(self) -> str:
         """Name of its folder, in hex."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _bits(settings: Settings) -> str:
+    """Bits to fit for: the default, or what the variables for keys and values say."""
+    if settings.k_bits is None and settings.v_bits is None:
+        return BITS
+    usual = BitGoal.parse(BITS)
+    return f"k{settings.k_bits or usual.key}v{settings.v_bits or usual.value}"
 
 
 def _weights(folder: Path) -> str:
