@@ -20,8 +20,10 @@ from oscar_tools.calibration import local_text
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.local_text import Messages, Render, plain_chat, renderer
 
-LENGTH, LONG, SHORTEST = 1024, 4096, 256
-"""Tokens of a prompt at most, of a long document, and of one that is worth recording."""
+LENGTH, LONG, SHORTEST = 800, 4096, 256
+"""Tokens of a prompt at most, of a long document, and of one that is worth recording. Of 20,000 tokens every kind gets
+two prompts or more, so that the end, which a fit chooses on, has all kinds, and long enough to choose by."""
+
 CHARACTERS = 8
 """Of a token at most, nearly always."""
 SEPARATOR = "-----\n"
@@ -62,16 +64,16 @@ def shipped_chats(render: Render) -> Iterator[str]:
 
 
 KINDS: tuple[tuple[Kind, float, int], ...] = (
-    (source, 0.1, LENGTH),
+    (source, 0.12, LENGTH),
     (library_chats, 0.08, LENGTH),
     (tools, 0.08, LENGTH),
     (reference, 0.08, LENGTH),
     (partial(shipped, "prose.txt"), 0.08, LENGTH),
-    (partial(shipped, "languages.txt"), 0.14, LENGTH),
+    (partial(shipped, "languages.txt"), 0.16, LENGTH),
     (partial(shipped, "code.txt"), 0.08, LENGTH),
     (shipped_chats, 0.08, LENGTH),
-    (source, 0.14, LONG),
-    (reference, 0.14, LONG),
+    (source, 0.12, LONG),
+    (reference, 0.12, LONG),
 )
 """Kind, its share of the tokens, tokens of a prompt of it at most."""
 
