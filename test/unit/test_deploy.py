@@ -15,10 +15,6 @@ import yaml
 from sglang.srt.observability import metrics_collector
 from sglang.srt.server_args import ServerArgs
 
-from oscar_rotation.defaults import RECIPE
-from oscar_rotation.files.rotation_file import rotation_file_name
-from oscar_rotation.fit.options import FitOptions
-from oscar_rotation.recipes import FITTED
 from sglang_oscar import SGLANG_VERSIONS, metrics
 from sglang_oscar.attach import releases
 from sglang_oscar.settings import Settings
@@ -47,16 +43,13 @@ def test_servers(where: str) -> None:
     assert flags >= {"--kv-cache-dtype", "--enable-metrics"}
     assert {flag[2:].replace("-", "_") for flag in flags} <= set(releases.field_defaults(ServerArgs))
     ours = {name: value for name, value in variables.items() if name.startswith("SGLANG_OSCAR_")}
-    settings = Settings.from_env(ours)
-    files = [Path(settings.k_rotation), Path(settings.v_rotation)]
-    assert all(path.parent == Path("/rotations") for path in files)
-    assert [path.name for path in files] == written_by_default()
+    assert Settings.from_env(ours).rotations == "/rotations"
 
 
-def written_by_default() -> list[str]:
-    """Names of the files that ``oscar fit`` writes."""
-    recipe = FITTED[RECIPE]
-    return [rotation_file_name(side, *recipe.names(FitOptions(), side), recipe.suffixes[0]) for side in ("k", "v")]
+def test_rotations_are_mounted() -> None:
+    assert any(":/rotations:ro" in volume for volume in COMPOSE["services"]["serve"]["volumes"])
+    for container in POD["initContainers"] + POD["containers"]:
+        assert "/rotations" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
 def test_the_image() -> None:
