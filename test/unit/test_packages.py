@@ -10,6 +10,7 @@ import zipfile
 import pytest
 
 import sglang_oscar
+from oscar_tools.evaluation.prove.machine import machine
 from support.built import PACKAGES, ROOT, build, copy_sources
 
 
@@ -42,7 +43,9 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: zipfile.ZipFile) -> N
 
 
 def test_one_version(metadata: email.message.Message) -> None:
+    """Also where an editable install is older than the code."""
     assert metadata["Version"] == sglang_oscar.__version__
+    assert machine()["plugin"].startswith(f"{sglang_oscar.__version__} (")
 
 
 def test_what_an_index_shows(metadata: email.message.Message) -> None:

@@ -26,9 +26,10 @@ def machine() -> dict[str, str]:
     """Device and versions."""
     import torch
 
-    names = {"sglang": "sglang", "plugin": "sglang-oscar", "transformers": "transformers"}
-    versions = {label: _version(package) for label, package in names.items()}
-    versions["plugin"] += f" ({source_digest(SERVED)})"
+    versions = {"sglang": _version("sglang")}
+    # Not what the metadata of an editable install say: those are of the day that it was installed.
+    versions["plugin"] = f"{sglang_oscar.__version__} ({source_digest(SERVED)})"
+    versions["transformers"] = _version("transformers")
     cuda = {"cuda": str(torch.version.cuda)} if has_gpu() else {}
     device = torch.cuda.get_device_name() if has_gpu() else f"CPU ({platform.machine()})"
     return {"device": device} | versions | {"torch": torch.__version__} | cuda | {"python": platform.python_version()}
