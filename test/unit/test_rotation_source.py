@@ -29,6 +29,7 @@ FIT = """
 import shutil, sys
 out = sys.argv[sys.argv.index("--out") + 1]
 print("fitted", flush=True)
+print("rotations: elsewhere", flush=True)
 for side in "kv":
     shutil.copy("{files}/%s_rotation_a.pt" % side, out)
 open("{files}/calls", "a").write("x")
@@ -168,6 +169,7 @@ def test_calibration_on_the_spot_happens_once(
     origins = {vars(one)[CHOSEN_ROTATIONS]["origin"] for one in servers}
     assert origins == {"calibration on the spot", "the cache"}
     assert vars(servers[0])[CHOSEN_ROTATIONS]["keys"] == chosen[0].k_rotation
+    assert "elsewhere" not in caplog.text
     for said in ("making them now, once", "waiting for", "int2 calibration: fitted", "rotations from the cache: "):
         assert said in caplog.text
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == [

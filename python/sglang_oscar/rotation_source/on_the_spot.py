@@ -53,7 +53,8 @@ def calibrate(
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                say(line.rstrip())
+                if not line.startswith("rotations: "):  # it does not know where they will be
+                    say(line.rstrip())
             status = child.wait()
         finally:
             timer.cancel()
