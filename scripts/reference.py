@@ -20,6 +20,7 @@ from oscar_tools import local_server
 from oscar_tools.evaluation import harness
 from sglang_oscar import metrics
 from sglang_oscar.attach import flags, known_arguments, refusals
+from sglang_oscar.features import register_all
 from sglang_oscar.features.recording.dump_hook import DumpSettings
 from sglang_oscar.memory.facts import FACTS
 from sglang_oscar.settings import PREFIXES, UNSET, Settings
@@ -129,6 +130,7 @@ def published() -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     """The text of the page."""
+    register_all()
     counts = {group: len(names) for group, names in known_arguments.GROUPS.items()}
     heads = ("variable", "values", "default", "meaning")
     parts = [

@@ -12,6 +12,14 @@ import pytest
 import support.session  # noqa: F401
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Rooms of the plugin are registered in every process of SGLang; here where a test imports what asks them."""
+    if "sglang_oscar.attach.feature" in sys.modules:
+        from sglang_oscar.features import register_all
+
+        register_all()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with servers first: they take longest; short ones fill the end, when a worker would wait for another."""
     items.sort(key=lambda item: item.get_closest_marker("server") is None)

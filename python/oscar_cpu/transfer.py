@@ -15,11 +15,12 @@ HOST_MEMORY = "DRAM"
 """To nixl."""
 
 
-def configure(args: Any) -> None:
+def configure(args: Any, model: Any) -> None:
     """Send cached prefixes with the rest of a prompt, as SGLang does where it is told so.
 
     Args:
         args: server arguments as the operator gave them.
+        model: SGLang's ModelConfig; None where it cannot be read.
     """
     if args.disaggregation_mode == "prefill" and args.device == "cpu":
         os.environ.setdefault(EARLY, "0")

@@ -22,7 +22,9 @@ def register() -> None:
         # On another release nothing is touched: a hook may fit by name and mean something else.
         if failure.unsupported_release() is None:
             from sglang_oscar.attach import bindings, processes, touchpoints
+            from sglang_oscar.features import register_all
 
+            register_all()
             flags.install()
             processes.begin()
             points, later = touchpoints.of_arguments(), touchpoints.of_scheduler(processes.may_serve_int2())

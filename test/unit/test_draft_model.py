@@ -51,18 +51,18 @@ def config(**changes: Any) -> SimpleNamespace:
 def test_drafts_are_a_chain_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     args = asked()
-    arguments.configure(args)
+    arguments.configure(args, None)
     assert {name: getattr(args, name) for name in arguments.CHAIN} == arguments.CHAIN
     assert args.speculative_draft_attention_backend == "triton"
     args = asked(speculative_num_steps=5, device="cpu")
-    arguments.configure(args)
+    arguments.configure(args, None)
     assert (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens) == (5, 1, None)
     assert args.speculative_draft_attention_backend == "torch_native"
     args = asked(speculative_draft_attention_backend="fa3", speculative_eagle_topk=4)
-    arguments.configure(args)
+    arguments.configure(args, None)
     assert (args.speculative_draft_attention_backend, args.speculative_eagle_topk) == ("fa3", 4)
     ngram = asked(speculative_algorithm="NGRAM")
-    arguments.configure(ngram)
+    arguments.configure(ngram, None)
     assert ngram == asked(speculative_algorithm="NGRAM")
 
 
@@ -73,7 +73,7 @@ def test_drafts_attend_by_flash_attention_3_where_prompts_do(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flash_attention3, "preferred", lambda head_dim: True)
     args = asked(device=device)
-    arguments.configure(args)
+    arguments.configure(args, None)
     assert args.speculative_draft_attention_backend == backend
 
 
@@ -102,7 +102,7 @@ def test_bytes_of_a_draft_token() -> None:
 
 
 def test_the_account_has_both_caches() -> None:
-    plan = make_plan(QWEN3_8B, 40 * GIB, 48, 64, None, 4096)
+    plan = make_plan(QWEN3_8B, 40 * GIB, 48, 64, [draft_model.DraftCache(4096)])
     tokens = (plan.budget_bytes - plan.fixed_bytes) // plan.token_bytes
     line = next(line for line in plan.lines(tokens) if line.startswith("draft model's cache"))
     assert f"{tokens} tokens x 4096 bytes = {tokens * 4096 / GIB:.3f} GiB" in line
@@ -114,7 +114,7 @@ def test_two_pages_of_both_caches_must_fit() -> None:
     tight = make_plan(QWEN3_8B, 40 * GIB, 48, 64).fixed_bytes + 2 * 64 * QWEN3_8B.cell_bytes
     make_plan(QWEN3_8B, tight, 48, 64)
     with pytest.raises(Int2Error, match="too small"):
-        make_plan(QWEN3_8B, tight, 48, 64, None, 4096)
+        make_plan(QWEN3_8B, tight, 48, 64, [draft_model.DraftCache(4096)])
 
 
 def test_the_cache_of_a_draft_model_is_not_quantized() -> None:

@@ -40,11 +40,11 @@ def test_a_cpu_has_no_choice() -> None:
 
 def test_workspace_is_in_the_account() -> None:
     geometry = Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256), torch.bfloat16, layers=36)
-    plain, plan = (make_plan(geometry, 40 * GIB, 64, 64, extend) for extend in (None, WORKSPACE))
-    assert plan.fixed_bytes == plain.fixed_bytes + WORKSPACE.total_bytes
-    assert WORKSPACE.total_bytes > 256 << 20
-    assert [line for line in plan.lines(1000) if line not in plain.lines(1000)] == [WORKSPACE.line()]
-    assert "65536 tokens at a time" in WORKSPACE.line()
+    plain, plan = (make_plan(geometry, 40 * GIB, 64, 64, parts) for parts in ([], [WORKSPACE]))
+    assert plan.fixed_bytes == plain.fixed_bytes + WORKSPACE.fixed_bytes()
+    assert WORKSPACE.fixed_bytes() > 256 << 20
+    assert [line for line in plan.lines(1000) if line not in plain.lines(1000)] == WORKSPACE.lines(plan, 1000)
+    assert "65536 tokens at a time" in plan.lines(1000)[-1]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, mon
 def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Geometry.uniform(RowLayout(8, 128, 128), Windows(0, 0, 0), torch.bfloat16, 1).any_layer
     made = extend_choice.workspace("fa3", layer, 32, torch.bfloat16, 100 * GIB)
-    assert (made.tokens, made.passes, made.total_bytes) == (65_536, 32, 65_536 * 4096)
+    assert (made.tokens, made.passes, made.fixed_bytes()) == (65_536, 32, 65_536 * 4096)
     monkeypatch.setattr(flash_attention3, "missing", lambda head_dim: None if head_dim == 128 else "not that")
     assert choose("fa3", "cuda", 128, False) == "fa3"
     with pytest.raises(Int2Error, match="EXTEND_BACKEND=fa3, but not that; unset it"):
@@ -90,7 +90,7 @@ def test_flash_attention_3_is_taken_unasked_on_hopper(
 def test_a_budget_below_windows_and_workspace_is_refused() -> None:
     geometry = Geometry.uniform(RowLayout(1, 64, 64), Windows(0, 0, 0), torch.bfloat16, layers=1)
     with pytest.raises(Int2Error, match="too small"):
-        make_plan(geometry, WORKSPACE.total_bytes, 1, 64, WORKSPACE)
+        make_plan(geometry, WORKSPACE.fixed_bytes(), 1, 64, [WORKSPACE])
 
 
 def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.features.hybrids import known_name, refusals, tracking
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
-from sglang_oscar.features.sliding_windows import attention
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory import side_buffers
@@ -66,7 +65,7 @@ def test_state_of_qwen3_next() -> None:
 
 @given(slots=st.integers(1, 200), asked=st.one_of(st.none(), st.integers(1, 64)))
 def test_no_more_requests_than_states(slots: int, asked: int | None) -> None:
-    plan = make_plan(geometry(), 1 << 30, asked, 64, states=StateSlots(slots, 100, 10, 5))
+    plan = make_plan(geometry(), 1 << 30, asked, 64, [StateSlots(slots, 100, 10, 5)])
     assert plan.max_running == max(1, min(asked or 256, slots // 5))
     assert "states of linear layers" in " ".join(plan.lines(1000))
 
@@ -131,7 +130,7 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracking.releases, "tracked_tokens", lambda batch: torch.tensor([tracked]))
-        slots = tracking.keep_chunk(cache, batch)
+        slots = kept.keep_chunk(cache, batch)
     assert slots is not None
     for token in range(length):
         for window, index, size in ((rings, slots.ring, 8), (sinks, slots.sink, 4)):
@@ -162,13 +161,13 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
         mamba_track_indices=torch.tensor([2, 3]),
     )
     rings = side.ring.view(4, ROWS + SLOTS, -1).clone()
-    tracking.keep_decoded(cache, batch)
+    cache.kept.keep_decoded(cache, batch)
     now = side.ring.view(4, ROWS + SLOTS, -1)
     assert torch.equal(now[:, ROWS + 2], rings[:, 1])
     assert torch.equal(now[:, ROWS + 3], rings[:, ROWS + 3])
     batch.seq_lens_cpu = torch.tensor([9, 13])
     before = side.ring.clone()
-    tracking.keep_decoded(cache, batch)
+    cache.kept.keep_decoded(cache, batch)
     assert torch.equal(side.ring, before)
 
 
@@ -217,9 +216,9 @@ def test_overlap_is_refused_where_states_are_mistaken(apart: bool, monkeypatch: 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_sglang_finds_a_name_that_it_knows(recent: bool, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Blackwell it puts linear layers beside backends of some names only, whatever they are."""
-    monkeypatch.setattr(attention, "linear_config", lambda config: hybrid or None)
-    cache = SimpleNamespace(plan=SimpleNamespace(windows=None))
-    monkeypatch.setattr(attention, "cache_of", lambda pool: pool)
+    monkeypatch.setattr(known_name, "linear_config", lambda config: hybrid or None)
+    cache = SimpleNamespace()
+    monkeypatch.setattr(known_name, "cache_of", lambda pool: pool)
     args = SimpleNamespace(attention_backend="oscar")
     runner = SimpleNamespace(token_to_kv_pool=cache, model_config=None, is_draft_worker=False, server_args=args)
     names = dict.fromkeys(known_name.NAMES, "oscar") if recent else {}
@@ -232,16 +231,16 @@ def test_sglang_finds_a_name_that_it_knows(recent: bool, hybrid: bool, monkeypat
             raise RuntimeError("no memory")
         return full
 
-    assert attention.around_wrapper(original, runner, "backend") == "backend"
+    assert known_name.around_wrapper(original, runner, "backend") == "backend"
     with pytest.raises(RuntimeError, match="no memory"):
-        attention.around_wrapper(original, runner, None)
+        known_name.around_wrapper(original, runner, None)
     expected = ["triton" if hybrid else "oscar"] * (2 if recent else 1)
     assert seen == [expected, expected]
     assert args.attention_backend == "oscar"
     assert all(getattr(runner, name) == "oscar" for name in names)
     # A server without an INT2 cache is asked for nothing.
     runner.token_to_kv_pool = None
-    attention.around_wrapper(original, runner, "backend")
+    known_name.around_wrapper(original, runner, "backend")
     assert seen[-1] == ["oscar"] * len(expected)
 
 
@@ -257,7 +256,7 @@ def test_rows_are_uploaded_once_for_a_batch() -> None:
     backend: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
     backend._refilled, backend.kernels = None, TorchKernels()
     backend.cache = SimpleNamespace(
-        kept=SimpleNamespace(restore=lambda: None), rows=rows, page_size=16,
+        kept=KeptWindows(buffers(), ROWS, BLOCKS), rows=rows, page_size=16,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, 32, dtype=torch.int32)),
         plan=SimpleNamespace(geometry=SimpleNamespace(windows=WINDOWS)),
     )  # fmt: skip

@@ -63,7 +63,6 @@ def admit(cache: Int2Cache, *requests: Any) -> list[Refill]:
 
 def finish(cache: Int2Cache, req: Any) -> None:
     pool = cache.req_to_token_pool
-    lifecycle.before_release_kv_cache(req, SimpleNamespace(req_to_token_pool=pool))
     lifecycle.before_free_row(pool, req)
     pool.free.append(req.req_pool_idx)
     req.req_pool_idx = None
@@ -174,7 +173,6 @@ def test_stock_pools_are_left_alone() -> None:
     called: list[Any] = []
     lifecycle.around_alloc_for_extend(called.append, stock)
     assert called == [stock]
-    lifecycle.before_release_kv_cache(request(1), stock)
     lifecycle.before_free_row(object(), request(1, req_pool_idx=3))
 
 

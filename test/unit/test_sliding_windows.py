@@ -19,14 +19,15 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.load import load_rotation, recipe_rotation
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.features.sliding_windows import attention, models, pool
 from sglang_oscar.features.sliding_windows.attention import WindowsBesideInt2, attend_within
 from sglang_oscar.features.sliding_windows.plan import WindowPool
 from sglang_oscar.features.sliding_windows.prefix_hits import around_free_out_of_window
-from sglang_oscar.features.sliding_windows.sizing import WindowConfigurator
+from sglang_oscar.features.sliding_windows.sizing import pool_sizes
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.geometry import GIB, Geometry
-from sglang_oscar.memory.plan import make_plan
+from sglang_oscar.memory.plan import MemoryPlan, make_plan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 
 GPT_OSS_20B = Geometry.uniform(RowLayout(8, 64, 64), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=12)
@@ -59,13 +60,14 @@ def test_layers_in_two_bits() -> None:
 
 def test_gpt_oss_20b() -> None:
     """A token of history takes 6.4 times less; the same memory holds more than four times what stock does."""
-    plan = make_plan(GPT_OSS_20B, 60 * GIB, 64, 64, windows=WINDOWS)
+    plan = make_plan(GPT_OSS_20B, 60 * GIB, 64, 64, [WINDOWS])
     assert GPT_OSS_20B.cell_bytes == 3840
-    sizes = WindowConfigurator(plan).calculate_pool_sizes(60 * GIB - plan.fixed_bytes, 64)
-    assert sizes.swa_max_total_num_tokens == 64 * 1280 + 16384
+    full = (60 * GIB - plan.fixed_bytes) // plan.token_bytes // 64 * 64
+    sizes = pool_sizes(plan, full, 64)
+    assert sizes == {"full_max_total_num_tokens": full, "swa_max_total_num_tokens": 64 * 1280 + 16384}
     stock = 60 * GIB / (24576 + 0.8 * 24576)
-    assert sizes.full_max_total_num_tokens > 4 * stock
-    text = " ".join(plan.lines(sizes.max_total_num_tokens))
+    assert full > 4 * stock
+    text = " ".join(plan.lines(full))
     assert "window layers: 12 in bfloat16, 24576 bytes a token x 98304 tokens" in text
     assert "3840 of full layers, 6.4 times less than in 16 bits" in text
 
@@ -81,11 +83,11 @@ def test_sizes_fit_the_budget(
     windows = replace(WINDOWS, ratio=ratio, window=window, recent=recent, page_size=page)
     budget = gibibytes * GIB
     try:
-        plan = make_plan(GPT_OSS_20B, budget, running, page, windows=windows)
-        sizes = WindowConfigurator(plan).calculate_pool_sizes(budget - plan.fixed_bytes, page)
+        plan = make_plan(GPT_OSS_20B, budget, running, page, [windows])
+        full = (budget - plan.fixed_bytes) // plan.token_bytes // page * page
+        swa = pool_sizes(plan, full, page)["swa_max_total_num_tokens"]
     except (Int2Error, ValueError):
         return
-    full, swa = sizes.full_max_total_num_tokens, sizes.swa_max_total_num_tokens
     assert plan.side_bytes + full * GPT_OSS_20B.cell_bytes + swa * windows.token_bytes <= budget
     assert full % page == 0
     assert swa % page == 0
@@ -98,9 +100,9 @@ def test_sizes_fit_the_budget(
 def test_what_takes_a_budget_that_is_too_small() -> None:
     """Each part by name, with the flag that makes it less."""
     with pytest.raises(Int2Error, match=r"layers with a sliding window .*or --chunked-prefill-size, or raise"):
-        make_plan(GPT_OSS_20B, GIB // 4, 4, 64, windows=WINDOWS)
+        make_plan(GPT_OSS_20B, GIB // 4, 4, 64, [WINDOWS])
     with pytest.raises(Int2Error, match=r"and 8 waiting ones take .*or --disaggregation-decode-extra-slots, or raise"):
-        make_plan(GPT_OSS_20B, GIB // 64, 4, 64, waiting=8)
+        make_plan(GPT_OSS_20B, GIB // 64, 4, 64, [WaitingRequests(8)])
 
 
 def paired(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -213,7 +215,7 @@ def test_refills_leave_windows_alone() -> None:
 def test_requests_keep_what_the_next_hit_needs(windows: WindowPool | None) -> None:
     """In int2 mode with windows, more than SGLang would; elsewhere what it says."""
     rows, said = SimpleNamespace(), []
-    rows.oscar_cache = SimpleNamespace(plan=SimpleNamespace(windows=windows))
+    rows.oscar_cache = SimpleNamespace(plan=MemoryPlan(GPT_OSS_20B, 1, 0, (windows,) if windows else ()))
     for holder in (rows, SimpleNamespace()):
         around_free_out_of_window(
             lambda req, pre_len, **kwargs: said.append(kwargs["sliding_window_size"]),

@@ -21,7 +21,7 @@ from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.batch import Batch, DecodeTables
 from sglang_oscar.attention.verification import visible_words
 from sglang_oscar.features.speculation import arguments, commit
-from sglang_oscar.formats.geometry import Geometry
+from sglang_oscar.formats.geometry import Geometry, with_room
 from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
 
@@ -50,7 +50,7 @@ def ring_survives(windows: Windows, tokens: int, seed: int, steps: int = 60) -> 
 
 @given(st.integers(1, 20), st.integers(0, 40), st.integers(0, 99))
 def test_the_ring_has_room(tokens: int, recent: int, seed: int) -> None:
-    assert ring_survives(arguments.with_room(Windows(16, recent, recent), tokens), tokens, seed)
+    assert ring_survives(with_room(Windows(16, recent, recent), tokens), tokens, seed)
     assert ring_survives(Windows(16, recent, recent + tokens), tokens, seed)
 
 
@@ -212,7 +212,7 @@ def test_only_masks_of_trees_are_read() -> None:
 
 def test_without_speculation_windows_are_what_they_were() -> None:
     windows = Windows(64, 256, 256)
-    assert arguments.with_room(windows, 0) is windows
+    assert with_room(windows, 0) is windows
 
 
 def test_ngram_drafts_may_be_trees() -> None:

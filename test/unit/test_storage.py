@@ -21,6 +21,7 @@ from sglang_oscar.features.tiers.arguments import check_storage
 from sglang_oscar.features.tiers.pages import PageLayout
 from sglang_oscar.features.tiers.salt import model_facts, storage_salt
 from sglang_oscar.features.tiers.storage import CheckedStorage
+from sglang_oscar.formats import origin
 from support.stored_pages import (
     KEYS,
     LAYOUT,
@@ -194,7 +195,7 @@ def test_names_of_pages_do_not_say_where_a_model_was_served_from(
 ) -> None:
     """Or how it was called: their keys say which one it is, of a copy elsewhere the same."""
     monkeypatch.setattr(hooks, "active", lambda: True)
-    monkeypatch.setattr(hooks, "_storage", set())
+    monkeypatch.setattr(origin, "_keepers", set())
     monkeypatch.setattr("sglang_oscar.features.tiers.salt.salt_of_this_process", lambda layout: SALT)
     monkeypatch.setattr("sglang_oscar.features.tiers.salt.columns_of_this_process", lambda layout: [])
     monkeypatch.setattr("sglang_oscar.features.tiers.host_pool.Int2HostPool", Pool)
@@ -218,4 +219,4 @@ def test_storage_of_other_servers_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hooks, "active", lambda: None)
     assert hooks.around_create_backend(lambda *given: given[1:], None, "file", 1, 2) == ("file", 1, 2)
     assert hooks.around_get_mha_host_pool_cls(lambda source: source, "stock") == "stock"
-    assert not hooks.has_storage()
+    assert not origin.is_kept()

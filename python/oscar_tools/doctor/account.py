@@ -96,23 +96,23 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     Raises:
         Int2Error: there is too little.
     """
-    from sglang_oscar.features.hybrids.layers import linear_config
     from sglang_oscar.features.hybrids.state_slots import estimate
     from sglang_oscar.features.sliding_windows.plan import window_pool
+    from sglang_oscar.features.speculation.draft_model import DraftCache
+    from sglang_oscar.formats.cached_layers import linear_config
     from sglang_oscar.memory.plan import make_plan
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
 
     geometry, linear = estimated_geometry(loaded), linear_config(loaded["model"])
     slots = None if linear is None else estimate(linear, geometry, budget, loaded["ranks"])
     budget -= 0 if slots is None else slots.bytes
-    draft, model, settings = loaded.get("draft bytes", 0), loaded["model"], loaded["settings"]
+    model, settings = loaded["model"], loaded["settings"]
+    draft = DraftCache(loaded["draft bytes"]) if "draft bytes" in loaded else None
     windows = window_pool(
         model, settings, model.sliding_window_size, loaded["ranks"], DEFAULT_PAGE_SIZE, IN_FLIGHT, None
     )
-    extend, beside = _workspaces(loaded, geometry, budget)
-    plan = make_plan(
-        geometry, budget, None, DEFAULT_PAGE_SIZE, extend, draft, states=slots, windows=windows, scratch=beside
-    )
+    parts = [part for part in (draft, windows, slots, *_workspaces(loaded, geometry, budget)) if part is not None]
+    plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, parts)
     loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
     return "; ".join(plan.lines(loaded["tokens"]))
 
@@ -126,7 +126,7 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
     import torch
 
     from sglang_oscar.attention import extend_choice
-    from sglang_oscar.attention.scratch import scratch
+    from sglang_oscar.attention.decode_workspace import decode_workspace
     from sglang_oscar.features.speculation.arguments import CHAIN
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
 
@@ -138,7 +138,7 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
     if backend is not None and backend != "triton":
         extend = extend_choice.workspace(backend, geometry.any_layer, q_heads, model.dtype, budget)
     drafts = CHAIN["speculative_num_draft_tokens"] if "draft bytes" in loaded else 0
-    beside = scratch(
+    beside = decode_workspace(
         geometry, settings.decode_backend, "cuda", model.dtype, q_heads, DEFAULT_PAGE_SIZE, model.context_len, drafts,
         loaded["ranks"], extend is not None,
     )  # fmt: skip

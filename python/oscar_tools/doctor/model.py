@@ -117,9 +117,11 @@ def arguments_for(device: str, drafts: bool, host_tier: bool) -> Any:
     """
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_oscar.attach.arguments import DRAFT_MODELS
     from sglang_oscar.attach.releases import field_defaults
-    from sglang_oscar.features.speculation.arguments import DRAFT_MODELS
+    from sglang_oscar.features import register_all
 
+    register_all()
     asked = {
         "device": device,
         "speculative_algorithm": DRAFT_MODELS[0] if drafts else None,

@@ -15,18 +15,9 @@ from typing import Any
 import torch
 
 from sglang_oscar.attach import failure, known_arguments, processes, refusals, releases
-from sglang_oscar.attention import decode_choice, extend_choice
+from sglang_oscar.attach.feature import OfAnyServer, features
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.features.disaggregation import arguments as disaggregation
-from sglang_oscar.features.recording import dump_hook
-from sglang_oscar.features.sliding_windows import models as windows
-from sglang_oscar.features.speculation import arguments as speculation
-from sglang_oscar.features.speculation import draft_model
-from sglang_oscar.formats.rotations import model_formats
-from sglang_oscar.formats.warnings import served_identity, weights_warning
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
-from sglang_oscar.rotation_source import choice
-from sglang_oscar.rotation_source.flags import recording_flags
 from sglang_oscar.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -44,7 +35,7 @@ def around_prepare_server_args(original: Callable[..., Any], argv: list[str]) ->
         server_args = original(argv)
     except Int2Error as error:
         fatal(error)
-    if is_int2(server_args) or getattr(server_args, GROUP_SIZE) is not None or dump_hook.is_wanted():
+    if is_int2(server_args) or getattr(server_args, GROUP_SIZE) is not None or wanted_anyway():
         server_args.__dict__[COMMAND_LINE] = True
     return server_args
 
@@ -82,15 +73,17 @@ def resolve(original: Callable[..., None], self: Any) -> None:
         Int2Error: int2 mode cannot run like this.
     """
     processes.declare(is_int2(self))
-    dump_hook.configure(self)
+    for work in wanted_anyway():
+        work.configure(self)
     if not is_int2(self):
         if getattr(self, GROUP_SIZE) is not None:
             raise Int2Error("--kv-cache-quant-group-size needs --kv-cache-dtype int2")
-        if dump_hook.is_wanted() and (reason := failure.reason()) is not None:
-            raise Int2Error(f"DUMP_KVCACHE=1 cannot attach to SGLang: {reason}")
+        for work in wanted_anyway():
+            if (reason := failure.reason()) is not None:
+                raise Int2Error(f"{work.what} cannot attach to SGLang: {reason}")
         original(self)
-        if dump_hook.is_wanted():
-            dump_hook.check_heads(releases.resolved(self), releases.model_config(self))
+        for work in wanted_anyway():
+            work.check(releases.resolved(self), releases.model_config(self))
         return
     if (reason := failure.reason()) is not None:
         raise Int2Error(f"int2 mode cannot attach to SGLang: {reason}")
@@ -101,18 +94,23 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     refusals.check_arguments(self)
     untried = known_arguments.untried(self)
     configure(self, settings, check_model_early(self))
-    recording = recording_flags(self)  # resolution may write what the operator gave
+    noted = {feature.name: feature.before_resolution(self) for feature in features()}
     original(self)
     args, model = releases.resolved(self), releases.model_config(self)
     check(args, settings, model)
-    if speculation.drafts_with_model(releases.resolved(self)):
-        draft_model.check(draft_model.config_of(self), model)
     # Last of all: it may take minutes.
-    settings = choice.choose(self, settings, model, recording)
-    check_rotations(args, settings, model)
+    for feature in features():
+        settings = feature.settle(self, settings, model, noted[feature.name])
+    logger.info("int2 settings: %s", " ".join(settings.lines()))
     if untried:
         logger.warning("int2 mode: untried arguments: %s", ", ".join(untried))
     self.__dict__[PASSED] = True
+
+
+def wanted_anyway() -> list[OfAnyServer]:
+    """What this process is asked to do for servers of any mode."""
+    found = [feature.any_server for feature in features() if feature.any_server is not None]
+    return [work for work in found if work.wanted()]
 
 
 def has_passed(server_args: Any) -> bool:
@@ -156,12 +154,10 @@ def configure(args: Any, settings: Settings, model: Any = None) -> None:
     Raises:
         Int2Error: page size and sink window do not fit together.
     """
-    if model is not None and windows.is_served(model):
-        windows.configure(args)
-    else:
+    if model is None or not any(feature.attends(model) for feature in features()):
         _configure_backends(args)
-    speculation.configure(args)
-    disaggregation.configure(args)
+    for feature in features():
+        feature.configure(args, model)
     check_sink(sink := settings.windows.sink)
     if args.page_size is None:
         args.page_size = max(DEFAULT_PAGE_SIZE, sink)
@@ -219,7 +215,6 @@ def check(args: Any, settings: Settings, model: Any) -> None:
             f"SGLang insists on --kv-cache-dtype {args.kv_cache_dtype} for this model; drop --kv-cache-dtype int2"
         )
     refusals.check_arguments(args)
-    disaggregation.check(args, settings)
     if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
         raise Int2Error(
             f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}; "
@@ -229,29 +224,12 @@ def check(args: Any, settings: Settings, model: Any) -> None:
     check_device(args.device)
     if args.device == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
         raise Int2Error(f"int2 mode computes in 16 bits on a GPU, the model in {model.dtype}; set --dtype bfloat16")
-    if args.attention_backend != BACKEND and not windows.is_served(model):
+    if args.attention_backend != BACKEND and not any(feature.attends(model) for feature in features()):
         raise Int2Error(
             f"SGLang insists on attention backend {args.attention_backend} for this model; use --kv-cache-dtype auto"
         )
-    decode_choice.check(settings.decode_backend, args.device)
-    extend_choice.choose(settings.extend_backend, args.device, model.head_dim, model.has_attention_sinks)
-    choice.of_variables(settings)
-
-
-def check_rotations(args: Any, settings: Settings, model: Any) -> None:
-    """Load the rotations once, so that a broken file stops the launch right here.
-
-    Args:
-        args: server arguments as SGLang resolved them.
-        settings: of int2 mode, with both rotations.
-        model: SGLang's ModelConfig.
-
-    Raises:
-        Int2Error: naming the file at fault.
-    """
-    model_formats(args, settings, model)
-    weights_warning(settings, served_identity(args, model))  # told where pools are built, once
-    logger.info("int2 settings: %s", " ".join(settings.lines()))
+    for feature in features():
+        feature.check(args, settings, model)
 
 
 def check_device(device: str) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach.arguments import disaggregated
+from sglang_oscar.attach.feature import Refusal, features
 from sglang_oscar.attach.releases import argument, switched_on
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.disaggregation import arguments as disaggregation
-from sglang_oscar.features.hybrids import refusals as hybrids
-from sglang_oscar.features.sliding_windows import models as windows
-from sglang_oscar.features.speculation import arguments as speculation
-from sglang_oscar.features.tiers import arguments as tiers
-
-Check = Callable[[Any], bool]
 
 
 def _graph_backend(args: Any, phase: str, unresolved: str | None) -> str | None:
@@ -51,9 +45,7 @@ def _context_parallel(args: Any) -> bool:
     return args.enable_prefill_cp or any(argument(args, flag, False) for flag in flags)
 
 
-ARGUMENTS: list[tuple[Check, str]] = [
-    *speculation.REFUSED,
-    *tiers.REFUSED,
+ARGUMENTS: list[Refusal] = [
     (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
     (lambda a: a.enable_dp_attention, "data-parallel attention; drop --enable-dp-attention"),
     # Where --enable-dp-attention is an old name of this, resolution turns it into this.
@@ -61,7 +53,6 @@ ARGUMENTS: list[tuple[Check, str]] = [
     (lambda a: a.dcp_size > 1, "decode context parallelism; set --dcp-size 1"),
     (lambda a: a.attn_cp_size > 1, "context parallelism; set --attn-cp-size 1"),
     (_context_parallel, "context parallelism; drop --enable-prefill-cp"),
-    *disaggregation.REFUSED,
     (
         lambda a: a.enable_streaming_session,
         "streaming sessions, which keep rows of the recent ring from turn to turn; drop --enable-streaming-session",
@@ -140,26 +131,34 @@ VISION_MODELS = frozenset({"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForCond
 """Multimodal models that are served. What they see becomes embeddings of tokens, and a dense text model attends to all
 tokens causally with grouped queries, in every layer; the attention of the vision tower keeps nothing in the cache."""
 
-VISION: list[tuple[Check, str]] = [
+VISION: list[Refusal] = [
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
-    (disaggregation.disaggregated, "with disaggregation; drop --disaggregation-mode"),
+    (disaggregated, "with disaggregation; drop --disaggregation-mode"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (lambda a: a.enable_hierarchical_cache, "with hierarchical caching; drop --enable-hierarchical-cache"),
 ]
 """Arguments that are refused with a multimodal model only."""
 
 
+def _minimax_sparse(model: Any) -> bool:
+    from sglang.srt.configs.model_config import is_minimax_sparse
+
+    return bool(is_minimax_sparse(model.hf_config))
+
+
 def _other_multimodal(model: Any) -> bool:
-    return model.is_multimodal and (VISION_MODELS | hybrids.MODELS).isdisjoint(model.hf_config.architectures)
+    served = VISION_MODELS.union(*(feature.architectures for feature in features()))
+    return model.is_multimodal and served.isdisjoint(model.hf_config.architectures)
 
 
-MODELS: list[tuple[Check, str]] = [
+MODELS: list[Refusal] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
     (
         lambda m: bool(getattr(m.hf_config, "has_minicpm_sparse_attention", False)),
         "block-sparse attention models",
     ),
+    (_minimax_sparse, "block-sparse attention models"),
     (_other_multimodal, "multimodal models other than Qwen2.5-VL, Qwen3-VL and Qwen3.5/3.6"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
@@ -168,7 +167,7 @@ MODELS: list[tuple[Check, str]] = [
 ]
 
 
-ATTENTION: list[tuple[Check, str]] = [
+ATTENTION: list[Refusal] = [
     (lambda layer: layer.logit_cap != 0, "logit soft-capping"),
     (lambda layer: layer.sliding_window_size not in (-1, None), "sliding-window attention"),
     (lambda layer: layer.is_cross_attention, "cross attention"),
@@ -179,19 +178,20 @@ ATTENTION: list[tuple[Check, str]] = [
 """Features of an attention layer that the kernels lack."""
 
 
+def arguments() -> list[Refusal]:
+    """Refused server arguments of all rooms and of the core, in the order in which they are asked."""
+    return [*(row for feature in features() for row in feature.refused), *ARGUMENTS]
+
+
 def rows() -> dict[str, list[str]]:
     """What is refused with what, for docs/reference.md: lines ``feature; what to change``, without the latter where it
     is ``--kv-cache-dtype auto``."""
-    tables = {
-        "Any model": ARGUMENTS,
-        f"gpt-oss ({', '.join(windows.SERVED)})": windows.REFUSED,
-        "Hybrid models": hybrids.ARGUMENTS,
-        "Models that see images": VISION,
-        "Models": [*MODELS, *ATTENTION],
-    }
-    lines = {title: [what for _, what in table] for title, table in tables.items()}
-    lines["Models"] += windows.others()
-    return lines
+    found = {"Any model": [what for _, what in arguments()]}
+    for feature in features():
+        found |= {title: [what for _, what in table] for title, table in feature.refused_with.items()}
+    found["Models that see images"] = [what for _, what in VISION]
+    models = [what for _, what in [*MODELS, *ATTENTION]]
+    return found | {"Models": models + [line for feature in features() for line in feature.refused_models]}
 
 
 def check_arguments(server_args: Any) -> None:
@@ -200,7 +200,7 @@ def check_arguments(server_args: Any) -> None:
     Raises:
         Int2Error: naming the feature and the flag to drop.
     """
-    for refused, what in ARGUMENTS:
+    for refused, what in arguments():
         if refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}")
 
@@ -215,24 +215,12 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
     Raises:
         Int2Error: naming the model and the feature.
     """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import is_minimax_sparse
-
     name = f"{model_config.model_path} ({', '.join(model_config.hf_config.architectures)})"
     for refused, what in MODELS:
         if refused(model_config):
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
-    windows.check(model_config, server_args)
-    linear = mambaish_config(model_config) is not None
-    unknown = linear and hybrids.MODELS.isdisjoint(model_config.hf_config.architectures)
-    if unknown or is_minimax_sparse(model_config.hf_config):
-        raise Int2Error(
-            f"--kv-cache-dtype int2 does not support this hybrid linear or sparse attention: {name}; "
-            "use --kv-cache-dtype auto"
-        )
-    for refused, what in hybrids.ARGUMENTS:
-        if server_args is not None and linear and refused(server_args):
-            raise Int2Error(f"--kv-cache-dtype int2 does not support hybrid models {what}: {name}")
+    for feature in features():
+        feature.check_model(model_config, server_args)
     for refused, what in VISION:
         if server_args is not None and model_config.is_multimodal and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")

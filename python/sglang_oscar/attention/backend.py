@@ -15,13 +15,12 @@ from sglang.srt.runtime_context import get_parallel
 
 from oscar_kernels.cache import StoreSlots
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, largest_batch, refill_batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.verification import unread_mask
 from sglang_oscar.errors import Int2Error, fatal
-from sglang_oscar.features.hybrids import tracking
-from sglang_oscar.features.speculation.arguments import new_tokens
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.names import BACKEND
@@ -108,7 +107,7 @@ class OscarAttentionBackend(AttentionBackend):
             self.batch = tables.fill(forward_batch, longest)
         else:
             self.cache.rows.upload()
-            kept = tracking.keep_chunk(self.cache, forward_batch)
+            kept = None if self.cache.kept is None else self.cache.kept.keep_chunk(self.cache, forward_batch)
             batch = extend_batch(self.cache, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept)
 

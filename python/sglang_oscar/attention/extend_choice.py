@@ -18,7 +18,7 @@ from oscar_kernels.format import LayerFormat
 from oscar_rotation.errors import first_line
 from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.decode_choice import break_even_tokens
-from sglang_oscar.attention.workspace import StockBackend, Workspace
+from sglang_oscar.attention.extend_workspace import ExtendWorkspace, StockBackend
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import Geometry
 
@@ -31,7 +31,7 @@ WORKSPACE_SHARE = 1 / 32
 """Largest share of the KV budget that the workspace takes on small GPUs."""
 FEWEST_TOKENS = 1024
 FEWEST_PASSES, MOST_PASSES = 8, 32
-"""Workspace loads per layer; what needs more is read in place. Each has a plan of its own in memory."""
+"""ExtendWorkspace loads per layer; what needs more is read in place. Each has a plan of its own in memory."""
 PLAN_SHARE = 1 / 256
 """Largest share of the KV budget that plans of more than the fewest passes take."""
 VARIABLE = "SGLANG_OSCAR_EXTEND_BACKEND"
@@ -67,7 +67,7 @@ def choose(setting: str, device: str, head_dim: int, sink_logits: bool) -> Choic
 
 def workspace(
     backend: StockBackend, layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int
-) -> Workspace:
+) -> ExtendWorkspace:
     """What a stock kernel takes of a KV budget on the current GPU.
 
     Args:
@@ -81,10 +81,10 @@ def workspace(
     most = min(LARGEST_WORKSPACE, int(WORKSPACE_SHARE * budget_bytes))
     tokens = max(FEWEST_TOKENS, most // token_bytes)
     if backend == "fa3":
-        return Workspace(tokens, token_bytes, q_heads, dtype, backend, "fa3", 0, 0, MOST_PASSES)
+        return ExtendWorkspace(tokens, token_bytes, q_heads, dtype, backend, "fa3", 0, 0, MOST_PASSES)
     kernels, scratch = _flashinfer_kernels(layer, q_heads, dtype)
     passes = min(max(FEWEST_PASSES, int(PLAN_SHARE * budget_bytes) // INT_WORKSPACE_BYTES - 1), MOST_PASSES)
-    return Workspace(tokens, token_bytes, q_heads, dtype, backend, kernels, scratch, INT_WORKSPACE_BYTES, passes)
+    return ExtendWorkspace(tokens, token_bytes, q_heads, dtype, backend, kernels, scratch, INT_WORKSPACE_BYTES, passes)
 
 
 def _flashinfer_kernels(layer: LayerFormat, q_heads: int, dtype: torch.dtype) -> tuple[Literal["fa2", "fa3"], int]:
@@ -104,7 +104,7 @@ def _flashinfer_kernels(layer: LayerFormat, q_heads: int, dtype: torch.dtype) ->
     return kernels, scratch
 
 
-def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, decode: Decode) -> RaggedExtend:
+def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.device, decode: Decode) -> RaggedExtend:
     """Extend through a stock kernel, compiled and loaded, and ``decode`` for chunks of few tokens.
 
     Raises:
@@ -132,7 +132,7 @@ def ragged_extend(size: Workspace, geometry: Geometry, device: torch.device, dec
     return made
 
 
-def _unusable(size: Workspace, reason: str) -> str:
+def _unusable(size: ExtendWorkspace, reason: str) -> str:
     if size.backend == "fa3":
         return f"FlashAttention-3 cannot be loaded ({reason}); set {VARIABLE}=flashinfer or triton"
     return (
@@ -141,7 +141,7 @@ def _unusable(size: Workspace, reason: str) -> str:
     )
 
 
-def _kernels(size: Workspace, device: torch.device) -> Callable[[], Ragged]:
+def _kernels(size: ExtendWorkspace, device: torch.device) -> Callable[[], Ragged]:
     if size.backend == "fa3":
         return lambda: flash_attention3.FlashAttention3(device)
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper

@@ -21,6 +21,7 @@ from sglang_oscar.attention import decode_choice, warm_up
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.extend_choice import ragged_extend
+from sglang_oscar.attention.extend_workspace import ExtendWorkspace
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import CachedLayer
@@ -62,7 +63,7 @@ class GpuKernels:
         caches = [layer.cache for layer in kinds]
         self._decode = decode_choice.choose(
             cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype,
-            max_batch, cache.plan.extend is not None, drafts,
+            max_batch, cache.plan.part(ExtendWorkspace) is not None, drafts,
         )  # fmt: skip
         self._verify: decode_choice.Verify | None = None
         if drafts:
@@ -85,15 +86,15 @@ class GpuKernels:
                     cuda_store.prepare(variant, self._arranged[id(layer)])
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
-        plan = cache.plan
+        plan, workspace = cache.plan, cache.plan.part(ExtendWorkspace)
         self._ragged: RaggedExtend | None = None
-        if plan.extend is None:
+        if workspace is None:
             logger.info("int2 extend: Triton kernel for chunk and prefix")
         else:
-            self._ragged = ragged_extend(plan.extend, plan.geometry, device, self._decode)
+            self._ragged = ragged_extend(workspace, plan.geometry, device, self._decode)
             logger.info(
                 "int2 extend: %s for chunk and dequantized prefix, decode kernel for that of short chunks",
-                plan.extend.name,
+                workspace.kernel,
             )
         limits = None if self._ragged is None else self._ragged.planner.limits
         longest = cache.req_to_token_pool.req_to_token.shape[1]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sglang_oscar.attach import releases
-from sglang_oscar.features.hybrids import tracking
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.requests import nan
@@ -39,7 +38,8 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
         )
     result = original(self, forward_batch, *args, **kwargs)
     if cache is not None:
-        tracking.keep_decoded(cache, forward_batch)
+        if cache.kept is not None:
+            cache.kept.keep_decoded(cache, forward_batch)
         nan.note(cache, forward_batch, result)
     return result
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.visible import causal_words, words_of
-from sglang_oscar.features.speculation.arguments import drafts_with_model
+from sglang_oscar.attach.arguments import drafts_with_model
 
 
 def is_chain(spec_info: Any) -> bool:

@@ -16,6 +16,8 @@ from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.settings import Settings
 
 GIB = 1 << 30
+RING_STEP = 8
+"""Ring sizes that recent window and new tokens are rounded up to, tokens."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,23 @@ def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowL
         return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype, exact_dtype=exact)
     except ValueError as error:
         raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None
+
+
+def with_room(windows: Windows, tokens: int) -> Windows:
+    """Windows whose ring holds ``tokens`` new tokens beside the recent window, of which some may be rejected.
+
+    A rejected token stays in the ring until the next step overwrites it, so nothing that is read may have been in its
+    place: ``recent + tokens`` rows do.
+
+    >>> with_room(Windows(sink=64, recent=256, ring=256), 4).ring
+    264
+    >>> with_room(Windows(sink=64, recent=256, ring=256), 0).ring
+    256
+    """
+    if tokens == 0:
+        return windows
+    ring = -(-(windows.recent + tokens) // RING_STEP) * RING_STEP
+    return Windows(sink=windows.sink, recent=windows.recent, ring=ring, max_splits=windows.max_splits)
 
 
 def own_heads(model: Any) -> slice:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.safetensors_header import read_header, tensors_of
@@ -25,6 +27,32 @@ READERS = 8
 _loaded: dict[tuple[str, str | None, str | None], dict[Path, tuple[int, int]] | None] = {}
 """By path, revision and folder of downloads: the files that this process has loaded, with bytes and time of change;
 None where there are none here."""
+
+
+_keepers: WeakSet[Any] = WeakSet()
+"""What keeps rows of these weights beyond this process, as long as it is there."""
+_updated = threading.Event()
+"""Set once the weights are no longer those that were loaded first."""
+
+
+def keep_with(keeper: Any) -> None:
+    """Note something that keeps rows of these weights beyond this process, under keys that name the weights."""
+    _keepers.add(keeper)
+
+
+def is_kept() -> bool:
+    """Whether rows of these weights outlive this process."""
+    return len(_keepers) > 0
+
+
+def note_updated() -> None:
+    """The weights are no longer those that were loaded first."""
+    _updated.set()
+
+
+def updated() -> bool:
+    """Whether weights have been updated in this process."""
+    return _updated.is_set()
 
 
 def weight_files(place: Path) -> list[Path]:

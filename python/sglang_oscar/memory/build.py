@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat, code_widths, fingerprint, mean_bits
 from sglang_oscar import metrics
 from sglang_oscar.attach import refusals, releases
+from sglang_oscar.attach.arguments import new_tokens
+from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.folding import absorption
-from sglang_oscar.features.hybrids.kept_windows import KeptWindows
-from sglang_oscar.features.speculation.arguments import new_tokens
 from sglang_oscar.formats.rotations import model_rotations
 from sglang_oscar.formats.warnings import rotation_warnings, served_identity
 from sglang_oscar.memory.cache import Int2Cache, cache_of
@@ -30,8 +30,25 @@ from sglang_oscar.settings import of_this_process
 logger = logging.getLogger(__name__)
 
 
-def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_pool: Any) -> Int2TokenToKVPool:
+@dataclass(frozen=True)
+class Built:
+    """What rooms find when a pool has been built.
+
+    ``configurator`` is SGLang's KVCacheConfigurator, ``sizes`` its resolved pool sizes; ``pool`` is the INT2 pool and
+    ``cache`` all that belongs to it.
+    """
+
+    configurator: Any
+    sizes: Any
+    pool: Int2TokenToKVPool
+    cache: Int2Cache
+
+
+def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_pool: Any) -> Any:
     """Allocate everything an INT2 pool needs; its cache is found through it and through the request pool.
+
+    Returns:
+        the pool that SGLang gets: the INT2 pool, or one that holds it.
 
     Args:
         configurator: SGLang's KVCacheConfigurator.
@@ -45,7 +62,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     from sglang.srt.runtime_context import get_parallel
 
     settings, device, geometry = of_this_process(), configurator.device, plan.geometry
-    model_config = configurator.model_config
+    model_config, args = configurator.model_config, releases.resolved(configurator.server_args)
     windows = set(model_config.swa_attention_layer_ids) if model_config.is_hybrid_swa else set()
     check_layers(configurator.model, geometry.formats, windows)
     whole, recipe = model_rotations(configurator.server_args, settings, model_config)
@@ -57,12 +74,11 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         enable_memory_saver=False,
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
-        enable_kv_cache_copy=new_tokens(releases.resolved(configurator.server_args)) > 0,
+        enable_kv_cache_copy=new_tokens(args) > 0,
     )
-    absorbed = absorption.is_absorbed(configurator.model, releases.resolved(configurator.server_args), settings)
+    absorbed = any(feature.values_rotated(configurator.model, args, settings) for feature in features())
     rows = req_to_token_pool.req_to_token.shape[0]
-    copies = 0 if plan.states is None else plan.states.copies
-    buffers = SideBuffers(geometry, rows + copies, plan.sink_blocks + copies, device)
+    buffers = SideBuffers(geometry, rows + plan.copies, plan.sink_blocks + plan.copies, device)
     cache = Int2Cache(
         settings=settings,
         plan=plan,
@@ -75,16 +91,12 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         side=buffers,
         recipe=recipe,
         refills=SinkRefills(),
-        kept=KeptWindows(buffers, rows, plan.sink_blocks) if copies else None,
     )
     cache.attach(pool)
-    metrics.publish(facts(cache))
-    # By these names SGLang sends rings from a prefill to a decode server.
-    pool.unified_swa_ring_size, pool.unified_swa_window = geometry.windows.ring, geometry.windows.recent
     if any(layer.value.transform.matrix is not None for layer in whole.values()):
         logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
     if get_parallel().attn_tp_rank == 0:
-        identity = served_identity(releases.resolved(configurator.server_args), model_config)
+        identity = served_identity(args, model_config)
         for warning in rotation_warnings(settings, model_config, identity, whole):
             logger.warning("int2 rotations: %s", warning)
     logger.info(
@@ -93,11 +105,16 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     )  # fmt: skip
     for line in plan.lines(sizes.max_total_num_tokens):
         logger.info("int2 memory: %s", line)
-    return pool
+    built = Built(configurator, sizes, pool, cache)
+    given: Any = pool
+    for feature in features():
+        given = feature.built(built) or given
+    metrics.publish(facts(cache))
+    return given
 
 
 def check_draft_pool(pool: Any, req_to_token_pool: Any) -> None:
-    """Compare a draft model's pool with what was planned for it.
+    """Let rooms compare a draft model's pool with what they planned for it.
 
     Args:
         pool: SGLang's KV pool of the draft model.
@@ -108,17 +125,8 @@ def check_draft_pool(pool: Any, req_to_token_pool: Any) -> None:
     """
     cache = cache_of(req_to_token_pool)
     assert cache is not None, "the model's pool is built before its draft model's"
-    slots = pool.k_buffer[0].shape[0]
-    cell_bytes = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer)) // slots
-    logger.info(
-        "int2 draft model: %s, %d tokens x %d bytes, %d layers in %s",
-        type(pool).__name__, slots, cell_bytes, len(pool.k_buffer), pool.k_buffer[0].dtype,
-    )  # fmt: skip
-    if cell_bytes > cache.plan.draft_bytes:
-        raise Int2Error(
-            f"the draft model's cache takes {cell_bytes} bytes a token, {cache.plan.draft_bytes} were planned; drop "
-            "--speculative-algorithm"
-        )
+    for feature in features():
+        feature.draft_pool_built(pool, cache)
 
 
 def cached_layers(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from oscar_kernels.cache import StoreSlots
 from sglang_oscar.attach import releases
-from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.memory.images import SinkImages, sink_images
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.logits_column import LogitsColumn
@@ -24,6 +24,32 @@ from sglang_oscar.settings import Settings
 _ATTRIBUTE = "oscar_cache"
 
 
+class Kept(Protocol):
+    """Copies of requests' windows that come back with prefix hits, so that no token is computed again for them."""
+
+    def source(self, req: Any) -> Any:
+        """Where the copy of a request with a prefix hit is.
+
+        Raises:
+            ImpossibleRequestError: there is none.
+        """
+
+    def restore_ring(self, source: Any, row: int) -> None:
+        """Queue: ring ``row`` gets the copy."""
+
+    def restore_sink(self, source: Any, block: int) -> None:
+        """Queue: sink ``block`` gets the copy."""
+
+    def clear(self) -> None:
+        """Forget what is queued."""
+
+    def keep_chunk(self, cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
+        """Before chunks are stored: do what is queued, and say where tokens of the chunks go a second time."""
+
+    def keep_decoded(self, cache: Int2Cache, forward_batch: Any) -> None:
+        """Behind a step of decode: copy the windows of those requests that are to be kept."""
+
+
 @dataclass
 class Int2Cache:
     """Everything that belongs to one INT2 pool.
@@ -31,9 +57,9 @@ class Int2Cache:
     ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of
     the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``rows`` says
     which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
-    computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows beside a hybrid model's
-    states, None of another model; ``logits`` are of the last forward pass, until its result takes them; ``side`` holds
-    the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows, None where prefix hits
+    compute the newest tokens again; ``logits`` are of the last forward pass, until its result takes them; ``side``
+    holds the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -47,7 +73,7 @@ class Int2Cache:
     side: SideBuffers
     recipe: str = ""
     refills: SinkRefills = field(default_factory=SinkRefills)
-    kept: KeptWindows | None = None
+    kept: Kept | None = None
     logits: LogitsColumn | None = None
 
     def attach(self, kv_pool: Any) -> None:

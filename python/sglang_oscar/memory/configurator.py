@@ -6,9 +6,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.speculation.arguments import new_tokens, with_room
-from sglang_oscar.formats.geometry import Geometry, own_heads
+from sglang_oscar.formats.geometry import Geometry, own_heads, with_room
 from sglang_oscar.formats.rotations import model_formats
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.settings import of_this_process
@@ -41,11 +41,6 @@ def geometry_of(configurator: Any) -> Geometry:
 def keep_plan(configurator: Any, plan: MemoryPlan) -> None:
     """Remember the plan of a configurator's model."""
     _plans[configurator.model] = plan
-
-
-def find_plan(configurator: Any) -> MemoryPlan | None:
-    """The memory plan of the model that a configurator is for; None where none is made: of a draft model, for one."""
-    return _plans.get(configurator.model)
 
 
 def plan_of(configurator: Any) -> MemoryPlan:

@@ -10,16 +10,16 @@ from typing import Any
 
 from sglang_oscar import settings
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import ImpossibleRequestError
-from sglang_oscar.features.hybrids.layers import serves_hybrid
-from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.cache import Int2Cache, Kept, cache_of
 from sglang_oscar.requests.ending import end
 
 
 def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int | None:
     """Cap a prefix hit so that what it leaves to compute fills the recent window: the last ``recent`` prompt tokens.
 
-    Of a hybrid model the window comes back with the state that a hit ends at, so nothing is computed again.
+    Where windows come back with a hit, as they do with the states of a hybrid model, nothing is computed again.
     A request whose embeddings are not those of its token ids must not hit: its sinks could not be computed again.
     """
     active = settings.active()
@@ -27,7 +27,7 @@ def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int
         return None
     if has_own_embeddings(self):
         return 0
-    if active.recompute_recent and not serves_hybrid():
+    if active.recompute_recent and not any(feature.restores_windows() for feature in features()):
         longest = min(longest, input_len - active.windows.recent)
     return max(longest, 0)
 
@@ -47,8 +47,8 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     result = original(batch)
     for req, block in zip(fresh, blocks, strict=True):
         prefix, kept = releases.prefix_tokens(req), 0
-        if cache.kept is not None and prefix and (state := known_state(req)) is not None:
-            cache.kept.restore_ring(state, releases.row(req))
+        if cache.kept is not None and prefix and (source := known_source(cache.kept, req)) is not None:
+            cache.kept.restore_ring(source, releases.row(req))
             kept = cache.plan.geometry.windows.recent
         cache.rows.assign(releases.row(req), ring_start=max(prefix - kept, 0), sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
@@ -78,29 +78,18 @@ def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
     return blocks  # type: ignore[return-value]
 
 
-def state_of(req: Any) -> Any:
-    """The state slot that a hybrid model's request with a prefix hit goes on from.
-
-    Raises:
-        ImpossibleRequestError: SGLang does not say.
-    """
-    if (slot := releases.state_source(req)) is None:
-        raise ImpossibleRequestError("a prefix hit, but no state to go on from")
-    return slot
-
-
-def known_state(req: Any) -> Any:
-    """:func:`state_of`; None for a request that is ended because there is none."""
+def known_source(kept: Kept, req: Any) -> Any:
+    """Where the copy of a request's windows is; None for a request that is ended because there is none."""
     try:
-        return state_of(req)
+        return kept.source(req)
     except ImpossibleRequestError as error:
         end(req, str(error))
         return None
 
 
 def acquire_refilled(cache: Int2Cache, req: Any) -> int:
-    """A block that the next forward pass fills before anything else, shared from now on: what is kept with the state of
-    a hybrid model, else what it computes again.
+    """A block that the next forward pass fills before anything else, shared from now on: a copy that is kept, else what
+    it computes again.
 
     Raises:
         ImpossibleRequestError: the request has no sink that could be computed.
@@ -110,12 +99,12 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
         raise ImpossibleRequestError("a prefix hit, but its sink tokens are not known")
     if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
         return block  # queued a moment ago for a request that begins alike
-    state: Any = None if cache.kept is None else state_of(req)
+    source: Any = None if cache.kept is None else cache.kept.source(req)
     block = cache.sinks.acquire_private()
     if cache.kept is None:
         cache.refills.add(block, ids, cache.sink_images(req))
     else:
-        cache.kept.restore_sink(state, block)
+        cache.kept.restore_sink(source, block)
     if key is not None:
         cache.sinks.publish(block, key)
     return block
@@ -133,19 +122,13 @@ def publish_sinks(cache: Int2Cache, req: Any, kv_len: int) -> None:
         cache.sinks.publish(block, key)
 
 
-def before_release_kv_cache(req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
-    """Publish sinks that filled up during decoding, before the request's tokens enter the prefix cache."""
-    cache = cache_of(tree_cache.req_to_token_pool)
-    if cache is not None and releases.row(req) is not None:
-        publish_sinks(cache, req, releases.committed_tokens(req))
-
-
 def before_free_row(self: Any, req: Any) -> None:
-    """The request loses its row: unpin its sink block."""
+    """The request loses its row: publish a sink that filled up during decoding, and unpin its block."""
     cache = cache_of(self)
     row = None if cache is None else releases.row(req)
     if cache is None or row is None:
         return
+    publish_sinks(cache, req, releases.committed_tokens(req))
     block = cache.rows.unassign(row)
     if block:
         cache.sinks.release(block)

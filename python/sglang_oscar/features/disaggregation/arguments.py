@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from oscar_cpu import transfer
+from sglang_oscar.attach.arguments import disaggregated
+from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument, differs_from_default
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.settings import Settings
 
 BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 BACKUP = "disaggregation_decode_retraction_backup"
-
-
-def disaggregated(args: Any) -> bool:
-    """Whether a server does one half of the work, or may be told to."""
-    return bool(args.disaggregation_mode != "null" or argument(args, "enable_pd_role_switch", False))
 
 
 def waiting_rows(args: Any) -> int:
@@ -28,18 +24,18 @@ def waiting_rows(args: Any) -> int:
     return int(args.disaggregation_decode_extra_slots or 0) if args.disaggregation_mode == "decode" else 0
 
 
-def configure(args: Any) -> None:
+def configure(args: Any, model: Any) -> None:
     """Keep the rows of retracted requests in tensors of the host where the operator leaves it open.
 
     Args:
         args: server arguments as the operator gave them; they are written.
+        model: SGLang's ModelConfig; None where it cannot be read.
     """
-    transfer.configure(args)
     if args.disaggregation_mode == "decode" and argument(args, BACKUP, "cpu_tensor") is None:
         setattr(args, BACKUP, "cpu_tensor")
 
 
-def check(args: Any, settings: Settings) -> None:
+def check(args: Any, settings: Settings, model: Any) -> None:
     """Refuse settings of int2 mode that do not go with disaggregation.
 
     Raises:
@@ -60,7 +56,7 @@ def _both(what: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda args: disaggregated(args) and what(args)
 
 
-REFUSED: list[tuple[Callable[[Any], bool], str]] = [
+REFUSED: list[Refusal] = [
     (
         _both(lambda a: a.disaggregation_transfer_backend not in BACKENDS),
         "disaggregation over other ways than mooncake and nixl; set --disaggregation-transfer-backend mooncake",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.names import DTYPE
 
@@ -38,6 +39,13 @@ def around_setup_state(
             [ring.nbytes for ring in rings],
             [token_bytes] * len(rings),
         )
+
+
+def name_rings(built: Built) -> None:
+    """Say how long rings are by the names that SGLang sends them under."""
+    windows = built.cache.plan.geometry.windows
+    pool: Any = built.pool
+    pool.unified_swa_ring_size, pool.unified_swa_window = windows.ring, windows.recent
 
 
 def common_format(cache: Int2Cache, ranks: int) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from sglang_oscar.attach import releases
+from sglang_oscar.features.disaggregation.arguments import waiting_rows
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.requests import lifecycle
 
 
@@ -27,6 +30,26 @@ def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: A
         begin = max(0, tokens - cache.plan.geometry.windows.recent)
         cache.rows.assign(row, ring_start=begin, sink_block=acquire_block(cache, req, tokens))
     return result
+
+
+@dataclass(frozen=True)
+class WaitingRequests(Part):
+    """Requests whose prompts are on their way, which hold windows beside the running ones."""
+
+    rows: int
+
+    flag = "--disaggregation-decode-extra-slots"
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold a window beside the running ones."""
+        return self.rows
+
+
+def parts(sizing: Sizing) -> list[WaitingRequests]:
+    """Nothing on a server that is no decode server."""
+    rows = waiting_rows(releases.resolved(sizing.configurator.server_args))
+    return [WaitingRequests(rows)] if rows else []
 
 
 def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.folding import absorption
-from sglang_oscar.features.tiers.hooks import has_storage, refuse_storage
+from sglang_oscar.formats.origin import is_kept, note_updated
 from sglang_oscar.formats.rotations import IDENTITY
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.settings import active
@@ -76,12 +76,12 @@ def around_update_from_disk(
     finally:
         # Not by success alone: SGLang undoes an update that breaks off by reading the new path once more.
         if absorption.loads() > before:
-            refuse_storage()
+            note_updated()
 
 
 def reload_obstacle(cache: Int2Cache, model_runner: Any, load_format: str) -> str | None:
     """Why weights read in this format would not fit the running server, or None."""
-    if has_storage():
+    if is_kept():
         return (
             "--hicache-storage-backend keeps what the old weights have computed under keys that do not tell weights "
             "apart; start a server on the new ones"

@@ -8,8 +8,15 @@ with the state. What happens to a state happens to its copy, in the same order o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from oscar_kernels.cache import StoreSlots
+from sglang_oscar.attach import releases
+from sglang_oscar.errors import ImpossibleRequestError
+from sglang_oscar.features.hybrids import tracking
+from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.side_buffers import SideBuffers
 
 
@@ -26,6 +33,24 @@ class KeptWindows:
         self.side, self.first_row, self.first_block = side, first_row, first_block
         self._rings: list[tuple[torch.Tensor, int]] = []
         self._sinks: list[tuple[torch.Tensor, int]] = []
+
+    def source(self, req: Any) -> Any:
+        """The state slot, int64 [1] on the device, that a request with a prefix hit goes on from.
+
+        Raises:
+            ImpossibleRequestError: SGLang does not say.
+        """
+        if (slot := releases.state_source(req)) is None:
+            raise ImpossibleRequestError("a prefix hit, but no state to go on from")
+        return slot
+
+    def keep_chunk(self, cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
+        """See :func:`sglang_oscar.features.hybrids.tracking.keep_chunk`."""
+        return tracking.keep_chunk(self, cache, forward_batch)
+
+    def keep_decoded(self, cache: Int2Cache, forward_batch: Any) -> None:
+        """See :func:`sglang_oscar.features.hybrids.tracking.keep_decoded`."""
+        tracking.keep_decoded(self, cache, forward_batch)
 
     def restore_ring(self, slot: torch.Tensor, row: int) -> None:
         """Queue: ring ``row`` gets what is kept with a state.

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oscar.memory.cache import cache_of
-from sglang_oscar.memory.pool import Int2TokenToKVPool
+from sglang_oscar.features.hybrids.kept_windows import KeptWindows
+from sglang_oscar.memory.build import Built
 
 
-def around_int2_pool(configurator: Any, pool: Int2TokenToKVPool, req_to_token_pool: Any) -> Any:
-    """The pool that SGLang gets: its HybridLinearKVPool of a hybrid model, else the INT2 pool itself.
-
-    Args:
-        configurator: SGLang's KVCacheConfigurator.
-        pool: of the full attention layers.
-        req_to_token_pool: SGLang's request pool, which has the states.
-    """
+def built(of: Built) -> Any:
+    """The pool that SGLang gets of a hybrid model, its HybridLinearKVPool; None of another model. Where states of
+    prefixes are kept, copies of windows are from now on."""
+    configurator, pool, cache = of.configurator, of.pool, of.cache
     if configurator.mambaish_config is None:
-        return pool
+        return None
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
+    if cache.plan.copies:
+        rows = cache.req_to_token_pool.req_to_token.shape[0]
+        cache.kept = KeptWindows(cache.side, rows, cache.plan.sink_blocks)
     hybrid = HybridLinearKVPool(
         size=pool.size,
         dtype=pool.dtype,
@@ -28,11 +27,9 @@ def around_int2_pool(configurator: Any, pool: Int2TokenToKVPool, req_to_token_po
         head_dim=pool.head_dim,
         full_attention_layer_ids=list(pool.formats),
         device=pool.device,
-        mamba_pool=req_to_token_pool.mamba_pool,
+        mamba_pool=cache.req_to_token_pool.mamba_pool,
         start_layer=configurator.layer_info.start_layer,
         full_kv_pool=pool,
     )
-    cache = cache_of(pool)
-    assert cache is not None
     cache.attach(hybrid)
     return hybrid

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach.arguments import disaggregated
+from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument, tells_kept_states_apart
-from sglang_oscar.features.disaggregation.arguments import disaggregated
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.cached_layers import linear_config
 
 MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
 """Hybrid models that are served: gated delta rule between layers of grouped-query attention."""
@@ -21,7 +23,7 @@ def _mistakes_states(args: Any) -> bool:
     return not (args.disable_overlap_schedule or args.disable_radix_cache or tells_kept_states_apart())
 
 
-ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
+ARGUMENTS: list[Refusal] = [
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (
@@ -63,3 +65,25 @@ ARGUMENTS: list[tuple[Callable[[Any], bool], str]] = [
     ),
 ]
 """Arguments that are refused with a hybrid model only."""
+
+
+def check_model(model: Any, server_args: Any) -> None:
+    """Refuse hybrid models that are not served, and arguments that do not go with the others.
+
+    Args:
+        model: SGLang's ModelConfig.
+        server_args: None where there are none yet.
+
+    Raises:
+        Int2Error: naming the model and the feature.
+    """
+    if linear_config(model) is None:
+        return
+    name = f"{model.model_path} ({', '.join(model.hf_config.architectures)})"
+    if MODELS.isdisjoint(model.hf_config.architectures):
+        raise Int2Error(
+            f"--kv-cache-dtype int2 does not support this hybrid linear attention: {name}; use --kv-cache-dtype auto"
+        )
+    for refused, what in ARGUMENTS:
+        if server_args is not None and refused(server_args):
+            raise Int2Error(f"--kv-cache-dtype int2 does not support hybrid models {what}: {name}")

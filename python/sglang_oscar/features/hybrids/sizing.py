@@ -7,29 +7,26 @@ from typing import Any
 
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, copy_bytes, slots_within
-from sglang_oscar.formats.geometry import GIB, Geometry
+from sglang_oscar.formats.geometry import GIB
 from sglang_oscar.memory.configurator import geometry_of
+from sglang_oscar.memory.part import Sizing
 from sglang_oscar.names import is_int2
 
 
-def state_slots(configurator: Any, geometry: Geometry) -> StateSlots | None:
-    """The state slots that SGLang has decided on; None for a model without linear layers.
-
-    Args:
-        configurator: SGLang's KVCacheConfigurator.
-        geometry: of this rank.
-    """
+def parts(sizing: Sizing) -> list[StateSlots]:
+    """The state slots that SGLang has decided on; none for a model without linear layers."""
     from sglang.srt.runtime_context import get_memory, get_schedule
 
-    linear = configurator.mambaish_config
+    linear = sizing.configurator.mambaish_config
     if linear is None:
-        return None
-    return StateSlots(
+        return []
+    slots = StateSlots(
         slots=get_schedule().max_mamba_cache_size,
         state_bytes=linear.mamba2_cache_params.mamba_cache_per_req,
-        copy_bytes=copy_bytes(geometry, not get_memory().disable_radix_cache),
-        per_request=configurator._calculate_mamba_ratio(),
+        copy_bytes=copy_bytes(sizing.geometry, not get_memory().disable_radix_cache),
+        per_request=sizing.configurator._calculate_mamba_ratio(),
     )
+    return [slots]
 
 
 def around_handle_max_mamba_cache(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:

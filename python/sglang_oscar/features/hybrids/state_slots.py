@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from sglang_oscar.formats.geometry import GIB, Geometry
+from sglang_oscar.memory.part import Part
+from sglang_oscar.memory.plan import MemoryPlan
 
 PER_REQUEST = 5
 """State slots that SGLang reckons with for a running request: what it reads and writes, two to keep states in while it
@@ -26,7 +28,7 @@ RATIO = 0.9
 
 
 @dataclass(frozen=True)
-class StateSlots:
+class StateSlots(Part):
     """State slots of a server, the padding slot not counted.
 
     ``state_bytes`` is one slot over all linear layers of this rank, ``copy_bytes`` the copy of the windows beside it,
@@ -49,23 +51,19 @@ class StateSlots:
         return (self.slots + 1) * self.state_bytes + self.copies * self.copy_bytes
 
     @property
-    def requests(self) -> int:
+    def most_requests(self) -> int:
         """Requests that may run as far as states go."""
         return self.slots // self.per_request
 
-    def line(self, tokens: int) -> str:
-        """The line of the start-up account.
-
-        Args:
-            tokens: capacity of the history pool.
-        """
+    def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
+        """For the start-up account."""
         states = (self.slots + 1) * self.state_bytes / GIB
-        return (
+        return [
             f"states of linear layers: {self.slots} slots x {self.state_bytes} bytes = {states:.3f} GiB, "
             f"{self.bytes / GIB:.3f} GiB with copies of windows of {self.copy_bytes} bytes; {self.per_request} slots a "
-            f"running request, so at most {self.requests} of them; {tokens // max(self.slots, 1)} tokens of history a "
-            "slot"
-        )
+            f"running request, so at most {self.most_requests} of them; {tokens // max(self.slots, 1)} tokens of "
+            "history a slot"
+        ]
 
 
 def balanced_ratio(geometry: Geometry, given: float | None = None) -> float:

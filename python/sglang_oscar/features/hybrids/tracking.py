@@ -5,7 +5,7 @@ SGLang says by request whether a state is kept in this forward pass, in which sl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,11 @@ from oscar_kernels.tables import window_slots
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache
 
+if TYPE_CHECKING:
+    from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 
-def keep_chunk(cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
+
+def keep_chunk(kept: KeptWindows, cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
     """Begin to keep windows behind a token of each chunk, before the chunk is stored and once rows are uploaded.
 
     What lies before the chunk is copied now. The chunk's own tokens up to that token are stored a second time by every
@@ -24,9 +27,6 @@ def keep_chunk(cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
     Returns:
         where, by token of the chunks, -1 for nowhere; ``row`` is -1 throughout. None where no state is kept.
     """
-    kept = cache.kept
-    if kept is None:
-        return None
     kept.restore()
     mask = forward_batch.mamba_track_mask
     if mask is None or forward_batch.mamba_track_seqlens is None:
@@ -51,17 +51,17 @@ def keep_chunk(cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
     )
 
 
-def keep_decoded(cache: Int2Cache, forward_batch: Any) -> None:
+def keep_decoded(kept: KeptWindows, cache: Int2Cache, forward_batch: Any) -> None:
     """Keep the windows of those requests whose states were kept in a step of decode, once it has run."""
     mask = forward_batch.mamba_track_mask
-    if cache.kept is None or mask is None or not forward_batch.forward_mode.is_decode():
+    if mask is None or not forward_batch.forward_mode.is_decode():
         return
     chosen = _at_page_ends(forward_batch, cache.page_size)
     if not len(chosen):
         return
     rows = forward_batch.req_pool_indices[chosen].long()
     slots = torch.where(mask[chosen], forward_batch.mamba_track_indices[chosen], 0).long().clamp(min=0)
-    cache.kept.keep(rows, cache.rows.sink_block[rows].long(), slots)
+    kept.keep(rows, cache.rows.sink_block[rows].long(), slots)
 
 
 def _at_page_ends(forward_batch: Any, page_size: int) -> torch.Tensor:

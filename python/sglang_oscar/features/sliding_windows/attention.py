@@ -6,7 +6,7 @@ The stock backend is the one that SGLang chose, under its own name: some models 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,20 +14,16 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from oscar_kernels.sliding_window import attend
 from sglang_oscar.attention.backend import OscarAttentionBackend
-from sglang_oscar.features.hybrids.known_name import under_a_known_name
-from sglang_oscar.features.hybrids.layers import linear_config
+from sglang_oscar.features.sliding_windows.plan import WindowPool
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.memory.sink_refill import Refill
 
 
 def around_wrapper(original: Callable[[Any, Any], Any], runner: Any, full_attn_backend: Any) -> Any:
-    """Put the INT2 cache beside the backend that SGLang has built for a model with sliding windows, and let SGLang put
-    linear layers beside ours."""
+    """Put the INT2 cache beside the backend that SGLang has built for a model with sliding windows."""
     cache = cache_of(runner.token_to_kv_pool)
-    hybrid = cache is not None and linear_config(runner.model_config) is not None
-    with under_a_known_name(runner) if hybrid else nullcontext():
-        stock = original(runner, full_attn_backend)
-    if cache is None or cache.plan.windows is None or runner.is_draft_worker:
+    stock = original(runner, full_attn_backend)
+    if cache is None or cache.plan.part(WindowPool) is None or runner.is_draft_worker:
         return stock
     return WindowsBesideInt2(OscarAttentionBackend(runner), stock)
 

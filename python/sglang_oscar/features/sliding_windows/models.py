@@ -5,9 +5,9 @@ Layers that attend to everything have an INT2 cache. Layers with a window keep S
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
 
@@ -28,7 +28,7 @@ ONE_POOL = ("Gemma2", "Gemma3")
 """Beginnings of names of models whose layers SGLang keeps in one pool, those with a window among them."""
 UNTRIED = "it has not been tried"
 
-REFUSED: list[tuple[Callable[[Any], bool], str]] = [
+REFUSED: list[Refusal] = [
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     # Their tiers and transfers know the INT2 pool alone, not the pair.
@@ -98,14 +98,17 @@ def check(model: Any, server_args: Any = None) -> None:
             )
 
 
-def configure(args: Any) -> None:
+def configure(args: Any, model: Any) -> None:
     """Name the attention backend that layers with a window are served by where the operator does not.
 
     SGLang's own choice on Hopper is FlashAttention-3, with which answers have not been found to be those of Triton.
 
     Args:
         args: server arguments as the operator gave them; they are written.
+        model: SGLang's ModelConfig; None where it cannot be read.
     """
+    if model is None or not is_served(model):
+        return
     from sglang.srt.utils import is_cpu
 
     names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")

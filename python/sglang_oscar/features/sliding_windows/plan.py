@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from sglang_oscar.formats.geometry import GIB
+from sglang_oscar.memory.part import Part
+from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.settings import Settings
 
-GIB = 1 << 30
 STOCK_RATIO = 0.8
 """SGLang's default of --swa-full-tokens-ratio."""
 
@@ -25,7 +27,7 @@ def aligned(tokens: int, page_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class WindowPool:
+class WindowPool(Part):
     """The pool of layers with a sliding window, of one rank.
 
     Args:
@@ -49,6 +51,9 @@ class WindowPool:
     interval: int
     in_flight: int
     ratio: float | None = None
+
+    name = "the cache of layers with a sliding window"
+    flag = "--chunked-prefill-size"
 
     @property
     def kept(self) -> int:
@@ -81,24 +86,18 @@ class WindowPool:
         """Bytes of this pool for every token of the INT2 pool; 0 where its size does not depend on that."""
         return math.ceil((self.ratio or 0.0) * self.token_bytes)
 
-    def fixed_bytes(self, max_running: int) -> int:
+    def fixed_bytes(self, requests: int) -> int:
         """Bytes that do not depend on the INT2 pool."""
         if self.ratio is not None:
             return 0
-        return aligned(max_running * self.request_tokens + self.in_flight, self.page_size) * self.token_bytes
+        return aligned(requests * self.request_tokens + self.in_flight, self.page_size) * self.token_bytes
 
-    def lines(self, max_running: int, full_tokens: int, full_bytes: int, full_16bit_bytes: int) -> list[str]:
-        """For the start-up account.
-
-        Args:
-            max_running: requests at once.
-            full_tokens: of the INT2 pool.
-            full_bytes: of a token in it.
-            full_16bit_bytes: of the same token in 16 bits.
-        """
-        tokens = self.tokens(max_running, full_tokens)
+    def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
+        """For the start-up account, with what the same memory would hold in 16 bits."""
+        full_tokens, full_bytes, full_16bit_bytes = tokens, plan.geometry.cell_bytes, plan.geometry.full_token_bytes
+        tokens = self.tokens(plan.max_running, full_tokens)
         if self.ratio is None:
-            why = f"{max_running} running requests x {self.request_tokens} and {self.in_flight} of prompts"
+            why = f"{plan.max_running} running requests x {self.request_tokens} and {self.in_flight} of prompts"
         else:
             why = f"--swa-full-tokens-ratio {self.ratio:g}"
         dtype = str(self.dtype).removeprefix("torch.")

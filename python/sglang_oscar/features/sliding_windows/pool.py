@@ -9,8 +9,17 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.sliding_windows.plan import WindowPool
+from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.memory.pool import Int2TokenToKVPool
+
+
+def built(of: Built) -> SWAKVPool | None:
+    """The pool that SGLang gets of a model with sliding windows; None of another model."""
+    if of.cache.plan.part(WindowPool) is None:
+        return None
+    return pair_with_windows(of.configurator, of.sizes, of.pool)
 
 
 def pair_with_windows(configurator: Any, sizes: Any, int2: Int2TokenToKVPool) -> SWAKVPool:

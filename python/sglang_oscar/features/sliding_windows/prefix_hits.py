@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.features.sliding_windows.plan import WindowPool
 from sglang_oscar.memory.cache import cache_of
 
 
 def around_free_out_of_window(original: Callable[..., None], req: Any, pre_len: int, **kwargs: Any) -> None:
     """Free windows of a running request, but for those that the next turn's hit needs."""
     cache = cache_of(kwargs["req_to_token_pool"])
-    if cache is not None and cache.plan.windows is not None:
-        kwargs["sliding_window_size"] = max(kwargs["sliding_window_size"], cache.plan.windows.kept)
+    windows = None if cache is None else cache.plan.part(WindowPool)
+    if windows is not None:
+        kwargs["sliding_window_size"] = max(kwargs["sliding_window_size"], windows.kept)
     original(req, pre_len, **kwargs)

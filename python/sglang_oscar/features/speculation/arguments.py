@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.cache import Windows
 from oscar_kernels.visible import MOST_TOKENS
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import algorithm, drafts_with_model
+from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attention import flash_attention3
-from sglang_oscar.names import BACKEND
+from sglang_oscar.names import BACKEND, is_int2
 
-DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN")
-"""Algorithms whose drafts come from a small model with a cache of its own; NEXTN is EAGLE with a layer that the model
-brings along."""
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 """Drafts of a step unless the operator says how many: SGLang's own defaults are trees for some models."""
 DRAFT_BACKENDS = {"cpu": ("torch_native",), "cuda": ("flashinfer", "fa3", "triton")}
@@ -27,14 +25,6 @@ DRAFT_BACKENDS = {"cpu": ("torch_native",), "cuda": ("flashinfer", "fa3", "trito
 prompts take it: FlashInfer plans its kernels on the host, which waits for lengths in every step."""
 DRAFT_HEAD_DIM = 128
 """What draft models have; others of :data:`flash_attention3.HEAD_DIMS` do as well."""
-RING_STEP = 8
-"""Ring sizes that recent window and new tokens are rounded up to, tokens."""
-
-
-def algorithm(args: Any) -> str | None:
-    """The name of the algorithm in capitals; None where the server does not speculate."""
-    name: str | None = args.speculative_algorithm
-    return None if name is None else name.upper()
 
 
 def drafts_without_model(args: Any) -> bool:
@@ -50,16 +40,12 @@ def drafts_without_model(args: Any) -> bool:
         return False
 
 
-def drafts_with_model(args: Any) -> bool:
-    """Whether drafts come from a model that has a cache of its own."""
-    return algorithm(args) in DRAFT_MODELS
-
-
-def configure(args: Any) -> None:
+def configure(args: Any, model: Any) -> None:
     """Set what a draft model is run with where the operator leaves it open: chains, and an attention backend.
 
     Args:
         args: server arguments as the operator gave them; they are written.
+        model: SGLang's ModelConfig; None where it cannot be read.
     """
     if not drafts_with_model(args):
         return
@@ -94,15 +80,6 @@ def stores_drafts_otherwise(args: Any) -> bool:
     return drafts_with_model(args) and given not in (None, "auto")
 
 
-def new_tokens(args: Any) -> int:
-    """Tokens of a request that a step verifies at once, the last accepted one included; 0 without speculation.
-
-    Args:
-        args: server arguments as SGLang resolved them.
-    """
-    return int(args.speculative_num_draft_tokens) if algorithm(args) is not None else 0
-
-
 def too_many_tokens(args: Any) -> bool:
     """Whether more tokens are verified at once than a word of the mask has bits. False while SGLang has not decided."""
     return algorithm(args) is not None and (args.speculative_num_draft_tokens or 0) > MOST_TOKENS
@@ -118,27 +95,8 @@ def adapts(args: Any) -> bool:
     return algorithm(args) is not None and bool(releases.argument(args, "speculative_adaptive", False))
 
 
-def with_room(windows: Windows, tokens: int) -> Windows:
-    """Windows whose ring holds ``tokens`` new tokens beside the recent window, of which some may be rejected.
-
-    A rejected token stays in the ring until the next step overwrites it, so nothing that is read may have been in its
-    place: ``recent + tokens`` rows do.
-
-    >>> with_room(Windows(sink=64, recent=256, ring=256), 4).ring
-    264
-    >>> with_room(Windows(sink=64, recent=256, ring=256), 0).ring
-    256
-    """
-    if tokens == 0:
-        return windows
-    ring = -(-(windows.recent + tokens) // RING_STEP) * RING_STEP
-    return Windows(sink=windows.sink, recent=windows.recent, ring=ring, max_splits=windows.max_splits)
-
-
 def around_handle_ngram(original: Callable[[Any], None], server_args: Any) -> None:
     """Let drafts be trees: SGLang knows one attention backend by name that reads pages and obeys a mask of the tree."""
-    from sglang_oscar.names import is_int2
-
     if not is_int2(server_args) or server_args.attention_backend != BACKEND:
         return original(server_args)
     releases.write(server_args, "attention_backend", "flashinfer")
@@ -152,7 +110,7 @@ def _named(*names: str) -> Callable[[Any], bool]:
     return lambda args: algorithm(args) in names
 
 
-REFUSED: list[tuple[Callable[[Any], bool], str]] = [
+REFUSED: list[Refusal] = [
     (
         _named("STANDALONE"),
         "a whole model's drafts (STANDALONE), whose 16-bit cache would take what 2 bits save; drop "

@@ -6,11 +6,20 @@ in both. So the two share the requests' tables, the prefix cache and one memory 
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import drafts_with_model
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.speculation.arguments import drafts_with_model
+from sglang_oscar.formats.geometry import GIB
+from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.memory.part import Part, Sizing
+from sglang_oscar.memory.plan import MemoryPlan
+from sglang_oscar.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 def config_of(server_args: Any) -> Any:
@@ -28,6 +37,18 @@ def config_of(server_args: Any) -> Any:
         model_revision=args.speculative_draft_model_revision,
         is_draft_model=True,
     )
+
+
+def check_server(args: Any, settings: Settings, model: Any) -> None:
+    """:func:`check` of a server's draft model, where it has one.
+
+    Args:
+        args: server arguments as SGLang resolved them.
+        settings: of int2 mode.
+        model: SGLang's ModelConfig of the model.
+    """
+    if drafts_with_model(args):
+        check(config_of(args), model)
 
 
 def check(draft: Any, model: Any) -> None:
@@ -75,6 +96,58 @@ def cell_bytes(draft: Any, ranks: int) -> int:
     """
     elements = draft.get_num_kv_heads(ranks) * (draft.head_dim + draft.v_head_dim)
     return int(layers(draft) * elements * draft.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class DraftCache(Part):
+    """The draft model's cache: ``cell_bytes`` for every token of the history pool."""
+
+    cell_bytes: int
+
+    name = "the draft model's cache"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes for every token of the history pool."""
+        return self.cell_bytes
+
+    def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
+        """For the start-up account, with what the same memory would hold without drafts."""
+        share = self.cell_bytes / plan.token_bytes
+        return [
+            f"draft model's cache: {tokens} tokens x {self.cell_bytes} bytes = {tokens * self.cell_bytes / GIB:.3f} "
+            f"GiB, not quantized; without it the same memory would hold {share / (1 - share):.0%} more tokens"
+        ]
+
+
+def parts(sizing: Sizing) -> list[DraftCache]:
+    """What the draft model of a worker's server needs; nothing where there is none."""
+    size = cell_bytes_of(sizing.configurator.server_args)
+    return [DraftCache(size)] if size else []
+
+
+def check_pool(pool: Any, cache: Int2Cache) -> None:
+    """Compare a draft model's pool with what was planned for it.
+
+    Args:
+        pool: SGLang's KV pool of the draft model.
+        cache: of the model.
+
+    Raises:
+        Int2Error: it takes more.
+    """
+    slots = pool.k_buffer[0].shape[0]
+    cell_bytes = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer)) // slots
+    logger.info(
+        "int2 draft model: %s, %d tokens x %d bytes, %d layers in %s",
+        type(pool).__name__, slots, cell_bytes, len(pool.k_buffer), pool.k_buffer[0].dtype,
+    )  # fmt: skip
+    planned = cache.plan.part(DraftCache)
+    if planned is None or cell_bytes > planned.cell_bytes:
+        raise Int2Error(
+            f"the draft model's cache takes {cell_bytes} bytes a token, {planned.cell_bytes if planned else 0} were "
+            "planned; drop --speculative-algorithm"
+        )
 
 
 def cell_bytes_of(server_args: Any) -> int:

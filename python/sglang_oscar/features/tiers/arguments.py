@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.folders import VARIABLE, belongs_to_another, folder_of_files
@@ -57,7 +58,7 @@ def check_storage(backend: str, layout: str, cuts_heads: bool) -> None:
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}")
 
 
-REFUSED: list[tuple[Callable[[Any], bool], str]] = [
+REFUSED: list[Refusal] = [
     (
         _when(lambda a: a.hicache_mem_layout not in LAYOUTS),
         "host memory in which rows are cut by heads (page_head, page_first_kv_split): equal slices of a row are not "

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -16,26 +14,13 @@ from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.arguments import check_storage
+from sglang_oscar.formats import origin
 from sglang_oscar.settings import active
 
-_storage: WeakSet[Any] = WeakSet()
-"""Storage of this process, as long as SGLang keeps it."""
-_updated = threading.Event()
-"""Set once the weights are no longer those that the keys of storage name."""
 UPDATED = (
     "int2 mode cannot attach storage to a server whose weights were updated: its keys name the weights it was started "
     "with; start a server on the new weights"
 )
-
-
-def has_storage() -> bool:
-    """Whether pages of this process outlive it."""
-    return len(_storage) > 0
-
-
-def refuse_storage() -> None:
-    """Attach no storage to this process any more: its weights were updated."""
-    _updated.set()
 
 
 def around_get_mha_host_pool_cls(original: Callable[[Any], Any], source: Any, /) -> Any:
@@ -69,7 +54,7 @@ def around_create_backend(
     """
     if active() is None:
         return original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
-    if _updated.is_set():
+    if origin.updated():
         raise Int2Error(UPDATED)
     from sglang_oscar.features.tiers.folders import check_folder, folders_of
     from sglang_oscar.features.tiers.host_pool import Int2HostPool
@@ -89,7 +74,7 @@ def around_create_backend(
     # SGLang tells clients the name of the class.
     named = type(type(backend).__name__, (CheckedStorage,), {})
     checked = named(backend, pool, salt_of_this_process(pool.page_layout), columns_of_this_process(pool.page_layout))
-    _storage.add(checked)
+    origin.keep_with(checked)
     return checked
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -10,11 +11,41 @@ from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.prepared import TERMS
 from sglang_oscar.attention import decode_choice
-from sglang_oscar.formats.geometry import Geometry
-from sglang_oscar.memory.scratch import Scratch
+from sglang_oscar.formats.geometry import GIB, Geometry
+from sglang_oscar.memory.part import Part
+from sglang_oscar.memory.plan import MemoryPlan
 
 
-def scratch(
+@dataclass(frozen=True)
+class DecodeWorkspace(Part):
+    """What decode and verification need beside the cache, allocated once.
+
+    ``partial_bytes`` says how much partial results of a step of so many requests take; ``request_bytes`` are those of a
+    request in the tables of a step, and ``matrix_bytes`` those of all rotations, as files have them and as kernels read
+    them.
+    """
+
+    partial_bytes: Callable[[int], int]
+    request_bytes: int
+    matrix_bytes: int
+
+    name = "the workspace of decode"
+
+    def fixed_bytes(self, requests: int) -> int:
+        """All of it, for steps of up to so many requests."""
+        return self.partial_bytes(requests) + requests * self.request_bytes + self.matrix_bytes
+
+    def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
+        """For the start-up account."""
+        requests = plan.requests
+        partial, tables = self.partial_bytes(requests), requests * self.request_bytes
+        return [
+            f"decode workspace: {self.fixed_bytes(requests) / GIB:.3f} GiB (partial results {partial / GIB:.3f}, "
+            f"tables {tables / GIB:.3f}, rotations {self.matrix_bytes / GIB:.3f})"
+        ]
+
+
+def decode_workspace(
     geometry: Geometry,
     setting: decode_choice.Setting,
     device: str,
@@ -25,7 +56,7 @@ def scratch(
     drafts: int,
     ranks: int,
     short_chunks: bool,
-) -> Scratch:
+) -> DecodeWorkspace:
     """What GPU kernels take.
 
     Args:
@@ -48,7 +79,7 @@ def scratch(
 
     # See DecodeTables: a page table, four numbers, and two slots and a word for every new token.
     tables = 4 * -(-context // page_size) + 16 + 24 * max(drafts, 1)
-    return Scratch(partial_bytes, tables, matrix_bytes(geometry.formats, dtype))
+    return DecodeWorkspace(partial_bytes, tables, matrix_bytes(geometry.formats, dtype))
 
 
 def without_rows(geometry: Geometry, device: str) -> list[LayerCache]:

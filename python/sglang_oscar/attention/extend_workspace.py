@@ -7,12 +7,16 @@ from typing import Literal
 
 import torch
 
+from sglang_oscar.formats.geometry import GIB
+from sglang_oscar.memory.part import Part
+from sglang_oscar.memory.plan import MemoryPlan
+
 StockBackend = Literal["flashinfer", "fa3"]
 """Backends of extend whose attention kernel is not ours."""
 
 
 @dataclass(frozen=True)
-class Workspace:
+class ExtendWorkspace(Part):
     """Memory of prompts that are attended to by a stock kernel.
 
     ``tokens`` of prefixes are dequantized at a time, up to ``passes`` times a layer, for ``q_heads`` query heads of
@@ -30,17 +34,18 @@ class Workspace:
     plan_bytes: int
     passes: int
 
-    @property
-    def total_bytes(self) -> int:
-        """All of it, plans included."""
+    name = "the workspace of prompts"
+
+    def fixed_bytes(self, requests: int = 1) -> int:
+        """All of it, plans included, for any number of requests."""
         return self.tokens * self.token_bytes + self.scratch_bytes + (1 + self.passes) * self.plan_bytes
 
     @property
-    def name(self) -> str:
+    def kernel(self) -> str:
         """The kernel's name for the log."""
         return "FlashAttention-3" if self.backend == "fa3" else f"FlashInfer ({self.kernels})"
 
-    def line(self) -> str:
+    def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
         """For the start-up account."""
-        gib = self.total_bytes / (1 << 30)
-        return f"extend workspace: {gib:.3f} GiB; prefixes are read {self.tokens} tokens at a time"
+        size = self.fixed_bytes() / GIB
+        return [f"extend workspace: {size:.3f} GiB; prefixes are read {self.tokens} tokens at a time"]

@@ -1,0 +1,71 @@
+"""Attention: the backend, which kernels it takes, and what these take of the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import new_tokens
+from sglang_oscar.attach.feature import Feature
+from sglang_oscar.attach.touchpoint import AROUND, SRT, Touchpoint, at
+from sglang_oscar.attention import decode_choice, extend_choice, refill_pass
+from sglang_oscar.attention.decode_workspace import decode_workspace
+from sglang_oscar.memory.part import Part, Sizing
+from sglang_oscar.settings import Settings, of_this_process
+
+
+def check(args: Any, settings: Settings, model: Any) -> None:
+    """Refuse kernels that are asked for and cannot be had.
+
+    Raises:
+        Int2Error: naming the variable.
+    """
+    decode_choice.check(settings.decode_backend, args.device)
+    extend_choice.choose(settings.extend_backend, args.device, model.head_dim, model.has_attention_sinks)
+
+
+def prepare_worker(model: Any) -> None:
+    """Make the backend known to SGLang."""
+    from sglang_oscar.attention import backend
+
+    backend.register()
+
+
+def parts(sizing: Sizing) -> list[Part]:
+    """Workspaces of prompts and of decode; none where torch computes.
+
+    Raises:
+        Int2Error: the kernel that is asked for cannot be had.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    configurator, geometry, settings = sizing.configurator, sizing.geometry, of_this_process()
+    if configurator.device != "cuda":
+        return []
+    model, ranks = configurator.model_config, get_parallel().attn_tp_size
+    layer, q_heads = geometry.any_layer, model.num_attention_heads // ranks
+    found: list[Part] = []
+    chosen = extend_choice.choose(
+        settings.extend_backend, configurator.device, layer.head_dim, model.has_attention_sinks
+    )
+    if chosen is not None and chosen != "triton":
+        found.append(extend_choice.workspace(chosen, layer, q_heads, model.dtype, sizing.budget_bytes))
+    drafts = new_tokens(releases.resolved(configurator.server_args))
+    beside = decode_workspace(
+        geometry, settings.decode_backend, configurator.device, model.dtype, q_heads, configurator.page_size,
+        model.context_len, drafts, ranks, bool(found),
+    )  # fmt: skip
+    return [*found, beside]
+
+
+FEATURE = Feature(
+    name="attention",
+    in_schedulers=[
+        Touchpoint(
+            at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward
+        ),
+    ],
+    check=check,
+    prepare_worker=prepare_worker,
+    parts=parts,
+)

@@ -1,0 +1,26 @@
+"""Models with sliding-window layers beside those with an INT2 cache: what they add to the core."""
+
+from __future__ import annotations
+
+from sglang_oscar.attach.feature import Feature
+from sglang_oscar.attach.touchpoint import AROUND, MEM, SRT, Touchpoint, at
+from sglang_oscar.features.sliding_windows import attention, models, pool, prefix_hits, sizing
+
+FEATURE = Feature(
+    name="sliding_windows",
+    in_schedulers=[
+        Touchpoint(
+            at(SRT + "layers.attention.attention_registry.attn_backend_wrapper"), AROUND, attention.around_wrapper
+        ),
+        Touchpoint(at(MEM + "common.free_swa_out_of_window_slots"), AROUND, prefix_hits.around_free_out_of_window),
+    ],
+    refused_with={f"gpt-oss ({', '.join(models.SERVED)})": models.REFUSED},
+    refused_models=models.others(),
+    check_model=models.check,
+    attends=models.is_served,
+    configure=models.configure,
+    cache_dtype=sizing.cache_dtype,
+    parts=sizing.parts,
+    pool_sizes=sizing.pool_sizes,
+    built=pool.built,
+)

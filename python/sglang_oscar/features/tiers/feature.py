@@ -1,0 +1,22 @@
+"""Rows in host memory and in storage: what they add to the core."""
+
+from __future__ import annotations
+
+from sglang_oscar.attach.feature import Feature
+from sglang_oscar.attach.touchpoint import AROUND, MEM, SRT, Touchpoint, at
+from sglang_oscar.features.tiers import arguments, hooks
+
+STORAGE = MEM + "storage.backend_factory.StorageBackendFactory."
+CONTROLLER = SRT + "managers.cache_controller.HiCacheController."
+
+FEATURE = Feature(
+    name="tiers",
+    in_schedulers=[
+        Touchpoint(at(MEM + "pool_host.mha.get_mha_host_pool_cls"), AROUND, hooks.around_get_mha_host_pool_cls),
+        Touchpoint(at(STORAGE + "create_backend"), AROUND, hooks.around_create_backend),
+        Touchpoint(at(CONTROLLER + "_generic_page_get"), AROUND, hooks.around_page_get),
+        Touchpoint(at(CONTROLLER + "_generic_page_set"), AROUND, hooks.around_page_set),
+        Touchpoint(at(MEM + "utils.get_hash_str"), AROUND, hooks.around_get_hash_str),
+    ],
+    refused=arguments.REFUSED,
+)
