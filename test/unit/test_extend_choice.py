@@ -11,12 +11,14 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import extend_choice, flash_attention3
-from sglang_oscar.attention.extend_choice import Workspace, choose
+from sglang_oscar.attention.extend_choice import ExtendWorkspace, choose
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
 
-WORKSPACE = Workspace(1 << 16, 4096, 32, torch.bfloat16, "flashinfer", "fa2", 1 << 20, plan_bytes=8 << 20, passes=8)
+WORKSPACE = ExtendWorkspace(
+    1 << 16, 4096, 32, torch.bfloat16, "flashinfer", "fa2", 1 << 20, plan_bytes=8 << 20, passes=8
+)
 
 
 @pytest.mark.parametrize("installed", [False, True])

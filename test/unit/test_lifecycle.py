@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oscar_kernels.cache import Windows
+from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attention.refill_pass import parts_of
+from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.requests import lifecycle
+from sglang_oscar.requests.rows import observe
 
 SINK, ROWS = 4, 3
 
@@ -123,7 +126,7 @@ def test_a_request_without_a_block_is_ended() -> None:
     assert admit(cache, request(3)) == []
 
 
-class Kept:
+class Kept(KeptWindows):
     """What a hybrid model's cache asks of the copies beside states."""
 
     def __init__(self) -> None:
@@ -166,6 +169,36 @@ def test_a_flush_forgets_refills() -> None:
     cache.refills.add(1, (1,))
     lifecycle.before_clear_rows(pool)
     assert cache.refills.take() == []
+
+
+def test_a_request_pool_says_when_rows_are_lost() -> None:
+    """Of any class of SGLang's, what it has overridden included."""
+
+    class Stock:
+        def __init__(self) -> None:
+            self.said: list[Any] = []
+
+        def free(self, req: Any, *more: Any) -> None:
+            self.said.append((req, more))
+
+        def clear(self) -> None:
+            self.said.append("clear")
+
+    cache = make_cache()
+    cache.req_to_token_pool = pool = Stock()
+    cache.attach(SimpleNamespace())
+    observe(cache)
+    assert isinstance(pool, Stock)
+    req = request(1, req_pool_idx=1)
+    block = cache.sinks.acquire_private()
+    cache.rows.assign(1, 0, block)
+    pool.free(req, "slot")
+    assert cache.rows.block_of(1) is None
+    assert cache.sinks.acquire_shared(cache.sink_key(req)) == block, "a sink that is full is published first"
+    cache.refills.add(1, (1,))
+    pool.clear()
+    assert cache.refills.take() == []
+    assert pool.said == [(req, ("slot",)), "clear"]
 
 
 def test_stock_pools_are_left_alone() -> None:
@@ -214,11 +247,12 @@ Cap = Callable[[int, Any, int], "int | None"]
 def test_cap(recompute: bool, longest: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     active = SimpleNamespace(recompute_recent=recompute, windows=Windows(SINK, 8, 8))
     monkeypatch.setattr(lifecycle.settings, "active", lambda: active)
-    monkeypatch.setattr(lifecycle, "serves_hybrid", lambda: False)
+    monkeypatch.setattr(lifecycle, "features", lambda: [Feature(name="other")])
     cap: Cap = lifecycle.after_compute_max_prefix_len
     assert cap(longest, request(1), 100) == expected
     assert cap(longest, request(1, positional_embed_overrides=object()), 100) == 0
-    monkeypatch.setattr(lifecycle, "serves_hybrid", lambda: True)
+    restoring = Feature(name="restoring", restores_windows=lambda: True)
+    monkeypatch.setattr(lifecycle, "features", lambda: [Feature(name="other"), restoring])
     assert cap(longest, request(1), 100) == longest
     assert cap(longest, request(1, positional_embed_overrides=object()), 100) == 0
     monkeypatch.setattr(lifecycle.settings, "active", lambda: None)

@@ -290,5 +290,8 @@ def test_windows_on_a_gpu_are_tritons_unless_told(
 ) -> None:
     monkeypatch.setattr("sglang.srt.utils.is_cpu", lambda: False)
     args = SimpleNamespace(attention_backend=asked, prefill_attention_backend=None, decode_attention_backend=None)
-    models.configure(args)
+    model = config()
+    models.configure(args, config(is_hybrid_swa=False))
+    assert args.attention_backend == asked
+    models.configure(args, model)
     assert args.attention_backend == expected

@@ -20,9 +20,17 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_oscar import SGLANG_VERSIONS, plugin
 from sglang_oscar.attach import failure, flags, refusals, releases, touchpoints
+from sglang_oscar.attach.feature import features
+from sglang_oscar.attach.touchpoint import Touchpoint
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features import register_all
+from sglang_oscar.features.recording.feature import FEATURE as RECORDING
 
-ALL = touchpoints.ARGUMENTS + touchpoints.SERVING + touchpoints.CPU_SERVING + touchpoints.DUMPING
+register_all()
+assert RECORDING.any_server is not None
+DUMPING = list(RECORDING.any_server.in_schedulers)
+SERVING = [point for feature in features() for point in feature.in_schedulers]
+ALL = [*touchpoints.of_arguments(), *SERVING, *DUMPING]
 HOOKED = [point for point in ALL if point.target() is not None]
 
 
@@ -35,12 +43,24 @@ def test_entry_point() -> None:
     assert [entry.value for entry in found] == ["sglang_oscar.plugin:register"]
 
 
-def test_targets_are_listed_once() -> None:
-    assert len({target for point in ALL for target in point.targets}) == sum(len(point.targets) for point in ALL) > 20
+MOST_SERVING = 37
+"""Functions of SGLang that schedulers of int2 mode hook on a GPU."""
+
+
+def test_rooms_list_a_function_once() -> None:
+    """Two rooms may hook the same one, and do so by the same names."""
+    for points in ([*touchpoints.GATE], *(feature.in_schedulers for feature in features())):
+        targets = [target for point in points for target in point.targets]
+        assert len(set(targets)) == len(targets)
+    names: dict[str, tuple[str, ...]] = {}
+    for point in ALL:
+        assert all(names.setdefault(target, point.targets) == point.targets for target in point.targets)
+    on_a_gpu = {point.name for feature in features() if feature.name != "cpu" for point in feature.in_schedulers}
+    assert 20 < len(on_a_gpu) <= MOST_SERVING
 
 
 @pytest.mark.parametrize("point", HOOKED, ids=[point.name.rpartition(".srt.")[2] for point in HOOKED])
-def test_touchpoint_resolves(point: touchpoints.Touchpoint) -> None:
+def test_touchpoint_resolves(point: Touchpoint) -> None:
     """Target and hook agree on what they are called with, so far as the hook names its parameters."""
     target = point.target()
     assert target is not None
@@ -60,7 +80,7 @@ def test_a_dropped_hook_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs and forgets a hook that it cannot attach; int2 mode must not start then."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    targets = [str(point.target()) for point in touchpoints.SERVING]
+    targets = [str(point.target()) for point in SERVING]
     monkeypatch.setattr(failure, "_error", None)
     monkeypatch.setattr(failure, "_expected", ())
     monkeypatch.setattr(failure, "_absent", list)
@@ -114,7 +134,7 @@ class WithInt2:
 def test_a_name_that_sglang_has_itself_is_not_taken_over(
     versions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    registered: list[touchpoints.Touchpoint] = []
+    registered: list[Touchpoint] = []
     monkeypatch.setattr("sglang.srt.server_args.ServerArgs", WithInt2)
     monkeypatch.setattr(touchpoints, "register_all", registered.extend)
     monkeypatch.setattr(failure, "SGLANG_VERSIONS", versions)

@@ -77,7 +77,7 @@ def check_hooks() -> str:
             reason = failure.reason()
     if reason is not None:
         raise Int2Error(f"{reason}; remove other plugins, or install sglang anew")
-    return f"all {len(targets)} touch points attached"
+    return f"all {len(set(targets))} touch points attached"
 
 
 @contextmanager

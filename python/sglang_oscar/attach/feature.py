@@ -6,9 +6,8 @@ The core (attach, formats, memory, requests, attention) asks all records and imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Feature:
         in_every_scheduler: hooks of schedulers of any mode.
         refused: server arguments that are refused.
         architectures: of models that are not plain ones and that the room serves.
-        refused_with: what ``check_model`` refuses beside models that the room serves, by what these are called.
+        refused_with: pairs of what models of the room are called, and what ``check_model`` refuses beside them.
         refused_models: models that it refuses, a line each.
         check_model: (ModelConfig, server arguments or None) refuses models, or arguments beside them, with Int2Error.
         attends: (ModelConfig) whether the room chooses the attention backend of this model.
@@ -85,7 +84,7 @@ class Feature:
     in_every_scheduler: Sequence[Touchpoint] = ()
     refused: Sequence[Refusal] = ()
     architectures: frozenset[str] = frozenset()
-    refused_with: Mapping[str, Sequence[Refusal]] = MappingProxyType({})
+    refused_with: Sequence[tuple[str, Sequence[Refusal]]] = ()
     refused_models: Sequence[str] = ()
     check_model: Callable[[Any, Any], None] = _nothing
     attends: Callable[[Any], bool] = _no

@@ -188,7 +188,7 @@ def rows() -> dict[str, list[str]]:
     is ``--kv-cache-dtype auto``."""
     found = {"Any model": [what for _, what in arguments()]}
     for feature in features():
-        found |= {title: [what for _, what in table] for title, table in feature.refused_with.items()}
+        found |= {title: [what for _, what in table] for title, table in feature.refused_with}
     found["Models that see images"] = [what for _, what in VISION]
     models = [what for _, what in [*MODELS, *ATTENTION]]
     return found | {"Models": models + [line for feature in features() for line in feature.refused_models]}

@@ -11,11 +11,10 @@ from oscar_kernels.layout import RowLayout
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention import decode_choice
-from sglang_oscar.attention.scratch import matrix_bytes, scratch, without_rows
+from sglang_oscar.attention.decode_workspace import DecodeWorkspace, decode_workspace, matrix_bytes, without_rows
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
-from sglang_oscar.memory.scratch import Scratch
 
 BF16 = torch.bfloat16
 
@@ -25,8 +24,8 @@ def geometry(drafts: int) -> Geometry:
     return Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256 + drafts, max_splits=4), BF16, layers=36)
 
 
-def of(drafts: int, ranks: int = 1) -> Scratch:
-    return scratch(geometry(drafts), "auto", "cpu", BF16, 32, 64, 40_960, drafts, ranks, short_chunks=True)
+def of(drafts: int, ranks: int = 1) -> DecodeWorkspace:
+    return decode_workspace(geometry(drafts), "auto", "cpu", BF16, 32, 64, 40_960, drafts, ranks, short_chunks=True)
 
 
 @pytest.mark.parametrize(("drafts", "gigabytes"), [(8, 0.19), (16, 0.36), (64, 1.37)])
@@ -44,13 +43,13 @@ def test_partial_results_of_a_verification(drafts: int, gigabytes: float, monkey
 def test_it_is_taken_off_the_budget() -> None:
     """Also where the number of requests follows from it, and where a budget is too small."""
     beside = of(64)
-    plain, plan = (make_plan(geometry(64), 40 * GIB, 200, 64, scratch=given) for given in (None, beside))
-    assert plan.fixed_bytes - plain.fixed_bytes == beside.total_bytes(200)
-    assert f"decode workspace: {beside.total_bytes(200) / GIB:.3f} GiB" in plan.lines(1000)[-1]
-    derived = [make_plan(geometry(64), 40 * GIB, None, 64, scratch=given).max_running for given in (None, beside)]
+    plain, plan = (make_plan(geometry(64), 40 * GIB, 200, 64, given) for given in ([], [beside]))
+    assert plan.fixed_bytes - plain.fixed_bytes == beside.fixed_bytes(200)
+    assert f"decode workspace: {beside.fixed_bytes(200) / GIB:.3f} GiB" in plan.lines(1000)[-1]
+    derived = [make_plan(geometry(64), 40 * GIB, None, 64, given).max_running for given in ([], [beside])]
     assert derived[1] < derived[0]
-    with pytest.raises(Int2Error, match=f"the workspace of decode {beside.total_bytes(200) / GIB:.3f} GiB"):
-        make_plan(geometry(64), plain.fixed_bytes + GIB // 2, 200, 64, scratch=beside)
+    with pytest.raises(Int2Error, match=f"the workspace of decode {beside.fixed_bytes(200) / GIB:.3f} GiB"):
+        make_plan(geometry(64), plain.fixed_bytes + GIB // 2, 200, 64, [beside])
 
 
 def test_ranks_fill_a_step_up() -> None:
