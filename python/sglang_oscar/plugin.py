@@ -17,12 +17,13 @@ def register() -> None:
     """Install flags and hooks. Called by SGLang's plugin loader."""
     from sglang_oscar.attach import failure, flags
     from sglang_oscar.errors import fatal
+    from sglang_oscar.features import register_all
 
+    failure.rooms_by(register_all)
     try:
         # On another release nothing is touched: a hook may fit by name and mean something else.
         if failure.unsupported_release() is None:
             from sglang_oscar.attach import bindings, processes, touchpoints
-            from sglang_oscar.features import register_all
 
             register_all()
             flags.install()

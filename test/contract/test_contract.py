@@ -15,13 +15,21 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_oscar.attach import touchpoints
+from sglang_oscar.attach.feature import features
+from sglang_oscar.attach.touchpoint import Touchpoint
+from sglang_oscar.features import register_all
 from support.releases import SGLANG_VERSIONS, SUPPORTED, pins, tree
 from support.syntax import SourceTree
 
 PLUGIN = Path(touchpoints.__file__).parents[1]
 SRT = "sglang.srt."
-LISTS = ("ARGUMENTS", "SERVING", "DUMPING", "CPU_ARGUMENTS", "CPU_SERVING", "CPU_MODELS")
-ALL: list[touchpoints.Touchpoint] = [point for name in LISTS for point in getattr(touchpoints, name)]
+register_all()
+RECORDING = [feature.any_server.in_schedulers for feature in features() if feature.any_server is not None]
+ALL: list[Touchpoint] = [
+    *touchpoints.of_arguments(),
+    *(point for feature in features() for point in (*feature.in_schedulers, *feature.in_every_scheduler)),
+    *(point for points in RECORDING for point in points),
+]
 
 RECENT_IMPORTS = {
     "sglang.srt.managers.io_struct.BeginWeightUpdateReqOutput",  # beside a touch point that is as recent
@@ -139,7 +147,7 @@ def test_every_supported_release_is_pinned() -> None:
     assert tuple(pins()) == SGLANG_VERSIONS
 
 
-def target_in(version: str, point: touchpoints.Touchpoint) -> str | None:
+def target_in(version: str, point: Touchpoint) -> str | None:
     return next((target for target in point.targets if sources(version).has(target)), None)
 
 

@@ -21,6 +21,7 @@ ARGUMENT_READERS = {
     "attach/refusals.py": ("a", "args"),
     "attach/gate.py": ("args",),
     "features/recording/dump_hook.py": ("args", "server_args"),
+    "attach/arguments.py": ("args",),
     "attention/refill_pass.py": ("server_args",),
     "attention/backend.py": ("server_args",),
     "features/folding/absorption.py": ("server_args",),
@@ -91,15 +92,10 @@ def test_groups_name_arguments_of_some_release() -> None:
 
 
 def test_what_is_refused_is_read_by_a_table_of_refusals() -> None:
-    tables = ["attach/refusals.py", "features/speculation/arguments.py", "features/tiers/arguments.py"]
+    tables = [PLUGIN / "attach" / "refusals.py", PLUGIN / "attach" / "arguments.py"]
     read: set[str] = set()
-    for file in [
-        *tables,
-        "features/disaggregation/arguments.py",
-        "features/hybrids/refusals.py",
-        "features/sliding_windows/models.py",
-    ]:
-        for node in ast.walk(ast.parse((PLUGIN / file).read_text())):
+    for file in [*tables, *PLUGIN.glob("features/*/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
             read |= {str(getattr(node, "attr", "")), str(getattr(node, "value", ""))}
     assert read >= known_arguments.REFUSED
 
@@ -129,7 +125,7 @@ def defaults_of(version: str) -> dict[str, object]:
 
 
 def refused_of(args: dict[str, object]) -> list[str]:
-    return [what for refused, what in refusals.ARGUMENTS if refused(SimpleNamespace(**args))]
+    return [what for refused, what in refusals.arguments() if refused(SimpleNamespace(**args))]
 
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)

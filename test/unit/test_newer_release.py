@@ -10,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_oscar import SGLANG_VERSIONS, plugin
 from sglang_oscar.attach import bindings, failure, flags, newer, processes, touchpoints
+from sglang_oscar.attach.touchpoint import Touchpoint
 
 PLACE = "sglang.srt.server_args.prepare_server_args"
 
@@ -20,8 +21,8 @@ def hook(original: Any, argv: Any) -> None: ...
 def hook_of_more(original: Any, argv: Any, brand_new: Any) -> None: ...
 
 
-def point(target: str, taken: Any = hook, recent: bool = False) -> touchpoints.Touchpoint:
-    return touchpoints.Touchpoint((target,), HookType.AROUND, taken, recent)
+def point(target: str, taken: Any = hook, recent: bool = False) -> Touchpoint:
+    return Touchpoint((target,), HookType.AROUND, taken, recent)
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_oscar.attach import releases, touchpoints
+from sglang_oscar.attach.touchpoint import Touchpoint
 
 
-def strange(points: Iterable[touchpoints.Touchpoint] | None = None) -> list[str]:
+def strange(points: Iterable[Touchpoint] | None = None) -> list[str]:
     """Touch points that the installed release does not have as they are known, each with what is missing.
 
     Args:
@@ -26,7 +27,7 @@ def strange(points: Iterable[touchpoints.Touchpoint] | None = None) -> list[str]
     return [found for point in points if (found := _missing(point)) is not None]
 
 
-def _missing(point: touchpoints.Touchpoint) -> str | None:
+def _missing(point: Touchpoint) -> str | None:
     target = releases.first_existing(point.targets)
     if target is None:  # what only recent releases have, a newer one has, too
         return point.name

@@ -140,10 +140,11 @@ VISION: list[Refusal] = [
 """Arguments that are refused with a multimodal model only."""
 
 
-def _minimax_sparse(model: Any) -> bool:
+def _block_sparse(model: Any) -> bool:
     from sglang.srt.configs.model_config import is_minimax_sparse
 
-    return bool(is_minimax_sparse(model.hf_config))
+    minicpm = getattr(model.hf_config, "has_minicpm_sparse_attention", False)
+    return bool(minicpm or is_minimax_sparse(model.hf_config))
 
 
 def _other_multimodal(model: Any) -> bool:
@@ -154,11 +155,7 @@ def _other_multimodal(model: Any) -> bool:
 MODELS: list[Refusal] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
-    (
-        lambda m: bool(getattr(m.hf_config, "has_minicpm_sparse_attention", False)),
-        "block-sparse attention models",
-    ),
-    (_minimax_sparse, "block-sparse attention models"),
+    (_block_sparse, "block-sparse attention models"),
     (_other_multimodal, "multimodal models other than Qwen2.5-VL, Qwen3-VL and Qwen3.5/3.6"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
