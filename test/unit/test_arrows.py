@@ -11,7 +11,9 @@ import pytest
 from sglang_oscar.features import CORE, FEATURES
 
 PYTHON = Path(__file__).parents[2] / "python"
-FLOORS = ["names", "errors", "metrics", "settings", "attach", "formats", "memory", "requests", "attention"]
+FLOORS = [
+    "names", "errors", "metrics", "settings", "attach", "formats", "rotation_source", "memory", "requests", "attention",
+]  # fmt: skip
 """From the bottom; features are above them all, and beside each other."""
 ROOT = ("plugin", "features", "sglang_oscar")
 """What knows every room, and what none is needed for."""

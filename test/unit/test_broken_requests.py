@@ -86,7 +86,7 @@ def test_a_broken_request_ends_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"finished": lambda: True}, {"is_retracted": True}, {"inflight_middle_chunks": 1}], ids=str
+    "fields", [{"finished": lambda: True}, {"is_retracted": True}, {"inflight_middle_chunks": 1}], ids=" ".join
 )
 def test_who_is_left_alone(fields: dict[str, Any]) -> None:
     """Finished, retracted, or in the middle of its prompt, which is looked at before it is shared."""

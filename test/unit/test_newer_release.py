@@ -29,7 +29,7 @@ def point(target: str, taken: Any = hook, recent: bool = False) -> Touchpoint:
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """SGLang calls itself 9.9.9, and nothing went wrong so far."""
     monkeypatch.setattr(failure.importlib.metadata, "version", lambda name: "9.9.9")
-    for name, value in (("_error", None), ("_expected", ()), ("_absent", list)):
+    for name, value in (("_error", None), ("_expected", ()), ("_absent", list), ("_strange", plugin._strange)):
         monkeypatch.setattr(failure, name, value)
     monkeypatch.delenv(failure.ALLOW_NEWER, raising=False)
     return monkeypatch

@@ -19,13 +19,13 @@ ALLOW_NEWER = "SGLANG_OSCAR_ALLOW_NEWER"
 _error: str | None = None
 _expected: tuple[str, ...] = ()
 _absent: Callable[[], list[str]] = list
-_register_rooms: Callable[[], object] = list
+_strange: Callable[[], list[str]] = list
 
 
-def rooms_by(register: Callable[[], object]) -> None:
-    """Say what registers the rooms of the plugin, for where their touch points are only to be read."""
-    global _register_rooms
-    _register_rooms = register
+def read_back_by(strange: Callable[[], list[str]]) -> None:
+    """Say what finds touch points that a newer release does not have as they are known."""
+    global _strange
+    _strange = strange
 
 
 def remember(error: BaseException) -> None:
@@ -111,11 +111,8 @@ def reason() -> str | None:
 
 def _read_back() -> str:
     """What a newer release has of the touch points, told by importing it."""
-    from sglang_oscar.attach import newer
-
     try:
-        _register_rooms()
-        strange = newer.strange()
+        strange = _strange()
     except Exception as error:
         return f"its touch points cannot be read ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if strange:

@@ -23,5 +23,5 @@ FEATURE = Feature(
     name="rotation_source",
     check=check,
     before_resolution=recording_flags,
-    settle=lambda args, settings, model, flags: choice.choose(args, settings, model, flags),
+    settle=choice.choose,
 )
