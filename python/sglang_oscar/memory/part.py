@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sglang_oscar.formats.geometry import Geometry
-    from sglang_oscar.memory.plan import MemoryPlan
+from sglang_oscar.formats.geometry import Geometry
 
 
 class Part:
@@ -47,11 +45,11 @@ class Part:
         """Rings and sink blocks beside those of requests; their bytes are taken off the budget before it is planned."""
         return 0
 
-    def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
+    def lines(self, plan: Any, tokens: int) -> list[str]:
         """For the start-up account.
 
         Args:
-            plan: that this is a part of.
+            plan: the :class:`sglang_oscar.memory.plan.MemoryPlan` that this is a part of.
             tokens: capacity of the history pool.
         """
         return []
