@@ -1,11 +1,11 @@
 """Keeping windows where SGLang keeps states: at the end of a chunk's last whole page, and every few tokens of decode.
 
-SGLang says by request whether a state is kept in this forward pass, in which slot, and in a chunk behind which token.
+``kept`` are the copies (:class:`sglang_oscar.features.hybrids.kept_windows.KeptWindows`). SGLang says by request whether a state is kept in this forward pass, in which slot, and in a chunk behind which token.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,11 +14,8 @@ from oscar_kernels.tables import window_slots
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache
 
-if TYPE_CHECKING:
-    from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 
-
-def keep_chunk(kept: KeptWindows, cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
+def keep_chunk(kept: Any, cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
     """Begin to keep windows behind a token of each chunk, before the chunk is stored and once rows are uploaded.
 
     What lies before the chunk is copied now. The chunk's own tokens up to that token are stored a second time by every
@@ -51,7 +48,7 @@ def keep_chunk(kept: KeptWindows, cache: Int2Cache, forward_batch: Any) -> Store
     )
 
 
-def keep_decoded(kept: KeptWindows, cache: Int2Cache, forward_batch: Any) -> None:
+def keep_decoded(kept: Any, cache: Int2Cache, forward_batch: Any) -> None:
     """Keep the windows of those requests whose states were kept in a step of decode, once it has run."""
     mask = forward_batch.mamba_track_mask
     if mask is None or not forward_batch.forward_mode.is_decode():
