@@ -1,6 +1,7 @@
 """Keeping windows where SGLang keeps states: at the end of a chunk's last whole page, and every few tokens of decode.
 
-``kept`` are the copies (:class:`sglang_oscar.features.hybrids.kept_windows.KeptWindows`). SGLang says by request whether a state is kept in this forward pass, in which slot, and in a chunk behind which token.
+``kept`` are the copies (:class:`sglang_oscar.features.hybrids.kept_windows.KeptWindows`). SGLang says by request
+whether a state is kept in this forward pass, in which slot, and in a chunk behind which token.
 """
 
 from __future__ import annotations
