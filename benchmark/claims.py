@@ -63,7 +63,8 @@ ONE = "figure4", 1, 100_000
 """Experiment, requests and tokens of a single request."""
 QUICKSTART = {
     "BF16": ("BF16", None),
-    "INT2, `plus`, 2 bits": ("INT2 (recipe plus)", 128),
+    "INT2, the default": ("INT2 (focus, k3v2)", 128),
+    "INT2, `plus`, 2 bits": ("INT2 (plus, k2v2)", 128),
     "OSCAR INT2, as published": ("OSCAR INT2", 64),
     "the same": ("OSCAR INT2", 128),
     "QuaRot-INT2": ("QuaRot-INT2", 64),
