@@ -77,5 +77,5 @@ def test_a_running_server_names_its_method(info: dict[str, Any], name: str, titl
 def test_a_server_that_was_started_for_something_else_is_not_counted() -> None:
     with answering(server_info()) as url:
         assert started(url, make_method("bf16", settings())).facts.title == "BF16"
-        with pytest.raises(HarnessError, match="Naive INT2: its server says that its cache is BF16; see --server-args"):
+        with pytest.raises(HarnessError, match="Naive INT2: the server says that its cache is BF16; see --server-args"):
             started(url, make_method("naive", settings()))

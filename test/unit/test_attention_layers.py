@@ -47,6 +47,7 @@ def test_other_layers_are_refused(layers: list[RadixAttention], fault: str) -> N
 @pytest.mark.parametrize("sparse", [True, False, None])
 def test_block_sparse_models_are_refused_by_what_their_configuration_says(sparse: bool | None) -> None:
     """Not all releases have such configurations."""
-    config = SimpleNamespace() if sparse is None else SimpleNamespace(has_minicpm_sparse_attention=sparse)
+    known = {} if sparse is None else {"has_minicpm_sparse_attention": sparse}
+    config = SimpleNamespace(architectures=["MiniCPMForCausalLM"], **known)
     (refused,) = [row for row, what in refusals.MODELS if what == "block-sparse attention models"]
     assert refused(SimpleNamespace(hf_config=config)) == bool(sparse)

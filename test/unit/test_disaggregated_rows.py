@@ -16,6 +16,7 @@ from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.batch import refill_batch
 from sglang_oscar.features.disaggregation import handshake, waiting
 from sglang_oscar.features.disaggregation.arguments import waiting_rows
+from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.row_tables import RowTables
@@ -164,8 +165,8 @@ def test_rows_that_wait(mode: str, slots: int | None, rows: int) -> None:
 def test_waiting_requests_are_in_the_account(waiting: int, running: int) -> None:
     """As many bytes as the buffers take that are built from the plan."""
     budget = 1 << 30
-    plan = make_plan(GEOMETRY, budget, running, 64, waiting=waiting)
+    plan = make_plan(GEOMETRY, budget, running, 64, [WaitingRequests(waiting)])
     side = SideBuffers(GEOMETRY, plan.ring_rows, plan.sink_blocks, "cpu")
     assert plan.side_bytes == side.ring.nbytes + side.sink.nbytes
     assert plan.ring_rows == running + waiting + 1
-    assert make_plan(GEOMETRY, budget, None, 64, waiting=waiting).fixed_bytes <= budget
+    assert make_plan(GEOMETRY, budget, None, 64, [WaitingRequests(waiting)]).fixed_bytes <= budget

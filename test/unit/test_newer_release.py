@@ -40,7 +40,8 @@ def test_what_reads_back() -> None:
     assert newer.strange([point(PLACE, hook_of_more)]) == [f"{PLACE} (no parameter brand_new)"]
     gone = "sglang.srt.server_args.gone"
     assert newer.strange([point(gone), point(gone, recent=True)]) == [gone, gone]
-    assert newer.strange() == []  # of the installed release, which was tested
+    # Of the installed release, which was tested; an old one lacks what is marked as recent.
+    assert set(newer.strange()) <= {row.name for row in touchpoints.of_scheduler(int2=True) if row.recent}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from oscar_kernels.transform import SideTransform
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.folding import absorption, updates
 from sglang_oscar.features.tiers import hooks
+from sglang_oscar.formats import origin
 
 
 def original(*args: Any) -> str:
@@ -66,7 +67,7 @@ def test_no_storage_behind_an_update(how: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
     monkeypatch.setattr(absorption, "absorb", lambda *_: None)
     monkeypatch.setattr(absorption, "of_this_process", lambda: None)
-    monkeypatch.setattr(hooks, "_updated", threading.Event())
+    monkeypatch.setattr(origin, "_updated", threading.Event())
     monkeypatch.setattr(hooks, "active", SimpleNamespace)
 
     def update(*given: Any) -> tuple[bool, str]:
