@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from oscar_rotation.defaults import BITS, RECIPE
-from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.math.rope import rope_of
 from sglang_oscar.errors import Int2Error
@@ -26,7 +24,7 @@ from sglang_oscar.formats.content import attention_digest
 from sglang_oscar.formats.geometry import row_layout
 from sglang_oscar.formats.model_identity import model_identity
 from sglang_oscar.formats.origin import sample_digest, weight_files
-from sglang_oscar.rotation_source.places import Pair
+from sglang_oscar.rotation_source.places import Pair, pair_in
 from sglang_oscar.settings import Settings
 
 VERSION = 1
@@ -136,11 +134,7 @@ def kept(folder: Path) -> Pair | None:
     """
     if not os.path.isdir(folder):  # also where it may not be looked at
         return None
-    try:
-        keys, values = rotation_files(folder)
-    except RotationFileError as error:
-        raise Int2Error(f"{error}; remove this folder of the cache") from None
-    return str(keys), str(values)
+    return pair_in(folder, "{}; remove this folder of the cache")
 
 
 def writable(folder: Path) -> None:

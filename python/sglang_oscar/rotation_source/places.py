@@ -43,10 +43,23 @@ def named(source: str) -> Pair:
                 f"{VARIABLE}: {source} is no folder, no repository of the hub and not {', '.join(BUILT_IN)}"
             )
         folder = _of_hub(source)
+    return pair_in(folder, f"{VARIABLE}: {{}}")
+
+
+def pair_in(folder: Path, said: str) -> Pair:
+    """The rotation files of a folder.
+
+    Args:
+        folder: that is there.
+        said: what is told where it does not hold one file for keys and one for values, with a place for the reason.
+
+    Raises:
+        Int2Error: it does not.
+    """
     try:
         keys, values = rotation_files(folder)
     except RotationFileError as error:
-        raise Int2Error(f"{VARIABLE}: {error}") from None
+        raise Int2Error(said.format(error)) from None
     return str(keys), str(values)
 
 
@@ -121,8 +134,4 @@ def beside_weights(folder: Path) -> Pair | None:
     """
     if not (own := folder / BESIDE_WEIGHTS).is_dir():
         return None
-    try:
-        keys, values = rotation_files(own)
-    except RotationFileError as error:
-        raise Int2Error(f"the checkpoint's rotations: {error}") from None
-    return str(keys), str(values)
+    return pair_in(own, "the checkpoint's rotations: {}")
