@@ -25,11 +25,11 @@ from subjects import MODES, Mode, Subject, subject
 from oscar_tools.local_server import serve
 
 
-def room(mode: Mode, what: Subject, flags: list[str], log: Path) -> dict[str, int]:
-    """Tokens that a cache holds and requests that run at once, as a server says that has just started."""
+def room(mode: Mode, what: Subject, flags: list[str], log: Path) -> dict[str, Any]:
+    """Tokens that a cache holds and requests that run at once, and what its server says, which has just started."""
     with serve(what.folder, log, [*what.flags, *mode.args, *flags], mode.environment(what.folder)) as server:
-        found = room_of(server)
-    return {"tokens": found.tokens, "requests": found.requests}
+        found, facts = room_of(server), mode.facts(server)
+    return {"tokens": found.tokens, "requests": found.requests, "server": facts}
 
 
 def main(

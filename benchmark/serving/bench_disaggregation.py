@@ -238,6 +238,9 @@ def main(
                 print(transfer, mode, flush=True)
                 try:
                     with pairs[transfer, mode]() as servers:
+                        ends = {"prefill": servers.prefill, "decode": servers.decode}
+                        said = {end: MODES[mode].facts(server) for end, server in ends.items()}
+                        result.setdefault("servers", {}).setdefault(transfer, {})[mode] = said
                         found: Any = measure(servers, what, sizes, repeats)
                 except (ServerFailedError, requests.RequestException, RuntimeError) as error:
                     found = f"failed: {error}"

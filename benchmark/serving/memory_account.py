@@ -84,6 +84,7 @@ def check(shape: str, fill: float, longest: int, server_args: list[str], folder:
         folder, folder / f"{shape}.log", [*what.flags, *server_args, *mode.args], mode.environment(what.folder)
     ) as server:
         row: dict[str, Any] = {"shape": shape, "start_s": round(time.monotonic() - begin, 1), **account(server.text())}
+        row["server"] = mode.facts(server)
         row["difference"] = round(row["allocated_gib"] / row["account_gib"] - 1, 4)
         begin = time.monotonic()
         running = int(row["max_running"])

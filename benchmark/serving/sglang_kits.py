@@ -23,14 +23,14 @@ import time
 import unittest
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import requests
 import typer
 from machine import describe
 from rich.console import Console
 from rich.table import Table
-from subjects import EXACT
+from subjects import EXACT, Mode
 
 from oscar_cpu.server import environment, has_gpu
 from oscar_tools.local_server import LocalServer, serve
@@ -155,20 +155,22 @@ def main(
         bf16_args = "" if has_gpu() else "--attention-backend torch_native"
     rotations = {"SGLANG_OSCAR_K_ROTATION_PATH": k_rotation, "SGLANG_OSCAR_V_ROTATION_PATH": v_rotation}
     int2 = ["--kv-cache-dtype", "int2"]
-    own = {"BF16": (shlex.split(bf16_args), {}), "exact": (int2, EXACT), "int2": (int2, rotations)}
+    own = {"BF16": Mode(shlex.split(bf16_args), {}), "exact": Mode(int2, EXACT), "int2": Mode(int2, rotations)}
     if not exact:
         del own["exact"]
     # Requests of the kits go to this machine, whatever proxy is set.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
     outcomes: dict[str, dict[str, Outcome]] = {}
-    for name, (more, settings) in own.items():
+    facts: dict[str, dict[str, Any]] = {}
+    for name, mode in own.items():
         log = out.with_suffix(f".{name}.log")
-        with serve(model, log, [*more, *shlex.split(args)], environment() | settings) as server:
+        with serve(model, log, [*mode.args, *shlex.split(args)], environment() | mode.env) as server:
+            facts[name] = mode.facts(server)
             outcomes[name] = ask(server, str(model), kits)
     show(outcomes)
     worse = lost(outcomes["BF16"], outcomes["int2"])
     results = {name: {test: asdict(one) for test, one in of.items()} for name, of in outcomes.items()}
-    found = {**describe(), "servers": results, "lost_with_int2": worse}
+    found = {**describe(), "servers": facts, "outcomes": results, "lost_with_int2": worse}
     if exact:
         found["lost_with_exact"] = lost(outcomes["BF16"], outcomes["exact"])
     out.write_text(json.dumps(found, indent=2) + "\n")

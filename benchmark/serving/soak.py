@@ -23,6 +23,7 @@ import typer
 from machine import describe
 from poison import PoisonClient, poisoned_copy, server_arguments
 from soak_client import ROOT, Client
+from subjects import Mode
 
 from oscar_cpu.server import environment, has_gpu
 from oscar_tools.local_server import LocalServer, serve
@@ -81,6 +82,7 @@ def main(
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / "pages")
             args = [*server_arguments(folder / "drafts.jsonl" if drafts else None), *args]
         with serve(served, out.with_suffix(".log"), args, env) as server:
+            facts = Mode(args, env).facts(server)
             begin = time.monotonic()
             client = asyncio.run(drive(server))
             seconds = time.monotonic() - begin
@@ -97,6 +99,7 @@ def main(
     }
     result: dict[str, Any] = {
         **describe(),
+        "server": facts,
         "model": model.name,
         "requests": requests,
         "seconds": round(seconds, 1),

@@ -18,6 +18,7 @@ from oscar_rotation import defaults
 from oscar_tools.calibration.errors import HarnessError
 from support.server_answers import INT2, answering, server_info
 
+SERVING = sorted(Path(shapes.__file__).parent.glob("*.py"))
 KV_HEADS = {
     "qwen3-4b": (36, 8, 128), "qwen3-8b": (36, 8, 128), "qwen3-32b": (64, 8, 128), "gpt-oss-20b": (24, 8, 64),
     "qwen3-next-80b-a3b": (48, 2, 256), "qwen3.6-35b-a3b": (40, 2, 256), "qwen3.6-27b": (64, 4, 256),
@@ -51,6 +52,12 @@ def test_results_say_what_servers_say() -> None:
         assert MODES["int2"].facts(server)["bits"] == 3.3
         with pytest.raises(HarnessError, match="a stock cache: the server says that its cache is INT2, recipe plus"):
             MODES["fa3"].facts(server)
+
+
+@pytest.mark.parametrize("script", SERVING, ids=lambda path: path.stem)
+def test_whoever_starts_a_server_asks_it(script: Path) -> None:
+    text = script.read_text()
+    assert ("serve(" not in text) or ".facts(server)" in text
 
 
 @pytest.mark.parametrize(
