@@ -51,7 +51,7 @@ def build(name: str, function: str, defines: tuple[tuple[str, int], ...], shared
     arguments = ", ".join(f"*({of}*)arguments[{index}]" for index, of in enumerate(types))
     sources["main.cpp"] = f"""
 #include "{name}"
-extern "C" void run(int blocks, int threads, void** arguments) {{
+extern "C" __attribute__((visibility("default"))) void run(int blocks, int threads, void** arguments) {{
   auto kernel = [&] {{ {function}({arguments}); }};
   emulator::launch(blocks, threads, {shared_bytes}, kernel);
 }}
@@ -66,7 +66,7 @@ extern "C" void run(int blocks, int threads, void** arguments) {{
             (folder / source).write_text(text)
         part = folder / f".{hashlib.sha256(str(id(macros)).encode()).hexdigest()[:8]}.so"
         assert COMPILER is not None
-        options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC"]
+        options = "-std=c++17 -O1 -w -fno-strict-aliasing -ffp-contract=off -fvisibility=hidden -shared -fPIC".split()
         subprocess.run([COMPILER, *options, *macros, "-o", str(part), str(folder / "main.cpp")], check=True)
         part.replace(library)
     loaded = ctypes.CDLL(str(library))

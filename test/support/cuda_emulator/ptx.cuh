@@ -3,6 +3,7 @@
 // kernel needs them. What this leaves out: timing, memory order, and the latency of copies.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -52,10 +53,13 @@ struct Dim {
 };
 
 struct Warp {
-  u32 given[32][8];  // what lanes bring to a collective operation, and what they take from it
-  u32 taken[32][4];
+  u32 brought[2][32][8];  // what lanes bring to an operation, and to the next: some may be there before all have taken
+  u32 results[2][32][4];
   int arrived = 0, kind = 0;
-  u64 done = 0;  // operations
+  u32 done = 0;  // operations
+
+  u32 (&given())[32][8] { return brought[done % 2]; }
+  u32 (&taken())[32][4] { return results[done % 2]; }
 };
 
 struct Mbarrier {
@@ -73,7 +77,7 @@ struct Mbarrier {
 
 struct Gate {
   int arrived = 0;
-  u64 done = 0;
+  u32 done = 0;
 };
 
 struct Block {
@@ -91,17 +95,36 @@ struct Thread {
   Block* block;
   Warp* warp;
   int lane;
-  bool finished = false;
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
+  bool begun = false, finished = false;
+  const u32* watched = nullptr;  // it waits until this is no longer ``seen``
+  u32 seen = 0;
+  ucontext_t beginning;
+  jmp_buf rest;
 };
 
-inline thread_local Thread* now = nullptr;
-inline thread_local ucontext_t scheduler;
+inline Thread* now = nullptr;
+inline jmp_buf scheduler;
 inline Dim grid, size;
 inline u64 progress = 0;  // counts what others may wait for
 
-inline void yield() { swapcontext(&now->context, &scheduler); }
+// Jumps, as ucontext would ask the kernel for signal masks at every switch.
+inline void yield() {
+  if (!_setjmp(now->rest)) _longjmp(scheduler, 1);
+}
+
+inline void wait_while(const u32& watched, u32 seen) {
+  now->watched = &watched, now->seen = seen;
+  while (watched == seen) yield();
+  now->watched = nullptr;
+}
+
+__attribute__((noinline)) inline void resume(Thread& thread) {
+  now = &thread;
+  if (_setjmp(scheduler)) return;
+  if (thread.begun) _longjmp(thread.rest, 1);
+  thread.begun = true;
+  setcontext(&thread.beginning);
+}
 
 // Runs ``act`` once every lane of the warp has come, then lets them go on.
 template <class Act>
@@ -109,27 +132,27 @@ inline void collective(int kind, Act act) {
   Warp& warp = *now->warp;
   if (warp.arrived == 0) warp.kind = kind;
   if (warp.kind != kind) fail("lanes of a warp are in different collective operations");
-  u64 mine = warp.done;
+  u32 mine = warp.done;
   if (++warp.arrived == 32) {
     act(warp);
     warp.arrived = 0;
     warp.done++;
     progress++;
   } else {
-    while (warp.done == mine) yield();
+    wait_while(warp.done, mine);
   }
 }
 
 // The same for some threads of a block.
 inline void gate(u32 id, int threads) {
   Gate& gate = now->block->gates[id];
-  u64 mine = gate.done;
+  u32 mine = gate.done;
   if (++gate.arrived == threads) {
     gate.arrived = 0;
     gate.done++;
     progress++;
   } else {
-    while (gate.done == mine) yield();
+    wait_while(gate.done, mine);
   }
 }
 
@@ -137,11 +160,10 @@ inline void gate(u32 id, int threads) {
 template <int GIVE, int TAKE, class Act>
 inline void exchange(int kind, const u32 (&give)[GIVE], u32 (&take)[TAKE], Act act) {
   Warp& warp = *now->warp;
-  std::memcpy(warp.given[now->lane], give, sizeof give);
+  auto& taken = warp.taken()[now->lane];
+  std::memcpy(warp.given()[now->lane], give, sizeof give);
   collective(kind, act);
-  std::memcpy(take, warp.taken[now->lane], sizeof take);
-  // Nobody may give again before everybody has taken.
-  collective(-kind, [](Warp&) {});
+  std::memcpy(take, taken, sizeof take);
 }
 
 template <class Kernel>
@@ -165,35 +187,35 @@ template <class Kernel>
 void launch(int blocks, int threads, int shared_bytes, const Kernel& kernel) {
   grid = {(u32)blocks, 1, 1}, size = {(u32)threads, 1, 1};
   std::vector<Block> all(blocks);
-  std::vector<std::unique_ptr<Thread>> fibers;
+  std::vector<Thread> fibers((size_t)blocks * threads);
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() < fibers.size()) stacks.emplace_back(new char[STACK]);
   for (int b = 0; b < blocks; b++) {
     Block& block = all[b];
     block.memory.assign(shared_bytes + 65536 + 1024, (char)0xFF);  // NaN in every format
     block.shared = (char*)(((uintptr_t)block.memory.data() + 1023) / 1024 * 1024);
     block.warps.resize(threads / 32);
     for (int t = 0; t < threads; t++) {
-      auto thread = std::make_unique<Thread>();
-      thread->index = {(u32)t, 0, 0}, thread->block_index = {(u32)b, 0, 0};
-      thread->block = &block, thread->warp = &block.warps[t / 32], thread->lane = t % 32;
-      thread->stack.reset(new char[STACK]);
-      getcontext(&thread->context);
-      thread->context.uc_stack.ss_sp = thread->stack.get();
-      thread->context.uc_stack.ss_size = STACK;
-      thread->context.uc_link = nullptr;
+      size_t number = (size_t)b * threads + t;
+      Thread& thread = fibers[number];
+      thread.index = {(u32)t, 0, 0}, thread.block_index = {(u32)b, 0, 0};
+      thread.block = &block, thread.warp = &block.warps[t / 32], thread.lane = t % 32;
+      getcontext(&thread.beginning);
+      thread.beginning.uc_stack.ss_sp = stacks[number].get();
+      thread.beginning.uc_stack.ss_size = STACK;
+      thread.beginning.uc_link = nullptr;
       u64 at = (u64)(uintptr_t)&kernel;
-      makecontext(&thread->context, (void (*)())enter<Kernel>, 2, (u32)(at >> 32), (u32)at);
-      fibers.push_back(std::move(thread));
+      makecontext(&thread.beginning, (void (*)())enter<Kernel>, 2, (u32)(at >> 32), (u32)at);
     }
   }
   int idle = 0;
   for (u32 round = 0, left = fibers.size(); left > 0; round++) {
     u64 before = progress;
     for (size_t f = 0; f < fibers.size(); f++) {
-      auto& fiber = fibers[f];
-      if (fiber->finished || sleeps(round, f / 32)) continue;
-      now = fiber.get();
-      swapcontext(&scheduler, &fiber->context);
-      if (fiber->finished) left--;
+      Thread& fiber = fibers[f];
+      if (fiber.finished || (fiber.watched && *fiber.watched == fiber.seen) || sleeps(round, f / 32)) continue;
+      resume(fiber);
+      if (fiber.finished) left--;
     }
     idle = progress == before ? idle + 1 : 0;
     if (idle > 100 * NAP) fail("all threads wait for each other");
@@ -261,32 +283,32 @@ template <class Word, class Act>
 inline Word across(int kind, Word x, Act act) {
   u32 give[1] = {bits_of<u32>(x)}, take[1];
   emulator::exchange(kind, give, take, [&](emulator::Warp& warp) {
-    for (int l = 0; l < 32; l++) warp.taken[l][0] = act(warp, l);
+    for (int l = 0; l < 32; l++) warp.taken()[l][0] = act(warp, l);
   });
   return bits_of<Word>(take[0]);
 }
 template <class Word>
 inline Word __shfl_xor_sync(u32, Word x, int step) {
-  emulator::now->warp->given[emulator::now->lane][1] = (u32)step;
-  return across(2, x, [](emulator::Warp& warp, int l) { return warp.given[l ^ warp.given[l][1]][0]; });
+  emulator::now->warp->given()[emulator::now->lane][1] = (u32)step;
+  return across(2, x, [](emulator::Warp& warp, int l) { return warp.given()[l ^ warp.given()[l][1]][0]; });
 }
 template <class Word>
 inline Word __shfl_sync(u32, Word x, int from) {
-  emulator::now->warp->given[emulator::now->lane][1] = (u32)from % 32;
-  return across(3, x, [](emulator::Warp& warp, int l) { return warp.given[warp.given[l][1]][0]; });
+  emulator::now->warp->given()[emulator::now->lane][1] = (u32)from % 32;
+  return across(3, x, [](emulator::Warp& warp, int l) { return warp.given()[warp.given()[l][1]][0]; });
 }
 template <class Word>
 inline Word __shfl_up_sync(u32, Word x, int step) {
-  emulator::now->warp->given[emulator::now->lane][1] = (u32)step;
+  emulator::now->warp->given()[emulator::now->lane][1] = (u32)step;
   return across(4, x, [](emulator::Warp& warp, int l) {
-    int from = l - (int)warp.given[l][1];
-    return warp.given[from < 0 ? l : from][0];
+    int from = l - (int)warp.given()[l][1];
+    return warp.given()[from < 0 ? l : from][0];
   });
 }
 inline u32 __ballot_sync(u32, bool x) {
   return across(5, (u32)x, [](emulator::Warp& warp, int) {
     u32 out = 0;
-    for (int l = 0; l < 32; l++) out |= (u32)(warp.given[l][0] != 0) << l;
+    for (int l = 0; l < 32; l++) out |= (u32)(warp.given()[l][0] != 0) << l;
     return out;
   });
 }
@@ -294,7 +316,7 @@ inline bool __any_sync(u32 mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline u32 __reduce_max_sync(u32, u32 x) {
   return across(6, x, [](emulator::Warp& warp, int) {
     u32 out = 0;
-    for (int l = 0; l < 32; l++) out = max(out, warp.given[l][0]);
+    for (int l = 0; l < 32; l++) out = max(out, warp.given()[l][0]);
     return out;
   });
 }
@@ -359,11 +381,11 @@ inline void emulated_mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
         int row = l / 4, half = i / 2, column = 2 * (l % 4) + i % 2, sum = 0;
         for (int k = 0; k < 32; k++) {
           int word = k / 16, from = k % 16 / 4, shift = 8 * (k % 4);
-          int a = (int)(warp.given[4 * row + from][2 * word + half] >> shift & 0xff);
-          u32 byte = warp.given[4 * column + from][4 + word] >> shift & 0xff;
+          int a = (int)(warp.given()[4 * row + from][2 * word + half] >> shift & 0xff);
+          u32 byte = warp.given()[4 * column + from][4 + word] >> shift & 0xff;
           sum += a * (SIGNED ? (int)(signed char)byte : (int)byte);
         }
-        warp.taken[l][i] = (u32)sum;
+        warp.taken()[l][i] = (u32)sum;
       }
   });
   for (int i = 0; i < 4; i++) c[i] += (int)take[i];
@@ -386,10 +408,10 @@ inline void emulated_mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
         double sum = 0;
         for (int k = 0; k < DEPTH; k++) {
           int word = k / 8, from = k % 8 / 2;
-          sum += (double)emulated_element<BF16>(warp.given[4 * row + from][2 * word + half], k % 2) *
-                 (double)emulated_element<BF16>(warp.given[4 * column + from][4 + word], k % 2);
+          sum += (double)emulated_element<BF16>(warp.given()[4 * row + from][2 * word + half], k % 2) *
+                 (double)emulated_element<BF16>(warp.given()[4 * column + from][4 + word], k % 2);
         }
-        warp.taken[l][i] = bits_of<u32>((float)sum);
+        warp.taken()[l][i] = bits_of<u32>((float)sum);
       }
   });
   for (int i = 0; i < 4; i++) c[i] += bits_of<float>(take[i]);
@@ -404,7 +426,7 @@ inline void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
 }
 inline u32 transpose_8x8(u32 x) {
   return across(30, x, [](emulator::Warp& warp, int l) {
-    auto element = [&](int row, int column) { return warp.given[4 * row + column / 2][0] >> (16 * (column % 2)) & 0xffffu; };
+    auto element = [&](int row, int column) { return warp.given()[4 * row + column / 2][0] >> (16 * (column % 2)) & 0xffffu; };
     return element(2 * (l % 4), l / 4) | element(2 * (l % 4) + 1, l / 4) << 16;
   });
 }
@@ -430,7 +452,7 @@ inline void barrier_arrive_expect(u32 barrier, u32 bytes) {
   barrier_arrive(barrier);
 }
 inline void barrier_wait(u32 barrier, u32 parity) {
-  while (emulated_barrier(barrier).phase == parity) emulator::yield();
+  emulator::wait_while(emulated_barrier(barrier).phase, parity);
 }
 inline void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
   if (destination % 16 || (uintptr_t)source % 16 || bytes % 16 || bytes == 0) emulator::fail("a bulk copy is not of 16-byte words");
