@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import SCALE_DTYPES
@@ -37,6 +37,10 @@ UNSET = {
 """What applies in the place of a setting that is None."""
 
 
+THE_CACHE, ON_THE_SPOT = CACHED = ("the cache", "calibration on the spot")
+"""What is said of where rotations are from."""
+
+
 class Settings(BaseModel):
     """Settings of int2 mode; field aliases are the environment variables, descriptions are for docs/reference.md.
 
@@ -47,6 +51,7 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
+    _origin: str = PrivateAttr("")
 
     rotations: str | None = Field(
         None,
@@ -190,9 +195,26 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise malformed(error, values) from None
 
-    def with_rotations(self, keys: str, values: str) -> Settings:
-        """The same with these rotations: paths, or names of built-in recipes."""
-        return self.model_copy(update={"k_rotation": keys, "v_rotation": values})
+    def with_rotations(self, keys: str, values: str, origin: str = "") -> Settings:
+        """The same with these rotations: paths, or names of built-in recipes.
+
+        Args:
+            keys, values: the rotations.
+            origin: where they come from, in words.
+        """
+        found = self.model_copy(update={"k_rotation": keys, "v_rotation": values})
+        found._origin = origin
+        return found
+
+    def named(self, side: str) -> str:
+        """How messages name the rotations of a side, "k" or "v": by its variable, or by where they are from."""
+        variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
+        return variable if not self._origin or variable in self._origin else f"rotations from {self._origin}"
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the rotations are in the user's cache, which can make them anew."""
+        return self._origin in CACHED
 
     @property
     def windows(self) -> Windows:
@@ -239,7 +261,7 @@ def of_this_process() -> Settings:
         Int2Error: as :meth:`Settings.from_env`.
     """
     settings, chosen = Settings.from_env(), chosen_rotations()
-    return settings.with_rotations(chosen["keys"], chosen["values"]) if chosen else settings
+    return settings.with_rotations(**chosen) if chosen else settings
 
 
 def chosen_rotations() -> dict[str, str]:

@@ -225,6 +225,27 @@ def test_recipe_and_files_must_agree(plus_files):
         load_formats(Settings.from_env(swapped), PLUS_ROWS, range(2))
 
 
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ("", r"^SGLANG_OSCAR_V_ROTATION_PATH: {file}: "),
+        ("SGLANG_OSCAR_K_ROTATION_PATH and SGLANG_OSCAR_V_ROTATION_PATH", r"^SGLANG_OSCAR_V_ROTATION_PATH: {file}: "),
+        ("SGLANG_OSCAR_ROTATIONS", r"^rotations from SGLANG_OSCAR_ROTATIONS: {file}: "),
+        ("the checkpoint", r"^rotations from the checkpoint: {file}: "),
+        ("the cache", r"^rotations from the cache: {file}: .*; remove {folder}, and the next start calibrates again$"),
+    ],
+)
+def test_a_broken_file_is_named_with_where_it_is_from(plus_files, tmp_path, origin, said):
+    from sglang_oscar.formats.rotations import load_formats
+
+    keys = plus_files["SGLANG_OSCAR_K_ROTATION_PATH"]
+    broken = tmp_path / "kept" / "v_rotation.safetensors"
+    broken.parent.mkdir()
+    broken.write_bytes(b"half")
+    with pytest.raises(Int2Error, match=said.format(file=broken, folder=broken.parent)):
+        load_formats(Settings.from_env({}).with_rotations(keys, str(broken), origin), PLUS_ROWS, range(2))
+
+
 def test_centers_of_another_model(plus_files):
     from sglang_oscar.formats.rotations import load_formats
 

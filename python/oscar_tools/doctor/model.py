@@ -183,7 +183,7 @@ def rotation_source(path: str, group_size: int | None, loaded: dict[str, Any]) -
         if (reason := choice.refusal(args, settings, chosen)) is not None:
             raise Int2Error(reason)
         return f"none yet: the first server calibrates on the spot, minutes, into {chosen.folder}"
-    settings = settings.with_rotations(chosen.keys, chosen.values)
+    settings = settings.with_rotations(chosen.keys, chosen.values, chosen.origin)
     args.model_path = path
     identity = served_identity(args, config)
     loaded["formats"] = load_formats(settings, loaded["layout"], cached_layer_ids(config), identity)

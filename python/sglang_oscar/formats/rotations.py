@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +59,7 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
 
     def of_side(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
         source = getattr(settings, f"{side}_rotation")
-        found = _read(side, source, layers, layout, model, settings.recipe)
+        found = _read(side, settings, layers, layout, model)
         bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
         transforms = _transforms(found, source, bits, override, default)
         sides = [
@@ -71,8 +72,8 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
     values, value_recipe = of_side("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
     if key_recipe != value_recipe:
         raise Int2Error(
-            f"SGLANG_OSCAR_K_ROTATION_PATH: {settings.k_rotation} is of the recipe {key_recipe}, "
-            f"SGLANG_OSCAR_V_ROTATION_PATH: {settings.v_rotation} is of the recipe {value_recipe}; "
+            f"{settings.named('k')}: {settings.k_rotation} is of the recipe {key_recipe}, "
+            f"{settings.named('v')}: {settings.v_rotation} is of the recipe {value_recipe}; "
             "give two files of one fit"
         )
     formats = {
@@ -112,18 +113,13 @@ def _kept(settings: Settings, layout: RowLayout, layers: tuple[int, ...], model:
 
 
 def _read(
-    side: Literal["k", "v"],
-    source: str | None,
-    layers: Sequence[int],
-    layout: RowLayout,
-    model: ModelIdentity | None,
-    recipe: str | None,
+    side: Literal["k", "v"], settings: Settings, layers: Sequence[int], layout: RowLayout, model: ModelIdentity | None
 ) -> RotationSet:
     """Rotations of one side, checked against the model and the settings."""
-    variable = f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"
+    named, source, recipe = settings.named(side), getattr(settings, f"{side}_rotation"), settings.recipe
     if source is None:
         raise Int2Error(
-            f"{variable} is not set: give a rotation file (fit one with `oscar fit`), or the built-in recipe "
+            f"{named} is not set: give a rotation file (fit one with `oscar fit`), or the built-in recipe "
             "`hadamard` or `identity`"
         )
     try:
@@ -131,20 +127,21 @@ def _read(
             source, num_layers=len(layers), head_dim=layout.head_dim, side=side, model=model, layers=layers
         )
     except RotationFileError as error:
-        raise Int2Error(f"{variable}: {error}") from None
+        again = f"; remove {Path(source).parent}, and the next start calibrates again" if settings.is_cached else ""
+        raise Int2Error(f"{named}: {error}{again}") from None
     if recipe is not None and found.recipe != recipe:
         raise Int2Error(
-            f"{variable}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE asks for {recipe}; "
+            f"{named}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE asks for {recipe}; "
             f"fit one with `oscar fit --recipe {recipe}`, or unset SGLANG_OSCAR_RECIPE"
         )
     for name, x in (("rotations", found.rotations if found.per_head else None), ("centers", found.centers)):
         if x is not None and x.shape[1] != layout.kv_heads:
             raise Int2Error(
-                f"{variable}: {source} has {name} of {x.shape[1]} kv heads, the model has {layout.kv_heads}; use this "
+                f"{named}: {source} has {name} of {x.shape[1]} kv heads, the model has {layout.kv_heads}; use this "
                 "model's file"
             )
     if found.centers is not None and side == "v":
-        raise Int2Error(f"{variable}: {source} centers values, which is not served; use this model's value file")
+        raise Int2Error(f"{named}: {source} centers values, which is not served; use this model's value file")
     return found
 
 

@@ -21,7 +21,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.names import CHOSEN_ROTATIONS
 from sglang_oscar.rotation_source import cache, on_the_spot, places
 from sglang_oscar.rotation_source.cache import Calibration
-from sglang_oscar.settings import Settings
+from sglang_oscar.settings import ON_THE_SPOT, THE_CACHE, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def find(args: Any, settings: Settings, model: Any) -> Source | Missing:
     wanted = Calibration.of(args, settings, model, checkpoint)
     folder = cache.root(settings) / wanted.key
     pair = cache.kept(folder)
-    return Missing(wanted, folder) if pair is None else Source(*pair, "the cache")
+    return Missing(wanted, folder) if pair is None else Source(*pair, THE_CACHE)
 
 
 def refusal(args: Any, settings: Settings, missing: Missing) -> str | None:
@@ -147,7 +147,7 @@ def choose(args: Any, settings: Settings, model: Any, flags: Sequence[str]) -> S
         found = calibrated(args.model_path, found, settings, flags)
     logger.info("int2 %s", found.line())
     args.__dict__[CHOSEN_ROTATIONS] = asdict(found)
-    return settings.with_rotations(found.keys, found.values)
+    return settings.with_rotations(**asdict(found))
 
 
 def calibrated(model: str, missing: Missing, settings: Settings, flags: Sequence[str]) -> Source:
@@ -171,7 +171,7 @@ def calibrated(model: str, missing: Missing, settings: Settings, flags: Sequence
     try:
         with cache.alone(folder, seconds, say):
             if (pair := cache.kept(folder)) is not None:
-                return Source(*pair, "the cache")
+                return Source(*pair, THE_CACHE)
             say(f"{model} has no rotations yet; making them now, once, in {folder}")
             with cache.filling(folder) as new:
                 fit = ["--kv-cache-quant-group-size", str(missing.calibration.group_size)]
@@ -180,4 +180,4 @@ def calibrated(model: str, missing: Missing, settings: Settings, flags: Sequence
         raise Int2Error(f"{error.filename or folder}: {error.strerror or error}; set {cache.VARIABLE}") from None
     pair = cache.kept(folder)
     assert pair is not None
-    return Source(*pair, "calibration on the spot")
+    return Source(*pair, ON_THE_SPOT)
