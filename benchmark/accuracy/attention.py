@@ -91,6 +91,15 @@ def sliding_window(schedule: Schedule, recent: int) -> torch.Tensor:
     return torch.where(decoded, begin, torch.minimum(begin, schedule.chunk_starts))
 
 
+@dataclass(frozen=True)
+class Alike:
+    """Sequences of a batch that begin alike: sequence i as sequence ``rows[which[i]]``, for ``first`` tokens."""
+
+    first: int
+    rows: torch.Tensor
+    which: torch.Tensor
+
+
 @dataclass
 class CacheView:
     """What attention reads.
@@ -100,6 +109,8 @@ class CacheView:
         sink: leading tokens that are exact.
         key_exact_from, value_exact_from: int64 [n], from :func:`sliding_window` or a method's own rule.
         observe: called with (layer, q, k, v, module) of every layer; for calibration and measurements.
+        by_token: whether what is read of a token depends on this token alone.
+        alike: sequences that begin alike, whose beginning is then quantized once; None for none.
     """
 
     keys: Quantizer | None = None
@@ -108,6 +119,18 @@ class CacheView:
     key_exact_from: torch.Tensor | None = None
     value_exact_from: torch.Tensor | None = None
     observe: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any], None] | None = None
+    by_token: bool = False
+    alike: Alike | None = None
+
+    def read(self, side: Quantizer | None, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the cache gives them back, float32."""
+        if side is None:
+            return x.float()
+        if self.alike is None or not self.by_token:
+            return side(layer, x)
+        a = self.alike
+        beginning = side(layer, x[a.rows, :, : a.first])[a.which]
+        return torch.cat([beginning, side(layer, x[:, :, a.first :])], 2)
 
 
 _view: CacheView | None = None
@@ -188,38 +211,85 @@ def composed_attention(
     Returns:
         [batch, q_heads, m, d] in the dtype of ``q``.
     """
-    m, n, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    m, n, kv_heads = q.shape[2], k.shape[2], k.shape[1]
     offset = n - m
-    wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     exact = view.keys is None and view.values is None
     begin = m if exact else min(max(first_quantized_query(view) - offset, 0), m)
     out = torch.empty_like(q)
     if begin:
+        wide_k, wide_v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
         out[:, :, :begin] = exact_attention(q[:, :, :begin], wide_k, wide_v, offset, scale)
     if begin == m:
         return out
-    k_exact, v_exact = wide_k.float(), wide_v.float()
-    k_coded = k_exact if view.keys is None else view.keys(layer, k).repeat_interleave(group, 1)
-    v_coded = v_exact if view.values is None else view.values(layer, v).repeat_interleave(group, 1)
     assert view.key_exact_from is not None
     assert view.value_exact_from is not None
+    keys = Composed(k.float(), view.read(view.keys, layer, k), view.sink, view.key_exact_from.to(q.device))
+    values = Composed(v.float(), view.read(view.values, layer, v), view.sink, view.value_exact_from.to(q.device))
     positions = torch.arange(n, device=q.device)
     step = max(1, BLOCK_SCORES // (q.shape[0] * q.shape[1] * n))
     for start in range(begin, m, step):
-        stop = min(start + step, m)
-        last = offset + stop
-        rows = slice(offset + start, last)
-        queries = q[:, :, start:stop].float() * scale
-        before = positions[:last]
-        keys_from, values_from = (x[rows, None].to(q.device) for x in (view.key_exact_from, view.value_exact_from))
-        exact_keys = (before < view.sink) | (before >= keys_from)
-        exact_values = (before < view.sink) | (before >= values_from)
-        scores = torch.where(exact_keys, queries @ k_exact[:, :, :last].mT, queries @ k_coded[:, :, :last].mT)
-        weights = scores.masked_fill_(before > positions[rows, None], float("-inf")).softmax(-1)
-        mixed = weights.masked_fill(~exact_values, 0) @ v_exact[:, :, :last]
-        mixed += weights.masked_fill_(exact_values, 0) @ v_coded[:, :, :last]
-        out[:, :, start:stop] = mixed.to(q.dtype)
+        rows = slice(offset + start, offset + min(start + step, m))
+        queries = q[:, :, rows.start - offset : rows.stop - offset].float() * scale
+        scores = keys.scores(queries.unflatten(1, (kv_heads, -1)), rows)
+        future = positions[rows.start : rows.stop] > positions[rows, None]
+        scores[..., rows.start :].masked_fill_(future, float("-inf"))
+        mixed = values.mixed(scores.softmax(-1), rows)
+        out[:, :, rows.start - offset : rows.stop - offset] = mixed.flatten(1, 2).to(q.dtype)
     return out
+
+
+class Composed:
+    """Keys or values of one layer of which every query reads some exactly.
+
+    Exact are the sink and what is near, so of most tokens only the coded form is looked at.
+
+    Args:
+        exact, coded: float32 [batch, kv_heads, n, d].
+        sink: leading tokens that are exact.
+        exact_from: int64 [n], first position that a query reads exactly, on the same device.
+    """
+
+    def __init__(self, exact: torch.Tensor, coded: torch.Tensor, sink: int, exact_from: torch.Tensor) -> None:
+        self.exact, self.coded, self.sink, self.exact_from = exact, coded, sink, exact_from
+        self.least = exact_from.cpu()
+
+    def scores(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Products of queries [batch, kv_heads, group, rows, d] with all keys before the end of ``rows``, [batch,
+        kv_heads, group, rows, stop]."""
+        sink, near, exactly = self._parts(rows)
+        flat, group = queries.flatten(2, 3), queries.shape[2]
+
+        def products(keys: torch.Tensor) -> torch.Tensor:
+            return (flat @ keys.mT).unflatten(2, (group, -1))
+
+        found = products(self.coded[:, :, : rows.stop])
+        found[..., :sink] = products(self.exact[:, :, :sink])
+        part = products(self.exact[:, :, near : rows.stop])
+        found[..., near:] = torch.where(exactly, part, found[..., near:])
+        return found
+
+    def mixed(self, weights: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Sums of values with weights [batch, kv_heads, group, rows, stop], which are overwritten: [batch, kv_heads,
+        group, rows, d]."""
+        sink, near, exactly = self._parts(rows)
+
+        def sums(part: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return (part.flatten(2, 3) @ values).unflatten(2, part.shape[2:4])
+
+        found = sums(weights[..., :sink], self.exact[:, :, :sink])
+        close = weights[..., near:]
+        found += sums(close.masked_fill(~exactly, 0), self.exact[:, :, near : rows.stop])
+        close.masked_fill_(exactly, 0)
+        weights[..., :sink] = 0
+        return found.add_(sums(weights, self.coded[:, :, : rows.stop]))
+
+    def _parts(self, rows: slice) -> tuple[int, int, torch.Tensor]:
+        """End of the sink, first position that any of the queries may read exactly behind it, and whether each of them
+        reads each from there on exactly, [rows, stop - first]."""
+        sink = min(self.sink, rows.stop)
+        near = min(max(int(self.least[rows].min()), sink), rows.stop)
+        positions = torch.arange(near, rows.stop, device=self.exact.device)
+        return sink, near, positions >= self.exact_from[rows, None]
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int, scale: float) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from accuracy.session import Session
 from oscar_rotation.threads import one_thread
 
 MOST_LOGITS = 1 << 29
-"""Of a batch: 2 GB in float32, and what is computed of them is several times that."""
+"""Of a batch of contexts."""
 
 
 class Bench:
@@ -46,13 +47,8 @@ class Bench:
                 material.text(kind, size.kind_contexts, size.kind_context),
                 size.kind_tail,
                 self._batch(size.kind_context, size.kind_tail),
-                hidden=False,
             )
             for kind in others
-        }
-        self.layers = Layers(one_batch(model, ids[: plan.LAYER_CONTEXTS], size.tail))
-        self.long = {
-            n: Layers(one_batch(model, material.text(first, plan.LONG_CONTEXTS, n), 64)) for n in size.long_contexts
         }
         longest = model.config.get_text_config().max_position_embeddings
         self.retrieval = {
@@ -64,6 +60,18 @@ class Bench:
             for length in size.lengths
             if length < longest
         }
+
+    @cached_property
+    def layers(self) -> Layers:
+        """Contexts that are measured layer by layer."""
+        ids = self.material.text(self.material.kinds[0], self.size.contexts, self.size.context)
+        return Layers(one_batch(self.model, ids[: plan.LAYER_CONTEXTS], self.size.tail))
+
+    @cached_property
+    def long(self) -> dict[int, Layers]:
+        """The same at several lengths."""
+        texts = {n: self.material.text(self.material.kinds[0], plan.LONG_CONTEXTS, n) for n in self.size.long_contexts}
+        return {n: Layers(one_batch(self.model, ids, 64)) for n, ids in texts.items()}
 
     def _batch(self, context: int, tail: int) -> int:
         """Contexts at a time, as many as tokens and logits of their tails allow."""
@@ -101,6 +109,7 @@ class Bench:
         if method.table in plan.EVERYWHERE or method.name in plan.FIGURES:
             row["layers"] = self.layers.measure(method)
         if method.name in plan.FIGURES:
+            row["language"]["hidden"] = self.language.hidden(method)
             row["kl_by_length"] = {
                 str(n): vars_of(layers.measure(method), "attention_kl") for n, layers in self.long.items()
             }

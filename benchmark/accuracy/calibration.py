@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from accuracy.attention import CacheView, reading
+from accuracy.host_memory import LayerActivations, ParkedLayers
 from oscar_rotation.fit.output_weights import reader_of
 from oscar_rotation.math.covariance import CovarianceAccumulator
 from oscar_rotation.math.positions import Positions
-
-
-@dataclass(frozen=True)
-class LayerActivations:
-    """One layer: q [tokens, q_heads, d] after RoPE, k [tokens, kv_heads, d] after RoPE, v alike, all float32."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -28,7 +20,7 @@ class Calibration:
     """Activations of all layers over sequences of one length.
 
     Attributes:
-        layers: per layer.
+        layers: per layer; on a GPU they wait in host memory and are copied when they are asked for.
         seq_lens: lengths of the sequences, which lie one after the other.
         readers: per layer W_o W_o^T by kv head, summed over its query heads: float32 [kv_heads, d, d].
         rotary: n -> cosines and sines of the rotary embedding of positions 0 .. n-1, [n, d] each.
@@ -38,7 +30,7 @@ class Calibration:
         head_dim, kv_heads: geometry.
     """
 
-    layers: list[LayerActivations]
+    layers: Sequence[LayerActivations]
     seq_lens: list[int]
     readers: list[torch.Tensor]
     rotary: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -50,17 +42,17 @@ class Calibration:
     @property
     def head_dim(self) -> int:
         """Channels per head."""
-        return self.layers[0].k.shape[-1]
+        return self.readers[0].shape[-1]
 
     @property
     def kv_heads(self) -> int:
         """kv heads of a layer."""
-        return self.layers[0].k.shape[1]
+        return self.readers[0].shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the activations are."""
-        return self.layers[0].k.device
+        """Where the activations are used."""
+        return self.readers[0].device
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """``compute()``, or what it gave when ``key`` was asked for before."""
@@ -93,7 +85,8 @@ class Calibration:
     def first(self, sequences: int) -> Calibration:
         """The same with the first ``sequences`` only."""
         tokens = sum(self.seq_lens[:sequences])
-        layers = [LayerActivations(x.q[:tokens], x.k[:tokens], x.v[:tokens]) for x in self.layers]
+        parts = (LayerActivations(x.q[:tokens], x.k[:tokens], x.v[:tokens]) for x in self.layers)
+        layers = ParkedLayers(parts, self.device)
         ids = None if self.ids is None else self.ids[:sequences]
         return Calibration(
             layers, self.seq_lens[:sequences], self.readers, self.rotary, self.context, model=self.model, ids=ids
@@ -113,23 +106,24 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
     readers: dict[int, torch.Tensor] = {}
 
     def observe(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> None:
-        flat = [x.float().transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        flat = [x.float().transpose(1, 2).flatten(0, 1).cpu() for x in (q, k, v)]
         parts.setdefault(layer, []).append(LayerActivations(*flat))
         readers.setdefault(layer, reader_of(module.o_proj.weight, k.shape[1], k.shape[3]))
 
     def rotary(n: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(n, device=model.device)[None]
-        cos, sin = model.model.rotary_emb(layers[0].k.float(), positions)
+        cos, sin = model.model.rotary_emb(torch.zeros(1, device=model.device), positions)
         return cos[0], sin[0]
 
     for chunk in ids.split(batch):
         with reading(model, CacheView(observe=observe)):
             model.model(chunk.to(model.device), use_cache=False)
-    layers = [
-        LayerActivations(*(torch.cat([getattr(part, name) for part in parts[layer]]) for name in ("q", "k", "v")))
-        for layer in range(len(parts))
-    ]
-    outputs = [readers[layer] for layer in range(len(parts))]
+    joined = (
+        LayerActivations(*(torch.cat([getattr(part, name) for part in found]) for name in ("q", "k", "v")))
+        for found in (parts.pop(layer) for layer in sorted(parts))
+    )
+    layers = ParkedLayers(joined, model.device)
+    outputs = [readers[layer] for layer in range(len(layers))]
     return Calibration(
         layers, [ids.shape[1]] * len(ids), outputs, rotary, model.config.max_position_embeddings, model=model, ids=ids
     )

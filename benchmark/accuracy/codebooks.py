@@ -164,23 +164,28 @@ def rms(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-8)
 
 
-def read_rows(y: torch.Tensor, books: GroupBooks, gain: float) -> torch.Tensor:
-    """Rows by the nearest points to them, with one scale per row in bfloat16 and no offset.
+def read_rows(y: torch.Tensor, books: GroupBooks, gain: float, offset: bool = False) -> torch.Tensor:
+    """Rows by the nearest points to them, with one scale per row in bfloat16.
 
     Args:
         y: [batch, heads, n, d], behind the transform.
-        books: of rows over their root mean square.
+        books: of rows over their root mean square, of rows less their mean with ``offset``.
         gain: part of its length along itself that a row is read with, as in ``plus``; 0 leaves the scale at the root
             mean square.
+        offset: whether a row has an offset in bfloat16, too, with which what is read back has its mean.
 
     Returns:
         float32 of the shape of ``y``.
     """
-    scale = rms(y)
-    flat = (y / scale).transpose(0, 1).flatten(1, 2)
+    mean = y.mean(-1, keepdim=True) if offset else torch.zeros_like(y[..., :1])
+    centered = y - mean
+    scale = rms(centered)
+    flat = (centered / scale).transpose(0, 1).flatten(1, 2)
     points = books.nearest(flat).unflatten(1, (y.shape[0], -1)).transpose(0, 1)
+    level = points.mean(-1, keepdim=True) if offset else mean
     if gain:
-        along = (points * y).sum(-1, keepdim=True)
-        fitted = torch.where(along > 0, gain * y.square().sum(-1, keepdim=True) / along, scale)
+        along = ((points - level) * centered).sum(-1, keepdim=True)
+        fitted = torch.where(along > 0, gain * centered.square().sum(-1, keepdim=True) / along, scale)
         scale = fitted.clamp(scale / STRETCH, scale * STRETCH)
-    return scale.bfloat16().float() * points
+    scale = scale.bfloat16().float()
+    return scale * points + (mean - scale * level).bfloat16().float()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from accuracy_figures import chart_names
 
+from accuracy.methods import combined
 from accuracy.methods.base import Method
 from accuracy.models import REGIMES
 
@@ -46,7 +47,7 @@ REAL = (*EVERYWHERE, "focus", "bits", "broad bits", "codebooks", "broad codebook
 """Tables of a real model, in this order: every method, the parts of the recipe that was made on one, bits of keys and
 values, codes of pairs of channels, and calibration on one kind of text. Broad ones are calibrated on all kinds."""
 
-EVERY_LENGTH = (*EVERYWHERE, "bits", "broad bits", "codebooks", "broad codebooks")
+EVERY_LENGTH = (*EVERYWHERE, "bits", "broad bits", "codebooks", "broad codebooks", "combinations")
 """Tables whose methods are asked about documents of every length, not of the first alone."""
 
 PUBLISHED = (
@@ -65,18 +66,29 @@ CODEBOOKS = (
     FOURS, f"{FOURS}, by relative error", f"{FOURS}, values as normal fours",
     f"{FOCUS}, 16 points per pair, of calibration", "NOVA-KV, every position",
 )  # fmt: skip
+COMBINATIONS = tuple(method().name for method in combined.METHODS)
 SETS = {
     "real": ("BF16", *SERVED, *CODEBOOKS, *PUBLISHED),
+    "combinations": (
+        "BF16",
+        FOCUS,
+        *COMBINATIONS[:5],
+        "NOVA-KV",
+        FOURS,
+        *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2")),
+        *COMBINATIONS[5:],
+    ),
     "chart": tuple(name for recipe in (FOCUS, PLUS) for name in chart_names(recipe).values()),
 }
-"""Named sets of methods: what a real model of some size is measured with, and every width of keys with every width of
-values."""
+"""Named sets of methods: what a real model of some size is measured with, codes of keys and values put together, and
+every width of keys with every width of values."""
 
 
 FAR = (
     "BF16", "FP8", "FP8, calibrated scale", "NVFP4", "KIVI-2", "Kitty", "QuaRot-INT2 g128", "Saw-INT4", "KVarN K4V2",
     "NOVA-KV", "NOVA-KV, every position", "OSCAR g128", "OSCAR g64", PLUS, f"{PLUS}, --bits 2.5", FOCUS,
     "focus g64, served form", *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2", "3.0")), FOURS,
+    *COMBINATIONS[:4],
 )  # fmt: skip
 NEAR = 4096
 """Of more tokens than this only those of the list are asked: such questions cost as much as all else together."""

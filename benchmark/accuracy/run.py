@@ -122,12 +122,16 @@ def measure_model(
         ShippedMaterial(tokenizer, args.split) if shipped else RealMaterial(tokenizer, args.split, args.text)
     )
     trained = {name: tensor.clone() for name, tensor in model.state_dict().items()} if shipped else {}
-    out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "regimes": {}, "split": args.split}
+    out: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "split": args.split}
+    out["regimes"] = dict(known.get("regimes", {}))  # Of regimes behind the one that is measured, too.
     out |= {"calibration": args.calibrate} if args.calibrate else {}
     failed: list[str] = []
     regimes = [r for r in REGIMES if r.name in size.regimes] if shipped and all_layers_attend(model) else [REGIMES[0]]
     for regime in regimes:
-        begin = time.time()
+        begin, before = time.time(), known.get("regimes", {}).get(regime.name, {})
+        methods = chosen_methods(regime, size, args, not shipped, set(before.get("rows", {})))
+        if before and not methods:
+            continue
         if shipped:
             apply_regime(model, trained, material.calibration("retrieval"), regime)
         bench = Bench(model, material, size, args.calibrate)
@@ -136,16 +140,17 @@ def measure_model(
             "factors": {"keys": regime.keys, "values": regime.values},
             "outliers": outlier_statistics(calibration),
             "outlier_alignment": common_direction(calibration),
-            "rows": known.get("regimes", {}).get(regime.name, {}).get("rows", {}),
+            "rows": dict(before.get("rows", {})),
+            "seconds": before.get("seconds", 0.0),
         }
         out["regimes"][regime.name] = found
         print(f"{source}, {regime.name}: ready after {time.time() - begin:.0f} s", flush=True)
-        for name, row in rows(bench, chosen_methods(regime, size, args, not shipped, set(found["rows"]))):
+        for name, row in rows(bench, methods):
             if row is None:
                 failed.append(name)
                 continue
             found["rows"][name] = row
-            found["seconds"] = round(time.time() - begin, 1)
+            found["seconds"] = round(before.get("seconds", 0) + time.time() - begin, 1)
             save(out)
         print(f"{source}, {regime.name}: {time.time() - begin:.0f} s", flush=True)
     return failed
@@ -212,6 +217,8 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
 
     def write() -> None:
         results["seconds"] = round(time.time() - begin)
+        if args.device.startswith("cuda"):
+            results["gpu_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 1)
         write_text_atomically(args.out, json.dumps(results) + "\n")
 
     def save(name: str, found: dict[str, Any]) -> None:
@@ -247,7 +254,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         size_name = args.size or ("full" if args.device.startswith("cuda") else "reduced")
         results = merged([measure(args, size_name)])
-        print(f"wrote {args.out} after {results['seconds']} s", flush=True)
+        memory = f", {results['gpu_gib']} GiB of GPU memory at most" if "gpu_gib" in results else ""
+        print(f"wrote {args.out} after {results['seconds']} s{memory}", flush=True)
     if not args.measure_only:
         from accuracy.report import write_report
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from accuracy.attention import CacheView, Schedule, all_layers_attend, reading
-from accuracy.calibration import LayerActivations
+from accuracy.attention import Alike, CacheView, Schedule, all_layers_attend, reading
+from accuracy.host_memory import LayerActivations, parked
 
 
 @dataclass(frozen=True)
@@ -17,20 +18,32 @@ class Tail:
     """What the last m of n tokens gave.
 
     Attributes:
-        logits: [batch, m, vocabulary] float32.
+        states: behind the last norm, [batch, m, hidden]; logits are hundreds of times larger and made where they are
+            looked at.
+        head: output matrix of the model.
         hidden: hidden states behind the embedding and behind every layer, each [batch, m, hidden]; empty unless asked.
     """
 
-    logits: torch.Tensor
+    states: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor]
     hidden: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[batch, m, vocabulary] float32."""
+        return self.head(self.states).float()
+
+    def split(self, count: int) -> list[Tail]:
+        """The same, ``count`` sequences at a time, without ``hidden``."""
+        return [Tail(states, self.head) for states in self.states.split(count)]
 
 
 class Session:
     """Sequences of one length and schedule.
 
-    Whatever the method, tokens that find an empty cache before them compute the same; their keys and values are kept
-    and the rest is run per method. Sequences that begin alike share them. Models with linear layers are run from the
-    beginning, and tell as much as others.
+    Whatever the method, tokens that find an empty cache before them compute the same; their keys and values are kept,
+    in host memory, and the rest is run per method. Sequences that begin alike share them. Models with linear layers are
+    run from the beginning, and tell as much as others.
 
     Args:
         model: a Hugging Face causal language model.
@@ -50,36 +63,44 @@ class Session:
         if not all_layers_attend(model):
             self.first = 0  # not every release of transformers goes on from the state of a linear layer
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.alike: Alike | None = None
         if self.first:
             cache = DynamicCache()
             beginnings, self.which = self.ids[:, : self.first].unique(dim=0, return_inverse=True)
+            if len(beginnings) < len(ids):
+                firsts = [int((self.which == n).nonzero()[0]) for n in range(len(beginnings))]
+                self.alike = Alike(self.first, torch.tensor(firsts, device=self.which.device), self.which)
             with reading(model, CacheView()):
                 model.model(beginnings, past_key_values=cache, use_cache=True)
-            self.prefix = [(layer.keys, layer.values) for layer in cache.layers]
+            for layer in cache.layers:
+                self.prefix.append((parked(layer.keys, model.device), parked(layer.values, model.device)))
+                layer.keys = layer.values = None
 
     @torch.no_grad()
     def run(self, view: CacheView, hidden: bool = False) -> Tail:
         """The tokens behind the exact beginning, through ``view``."""
         cache = DynamicCache() if self.prefix else None
-        for layer, (k, v) in enumerate(self.prefix):
-            cache.update(k[self.which], v[self.which], layer)
-        with reading(self.model, view):
-            out = self.model(
+        for layer, both in enumerate(self.prefix):
+            cache.update(*(x.to(self.model.device, non_blocking=True)[self.which] for x in both), layer)
+        with reading(self.model, replace(view, alike=self.alike)):
+            out = self.model.model(
                 self.ids[:, self.first :],
                 past_key_values=cache,
                 use_cache=cache is not None,
                 output_hidden_states=hidden,
-                logits_to_keep=self.schedule.length - self.told,
             )
         told = slice(self.told - self.first, None)
-        return Tail(out.logits.float(), tuple(x[:, told] for x in out.hidden_states) if hidden else ())
+        states = tuple(x[:, told] for x in out.hidden_states) if hidden else ()
+        return Tail(out.last_hidden_state[:, told], self.model.get_output_embeddings(), states)
 
     def activations(self) -> list[tuple[LayerActivations, Any]]:
-        """Exact q of the last m tokens, k and v of all, [batch, heads, tokens, d], and the module, layer by layer."""
+        """Exact q of the last m tokens, k and v of all, [batch, heads, tokens, d], in host memory, and the module, by
+        layer."""
         found: list[tuple[LayerActivations, Any]] = []
 
         def observe(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> None:
-            found.append((LayerActivations(q[:, :, self.told - self.first :].float(), k.float(), v.float()), module))
+            parts = (q[:, :, self.told - self.first :], k, v)
+            found.append((LayerActivations(*(parked(x.float(), x.device) for x in parts)), module))
 
         self.run(CacheView(observe=observe))
         return found

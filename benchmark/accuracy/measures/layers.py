@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from accuracy.attention import CacheView, composed_attention
+from accuracy.host_memory import LayerActivations
 from accuracy.methods.base import Method
 from accuracy.session import Session
 from oscar_tools.evaluation.intervals import bootstrap
@@ -43,7 +44,8 @@ class Layers:
         return out
 
     def _layer(self, layer: int, method: Method, view: CacheView) -> dict[str, torch.Tensor]:
-        x, module = self.activations[layer]
+        host, module = self.activations[layer]
+        x = LayerActivations(*(y.to(self.session.ids.device, non_blocking=True) for y in (host.q, host.k, host.v)))
         batch, n = x.k.shape[0], x.k.shape[2]
         if view.keys is None:
             return {name: torch.zeros(batch) for name in NAMES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,7 @@ class Method:
         source: paper or public description.
         table: which table of the report it belongs to.
         sink, recent: tokens read in 16 bits.
+        by_token: whether what is read of a token depends on this token alone, so that it may be quantized by itself.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Method:
     table: str = "methods"
     sink: int = SINK
     recent: int = RECENT
+    by_token: ClassVar[bool] = False
 
     def fit(self, calibration: Calibration) -> None:
         """Learn from calibration data; methods without data learn the geometry only."""
@@ -59,7 +62,7 @@ class Method:
     def view(self, schedule: Schedule) -> CacheView:
         """How attention reads a sequence through this method."""
         keys_from, values_from = self.exact_from(schedule)
-        return CacheView(self.keys, self.values, self.sink, keys_from, values_from)
+        return CacheView(self.keys, self.values, self.sink, keys_from, values_from, by_token=self.by_token)
 
 
 @dataclass
@@ -104,6 +107,7 @@ class RowMethod(Method):
     v_gain: float = 0.0
     key: Transforms
     value: Transforms
+    by_token = True
 
     def coded(self, y: torch.Tensor, ratio: float, gain: float, levels: int = 4) -> torch.Tensor:
         """What a stored row gives back, in its own basis."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -39,6 +40,7 @@ class Dial(Method):
     make: Callable[[], RowMethod]
     goal: str
     by_model: bool = False
+    by_token: ClassVar[bool] = True
     sink: int = 64
     recent: int = 256
     table: str = "bits"

@@ -82,8 +82,12 @@ def weighted_keys(
     x = calibration.layers[layer]
     found = list(requests(DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))))
     scale = calibration.head_dim**-0.5
-    attention = [key_weights(r.q, r.k, scale) if share else torch.ones_like(r.k[..., 0]) for r in found]
-    keys, weights = torch.cat([r.k for r in found], 1), torch.cat(mixed(attention, share), 1)
+
+    def weigh() -> torch.Tensor:
+        attention = [key_weights(r.q, r.k, scale) if share else torch.ones_like(r.k[..., 0]) for r in found]
+        return torch.cat(mixed(attention, share), 1)
+
+    keys, weights = torch.cat([r.k for r in found], 1), calibration.once((layer, "key weights", share), weigh)
     if positions is not None:
         keys = turned(
             keys, *calibration.once(("key places", positions.context), lambda: places(calibration, positions))
