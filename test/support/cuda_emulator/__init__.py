@@ -26,6 +26,8 @@ COMPILER = shutil.which("g++")
 HERE = Path(__file__).parent
 BLOCKS = 3
 """Multiprocessors that the emulated GPU has."""
+OPTIONS = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fvisibility=hidden"]
+OPTIONS += ["-shared", "-fPIC"]
 PARAMETERS = {
     "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result")),
     "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int")),
@@ -66,8 +68,7 @@ extern "C" __attribute__((visibility("default"))) void run(int blocks, int threa
             (folder / source).write_text(text)
         part = folder / f".{hashlib.sha256(str(id(macros)).encode()).hexdigest()[:8]}.so"
         assert COMPILER is not None
-        options = "-std=c++17 -O1 -w -fno-strict-aliasing -ffp-contract=off -fvisibility=hidden -shared -fPIC".split()
-        subprocess.run([COMPILER, *options, *macros, "-o", str(part), str(folder / "main.cpp")], check=True)
+        subprocess.run([COMPILER, *OPTIONS, *macros, "-o", str(part), str(folder / "main.cpp")], check=True)
         part.replace(library)
     loaded = ctypes.CDLL(str(library))
 
