@@ -17,61 +17,16 @@ import statistics
 from collections.abc import Callable
 from typing import TypeVar
 
-import decode_baselines
 import torch
-from harness import (
-    PAGE,
-    Heads,
-    Layouts,
-    layers_of,
-    layouts_of,
-    random_cache,
-    read_bandwidth,
-    report,
-    shuffled_tables,
-    time_us,
-)
 
-from oscar_kernels.cache import LayerCache, Windows
-from oscar_kernels.cuda import decode as cuda_decode
-from oscar_kernels.triton import decode as triton_decode
+from oscar_tools.bench import decode_baselines
+from oscar_tools.bench.decode import KERNELS, decode_us, read_bytes, rows_of
+from oscar_tools.bench.report import report
+from oscar_tools.bench.synthetic import Heads
+from oscar_tools.bench.timing import read_bandwidth, time_us
 
 SHAPES = "1x100000,8x32768,8x100000,32x8192,32x32768,32x100000,128x8192"
-WINDOWS = Windows(64, 256, 256)
 T = TypeVar("T")
-KERNELS = {"cuda": cuda_decode, "triton": triton_decode}
-
-
-def rows_of(kernel: str, heads: Heads) -> Layouts:
-    """What a kernel reads."""
-    return layouts_of(kernel.partition(":")[2] or "k2v2", heads.kv, heads.head_dim)
-
-
-def read_bytes(batch: int, length: int, layouts: Layouts) -> int:
-    """Bytes of cache that one layer's decode has to read."""
-    window = WINDOWS.sink + WINDOWS.recent
-    rows = sum(layout.row_bytes for layout in layouts)
-    exact = 2 * layouts[0].kv_heads * layouts[0].head_dim * 2
-    return batch * ((length - window) * rows + window * exact)
-
-
-def make_workspace(kernel: str, cache: LayerCache, q_heads: int, batch: int) -> torch.Tensor:
-    """What a kernel needs besides its inputs, shared by all layers."""
-    if kernel.startswith("cuda"):
-        return cuda_decode.make_workspace(cache, q_heads, batch)
-    return torch.empty(triton_decode.workspace_numel(cache, q_heads, batch), device="cuda")
-
-
-def int2_us(kernel: str, heads: Heads, batch: int, length: int) -> float:
-    """Microseconds of one layer; every layer of a graph has a cache of its own."""
-    module, layouts = KERNELS[kernel.partition(":")[0]], rows_of(kernel, heads)
-    layers = layers_of(read_bytes(batch, length, layouts))
-    tables, slots = shuffled_tables([length] * batch, PAGE)
-    caches = [random_cache(slots, batch, layouts, WINDOWS, seed) for seed in range(layers)]
-    q = torch.randn(batch, heads.query, heads.head_dim, device="cuda").bfloat16()
-    out = torch.empty_like(q)
-    workspace = make_workspace(kernel, caches[0], heads.query, batch)
-    return time_us([lambda c=cache: module.decode(c, tables, q, heads.sm_scale, out, workspace) for cache in caches])
 
 
 def measure(kernel: str, heads: Heads, shapes: list[tuple[int, int]]) -> list[float]:
@@ -79,7 +34,7 @@ def measure(kernel: str, heads: Heads, shapes: list[tuple[int, int]]) -> list[fl
     times = []
     for shape in shapes:
         if kernel.partition(":")[0] in KERNELS:
-            times.append(int2_us(kernel, heads, *shape))
+            times.append(decode_us(kernel, heads, *shape))
         else:
             times.append(time_us(decode_baselines.calls_of(kernel, heads, *shape)))
         torch.cuda.empty_cache()

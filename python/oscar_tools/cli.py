@@ -1,9 +1,10 @@
-"""The command ``oscar``: rotation tools, ``oscar doctor``, ``oscar run``, calibration and evaluation drivers, ``oscar
-prove``."""
+"""The command ``oscar``: rotation tools, ``oscar doctor``, ``oscar bench``, ``oscar run``, calibration and evaluation
+drivers, ``oscar prove``."""
 
 from __future__ import annotations
 
 from oscar_rotation.cli import app
+from oscar_tools.bench.command import bench
 from oscar_tools.calibration.commands import add_driver_commands
 from oscar_tools.doctor.command import doctor
 from oscar_tools.evaluation.commands import add_evaluation_commands
@@ -13,6 +14,7 @@ from oscar_tools.run_program import run
 __all__ = ["app"]
 
 app.command("doctor")(doctor)
+app.command("bench")(bench)
 # Everything behind the module is the program's, --help included.
 app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(run)
 add_driver_commands(app)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from harness import PAGE, Heads, stock_layers
+
+from oscar_tools.bench.synthetic import PAGE, Heads, stock_layers
+from oscar_tools.bench.timing import device
 
 NEEDED = "flashinfer with xqa"
 """What it takes."""
@@ -30,8 +33,8 @@ def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> l
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
     tables, pools = stock_layers(heads, batch, length, dtype)
-    q = torch.randn(batch, heads.query, heads.head_dim, device="cuda").bfloat16()
-    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+    q = torch.randn(batch, heads.query, heads.head_dim, device=device()).bfloat16()
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device())
 
     def call(cache: tuple[torch.Tensor, ...]) -> object:
         return trtllm_batch_decode_with_kv_cache(
@@ -48,4 +51,4 @@ def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> l
 
     # Pages hold tokens of all heads; the kernel is told of them head by head.
     by_head = [tuple(side.permute(0, 2, 1, 3) for side in pool) for pool in pools]
-    return [lambda p=pool: call(p) for pool in by_head]
+    return [partial(call, pool) for pool in by_head]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "kernels"))
-import decode_baselines
-import fa3_baseline
+from oscar_tools.bench import decode_baselines, fa3_baseline
 
 
 def test_unknown_names_are_refused() -> None:

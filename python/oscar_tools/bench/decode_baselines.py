@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from functools import partial
 
-import fa3_baseline
 import torch
-import xqa_baseline
-from harness import PAGE, Heads, layers_of, random_pages, shuffled_tables
 
-Calls = list[Callable[[], object]]
+from oscar_tools.bench import fa3_baseline, xqa_baseline
+from oscar_tools.bench.synthetic import PAGE, Heads, random_pages, shuffled_tables
+from oscar_tools.bench.timing import Calls, device, layers_of
+
 DTYPES = {"": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Caches by what follows the underscore in a name."""
 NAMES = ("flashinfer", "flashinfer_fp8", "fa3", "fa3_fp8", "xqa", "xqa_fp8", "torch")
@@ -27,11 +27,11 @@ def flashinfer_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) 
     shape = (slots // PAGE, 2, PAGE, heads.kv, heads.head_dim)
     layers = layers_of(dtype.itemsize * math.prod(shape))
     pools = [random_pages(shape, dtype) for _ in range(layers)]
-    q = torch.randn(batch, heads.query, heads.head_dim, device="cuda").bfloat16()
+    q = torch.randn(batch, heads.query, heads.head_dim, device=device()).bfloat16()
     pages = -(-length // PAGE)
-    indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * pages
-    last = torch.full((batch,), (length - 1) % PAGE + 1, dtype=torch.int32, device="cuda")
-    buffer = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=device()) * pages
+    last = torch.full((batch,), (length - 1) % PAGE + 1, dtype=torch.int32, device=device())
+    buffer = torch.empty(512 << 20, dtype=torch.uint8, device=device())
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD", use_tensor_cores=True)
     wrapper.plan(
         indptr,
@@ -42,14 +42,14 @@ def flashinfer_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) 
         q_data_type=q.dtype,
         kv_data_type=dtype,
     )
-    return [lambda p=pool: wrapper.run(q, p) for pool in pools]
+    return [partial(wrapper.run, q, pool) for pool in pools]
 
 
 def sdpa_calls(heads: Heads, batch: int, length: int) -> Calls:
     """One layer of PyTorch's BF16 attention over contiguous keys and values."""
     shape = (batch, heads.kv, length, heads.head_dim)
-    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    q = torch.randn(batch, heads.query, 1, heads.head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(shape, device=device(), dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(batch, heads.query, 1, heads.head_dim, device=device(), dtype=torch.bfloat16)
     return [lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)]
 
 
@@ -63,8 +63,10 @@ def calls_of(name: str, heads: Heads, batch: int, length: int) -> Calls:
 
 
 def installed(name: str) -> bool:
-    """Whether what a baseline takes is here."""
+    """Whether what a baseline takes is here, for this GPU."""
     package = name.partition("_")[0]
+    if name == "fa3_fp8" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        return False  # it is compiled for Hopper only
     return MODULES[package].available() if package in MODULES else importlib.util.find_spec(package) is not None
 
 

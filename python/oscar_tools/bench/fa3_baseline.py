@@ -10,14 +10,19 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from harness import PAGE, Heads, random_pages, shuffled_tables, stock_layers
 
 from oscar_kernels.cache import BatchTables
-from sglang_oscar.attention.flash_attention3 import installed as available
+from oscar_tools.bench.synthetic import PAGE, Heads, random_pages, shuffled_tables, stock_layers
+from oscar_tools.bench.timing import device
+from sglang_oscar.attention import flash_attention3
 
-__all__ = ["NEEDED", "available", "decode_calls", "prefill_call"]
 NEEDED = "sgl_kernel with flash_ops"
 """What it takes."""
+
+
+def available(head_dim: int = 128) -> bool:
+    """Whether it is here and, on a GPU, compiled for it; nothing is imported."""
+    return flash_attention3.missing(head_dim) is None
 
 
 def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> list[Callable[[], object]]:
@@ -25,8 +30,8 @@ def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> l
     from sgl_kernel.flash_attn import get_scheduler_metadata
 
     tables, pools = stock_layers(heads, batch, length, dtype)
-    q = torch.randn(batch, heads.query, heads.head_dim, device="cuda").bfloat16().to(dtype)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, heads.query, heads.head_dim, device=device()).bfloat16().to(dtype)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device())
     schedule = get_scheduler_metadata(
         batch_size=batch,
         max_seqlen_q=1,
@@ -41,8 +46,8 @@ def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> l
         causal=True,
     )
 
-    common = (heads, tables, starts, 1, _scale(heads, batch, dtype))
-    return [partial(_attend, q, *pool, *common, scheduler_metadata=schedule) for pool in pools]
+    scale = _scale(heads, batch, dtype)
+    return [partial(_attend, q, *p, heads, tables, starts, 1, scale, scheduler_metadata=schedule) for p in pools]
 
 
 def prefill_call(heads: Heads, prefix: list[int], chunk: list[int], dtype: torch.dtype) -> Callable[[], object]:
@@ -58,13 +63,15 @@ def prefill_call(heads: Heads, prefix: list[int], chunk: list[int], dtype: torch
     keys, values = random_pages(shape, dtype), random_pages(shape, dtype)
     starts = torch.zeros(len(chunk) + 1, dtype=torch.int32)
     starts[1:] = torch.tensor(chunk).cumsum(0)
-    q = torch.randn(int(starts[-1]), heads.query, heads.head_dim, device="cuda").bfloat16().to(dtype)
-    return partial(_attend, q, keys, values, heads, tables, starts.cuda(), max(chunk), _scale(heads, len(chunk), dtype))
+    q = torch.randn(int(starts[-1]), heads.query, heads.head_dim, device=device()).bfloat16().to(dtype)
+    return partial(
+        _attend, q, keys, values, heads, tables, starts.to(device()), max(chunk), _scale(heads, len(chunk), dtype)
+    )  # fmt: skip
 
 
 def _scale(heads: Heads, requests: int, dtype: torch.dtype) -> torch.Tensor | None:
     """Of keys and values in FP8, by request and kv head."""
-    return torch.ones(1, device="cuda").expand(requests, heads.kv) if dtype.itemsize == 1 else None
+    return torch.ones(1, device=device()).expand(requests, heads.kv) if dtype.itemsize == 1 else None
 
 
 def _attend(

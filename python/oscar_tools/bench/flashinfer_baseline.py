@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-PAGE = 64
+from oscar_tools.bench.synthetic import PAGE, QWEN3_8B
+from oscar_tools.bench.timing import device
+
 WORKSPACE_BYTES = 512 << 20
 Call = Callable[[], object]
-Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+Q_HEADS, KV_HEADS, HEAD_DIM = QWEN3_8B
 DTYPE = torch.bfloat16
 
 
@@ -41,15 +43,15 @@ def _pages(lengths: list[int]) -> _Pages:
     total = int(indptr[-1])
     indices = torch.randperm(total, generator=torch.Generator().manual_seed(0)).int()
     last = torch.tensor([(length - 1) % PAGE + 1 for length in lengths], dtype=torch.int32)
-    return _Pages(indptr.cuda(), indices.cuda(), last.cuda(), total)
+    return _Pages(indptr.to(device()), indices.to(device()), last.to(device()), total)
 
 
 def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+    return torch.randn(*shape, device=device(), dtype=DTYPE)
 
 
 def _workspace() -> torch.Tensor:
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device())
 
 
 def prefill_call(prefix_lens: list[int], chunk_lens: list[int]) -> Call:
@@ -64,7 +66,7 @@ def prefill_call(prefix_lens: list[int], chunk_lens: list[int]) -> Call:
     starts = torch.zeros(len(chunk_lens) + 1, dtype=torch.int32)
     starts[1:] = torch.tensor(chunk_lens).cumsum(0)
     q = _random(int(starts[-1]), Q_HEADS, HEAD_DIM)
-    starts = starts.cuda()
+    starts = starts.to(device())
     if not any(prefix_lens):
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD")
         ragged.plan(starts, starts, Q_HEADS, KV_HEADS, HEAD_DIM, causal=True, q_data_type=DTYPE)

@@ -1,0 +1,66 @@
+"""Decode attention of one layer over a quantized cache of random content."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from oscar_kernels.cache import BatchTables, LayerCache, Windows
+from oscar_kernels.cuda import decode as cuda_decode
+from oscar_kernels.triton import decode as triton_decode
+from oscar_tools.bench.synthetic import PAGE, WINDOWS, Heads, Layouts, layouts_of, random_cache, shuffled_tables
+from oscar_tools.bench.timing import device, layers_of, time_us
+
+KERNELS: dict[str, ModuleType] = {"cuda": cuda_decode, "triton": triton_decode}
+
+
+def rows_of(kernel: str, heads: Heads) -> Layouts:
+    """What a kernel reads: rows of 2 bits unless widths follow its name, such as ``cuda:k3v2``."""
+    return layouts_of(kernel.partition(":")[2] or "k2v2", heads.kv, heads.head_dim)
+
+
+def read_bytes(batch: int, length: int, layouts: Layouts) -> int:
+    """Bytes of cache that one layer's decode has to read."""
+    window = WINDOWS.sink + WINDOWS.recent
+    rows = sum(layout.row_bytes for layout in layouts)
+    exact = 2 * layouts[0].kv_heads * layouts[0].head_dim * 2
+    return batch * ((length - window) * rows + window * exact)
+
+
+def served_by(heads: Heads, widths: str = "k2v2") -> str:
+    """The kernel that a server decodes with on this card: ``cuda`` or ``triton``."""
+    cache = random_cache(PAGE, 1, layouts_of(widths, heads.kv, heads.head_dim), WINDOWS)
+    return "triton" if cuda_decode.unsupported(cache, PAGE, heads.query, torch.bfloat16, 256) else "cuda"
+
+
+def make_workspace(kernel: str, cache: LayerCache, q_heads: int, requests: int, drafts: int = 0) -> torch.Tensor:
+    """What a kernel needs besides its inputs, shared by all layers; ``drafts`` are new tokens that are verified."""
+    if kernel.startswith("cuda"):
+        return cuda_decode.make_workspace(cache, q_heads, requests, drafts)
+    return torch.empty(triton_decode.workspace_numel(cache, q_heads, requests, drafts=drafts), device=device())
+
+
+def queries(requests: int, heads: Heads) -> torch.Tensor:
+    """BF16 [requests, query heads, head_dim]."""
+    return torch.randn(requests, heads.query, heads.head_dim, device=device()).bfloat16()
+
+
+def caches_of(
+    batch: int, length: int, layouts: Layouts, windows: Windows = WINDOWS
+) -> tuple[BatchTables, list[LayerCache]]:
+    """Tables of requests, and a cache for every layer of a graph."""
+    layers = layers_of(read_bytes(batch, length, layouts))
+    tables, slots = shuffled_tables([length] * batch, PAGE)
+    return tables, [random_cache(slots, batch, layouts, windows, seed) for seed in range(layers)]
+
+
+def decode_us(kernel: str, heads: Heads, batch: int, length: int) -> float:
+    """Microseconds of one layer; every layer of a graph has a cache of its own."""
+    module = KERNELS[kernel.partition(":")[0]]
+    tables, caches = caches_of(batch, length, rows_of(kernel, heads))
+    q = queries(batch, heads)
+    out = torch.empty_like(q)
+    workspace = make_workspace(kernel, caches[0], heads.query, batch)
+    return time_us([partial(module.decode, c, tables, q, heads.sm_scale, out, workspace) for c in caches])

@@ -1,0 +1,50 @@
+"""Verification of drafts: several new tokens per request in one call, beside the same tokens as requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from oscar_kernels.cache import BatchTables, Windows
+from oscar_kernels.visible import causal_words
+from oscar_tools.bench.decode import KERNELS, caches_of, make_workspace, queries
+from oscar_tools.bench.synthetic import WINDOWS, Heads, layouts_of
+from oscar_tools.bench.timing import device, time_us
+
+
+def repeated(tables: BatchTables, tokens: int) -> BatchTables:
+    """Every request ``tokens`` times, as if its new tokens were requests."""
+    names = ("page_table", "kv_lens", "ring_row", "ring_start", "sink_block")
+    return BatchTables(tables.page_size, *(getattr(tables, name).repeat_interleave(tokens, 0) for name in names))
+
+
+def verify_us(
+    kernel: str, heads: Heads, batch: int, length: int, tokens: Sequence[int], widths: str = "k2v2"
+) -> dict[str, float]:
+    """Microseconds of one layer: ``one`` token, ``verify_n`` for n tokens, ``apart_n`` for n tokens as requests.
+
+    Args:
+        kernel: ``cuda`` or ``triton``.
+        heads, batch, length: of the load.
+        tokens: new tokens of a request, each number once.
+        widths: of rows, in bits.
+    """
+    module, layouts = KERNELS[kernel], layouts_of(widths, heads.kv, heads.head_dim)
+    windows = Windows(WINDOWS.sink, WINDOWS.recent, WINDOWS.ring + max(tokens))
+    tables, caches = caches_of(batch, length, layouts, windows)
+
+    def one_by_one(new: int) -> float:
+        q, several = queries(batch * new, heads), repeated(tables, new)
+        out, space = torch.empty_like(q), make_workspace(kernel, caches[0], heads.query, batch * new)
+        return time_us([partial(module.decode, c, several, q, heads.sm_scale, out, space) for c in caches])
+
+    def together(new: int) -> float:
+        q, words = queries(batch * new, heads), causal_words(new, device()).repeat(batch, 1)
+        out, space = torch.empty_like(q), make_workspace(kernel, caches[0], heads.query, batch, new)
+        return time_us([partial(module.verify, c, tables, words, q, heads.sm_scale, out, space) for c in caches])
+
+    times = {"one": one_by_one(1)}
+    times |= {f"verify_{new}": together(new) for new in tokens}
+    return times | {f"apart_{new}": one_by_one(new) for new in tokens}

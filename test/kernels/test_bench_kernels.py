@@ -1,0 +1,60 @@
+"""What ``oscar bench`` measures runs: on a GPU in small sizes, elsewhere in Triton's interpreter, where times mean
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from oscar_kernels.triton.decode import decode
+from oscar_tools.bench import extend, measure
+from oscar_tools.bench.loads import Load, Sizes
+from oscar_tools.bench.measure import Measurement
+from oscar_tools.bench.synthetic import Heads
+from oscar_tools.bench.timing import read_bandwidth
+
+TINY = Sizes(Heads(2, 1, 128), (Load(1, 330),), (Load(1, 325),), 2, (3,), ((1, 20, 9),), read=1 << 19)
+
+
+def in_this_process(job: Callable[..., Any], *args: object, until: float, take: Callable[[Any], None]) -> str | None:
+    """As :func:`oscar_tools.bench.jobs.run`."""
+    for result in job(*args):
+        take(result)
+    return None
+
+
+@pytest.fixture
+def _small_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of which no stock kernel is installed; prompts by our Triton kernel, in few heads."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 << 30, 8 << 30))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Stand-in")
+    monkeypatch.setattr(measure.decode_baselines, "installed", lambda name: False)
+    monkeypatch.setattr(extend, "served", lambda setting: extend.Served("triton", decode, None))
+    monkeypatch.setattr("oscar_tools.bench.store.COPIES", 1)
+    monkeypatch.setattr("oscar_tools.bench.decode.layers_of", lambda size: 1)
+
+
+@pytest.mark.usefixtures("_small_card")
+def test_every_kernel_is_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extend, "Q_HEADS", 8)
+    said: list[str] = []
+    row = Measurement(said.append, in_this_process).all(TINY, 60)
+    assert row["read_bandwidth_gb_s"] >= 0
+    assert [(r["requests"], r["tokens"]) for r in row["decode"]] == [(1, 330)]
+    for found in row["decode"]:
+        assert {"k2v2_us", "k2v2_of_limit", "k3v2_us", "k3v2_of_limit"} <= set(found)
+    assert [(r["requests"], r["new"], r["us"] > 0) for r in row["verify"]] == [(1, 2, True)]
+    assert [(r["tokens"], r["us"] > 0) for r in row["store"]] == [(3, True)]
+    assert [(r["prefix"], r["chunk"], r["kernel"]) for r in row["extend"]] == [(20, 9, "triton")]
+    assert set(row["missing"]) == {"fa3", "fa3_fp8", "flashinfer", "flashinfer_fp8"}
+
+
+def test_the_bandwidth_is_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([40.0, 10.0, 20.0])
+    monkeypatch.setattr("oscar_tools.bench.timing.time_us", lambda calls: next(took))
+    assert read_bandwidth(1 << 20) == pytest.approx((1 << 20) / 10e3)
