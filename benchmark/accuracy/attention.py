@@ -223,8 +223,8 @@ def composed_attention(
         return out
     assert view.key_exact_from is not None
     assert view.value_exact_from is not None
-    keys = Composed(k.float(), view.read(view.keys, layer, k), view.sink, view.key_exact_from.to(q.device))
-    values = Composed(v.float(), view.read(view.values, layer, v), view.sink, view.value_exact_from.to(q.device))
+    keys = Composed(k.float(), view.read(view.keys, layer, k), view.sink, view.key_exact_from)
+    values = Composed(v.float(), view.read(view.values, layer, v), view.sink, view.value_exact_from)
     positions = torch.arange(n, device=q.device)
     step = max(1, BLOCK_SCORES // (q.shape[0] * q.shape[1] * n))
     for start in range(begin, m, step):
@@ -246,12 +246,12 @@ class Composed:
     Args:
         exact, coded: float32 [batch, kv_heads, n, d].
         sink: leading tokens that are exact.
-        exact_from: int64 [n], first position that a query reads exactly, on the same device.
+        exact_from: int64 [n], first position that a query reads exactly, on the CPU.
     """
 
     def __init__(self, exact: torch.Tensor, coded: torch.Tensor, sink: int, exact_from: torch.Tensor) -> None:
-        self.exact, self.coded, self.sink, self.exact_from = exact, coded, sink, exact_from
-        self.least = exact_from.cpu()
+        self.exact, self.coded, self.sink = exact, coded, sink
+        self.least, self.exact_from = exact_from, exact_from.to(exact.device)
 
     def scores(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
         """Products of queries [batch, kv_heads, group, rows, d] with all keys before the end of ``rows``, [batch,

@@ -17,8 +17,8 @@ from accuracy.quantizers import SIXTEEN, lloyd_max
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
 
-ROUNDS = 20
-"""Of Lloyd's algorithm."""
+ROUNDS, SAMPLES = 20, 1 << 18
+"""Of Lloyd's algorithm; groups of channels, about, that a book of several groups is fitted to."""
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """What books are fitted to: rows behind the transform, float32 [kv_heads, n, d], and what each counts,
@@ -133,7 +133,7 @@ def books_of(code: Code, layers: int, rows: Callable[[int], Rows]) -> Sequence[G
     return found
 
 
-def _scaled(code: Code, rows: Rows, step: int = 1) -> Rows:
+def _scaled(code: Code, rows: Rows, step: int = 0) -> Rows:
     """Rows as their points see them, less their mean where it is stored, over their root mean square; errors count as
     they are, not relative to a row's length. With a ``step`` all kv heads together, [rows, d], one row in so many."""
     y, weights = (x[:, : max(code.points, int(code.part * x.shape[1]))] for x in rows)
@@ -141,13 +141,15 @@ def _scaled(code: Code, rows: Rows, step: int = 1) -> Rows:
         y = y - y.mean(-1, keepdim=True)
     size = rms(y)
     x, weights = y / size, weights * size[..., 0].square()
-    if step == 1:
+    if not step:
         return x, weights
     return x[:, ::step].flatten(0, 1), weights[:, ::step].flatten()
 
 
 def _shared(code: Code, parts: Sequence[Rows], seed: int = 0) -> torch.Tensor:
     """One book for all groups of rows [n, d]: [1, 1, points, channels]."""
-    x = torch.cat([rows.unflatten(-1, (-1, code.channels)).flatten(0, 1) for rows, _ in parts])
-    weights = torch.cat([w.repeat_interleave(rows.shape[-1] // code.channels) for rows, w in parts])
+    groups = parts[0][0].shape[-1] // code.channels
+    step = max(1, groups * sum(len(rows) for rows, _ in parts) // SAMPLES)
+    x = torch.cat([rows[::step].unflatten(-1, (-1, code.channels)).flatten(0, 1) for rows, _ in parts])
+    weights = torch.cat([w[::step].repeat_interleave(groups) for _, w in parts])
     return fitted_books(x[None], weights[None], code.channels, code.points, ROUNDS, seed).points

@@ -17,7 +17,7 @@ from reference_model.evaluate import Questions, calibration_prompts, retrieval_q
 PROMPTS, PROMPT, FACTS, CALIBRATION_SEED = 8, 1024, 8, 977
 """Calibration: sequences, their tokens, numbers hidden in a document, seed of the documents."""
 
-SEQUENCES = {"mixed": 2, "broad": PROMPTS}
+SEQUENCES = {"mixed": 2, "broad": PROMPTS, "large": 4 * PROMPTS}
 """Of each kind of text and of prompts, in calibration on all of them."""
 
 HELD_OUT_TOKENS = 150_000
@@ -85,7 +85,7 @@ class RealMaterial:
     """
 
     kinds = KINDS
-    domains = ("retrieval", "text", *KINDS, "mixed", "broad")
+    domains = ("retrieval", "text", *KINDS, *SEQUENCES)
 
     def __init__(self, tokenizer: Any, split: str, more: Sequence[Path] = ()) -> None:
         self.corpus = Corpus(tokenizer)
@@ -95,8 +95,8 @@ class RealMaterial:
 
     def calibration(self, domain: str) -> torch.Tensor:
         """Retrieval prompts, text of one kind ("text" is source), or sequences of each of the five, and of each further
-        file: "mixed" has two of each, "broad" eight, as many tokens as a dump has by default."""
-        prompts = self._prompts()
+        file: "mixed" has two of each, "broad" eight, as many tokens as a dump has by default, "large" 32."""
+        prompts = self._prompts(max(PROMPTS, SEQUENCES.get(domain, 0)))
         if domain == "retrieval":
             return prompts
         if domain in SEQUENCES:
@@ -108,10 +108,10 @@ class RealMaterial:
         return self._windows("source" if domain == "text" else domain, *prompts.shape)
 
     @cache  # noqa: B019 (one object per run)
-    def _prompts(self) -> torch.Tensor:
+    def _prompts(self, count: int) -> torch.Tensor:
         lines = self.corpus.lines("train")
         backend = self.corpus.backend
-        return retrieval_questions(backend, PROMPT, PROMPTS, 1, FACTS, CALIBRATION_SEED, lines=lines).prompts
+        return retrieval_questions(backend, PROMPT, count, 1, FACTS, CALIBRATION_SEED, lines=lines).prompts
 
     def _windows(self, kind: str, count: int, length: int) -> torch.Tensor:
         return plan.text_windows(self.corpus.tokens(kind, "train"), (0, None), count, length)

@@ -125,14 +125,17 @@ class Combined(ServedFocus):
         """Of one layer: kv heads that have a code, and what reads their rows."""
         found = []
         for number in chosen.unique().tolist():
-            heads, book = (chosen == number).nonzero()[:, 0], books[number]
-            part = book and GroupBooks(book.points[heads.to(book.points.device)])
+            heads, book = (chosen == number).nonzero()[:, 0].to(self.key.forward.device), books[number]
+            part = book and GroupBooks(book.points[heads])
             found.append((heads, codes[number].reader(part, keys)))
         return found
 
     def _read(self, layer: int, y: torch.Tensor, keys: bool) -> torch.Tensor:
+        parts = self.reads[0 if keys else 1][layer]
+        if len(parts) == 1:
+            return parts[0][1](y)
         out = torch.empty_like(y)
-        for heads, read in self.reads[0 if keys else 1][layer]:
+        for heads, read in parts:
             out[:, heads] = read(y[:, heads])
         return out
 
