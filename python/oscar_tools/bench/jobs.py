@@ -7,9 +7,11 @@ to 7% slower, and a server allocates its pools once.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -25,6 +27,8 @@ OUT_OF_TIME = "out of time"
 def run(job: Job, *args: object, until: float, take: Callable[[Any], None]) -> str | None:
     """Run a job in a new process and give each of its results to ``take``.
 
+    The process imports what the job's module imports, and not, as those of multiprocessing, what this one has run.
+
     Args:
         job, args: what to run.
         until: value of ``time.monotonic()`` at which it is cut off.
@@ -33,39 +37,43 @@ def run(job: Job, *args: object, until: float, take: Callable[[Any], None]) -> s
     Returns:
         Why there are no further results, in one line; None where the job went through.
     """
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_send, args=(theirs, job, args))
-    process.start()
-    theirs.close()
-    ended = False
-    try:
-        while ours.poll(max(0.0, until - time.monotonic())):
-            kind, value = ours.recv()
-            if kind == "result":
+    ours, theirs = os.pipe()
+    program = f"from oscar_tools.bench import jobs; jobs.serve({theirs})"
+    # In a session of its own, so that compilers that it starts end with it.
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[theirs],
+        start_new_session=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    os.close(theirs)
+    with process, Connection(ours, writable=False) as results:
+        assert process.stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin as given:
+                pickle.dump((job, args), given)
+            while results.poll(max(0.0, until - time.monotonic())):
+                kind, value = results.recv()
+                if kind != "result":
+                    return None if value is None else str(value)
                 take(value)
-                continue
-            ended = True
-            return value if kind == "error" else None
-        return OUT_OF_TIME
-    except EOFError:
-        process.join()
-        return f"its process ended with status {process.exitcode}"
-    finally:
-        process.join(timeout=5 if ended else 0)
-        if process.is_alive() and process.pid is not None:
+            return OUT_OF_TIME
+        except EOFError:
+            return f"its process ended with status {process.wait()}"
+        finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-        process.join()
 
 
-def _send(to: Connection, job: Job, args: tuple[object, ...]) -> None:
-    """What the process does: in a group of its own, so that compilers that it has started end with it."""
-    os.setsid()
-    try:
-        for result in job(*args):
-            to.send(("result", result))
-        to.send(("end", None))
-    except Exception as error:  # whatever a kernel raises
-        to.send(("error", first_line(error)))
+def serve(to: int) -> None:
+    """What the process does: run the job that standard input names.
+
+    Args:
+        to: file descriptor for results.
+    """
+    with Connection(to, readable=False) as results:
+        try:
+            job, args = pickle.load(sys.stdin.buffer)
+            for result in job(*args):
+                results.send(("result", result))
+            results.send(("end", None))
+        except Exception as error:  # whatever a kernel raises
+            results.send(("end", first_line(error)))
