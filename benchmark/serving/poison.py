@@ -157,10 +157,12 @@ class PoisonClient(Client):
             RuntimeError: it is another.
         """
         want = self.golden[prompt]
-        got, _ = await self.greedy(prompt, self.prompts[prompt])
+        got, margins = await self.greedy(prompt, self.prompts[prompt])
         self.compared += 1
         if got[: len(want)] != want:
-            raise RuntimeError(f"answer {got} instead of {want}")
+            first = len(common(got, want))
+            sure = f"token {first} by {margins[first]:.2f} nats"
+            raise RuntimeError(f"answer {got} ({sure}) instead of {want} (each by {SURE} nats or more)")
 
     async def run(self, requests: int, concurrency: int) -> Tally:
         """Learn golden answers, send requests, and look at the end at what is cached and stored."""
