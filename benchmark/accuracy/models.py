@@ -41,6 +41,21 @@ def is_shipped(source: str | Path) -> bool:
     return (Path(source) / RECORD).is_file()
 
 
+BEHIND_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""What configurations call a change of the logits behind the output matrix."""
+
+
+def check_head(config: Any, source: str | Path) -> None:
+    """The laboratory multiplies last states by the output matrix itself.
+
+    Raises:
+        SystemExit: the model does more than that.
+    """
+    for name in BEHIND_THE_HEAD:
+        if getattr(config.get_text_config(), name, None) not in (None, 1):
+            raise SystemExit(f"error: {source} has {name}: logits that are changed are not measured here")
+
+
 def load(source: str | Path, device: str) -> tuple[Any, Any]:
     """A model in float32 without outliers of its making, and its tokenizer (of ``transformers``).
 
@@ -49,8 +64,12 @@ def load(source: str | Path, device: str) -> tuple[Any, Any]:
     Args:
         source: folder or id of the Hub.
         device: torch device.
+
+    Raises:
+        SystemExit: see :func:`check_head`.
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(device)
+    check_head(model.config, source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     record = Path(source) / RECORD
     if is_shipped(source):

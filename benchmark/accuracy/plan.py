@@ -72,11 +72,11 @@ SETS = {
     "combinations": (
         "BF16",
         FOCUS,
-        *COMBINATIONS[:5],
+        *COMBINATIONS[:9],
         "NOVA-KV",
         FOURS,
         *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2")),
-        *COMBINATIONS[5:],
+        *COMBINATIONS[9:],
     ),
     "chart": tuple(name for recipe in (FOCUS, PLUS) for name in chart_names(recipe).values()),
 }
@@ -88,7 +88,7 @@ FAR = (
     "BF16", "FP8", "FP8, calibrated scale", "NVFP4", "KIVI-2", "Kitty", "QuaRot-INT2 g128", "Saw-INT4", "KVarN K4V2",
     "NOVA-KV", "NOVA-KV, every position", "OSCAR g128", "OSCAR g64", PLUS, f"{PLUS}, --bits 2.5", FOCUS,
     "focus g64, served form", *(f"{FOCUS}, --bits {goal}" for goal in ("2.5", "k3v2", "3.0")), FOURS,
-    *COMBINATIONS[:4],
+    *COMBINATIONS[:9],
 )  # fmt: skip
 NEAR = 4096
 """Of more tokens than this only those of the list are asked: such questions cost as much as all else together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,15 @@ def test_a_beginning_that_sequences_share_is_computed_once() -> None:
     together = Session(model, ids, schedule)
     assert len(together.prefix[0][0]) == 2
     view = method.view(schedule)
-    logits = together.run(view).logits
+    quantized = 0
+
+    def keys(layer: int, k: torch.Tensor) -> torch.Tensor:
+        nonlocal quantized
+        quantized += k.shape[0] * k.shape[2]
+        return method.keys(layer, k)
+
+    logits = together.run(replace(view, keys=keys)).logits
+    assert quantized == LAYERS * (2 * 64 + 3 * 36), "what two of them share is quantized once, too"
     for row in range(3):
         torch.testing.assert_close(logits[row], Session(model, ids[row : row + 1], schedule).run(view).logits[0])
     told = Session(model, ids, schedule, told=95).run(view).logits

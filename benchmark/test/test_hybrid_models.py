@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation")]
 
 from accuracy.attention import CacheView, attending_layers, prefill_then_decode, sliding_window  # noqa: E402
 from accuracy.calibration import calibrate  # noqa: E402
+from accuracy.models import check_head  # noqa: E402
 from accuracy.session import Session  # noqa: E402
 from reference_model.export import load_tokenizer  # noqa: E402
 from reference_model.hybrid import SHAPE, HybridModel  # noqa: E402
@@ -87,3 +88,9 @@ def test_full_attention_layers_are_read_by_their_order(model: Any, ids: torch.Te
     assert first > 0
     torch.testing.assert_close(read[:, :first], exact[:, :first], atol=1e-4, rtol=1e-4)
     assert (read - exact)[:, -1].abs().max() > 1e-3
+
+
+def test_a_model_that_changes_its_logits_is_refused(model: Any) -> None:
+    check_head(model.config, "hybrid")
+    with pytest.raises(SystemExit, match="error: gemma has final_logit_softcapping"):
+        check_head(Gemma2Config(), "gemma")
