@@ -16,8 +16,8 @@ POINTS, ROUNDS, EDGE, STEPS = 16, 120, 4.5, 161
 """Points of a codebook; rounds of Lloyd's algorithm; half the width of the grid that stands for a normal plane, and its
 values along an axis."""
 
-BLOCK_SCORES = 1 << 28
-"""Products of rows and points at a time: 1 GB in float32."""
+BLOCK_SCORES = 1 << 26
+"""Products of rows and points at a time: 256 MB in float32."""
 
 
 def nearest(pairs: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
