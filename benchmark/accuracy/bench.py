@@ -104,6 +104,8 @@ class Bench:
                 if index == 0 or plan.asked(method, n)
             },
         }
+        if method.facts:
+            row["facts"] = dict(method.facts)
         if self.kinds:
             row["kinds"] = {kind: language.measure(method) for kind, language in self.kinds.items()}
         if method.table in plan.EVERYWHERE or method.name in plan.FIGURES:

@@ -50,6 +50,9 @@ class Code:
     part: float = 1.0
     refined: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.points} points for {self.channels} channels, {self.book}"
+
     @property
     def rate(self) -> float:
         """Bits of an index, per channel."""

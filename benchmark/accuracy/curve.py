@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     models, figures = read(args.sources), {}
     for name, found in {} if args.no_figures else models.items():
-        figures[name] = f"figures/codes-{name}.svg"
+        figures[name] = f"figures/codes-{name}.svg".replace(", ", "-").replace(" ", "-")
         draw(name, found, args.page.parent / figures[name])
     args.page.parent.mkdir(parents=True, exist_ok=True)
     args.page.write_text("\n".join(page(models, figures)).rstrip() + "\n", encoding="utf-8")

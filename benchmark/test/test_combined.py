@@ -121,6 +121,7 @@ def test_kv_heads_of_one_layer_have_codes_of_their_own() -> None:
         method.fit(known)
     assert mixed.chosen[0].tolist() == [[0, 1]]
     assert mixed.stored_bits(D) == (2.0, 2.0)
+    assert mixed.facts["keys"] == {"4 points for 4 channels, group": 1, "64 points for 4 channels, group": 1}
     x = normal(1, HEADS, 30, D, seed=3)
     for head in range(HEADS):
         torch.testing.assert_close(mixed.keys(0, x)[:, head], alone[head].keys(0, x)[:, head])

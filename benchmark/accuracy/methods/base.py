@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +26,7 @@ class Method:
         table: which table of the report it belongs to.
         sink, recent: tokens read in 16 bits.
         by_token: whether what is read of a token depends on this token alone, so that it may be quantized by itself.
+        facts: about the fit, for the results.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Method:
     sink: int = SINK
     recent: int = RECENT
     by_token: ClassVar[bool] = False
+    facts: Mapping[str, Any] = MappingProxyType({})
 
     def fit(self, calibration: Calibration) -> None:
         """Learn from calibration data; methods without data learn the geometry only."""

@@ -52,7 +52,7 @@ class Combined(ServedFocus):
     def fit(self, calibration: Calibration) -> None:
         """Transforms, books of all codes, and which kv head has which."""
         super().fit(calibration)
-        self.chosen = []
+        self.chosen, self.facts = [], {}
         self.reads: list[list[list[tuple[torch.Tensor, Read]]]] = []
         sides = ((self.key_codes, self.key_mean, True), (self.value_codes, self.value_mean, False))
         for codes, mean, keys in sides:
@@ -63,6 +63,8 @@ class Combined(ServedFocus):
                 losses = torch.stack([self._losses(calibration, n, codes, [b[n] for b in books], keys) for n in layers])
                 chosen = planned(losses.flatten(0, 1), codes, mean, calibration.head_dim).view_as(chosen)
             self.chosen.append(chosen)
+            counts = torch.bincount(chosen.flatten(), minlength=len(codes)).tolist()
+            self.facts |= {"keys" if keys else "values": {str(c): n for c, n in zip(codes, counts, strict=True)}}
             self.reads.append([self._reads(chosen[n], codes, [b[n] for b in books], keys) for n in layers])
 
     def _books(self, calibration: Calibration, code: Code, keys: bool) -> Sequence[GroupBooks | None]:
