@@ -131,10 +131,11 @@ class Settings(BaseModel):
         alias="SGLANG_OSCAR_DECODE_BACKEND",
         description="attention of generated tokens on a GPU; `auto` takes CUDA on Hopper, else Triton",
     )
-    extend_backend: Literal["auto", "flashinfer", "fa3", "triton"] = Field(
+    extend_backend: Literal["auto", "flashinfer", "fa3", "fa4", "triton"] = Field(
         "auto",
         alias="SGLANG_OSCAR_EXTEND_BACKEND",
-        description="attention of prompts on a GPU; `auto` takes FlashAttention-3 on Hopper, else FlashInfer, Triton",
+        description="attention of prompts on a GPU; `auto` takes FlashAttention-4 on Blackwell, else FlashAttention-3; "
+        "where there is none, FlashInfer, Triton",
     )
     windows_enabled: bool = Field(
         True, alias="SGLANG_ENABLE_MIXED_KV_WINDOWS", description="16-bit windows; 0 reads everything quantized"

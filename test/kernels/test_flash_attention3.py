@@ -27,10 +27,12 @@ from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.flash_attention3 import FlashAttention3, missing
 
 
-def attend(q: Any, k: Any, v: Any, starts: Any, kv_starts: Any, longest: int, kv_longest: int, **options: Any) -> Any:
-    """``sgl_kernel.flash_attn.flash_attn_varlen_func`` in torch: natural logarithms, heads first."""
+def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """``flash_attn_varlen_func`` of both versions in torch: natural logarithms, heads first."""
+    starts, kv_starts = options["cu_seqlens_q"], options["cu_seqlens_k"]
     assert starts.dtype == kv_starts.dtype == torch.int32
-    assert [longest, kv_longest] == [int((x[1:] - x[:-1]).max()) for x in (starts, kv_starts)]
+    longest = [options["max_seqlen_q"], options["max_seqlen_k"]]
+    assert longest == [int((x[1:] - x[:-1]).max()) for x in (starts, kv_starts)]
     kernel = TorchRagged()
     kernel.plan(starts.cpu(), kv_starts.cpu(), q.shape[1], *k.shape[1:], causal=options["causal"], q_data_type=q.dtype)
     out, lse = kernel.forward_return_lse(q, k, v, options["causal"], options["softmax_scale"])

@@ -14,7 +14,7 @@ from threading import Lock
 
 import pytest
 
-from sglang_oscar.attention.flash_attention3 import missing, preferred
+from sglang_oscar.attention import extend_choice, flash_attention3, flash_attention4
 from support import golden
 from support.reference import MODEL, fit_rotations
 from support.servers import STRICT, Server, ranked, serve
@@ -31,7 +31,8 @@ ORACLE = ("--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens",
 ORACLE += ("--speculative-ngram-max-trie-depth", "100000")
 EXTEND = "SGLANG_OSCAR_EXTEND_BACKEND"
 STOCK_KERNELS = {
-    "fa3": ("FlashAttention-3", missing(128)),
+    "fa3": ("FlashAttention-3", flash_attention3.missing(128)),
+    "fa4": ("FlashAttention-4", flash_attention4.missing(128)),
     "flashinfer": ("FlashInfer", None if importlib.util.find_spec("flashinfer") else "FlashInfer is not installed"),
 }
 """Kernels for prompts that int2 mode takes from others: their names in logs, and why they cannot be had here for the
@@ -143,9 +144,8 @@ LOG = ("--decode-log-interval", "1", "--enable-cache-report")
 
 def prompts_by_default() -> str:
     """The kernel for prompts that a server takes here unless it is told, as its log names it."""
-    name = "fa3" if preferred(128) else "flashinfer"
-    said, reason = STOCK_KERNELS[name]
-    return said if reason is None else "Triton"
+    chosen = str(extend_choice.choose("auto", "cuda", 128, sink_logits=False))
+    return STOCK_KERNELS.get(chosen, ("Triton",))[0]
 
 
 def lacking(launch: Launch) -> str | None:

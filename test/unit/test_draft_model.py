@@ -71,7 +71,7 @@ def test_drafts_attend_by_flash_attention_3_where_prompts_do(
     device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(flash_attention3, "preferred", lambda head_dim: True)
+    monkeypatch.setattr(flash_attention3, "measured", lambda head_dim: True)
     args = asked(device=device)
     arguments.configure(args, None)
     assert args.speculative_draft_attention_backend == backend

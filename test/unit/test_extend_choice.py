@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+from pathlib import Path
+from typing import Any
 
 import pytest
+import sglang
 import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.decode import decode
-from sglang_oscar.attention import extend_choice, flash_attention3
+from sglang_oscar.attention import extend_choice, flash_attention3, flash_attention4, stock_check
 from sglang_oscar.attention.extend_choice import ExtendWorkspace, choose
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import GIB, Geometry
@@ -65,6 +69,7 @@ def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, mon
 def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Geometry.uniform(RowLayout(8, 128, 128), Windows(0, 0, 0), torch.bfloat16, 1).any_layer
     made = extend_choice.workspace("fa3", layer, 32, torch.bfloat16, 100 * GIB)
+    assert (made.kernel, made.kernels) == ("FlashAttention-3", "fa3")
     assert (made.tokens, made.passes, made.fixed_bytes()) == (65_536, 32, 65_536 * 4096)
     monkeypatch.setattr(flash_attention3, "missing", lambda head_dim: None if head_dim == 128 else "not that")
     assert choose("fa3", "cuda", 128, False) == "fa3"
@@ -72,21 +77,88 @@ def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -
         choose("fa3", "cuda", 96, False)
 
 
-@pytest.mark.parametrize(("capability", "taken"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
-def test_flash_attention_3_is_taken_unasked_on_hopper(
-    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+CARDS = [
+    ((8, 0), "fa3", "fa3"), ((8, 6), "fa3", "fa3"), ((8, 9), "fa3", "fa3"), ((9, 0), "fa3", "fa3"),
+    ((10, 0), "fa4", "flashinfer"), ((10, 3), "fa4", "flashinfer"), ((11, 0), "flashinfer", "flashinfer"),
+    ((12, 0), "fa4", "flashinfer"), ((12, 1), "fa4", "flashinfer"),
+]  # fmt: skip
+"""Compute capability, and what prompts take unasked with head_dim 128 and with 256."""
+
+
+@pytest.mark.parametrize(("capability", "with_128", "with_256"), CARDS)
+def test_what_sglang_brings_for_the_card(
+    capability: tuple[int, int], with_128: str, with_256: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is compiled for the heads; elsewhere FlashInfer stays."""
+    """Sink logits, other heads, and what is asked for, are FlashInfer's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(flash_attention3, "installed", lambda: True)
+    for version in (flash_attention3, flash_attention4):
+        monkeypatch.setattr(version, "installed", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert choose("auto", "cuda", 128, False) == ("fa3" if taken else "flashinfer")
+    assert choose("auto", "cuda", 128, False) == with_128
+    assert choose("auto", "cuda", 256, False) == with_256
     assert choose("auto", "cuda", 96, False) == "flashinfer"
     assert choose("auto", "cuda", 128, sink_logits=True) == "flashinfer"
-    if taken:
-        assert choose("fa3", "cuda", 128, sink_logits=True) == "fa3"
     assert choose("flashinfer", "cuda", 128, False) == "flashinfer"
+    if with_128 != "flashinfer":
+        assert choose(with_128, "cuda", 128, sink_logits=True) == with_128
+        assert extend_choice.why_not_flash("auto", 128, False) is None
+    other = "fa3" if with_128 == "fa4" else "fa4"
+    with pytest.raises(Int2Error, match=f"{extend_choice.VARIABLE}={other}, but it is .*; unset it"):
+        choose(other, "cuda", 128, False)
+    assert extend_choice.why_not_flash("auto", 128, True) == "the model has sink logits"
+    assert extend_choice.why_not_flash("triton", 128, False) == f"{extend_choice.VARIABLE}=triton"
+    assert "head_dim 96" in str(extend_choice.why_not_flash("auto", 96, False)) or with_128 == "flashinfer"
+
+
+def test_the_newer_version_is_looked_for_in_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function takes what it is called with; what compiles it may be missing."""
+    assert flash_attention4.installed()
+    source = Path(sglang.__path__[0]) / flash_attention4.SOURCE
+    functions = {
+        node.name: node.args for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+    names = {argument.arg for argument in functions["flash_attn_varlen_func"].args}
+    lengths = {f"{what}_seqlen{s}_{side}" for what, s in (("cu", "s"), ("max", "")) for side in "qk"}
+    assert {"q", "k", "v", "softmax_scale", "causal", "return_softmax_lse", *lengths} <= names
+    monkeypatch.setattr(flash_attention4, "PACKAGES", ("no_such_package",))
+    assert "quack-kernels) is not installed" in str(flash_attention4.missing(128))
+
+
+class Torch:
+    """Attention as a stock kernel gives it, in torch; ``off`` is added to outputs."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        self.off = off
+
+    def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, *sizes: int, **options: object) -> None:
+        self.starts = qo_indptr.tolist(), kv_indptr.tolist()
+
+    def forward_return_lse(self, q: Any, k: Any, v: Any, causal: bool, sm_scale: float) -> tuple[Any, Any]:
+        out, sums = stock_check.expected(q, k, v, *self.starts, causal, sm_scale)
+        return (out.nan_to_num(0) + self.off).to(q.dtype), sums.float()
+
+    def forward(self, *vectors: Any, **options: Any) -> Any:
+        return self.forward_return_lse(*vectors, **options)[0]
+
+
+def test_a_kernel_that_is_wrong_is_found() -> None:
+    like = torch.empty(0, dtype=torch.bfloat16)
+    assert stock_check.differs(Torch, 4, 2, 64, like) is None
+    assert "differ by 0.2 " in str(stock_check.differs(lambda: Torch(0.2), 4, 2, 64, like))
+    assert "differ by inf" in str(stock_check.differs(lambda: Torch(float("nan")), 4, 2, 64, like))
+
+
+def test_what_is_expected_is_attention() -> None:
+    """New tokens at the ends of keys see those before them."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(n, heads, 64, generator=generator) for n, heads in ((5, 4), (9, 2), (9, 2)))
+    out, sums = stock_check.expected(q, k, v, [0, 2, 5], [0, 4, 9], True, 0.1)
+    for token, (begin, end) in enumerate([(0, 3), (0, 4), (4, 7), (4, 8), (4, 9)]):
+        for head in range(4):
+            logits = (q[token, head].double() @ k[begin:end, head // 2].double().T) * 0.1
+            torch.testing.assert_close(out[token, head], logits.softmax(-1) @ v[begin:end, head // 2].double())
+            torch.testing.assert_close(sums[token, head], logits.exp().sum().log2())
 
 
 def test_a_budget_below_windows_and_workspace_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -38,8 +38,7 @@ SM_SCALE = QWEN3_8B.sm_scale
 BUDGET = 100 << 30
 """KV budget from which the size of the workspace follows."""
 REPLAYS = 7
-Setting = Literal["auto", "flashinfer", "fa3", "triton"]
-BACKENDS = get_args(Setting)
+BACKENDS = get_args(extend_choice.Setting)
 
 
 class Case:
@@ -164,7 +163,7 @@ class Served(NamedTuple):
     ragged: RaggedExtend | None
 
 
-def served(setting: Setting, budget: int = BUDGET) -> Served:
+def served(setting: extend_choice.Setting, budget: int = BUDGET) -> Served:
     """The kernels of a setting of SGLANG_OSCAR_EXTEND_BACKEND, compiled and loaded.
 
     Raises:

@@ -10,12 +10,13 @@ from typing import Any
 from oscar_rotation.files.identity import ModelIdentity
 from oscar_tools.doctor.account import MEM_FRACTION, account_of, host_facts
 from oscar_tools.doctor.check import Check, attempt, quiet
+from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.origin import cached_snapshot
 from sglang_oscar.formats.warnings import rotation_warnings, served_identity
 
-EXTEND = {"flashinfer": "FlashInfer", "fa3": "FlashAttention-3", "triton": "our Triton kernel"}
+EXTEND = {**FLASH_ATTENTION, "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
 """What attends to prompts, by its setting."""
 
 

@@ -1,8 +1,8 @@
 """Which kernels extend takes on a GPU, and what memory they need.
 
-A stock kernel attends to chunks and to dequantized prefixes, FlashInfer's ragged prefill or FlashAttention-3, and the
-decode kernel to prefixes of short chunks; else our own Triton kernel does all of it. The choice is made once, at
-start-up, and said in the log.
+A stock kernel attends to chunks and to dequantized prefixes, the FlashAttention that SGLang brings for the GPU or
+FlashInfer's ragged prefill, and the decode kernel to prefixes of short chunks; else our own Triton kernel does all of
+it. The choice is made once, at start-up, and said in the log.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits, Ragged
 from oscar_kernels.format import LayerFormat
 from oscar_rotation.errors import first_line
-from sglang_oscar.attention import flash_attention3
+from sglang_oscar.attention import flash_attention3, flash_attention4, stock_check
 from sglang_oscar.attention.decode_choice import break_even_tokens
-from sglang_oscar.attention.extend_workspace import ExtendWorkspace, StockBackend
+from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace, StockBackend
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import Geometry
 
@@ -35,17 +35,18 @@ FEWEST_PASSES, MOST_PASSES = 8, 32
 PLAN_SHARE = 1 / 256
 """Largest share of the KV budget that plans of more than the fewest passes take."""
 VARIABLE = "SGLANG_OSCAR_EXTEND_BACKEND"
-Choice = Literal["flashinfer", "fa3", "triton"]
+Choice = Literal["flashinfer", "fa3", "fa4", "triton"]
+Setting = Literal["auto", "flashinfer", "fa3", "fa4", "triton"]
 
 
-def choose(setting: str, device: str, head_dim: int, sink_logits: bool) -> Choice | None:
+def choose(setting: Setting, device: str, head_dim: int, sink_logits: bool) -> Choice | None:
     """The backend that a setting means on a device; None on a CPU, which has the torch reference only.
 
     Args:
-        setting: ``auto``, ``flashinfer``, ``fa3`` or ``triton``.
+        setting: ``auto`` or a backend.
         device: SGLang's --device.
         head_dim: channels of a head.
-        sink_logits: whether the model has them; then FlashAttention-3, of which that is not known to be right, is taken
+        sink_logits: whether the model has them; then FlashAttention, of which that is not known to be right, is taken
             where it is asked for only.
 
     Raises:
@@ -55,14 +56,39 @@ def choose(setting: str, device: str, head_dim: int, sink_logits: bool) -> Choic
         if setting != "auto":
             raise Int2Error(f"{VARIABLE}={setting} needs --device cuda; unset it")
         return None
-    if setting == "fa3" and (reason := flash_attention3.missing(head_dim)) is not None:
-        raise Int2Error(f"{VARIABLE}=fa3, but {reason}; unset it")
-    if setting == "fa3" or (setting == "auto" and not sink_logits and flash_attention3.preferred(head_dim)):
-        return "fa3"
+    if setting in ("fa3", "fa4"):
+        if (reason := flash_attention(head_dim)[setting]) is not None:
+            raise Int2Error(f"{VARIABLE}={setting}, but {reason}; unset it")
+        return setting
+    if why_not_flash(setting, head_dim, sink_logits) is None:
+        return next(backend for backend, reason in flash_attention(head_dim).items() if reason is None)
     installed = importlib.util.find_spec("flashinfer") is not None
     if setting == "flashinfer" and not installed:
         raise Int2Error(f"{VARIABLE}=flashinfer, but FlashInfer is not installed; pip install flashinfer-python")
     return "flashinfer" if installed and setting != "triton" else "triton"
+
+
+def flash_attention(head_dim: int) -> dict[Literal["fa4", "fa3"], str | None]:
+    """Versions that SGLang brings, the newer first, and why each cannot be had on this GPU; None where it can."""
+    return {"fa4": flash_attention4.missing(head_dim), "fa3": flash_attention3.missing(head_dim)}
+
+
+def why_not_flash(setting: str, head_dim: int, sink_logits: bool) -> str | None:
+    """Why ``auto`` takes no FlashAttention, or that another backend is asked for; None where it takes one.
+
+    Args:
+        setting, head_dim, sink_logits: as in :func:`choose`.
+    """
+    if setting != "auto":
+        return f"{VARIABLE}={setting}"
+    if sink_logits:
+        return "the model has sink logits"
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    reasons = flash_attention(head_dim)
+    if None in reasons.values():
+        return None
+    return "; ".join(f"{FLASH_ATTENTION[backend]}: {reason}" for backend, reason in reasons.items())
 
 
 def workspace(
@@ -80,8 +106,8 @@ def workspace(
     token_bytes = layer.elements * dtype.itemsize
     most = min(LARGEST_WORKSPACE, int(WORKSPACE_SHARE * budget_bytes))
     tokens = max(FEWEST_TOKENS, most // token_bytes)
-    if backend == "fa3":
-        return ExtendWorkspace(tokens, token_bytes, q_heads, dtype, backend, "fa3", 0, 0, MOST_PASSES)
+    if backend != "flashinfer":
+        return ExtendWorkspace(tokens, token_bytes, q_heads, dtype, backend, backend, 0, 0, MOST_PASSES)
     kernels, scratch = _flashinfer_kernels(layer, q_heads, dtype)
     passes = min(max(FEWEST_PASSES, int(PLAN_SHARE * budget_bytes) // INT_WORKSPACE_BYTES - 1), MOST_PASSES)
     return ExtendWorkspace(tokens, token_bytes, q_heads, dtype, backend, kernels, scratch, INT_WORKSPACE_BYTES, passes)
@@ -114,8 +140,8 @@ def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.devic
     from oscar_kernels.ragged_plan import RaggedPlanner
 
     # FA2 splits long prefixes itself.
-    fa3 = size.kernels == "fa3"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if fa3 else 1
+    splits = size.kernels != "fa2"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if splits else 1
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
     limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=True)
@@ -125,16 +151,22 @@ def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.devic
         made = RaggedExtend(planner, decode)
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
+        wrong = None
+        if size.backend in FLASH_ATTENTION:
+            like = torch.empty(0, dtype=size.dtype, device=device)
+            wrong = stock_check.differs(_kernels(size, device), size.q_heads, layout.kv_heads, layout.head_dim, like)
     except torch.cuda.OutOfMemoryError:
         raise  # says itself what is missing
     except Exception as error:
         raise Int2Error(_unusable(size, first_line(error))) from error
+    if wrong is not None:
+        raise Int2Error(_unusable(size, wrong))
     return made
 
 
 def _unusable(size: ExtendWorkspace, reason: str) -> str:
-    if size.backend == "fa3":
-        return f"FlashAttention-3 cannot be loaded ({reason}); set {VARIABLE}=flashinfer or triton"
+    if size.backend in FLASH_ATTENTION:
+        return f"{size.kernel} cannot be used on this GPU ({reason}); set {VARIABLE}=flashinfer or triton"
     return (
         f"FlashInfer cannot build its prefill kernels ({reason}); install the CUDA toolkit that it asks for, or set "
         f"{VARIABLE}=triton"
@@ -142,8 +174,9 @@ def _unusable(size: ExtendWorkspace, reason: str) -> str:
 
 
 def _kernels(size: ExtendWorkspace, device: torch.device) -> Callable[[], Ragged]:
-    if size.backend == "fa3":
-        return lambda: flash_attention3.FlashAttention3(device)
+    if size.backend != "flashinfer":
+        made = flash_attention3.FlashAttention3 if size.backend == "fa3" else flash_attention4.FlashAttention4
+        return lambda: made(device)
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     wrapper: Any = BatchPrefillWithRaggedKVCacheWrapper

@@ -11,8 +11,10 @@ from sglang_oscar.formats.geometry import GIB
 from sglang_oscar.memory.part import Part
 from sglang_oscar.memory.plan import MemoryPlan
 
-StockBackend = Literal["flashinfer", "fa3"]
+StockBackend = Literal["flashinfer", "fa3", "fa4"]
 """Backends of extend whose attention kernel is not ours."""
+FLASH_ATTENTION = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
+"""Those of SGLang, by their names for the log."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class ExtendWorkspace(Part):
     q_heads: int
     dtype: torch.dtype
     backend: StockBackend
-    kernels: Literal["fa2", "fa3"]
+    kernels: Literal["fa2", "fa3", "fa4"]
     scratch_bytes: int
     plan_bytes: int
     passes: int
@@ -43,7 +45,7 @@ class ExtendWorkspace(Part):
     @property
     def kernel(self) -> str:
         """The kernel's name for the log."""
-        return "FlashAttention-3" if self.backend == "fa3" else f"FlashInfer ({self.kernels})"
+        return FLASH_ATTENTION.get(self.backend, f"FlashInfer ({self.kernels})")
 
     def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
         """For the start-up account."""

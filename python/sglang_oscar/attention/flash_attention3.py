@@ -6,6 +6,7 @@ FlashInfer compiles its prefill at the first start of a server, for minutes; thi
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ CAPABILITIES = (8, 9)
 """Major compute capabilities that SGLang's FlashAttention-3 is compiled for: Ampere, Ada and Hopper."""
 HEAD_DIMS = (64, 128, 256)
 MEASURED = 9
-"""Major compute capability on which it is taken unasked: the one on which it has run here."""
+"""Major compute capability on which it has run here, with draft models, too."""
 
 
 def installed() -> bool:
@@ -43,8 +44,8 @@ def missing(head_dim: int) -> str | None:
     return None
 
 
-def preferred(head_dim: int) -> bool:
-    """Whether it is taken where nobody says which kernel.
+def measured(head_dim: int) -> bool:
+    """Whether it can be had on a GPU on which it has run here.
 
     Args:
         head_dim: channels of a head.
@@ -61,23 +62,29 @@ class FlashAttention3:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._attend, self._device = self.function(), device
+
+    @staticmethod
+    def function() -> Callable[..., Any]:
+        """SGLang's."""
         from sgl_kernel.flash_attn import flash_attn_varlen_func
 
-        self._attend, self._device = flash_attn_varlen_func, device
+        function: Callable[..., Any] = flash_attn_varlen_func
+        return function
 
     def plan(
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
         head_dim_qk: int, **options: Any,
     ) -> None:  # fmt: skip
         """Take note of where requests begin; int32 [requests + 1] on the host."""
-        self._starts = [x.to(self._device, non_blocking=True) for x in (qo_indptr, kv_indptr)]
-        self._longest = [int((x[1:] - x[:-1]).max()) for x in (qo_indptr, kv_indptr)]
+        self._lengths: dict[str, Any] = {}
+        for side, indptr in (("q", qo_indptr), ("k", kv_indptr)):
+            self._lengths[f"cu_seqlens_{side}"] = indptr.to(self._device, non_blocking=True)
+            self._lengths[f"max_seqlen_{side}"] = int((indptr[1:] - indptr[:-1]).max())
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any) -> torch.Tensor:
         """[tokens, q_heads, head_dim]."""
-        out: torch.Tensor = self._attend(
-            q, k, v, *self._starts, *self._longest, softmax_scale=options["sm_scale"], causal=causal
-        )
+        out: torch.Tensor = self._attend(q, k, v, **self._lengths, softmax_scale=options["sm_scale"], causal=causal)
         return out
 
     def forward_return_lse(
@@ -85,7 +92,7 @@ class FlashAttention3:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same and float32 [tokens, q_heads], the log2 of the sum of exp2 of the logits (times log2 e)."""
         out, sums, *_ = self._attend(
-            q, k, v, *self._starts, *self._longest, softmax_scale=options["sm_scale"], causal=causal,
+            q, k, v, **self._lengths, softmax_scale=options["sm_scale"], causal=causal,
             return_softmax_lse=True,
         )  # fmt: skip
         # It returns natural logarithms, [q_heads, tokens].

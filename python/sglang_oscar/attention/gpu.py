@@ -20,8 +20,8 @@ from oscar_kernels.triton.store import store
 from sglang_oscar.attention import decode_choice, warm_up
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
-from sglang_oscar.attention.extend_choice import ragged_extend
-from sglang_oscar.attention.extend_workspace import ExtendWorkspace
+from sglang_oscar.attention.extend_choice import ragged_extend, why_not_flash
+from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import CachedLayer
@@ -88,13 +88,16 @@ class GpuKernels:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
         plan, workspace = cache.plan, cache.plan.part(ExtendWorkspace)
         self._ragged: RaggedExtend | None = None
+        reason = why_not_flash(cache.settings.extend_backend, plan.geometry.any_layer.head_dim, sink_logits)
+        against = f" (not FlashAttention: {reason})"
         if workspace is None:
-            logger.info("int2 extend: Triton kernel for chunk and prefix")
+            logger.info("int2 extend: Triton kernel for chunk and prefix%s", against)
         else:
             self._ragged = ragged_extend(workspace, plan.geometry, device, self._decode)
             logger.info(
-                "int2 extend: %s for chunk and dequantized prefix, decode kernel for that of short chunks",
+                "int2 extend: %s for chunk and dequantized prefix, decode kernel for that of short chunks%s",
                 workspace.kernel,
+                "" if workspace.backend in FLASH_ATTENTION else against,
             )
         limits = None if self._ragged is None else self._ragged.planner.limits
         longest = cache.req_to_token_pool.req_to_token.shape[1]

@@ -62,7 +62,7 @@ def _draft_backend(device: str | None) -> str:
     """The attention backend of a draft model; SGLang picks the device where the operator does not."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and flash_attention3.preferred(DRAFT_HEAD_DIM):
+    if device == "cuda" and flash_attention3.measured(DRAFT_HEAD_DIM):
         return "fa3"
     first, *others = DRAFT_BACKENDS.get(device, DRAFT_BACKENDS["cuda"])
     return others[-1] if others and importlib.util.find_spec(first) is None else first
