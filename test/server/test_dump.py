@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from oscar_rotation.dump import DumpReader
+from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.recipes import DEFAULT
 from sglang_oscar.formats.model_identity import config_hash
 from support.activations import Activations, activations, load
@@ -88,7 +89,10 @@ def assert_dump(folder: Path, expected: dict[int, Activations]) -> None:
     config = AutoConfig.from_pretrained(reader.manifest.model_id)
     assert reader.manifest.model_hash == config_hash(config.to_dict())
     assert reader.manifest.sm_scale == pytest.approx(64**-0.5)
+    assert reader.has_output_readers
+    weights = OutputWeights(reader.manifest.weights)
     for layer in range(LAYERS):
+        torch.testing.assert_close(reader.output_reader(layer), weights.reader(layer, KV_HEADS, 64))
         seen = []
         for chunk in (reader.load(layer, index) for index in reader.fit_chunks()):
             begin = 0

@@ -11,6 +11,12 @@ the same on all ranks and is written once, unsharded, by rank 0.
 
 Float [q_heads], where heads of the layer have sink logits: numbers that a softmax runs over besides the logits of the
 tokens. Ranks write ``sink_logits.tp<i>of<n>.pt``, as they write q.
+
+    <root>/layer_<id>/output_reader.pt
+
+Float32 [q_heads, head_dim, head_dim], W^T W of each head's part W [hidden, head_dim] of the output projection: what an
+error of its attention output is worth. Ranks write ``output_reader.tp<i>of<n>.pt``. Dumps without it are fitted with
+the weights of the checkpoint.
 """
 
 from __future__ import annotations
@@ -48,6 +54,15 @@ def sink_logits_name(shard: int = 0, shards: int = 1) -> str:
     ('sink_logits.pt', 'sink_logits.tp1of4.pt')
     """
     return _shard_name("sink_logits", shard, shards)
+
+
+def output_reader_name(shard: int = 0, shards: int = 1) -> str:
+    """File name of what reads a layer's attention outputs, or of one of its shards.
+
+    >>> output_reader_name(), output_reader_name(1, 4)
+    ('output_reader.pt', 'output_reader.tp1of4.pt')
+    """
+    return _shard_name("output_reader", shard, shards)
 
 
 def _shard_name(stem: str, shard: int, shards: int) -> str:

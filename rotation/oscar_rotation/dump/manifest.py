@@ -32,6 +32,7 @@ class DumpManifest(BaseModel):
         sm_scale: factor on the attention logits; None for 1/sqrt(head_dim).
         sink_logits: layers of the dump whose heads have sink logits, ascending; none while the dump is being written,
             nor in a dump of covariances, which has counted them.
+        output_readers: whether every layer has what reads its attention outputs.
         complete: False while the dump is being written. A dump left so was interrupted.
     """
 
@@ -53,6 +54,7 @@ class DumpManifest(BaseModel):
     tp_size: int = Field(default=1, gt=0)
     sm_scale: float | None = Field(default=None, gt=0)
     sink_logits: tuple[NonNegativeInt, ...] = ()
+    output_readers: bool = False
     complete: bool = True
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from oscar_rotation.dump.layout import (
     WARMUP_CHUNK,
     chunk_name,
     layer_folder,
+    output_reader_name,
     sink_logits_name,
 )
 from oscar_rotation.dump.manifest import MANIFEST_NAME, DumpManifest
@@ -173,6 +174,29 @@ class DumpReader:
         if len(gathered) != heads:
             raise DumpError(f"{paths[0]}: sink logits of {len(gathered)} heads, the dump has {heads} q heads")
         return gathered
+
+    @property
+    def has_output_readers(self) -> bool:
+        """Whether the dump says what reads attention outputs."""
+        return self.manifest is not None and self.manifest.output_readers
+
+    def output_reader(self, layer: int) -> torch.Tensor:
+        """W^T W of a layer's output projection by kv head, summed over the query heads of its group; only of a dump
+        that has it: float32 [kv_heads, head_dim, head_dim].
+
+        Raises:
+            DumpError: a file is missing or unreadable, of other heads than the dump, or holds NaN or infinite values.
+        """
+        assert self._geometry is not None
+        q_heads, kv_heads, head_dim = self._geometry
+        shards = self._shards[layer, "q"][self.chunks[0]]
+        paths = [layer_folder(self.root, layer) / output_reader_name(shard, shards) for shard in range(shards)]
+        reader = torch.cat([_load_tensor(path) for path in paths])
+        if reader.shape != (q_heads, head_dim, head_dim) or not all_finite(reader):
+            raise DumpError(
+                f"{paths[0]}: {list(reader.shape)}, expected finite [{q_heads}, {head_dim}, {head_dim}]; dump again"
+            )
+        return reader.float().view(kv_heads, -1, head_dim, head_dim).sum(1)
 
     def _count_layers(self) -> int:
         found: dict[int, Path] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from oscar_rotation.atomic import write_atomically
-from oscar_rotation.dump.layout import chunk_name, layer_folder, sink_logits_name
+from oscar_rotation.dump.layout import chunk_name, layer_folder, output_reader_name, sink_logits_name
 from oscar_rotation.errors import DumpError
 
 
@@ -93,6 +93,18 @@ class DumpWriter:
             _save(folder / "v" / name, v)
         if self.tp_rank == 0:
             _save(folder / "seq_lens" / chunk_name(chunk), lengths)
+
+    def write_output_reader(self, layer: int, reader: torch.Tensor) -> None:
+        """Write what reads the attention outputs of a layer.
+
+        Args:
+            layer: attention layer, from 0.
+            reader: float32 [q_heads of this rank, head_dim, head_dim].
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        _save(layer_folder(self.root, layer) / output_reader_name(self.tp_rank, self.tp_size), reader)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
         shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

@@ -1,10 +1,10 @@
-"""The weights that read attention outputs, from a checkpoint: what value errors can be measured with."""
+"""The weights that read attention outputs, from a dump or a checkpoint: what value errors can be measured with."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,12 @@ class OutputWeights:
         model: folder with safetensors weights, or an id of the Hub, whose weights are fetched if they are not cached.
         layer_ids: which layers of the model are asked for, by number; None where they are all of its layers.
         overrides: of its configuration, as SGLang's ``--json-model-override-args``.
+        recorded: layer of the dump -> what the recorded server said of it, in place of weights
+            (:meth:`oscar_rotation.dump.reader.DumpReader.output_reader`).
 
     Raises:
-        DumpError: no such model, no safetensors files, or layers without an output projection.
+        DumpError: no such model; or nothing is recorded, and no safetensors files, or layers without an output
+            projection.
     """
 
     def __init__(
@@ -39,10 +42,14 @@ class OutputWeights:
         model: str | Path,
         layer_ids: Sequence[int] | None = None,
         overrides: Mapping[str, Any] | None = None,
+        recorded: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.folder, self._layer_ids, self.overrides = _folder(model), layer_ids, overrides or {}
+        self._recorded = recorded
         self._files: dict[int, tuple[Path, str]] = {}
         self._places: dict[str, Path] = {}
+        if recorded is not None:
+            return
         for path, name in _tensors(self.folder):
             self._places[name] = path
             # Layers that predict further tokens (mtp) count from 0 again.
@@ -72,6 +79,8 @@ class OutputWeights:
         Raises:
             DumpError: the layer is missing, unreadable, quantized, or of another geometry.
         """
+        if self._recorded is not None:
+            return self._recorded(layer)
         own = layer if self._layer_ids is None else self._layer_ids[layer]
         if own not in self._files:
             raise DumpError(f"{self.folder}: no output projection of layer {own}")

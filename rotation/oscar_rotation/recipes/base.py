@@ -136,7 +136,8 @@ def activations(request: FitRequest, recipe: str) -> DumpReader:
 
 
 def output_weights(request: FitRequest, dump: DumpReader, recipe: str) -> OutputWeights:
-    """The output projections of the model that was dumped: the request's, or those of the model the dump names.
+    """The output projections of the model that was dumped: what the dump says of them, else the weights of the
+    request's model, or of the one that the dump names.
 
     Raises:
         DumpError: nobody names a model, or its weights cannot be had.
@@ -150,6 +151,7 @@ def output_weights(request: FitRequest, dump: DumpReader, recipe: str) -> Output
         if dump.manifest is None:
             return OutputWeights(source, overrides=request.options.overrides)
         asked, ran = request.options.overrides, dump.manifest.model_overrides
-        return OutputWeights(source, dump.manifest.layer_ids, ran if asked is None else asked)
+        recorded = dump.output_reader if dump.has_output_readers else None
+        return OutputWeights(source, dump.manifest.layer_ids, ran if asked is None else asked, recorded)
     except DumpError as error:
         raise DumpError(f"{error}; {remedy}") from error

@@ -24,6 +24,7 @@ from oscar_rotation.errors import DumpError
 from sglang_oscar import names
 from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error, fatal, malformed
+from sglang_oscar.features.recording.output_readers import output_projections, reader_of
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.content import attention_digest
 from sglang_oscar.formats.model_identity import model_identity
@@ -167,6 +168,8 @@ class Dump:
         self.covariances = (
             covariance_writer(self.writer, len(layers), sm_scale) if settings.mode == "covariances" else None
         )
+        found = output_projections()
+        self.projections = found if settings.mode == "activations" and all(layer in found for layer in layers) else {}
         identity = model_identity(server_args.model_path, model)
         self.manifest = DumpManifest(
             model_id=identity.model_id,
@@ -182,6 +185,7 @@ class Dump:
             dtype=str(model.dtype).removeprefix("torch."),
             tp_size=parallel.attn_tp_size,
             sm_scale=sm_scale,
+            output_readers=bool(self.projections),
             complete=False,
         )
         self._write_manifest()
@@ -225,6 +229,8 @@ class Dump:
             return
         number = self.numbers[layer_id]
         index = self.selected.to(q.device)
+        if (projection := self.projections.pop(layer_id, None)) is not None:
+            self.writer.write_output_reader(number, reader_of(projection, q))
         writer = self.covariances or self.writer
         writer.write(number, self.chunk, q[index], k[index], v[index], self.seq_lens, sinks)
         if number < len(self.numbers) - 1:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature, OfAnyServer
-from sglang_oscar.attach.touchpoint import BEFORE, SRT, Touchpoint, at
-from sglang_oscar.features.recording import dump_hook
+from sglang_oscar.attach.touchpoint import AFTER, BEFORE, SRT, Touchpoint, at
+from sglang_oscar.features.recording import dump_hook, output_readers
 
 FEATURE = Feature(
     name="recording",
@@ -15,6 +15,9 @@ FEATURE = Feature(
         check=dump_hook.check_heads,
         # Every attention call of every model passes here, so only where a dump is wanted.
         in_schedulers=[
+            Touchpoint(
+                at(SRT + "model_executor.model_runner.ModelRunner.load_model"), AFTER, output_readers.after_load_model
+            ),
             Touchpoint(at(SRT + "layers.radix_attention.RadixAttention.forward"), BEFORE, dump_hook.before_attention),
         ],
     ),
