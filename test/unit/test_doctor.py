@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ from oscar_tools.doctor.account import weight_bytes
 from oscar_tools.doctor.check import Check, attempt
 from oscar_tools.doctor.model import model_checks
 from sglang_oscar.attach import failure, releases
+from sglang_oscar.attention import flash_attention3
 
 GIB = 1 << 30
 SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -287,6 +289,40 @@ def test_compute_capability(capability: tuple[int, int], ok: bool, monkeypatch: 
     check = attempt("device", machine.check_torch)
     assert check.ok is ok
     assert "8.0" in check.line() or ok
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "said"),
+    [
+        (
+            "NVIDIA H200",
+            (9, 0),
+            "the CUDA kernel decodes, measured at 5?% to 9?% of the card's read bandwidth with 2 bits",
+        ),
+        ("NVIDIA H20", (9, 0), "the CUDA kernel decodes, never timed on this card; oscar bench does so in two minutes"),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            (8, 0),
+            "the Triton kernel decodes, expected, not measured, at 4?% to 8?% of the card's*",
+        ),
+        ("NVIDIA GeForce RTX 4090", (8, 9), "the Triton kernel decodes, expected, not measured, at 95% of the card's*"),
+    ],
+)
+def test_what_applies_to_the_card(
+    name: str, capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash_attention3, "installed", lambda: True)
+    assert fnmatch.fnmatchcase(machine.check_kernels(), f"{said}*; prompts by FlashAttention-3")
+
+
+def test_why_prompts_are_not_those_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Thor")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (11, 0))
+    assert "(FlashAttention-4: it is for Blackwell GPUs; FlashAttention-3: " in machine.check_kernels()
 
 
 def test_broken_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

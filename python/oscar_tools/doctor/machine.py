@@ -10,11 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from oscar_rotation.errors import first_line
+from oscar_tools.bench.cards import known
 from oscar_tools.doctor.check import Check, attempt, quiet
 from sglang_oscar.attach.failure import newer_release, supported, unsupported_release
+from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION
 from sglang_oscar.errors import Int2Error
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+DECODE = {"cuda": "the CUDA kernel", "triton": "the Triton kernel"}
+EXTEND = {**FLASH_ATTENTION, "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
+"""What attends to prompts, by its setting."""
 
 
 def machine_checks() -> list[Check]:
@@ -22,7 +27,8 @@ def machine_checks() -> list[Check]:
     checks = [attempt("sglang", check_sglang), attempt("plugin", check_entry_point)]
     if all(check.ok for check in checks):
         checks.append(attempt("hooks", check_hooks))
-    return [*checks, attempt("device", check_torch), attempt("sgl_kernel", check_sgl_kernel)]
+    kernels = attempt("kernels", check_kernels)
+    return [*checks, attempt("device", check_torch), attempt("sgl_kernel", check_sgl_kernel), kernels]
 
 
 def check_sglang() -> str:
@@ -137,6 +143,22 @@ def check_sgl_kernel() -> str:
     except (ImportError, OSError, RuntimeError) as error:
         raise Int2Error(f"cannot be imported ({error}); reinstall sglang for this CUDA") from None
     return f"version {getattr(module, '__version__', 'unknown')}"
+
+
+def check_kernels() -> str:
+    """What decodes on this GPU by default, how fast that is, and what attends to prompts with head_dim 128."""
+    import torch
+
+    from sglang_oscar.attention import extend_choice
+
+    if not torch.cuda.is_available():
+        return "none without a GPU: torch computes"
+    decode = "cuda" if torch.cuda.get_device_capability() == (9, 0) else "triton"
+    chosen = str(extend_choice.choose("auto", "cuda", 128, sink_logits=False))
+    against = extend_choice.why_not_flash("auto", 128, sink_logits=False)
+    prompts = EXTEND[chosen] if against is None else f"{EXTEND[chosen]} ({against})"
+    reach = known(torch.cuda.get_device_name(), decode)
+    return f"{DECODE[decode]} decodes, {reach}; prompts by {prompts}"
 
 
 def memory_bytes() -> int:

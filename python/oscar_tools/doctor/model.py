@@ -10,14 +10,11 @@ from typing import Any
 from oscar_rotation.files.identity import ModelIdentity
 from oscar_tools.doctor.account import MEM_FRACTION, account_of, host_facts
 from oscar_tools.doctor.check import Check, attempt, quiet
-from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION
+from oscar_tools.doctor.machine import EXTEND
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.origin import cached_snapshot
 from sglang_oscar.formats.warnings import rotation_warnings, served_identity
-
-EXTEND = {**FLASH_ATTENTION, "flashinfer": "FlashInfer", "triton": "our Triton kernel"}
-"""What attends to prompts, by its setting."""
 
 
 def model_checks(
