@@ -17,6 +17,7 @@ SIGNS = {
     "Russian": "Весной река поднялась",
     "Chinese": "村口有一棵老槐树",
     "code": "export class TaskQueue",
+    "descriptions": "# tidewatch",
     "tools": '"type": "function"',
     "chat": "<|im_start|>user\nA train leaves at 9:40",
     "chat about the library": "<|im_start|>user\nWhat does the",

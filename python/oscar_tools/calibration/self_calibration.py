@@ -21,6 +21,7 @@ from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.model_files import load_tokenizer
 from oscar_tools.calibration.progress import fitting
+from sglang_oscar.features.sliding_windows.models import SERVED as SINK_LOGITS
 from sglang_oscar.rotation_source import places
 from sglang_oscar.rotation_source.cache import Calibration
 from sglang_oscar.rotation_source.flags import recording_flags
@@ -68,7 +69,7 @@ def calibrate(request: SelfCalibration, out: Path) -> None:
     try:
         folder = CalibrationFolder(work)
         work.mkdir(parents=True)
-        record(DumpRequest(settings, work, server_args=_server_args(request.args)), folder, prompts)
+        record(DumpRequest(settings, work, server_args=_server_args(request)), folder, prompts)
         written = _fit(request, folder.dump, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -86,9 +87,12 @@ def _settings(args: Any) -> ModelSettings:
     )
 
 
-def _server_args(args: Any) -> tuple[str, ...]:
+def _server_args(request: SelfCalibration) -> tuple[str, ...]:
     """Flags of the recording server beside those of every dump: it computes prompts, and decodes nothing."""
-    return (*recording_flags(args), "--max-total-tokens", str(POOL_TOKENS), "--disable-cuda-graph")
+    flags = [*recording_flags(request.args), "--max-total-tokens", str(POOL_TOKENS), "--disable-cuda-graph"]
+    if not has_gpu() and SINK_LOGITS.intersection(request.model.hf_config.architectures or ()):
+        flags += ["--attention-backend", "intel_amx"]  # the only one on a CPU that SGLang lets them have
+    return tuple(flags)
 
 
 def _prompts(request: SelfCalibration, settings: ModelSettings) -> list[list[int]]:

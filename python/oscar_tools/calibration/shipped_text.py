@@ -2,8 +2,8 @@
 
 From the standard library of the user's Python come code, reference documentation, conversations about it, and
 descriptions of its functions as tools in JSON (:mod:`oscar_tools.calibration.local_text`). What it does not have ships
-in ``texts``: prose, several languages, code of other languages, conversations about other things. Some prompts are long
-documents of one kind.
+in ``texts``: prose, several languages, code of other languages, what projects say of themselves, conversations about
+other things. Some prompts are long documents of one kind.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ KINDS: tuple[tuple[Kind, float, int], ...] = (
     (source, 0.12, LENGTH),
     (library_chats, 0.08, LENGTH),
     (tools, 0.08, LENGTH),
-    (reference, 0.08, LENGTH),
+    (reference, 0.04, LENGTH),
+    (partial(shipped, "readmes.txt"), 0.08, LENGTH),
     (partial(shipped, "prose.txt"), 0.08, LENGTH),
-    (partial(shipped, "languages.txt"), 0.16, LENGTH),
+    (partial(shipped, "languages.txt"), 0.12, LENGTH),
     (partial(shipped, "code.txt"), 0.08, LENGTH),
-    (shipped_chats, 0.08, LENGTH),
-    (source, 0.12, LONG),
-    (reference, 0.12, LONG),
+    (shipped_chats, 0.12, LENGTH),
+    (source, 0.1, LONG),
+    (reference, 0.1, LONG),
 )
 """Kind, its share of the tokens, tokens of a prompt of it at most."""
 
