@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from test_lifecycle import SINK, admit, finish, make_cache, request
 
+from sglang_oscar.attach import releases
 from sglang_oscar.memory.logits_column import LogitsColumn
 from sglang_oscar.requests import nan
 
@@ -97,6 +98,10 @@ def test_who_is_left_alone(fields: dict[str, Any]) -> None:
     assert req.to_finish is None
 
 
+class Extent(NamedTuple):
+    end: int
+
+
 def checkpoint(req: Any, tree_cache: Any) -> None:
     """SGLang's: older releases know by ``prefix_indices`` where the next chunk begins, and leave them where a request
     is not to be shared.
@@ -104,37 +109,91 @@ def checkpoint(req: Any, tree_cache: Any) -> None:
     if not req.skip_radix_cache_insert:
         tree_cache.shared.append(req.extend_range.end)
         req.prefix_indices = torch.arange(req.extend_range.end)
+        req.cache_protected_len = req.extend_range.end
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_chunk_is_shared_once_its_result_is_known(overlap: bool) -> None:
-    """With overlap scheduling SGLang shares a chunk before it reads its result. The prompt goes on to its end, where
-    its client is told; an earlier chunk and the sinks of others stay.
-    """
-    cache = make_cache()
-    cache.req_to_token_pool.req_to_token = torch.arange(40, dtype=torch.int32).view(4, 10)
-    other, bad = running(1), running(2, inflight_middle_chunks=1)
-    scheduler, batch = scheduler_of(cache, bad), SimpleNamespace(reqs=[other, bad])
-    admit(cache, other, bad)
-    for end, broken, shared in ((4, (), [4]), (8, (1,), [4]), (10, (1,), [4])):
-        result = SimpleNamespace(copy_done=None)
-        cache.logits = LogitsColumn(rows(*broken, of=2), 1)
-        nan.after_run_batch(result, scheduler, batch)
-        if not overlap:
-            nan.before_process_batch_result(scheduler, batch, result)
-        bad.extend_range = SimpleNamespace(end=end)
-        nan.around_checkpoint(checkpoint, bad, scheduler.tree_cache)
-        assert scheduler.tree_cache.shared == shared
-        assert len(bad.prefix_indices) == end, "else the same tokens are computed for ever"
-        if overlap:
-            nan.before_process_batch_result(scheduler, batch, result)
+def newer_checkpoint(req: Any, tree_cache: Any) -> None:
+    """SGLang's: newer releases know it by ``prefix_len``."""
+    if not req.skip_radix_cache_insert:
+        tree_cache.shared.append(req.extend_end)
+        req.kv.cache_protected_len = req.extend_end
+    req.prefix_len = req.extend_end
+
+
+class Prompt:
+    """A prompt in chunks of four tokens beside another request, in the loop of SGLang's scheduler."""
+
+    def __init__(self, newer: bool = False, overlap: bool = True, mamba: bool = False) -> None:
+        self.cache = make_cache()
+        self.cache.req_to_token_pool.req_to_token = torch.arange(40, dtype=torch.int32).view(4, 10)
+        self.other, self.bad = running(1), running(2, inflight_middle_chunks=1)
+        admit(self.cache, self.other, self.bad)
+        self.newer, self.overlap = newer, overlap
+        if newer:
+            del self.bad.prefix_indices
+            self.bad.prefix_len, self.bad.kv = 0, SimpleNamespace(cache_protected_len=0)
+        else:
+            self.bad.cache_protected_len = 0
+        self.scheduler = scheduler_of(self.cache, self.bad)
+        self.tree = self.scheduler.tree_cache
+        self.tree.supports_mamba, self.tree.supports_swa = lambda: mamba, lambda: False
+        self.pending: list[Any] = []
+
+    def step(self, end: int, *broken: int) -> None:
+        """Compute a chunk; with overlap, what came out of it is read behind the next one."""
+        if self.newer:
+            self.bad.extend_end = end
+        else:
+            self.bad.extend_range = Extent(end)
+        batch, result = SimpleNamespace(reqs=[self.other, self.bad]), SimpleNamespace(copy_done=None)
+        self.cache.logits = LogitsColumn(rows(*broken, of=2), 1)
+        nan.after_run_batch(result, self.scheduler, batch)
+        self.pending.append((batch, result))
+        if len(self.pending) > self.overlap:
+            nan.before_process_batch_result(self.scheduler, *self.pending.pop(0))
+        nan.around_checkpoint(newer_checkpoint if self.newer else checkpoint, self.bad, self.tree)
+        assert releases.prefix_tokens(self.bad) == end, "else the same tokens are computed for ever"
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "mamba", "shared"), [(True, False, [4]), (False, False, [4, 8]), (True, True, [4, 8])]
+)
+def test_a_chunk_is_shared_once_its_result_is_known(newer: bool, overlap: bool, mamba: bool, shared: list[int]) -> None:
+    prompt = Prompt(newer, overlap, mamba)
+    prompt.step(4)
+    prompt.step(8)
+    assert prompt.tree.shared == shared
+    assert (prompt.bad.extend_end if newer else prompt.bad.extend_range.end) == 8
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize(("overlap", "mamba"), [(True, False), (False, False), (True, True)])
+def test_nothing_of_a_broken_chunk_is_shared(newer: bool, overlap: bool, mamba: bool) -> None:
+    """The prompt goes on to its end, where its client is told; an earlier chunk and the sinks of others stay."""
+    prompt = Prompt(newer, overlap, mamba)
+    for end, broken in ((4, ()), (8, (1,)), (10, (1,)), (10, (1,))):
+        prompt.step(end, *broken)
+        assert prompt.tree.shared in ([], [4])
+    bad, other, cache = prompt.bad, prompt.other, prompt.cache
+    assert prompt.tree.shared == [4]
     assert "not a number" in bad.to_finish.message
-    assert bad.prefix_indices.tolist() == list(range(bad.req_pool_idx * 10, bad.req_pool_idx * 10 + 10))
+    if not newer:
+        assert bad.prefix_indices.tolist() == list(range(bad.req_pool_idx * 10, bad.req_pool_idx * 10 + 10))
     assert other.to_finish is None
     finish(cache, other)
     finish(cache, bad)
     assert admit(cache, running(1, hit=SINK)) == []
     assert len(admit(cache, running(2, hit=SINK))) == 1
+
+
+def test_results_of_chunks_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the GPU has nothing to do while the next chunk is scheduled."""
+    prompt = Prompt()
+    prompt.step(4)
+    monkeypatch.setattr(LogitsColumn, "broken", lambda *_: pytest.fail("waited for"))
+    monkeypatch.setattr(nan, "before_process_batch_result", lambda *_: None)
+    prompt.step(8)
 
 
 def test_a_request_is_ended_once(caplog: pytest.LogCaptureFixture) -> None:

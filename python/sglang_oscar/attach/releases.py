@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -172,8 +172,8 @@ def prefix_tokens(req: Any) -> int:
 
 
 def go_on_behind_chunk(req: Any, req_to_token_pool: Any) -> None:
-    """Let a request's next chunk begin behind this one although nothing of it is shared: older releases would compute
-    the same tokens again, for ever.
+    """Let a request's next chunk begin behind this one although not all of it is shared: SGLang would compute the same
+    tokens again, for ever.
 
     Args:
         req: SGLang's Req.
@@ -181,6 +181,20 @@ def go_on_behind_chunk(req: Any, req_to_token_pool: Any) -> None:
     """
     if hasattr(req, "prefix_indices"):
         req.prefix_indices = req_to_token_pool.req_to_token[row(req), : req.extend_range.end].long()
+    else:
+        req.prefix_len = req.extend_end
+
+
+def share_up_to(tokens: int, original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) -> None:
+    """Let ``original``, by which SGLang shares what is computed of a request, share its first ``tokens`` only."""
+    holder = req if hasattr(req, "cache_protected_len") else req.kv
+    if tokens <= holder.cache_protected_len:
+        return
+    name = "extend_end" if hasattr(req, "extend_end") else "extend_range"
+    whole = getattr(req, name)
+    setattr(req, name, tokens if name == "extend_end" else whole._replace(end=tokens))
+    original(req, *args, **kwargs)
+    setattr(req, name, whole)
 
 
 def namespace(req: Any) -> tuple[Any, Any]:

@@ -1,13 +1,14 @@
 """Requests that came out as NaN: they are ended, and what they have computed is neither shared nor stored.
 
-What came out is read when SGLang reads the sampled tokens, and before it gives pages to the prefix cache
-(:mod:`sglang_oscar.memory.logits_column`). With overlap scheduling it shares a chunk of a prompt before it reads the
-chunk's result, so the result of a chunk is waited for: the GPU is idle while the next chunk is scheduled.
+What came out is read when SGLang reads the sampled tokens. With overlap scheduling it begins the next step before, so
+chunks of a prompt enter the prefix cache behind their results: of a chunk that nobody has read yet, nothing is shared.
+Where the prefix cache also holds what only the newest chunk has, a state or a window, the result is waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_oscar import metrics
@@ -19,7 +20,24 @@ from sglang_oscar.requests.ending import end, is_ended
 _ATTRIBUTE = "oscar_logits"
 """Of SGLang's result: the logits that belong to it."""
 _CHUNK = "oscar_chunk"
-"""Of SGLang's request: the logits of its last chunk, and its place in the batch."""
+"""Of SGLang's result: the :class:`Chunk` in its batch whose prompt goes on."""
+_UNREAD = "oscar_unread"
+"""Of SGLang's request: its chunks whose results nobody has read, the oldest first."""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Part of a prompt that goes on, behind ``start`` tokens; row ``index`` of the ``logits`` of its batch is its."""
+
+    req: Any
+    start: int
+    logits: LogitsColumn
+    index: int
+
+    @property
+    def broken(self) -> bool:
+        """Whether it came out as NaN; waits for it."""
+        return self.index in self.logits.broken([1] * (self.index + 1))
 
 
 def note(cache: Int2Cache, forward_batch: Any, output: Any) -> None:
@@ -34,25 +52,47 @@ def note(cache: Int2Cache, forward_batch: Any, output: Any) -> None:
 def after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """Lay the logits beside the result that they belong to, and beside the request whose prompt goes on."""
     cache = cache_of(self.tree_cache.req_to_token_pool)
-    if cache is not None and cache.logits is not None:
-        setattr(result, _ATTRIBUTE, cache.logits)
-        if self.chunked_req in batch.reqs:
-            setattr(self.chunked_req, _CHUNK, (cache.logits, batch.reqs.index(self.chunked_req)))
-        cache.logits = None
+    if cache is None or cache.logits is None:
+        return
+    setattr(result, _ATTRIBUTE, cache.logits)
+    req = self.chunked_req
+    if req in batch.reqs:
+        chunk = Chunk(req, releases.prefix_tokens(req), cache.logits, batch.reqs.index(req))
+        req.__dict__.setdefault(_UNREAD, []).append(chunk)
+        setattr(result, _CHUNK, chunk)
+    cache.logits = None
 
 
 def around_checkpoint(original: Callable[..., None], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang shares what a request has computed so far: end the request if that is NaN, so that it is not shared.
-
-    An earlier chunk was not NaN when it was shared, so it may stay.
+    """SGLang shares what a request has computed so far: only chunks whose results were read, and none of a request that
+    is ended. An earlier chunk was not NaN when it was shared, so it may stay.
     """
     cache = cache_of(tree_cache.req_to_token_pool)
-    column, index = req.__dict__.pop(_CHUNK, (None, 0))
-    if cache is not None and column is not None and index in column.broken([1] * (index + 1)):
-        end_broken(cache, req)
-    original(req, tree_cache, *args, **kwargs)
-    if cache is not None and is_ended(req):
+    unread: list[Chunk] = req.__dict__.get(_UNREAD, [])
+    if cache is not None and unread and has_newest_only(tree_cache):
+        read(cache, *unread)
+    if unread and not is_ended(req):
+        releases.share_up_to(unread[0].start, original, req, tree_cache, *args, **kwargs)
+    else:
+        original(req, tree_cache, *args, **kwargs)
+    if cache is not None and (unread or is_ended(req)):
         releases.go_on_behind_chunk(req, tree_cache.req_to_token_pool)
+
+
+def has_newest_only(tree_cache: Any) -> bool:
+    """Whether a prefix cache must be given a chunk before the next one begins: the slot of a hybrid model's state is
+    the next chunk's, and a pool of sliding windows is not sized for the windows of two.
+    """
+    return bool(tree_cache.supports_mamba() or tree_cache.supports_swa())
+
+
+def read(cache: Int2Cache, *chunks: Chunk) -> None:
+    """Look at results of chunks; what has come out as numbers may be shared."""
+    for chunk in chunks:
+        if chunk in (unread := chunk.req.__dict__.get(_UNREAD, [])):
+            unread.remove(chunk)
+        if chunk.broken:
+            end_broken(cache, chunk.req)
 
 
 def before_process_batch_result(self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +101,8 @@ def before_process_batch_result(self: Any, batch: Any, result: Any, *args: Any, 
     cache = cache_of(self.tree_cache.req_to_token_pool)
     if column is None or cache is None:
         return
+    if (chunk := getattr(result, _CHUNK, None)) is not None:
+        read(cache, chunk)
     lengths = [1] * len(batch.reqs)
     if column.tokens > 1 and column.accepted is None:
         if result.copy_done is not None:
@@ -72,9 +114,7 @@ def before_process_batch_result(self: Any, batch: Any, result: Any, *args: Any, 
 
 
 def is_left_alone(req: Any) -> bool:
-    """Whether a result says nothing of a request: it is over, or a chunk of its prompt, which
-    :func:`around_checkpoint` looks at.
-    """
+    """Whether a result says nothing of a request: it is over, or a chunk of its prompt, which :func:`read` looks at."""
     return bool(req.finished() or req.is_retracted or req.inflight_middle_chunks > 0)
 
 
