@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All checks on a fresh machine: formatting and types, then the tests. Arguments go to pytest.
 #
-# `scripts/test.sh core` starts no server and takes some minutes: kernels against the reference, rotation files and fits,
-# the life of requests, and the contract with SGLang.
+# `scripts/test.sh core` starts no server and leaves out what is marked slow: kernels against the reference, rotation files
+# and fits, the life of requests, and the contract with SGLang, in six minutes on two idle cores.
 #
 # Sources of the supported releases of SGLang are fetched first (OSCAR_RELEASES says where to). One int2 server of each is
 # started, and the oldest and the newest are tested further; OSCAR_TEST_RELEASES says which releases instead ("all", or
@@ -24,6 +24,6 @@ python scripts/releases.py
 tests=()
 if [ "${1:-}" = core ]; then
   shift
-  tests=(-m "not server" test/contract test/kernels test/model test/rotation test/unit)
+  tests=(-m "not server and not slow" test/contract test/kernels test/model test/rotation test/unit)
 fi
 exec python -m pytest --numprocesses "${OSCAR_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support import interpreter
+
+if not torch.cuda.is_available():
+    interpreter.install()
+
 
 @pytest.fixture
 def device() -> torch.device:

@@ -4,8 +4,10 @@ need no memory for registers they take none. Needs no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from kernel_cases import Shape
@@ -21,6 +23,11 @@ WINDOWS = Windows(64, 256, 256)
 WIDTHS = [(2, 2), (3, 2), (3, 3), (4, 4)]
 
 
+def slow(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Not among the core tests: a compilation each."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def shape_of(gqa: int, head_dim: int, bits: tuple[int, int]) -> Shape:
     return Shape(8, gqa, head_dim, min(head_dim, 128), windows=WINDOWS, page_size=64, k_bits=bits[0], v_bits=bits[1])
 
@@ -28,11 +35,11 @@ def shape_of(gqa: int, head_dim: int, bits: tuple[int, int]) -> Shape:
 @pytest.mark.parametrize(
     ("gqa", "head_dim", "bits"),
     [
-        *((4, 128, bits) for bits in WIDTHS),
-        *((4, 64, bits) for bits in WIDTHS[::2]),
-        *((4, 256, bits) for bits in WIDTHS[1::2]),
-        (1, 128, (3, 4)),
-        (8, 64, (4, 3)),
+        (4, 128, WIDTHS[0]),
+        *slow((4, 128, bits) for bits in WIDTHS[1:]),
+        *slow((4, 64, bits) for bits in WIDTHS[::2]),
+        *slow((4, 256, bits) for bits in WIDTHS[1::2]),
+        *slow([(1, 128, (3, 4)), (8, 64, (4, 3))]),
     ],
     ids=str,
 )
@@ -43,10 +50,10 @@ def test_decode_spills_nothing(gqa: int, head_dim: int, bits: tuple[int, int]) -
 @pytest.mark.parametrize(
     ("head_dim", "bits", "kind"),
     [
-        *((128, bits, "both") for bits in WIDTHS),
-        *((64, (4, 2), kind) for kind in ("keys", "both", "both per head")),
-        (128, (2, 2), "keys"),
-        (128, (3, 3), "both per head"),
+        (128, WIDTHS[0], "both"),
+        *slow((128, bits, "both") for bits in WIDTHS[1:]),
+        *slow((64, (4, 2), kind) for kind in ("keys", "both", "both per head")),
+        *slow([(128, (2, 2), "keys"), (128, (3, 3), "both per head")]),
     ],
     ids=str,
 )
@@ -56,6 +63,7 @@ def test_store_spills_nothing(head_dim: int, bits: tuple[int, int], kind: str) -
     assert spilled_bytes("store.cu", dict(defines(variant(shape), layer))) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gqa", "kv_heads", "most"), [(8, 4, 32), (12, 2, 320), (16, 1, 1100), (16, 4, 1100)])
 def test_wide_queries_spill_little(gqa: int, kv_heads: int, most: int) -> None:
     """Hybrid models' heads. Sums of 16 heads of 256 channels are 128 registers of 240."""
@@ -63,6 +71,7 @@ def test_wide_queries_spill_little(gqa: int, kv_heads: int, most: int) -> None:
     assert spilled_bytes("decode.cu", dict(variant(heads).defines())) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gqa", "bits"), [*product((4,), WIDTHS), *product((12,), WIDTHS[::2]), *product((16,), WIDTHS[1::2])], ids=str
 )

@@ -274,8 +274,18 @@ def case_of(shape: Shape, kind: str) -> LayerFormat:
     return shape.format(replace(key, center=center, gain=0.98), value)
 
 
-@pytest.mark.parametrize("kind", ["keys", "nothing", "both", "keys per head", "both per head"])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[9]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        (SHAPES[0], "keys"),
+        (SHAPES[4], "nothing"),
+        (SHAPES[9], "both"),
+        (SHAPES[0], "keys per head"),
+        (SHAPES[4], "both per head"),
+        (SHAPES[0], "both"),
+    ],
+    ids=str,
+)
 def test_variants_compile(shape: Shape, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     variant = Variant(

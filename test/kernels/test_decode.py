@@ -58,8 +58,8 @@ def check(shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: l
 
 @pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_ragged_lengths(shape: Shape, device: torch.device) -> None:
-    """From one token over fewer than the windows to several pieces, one request empty."""
-    check(shape, [1, 39, 0, 40, 17, 210], device)
+    """Fewer than the windows to several pieces, one request empty."""
+    check(shape, [39, 0, 17, 210], device)
 
 
 @pytest.mark.parametrize(

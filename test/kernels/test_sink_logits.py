@@ -129,8 +129,10 @@ def sinks_of(device: torch.device) -> torch.Tensor:
     return torch.linspace(1.0, 5.0, SHAPE.q_heads, device=device)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(
+    ("way", "centered"),
+    [*((way, way not in ("passes", "in place")) for way in WAYS), ("reference", False), ("triton", False)],
+)
 def test_every_exit(way: str, centered: bool) -> None:
     """Prompts without a prefix; behind one, by as many tokens as choose the way; a token each, beside a chunk; decode.
 
@@ -140,7 +142,7 @@ def test_every_exit(way: str, centered: bool) -> None:
     layer = layer_of(centered, device)
     kernels, sinks = kernels_of(way, layer), sinks_of(device)
     prefixes = [0, 0, 0]
-    for seed, lengths in enumerate([[5, 20, 50], [9, 8, 17], [1, 5, 1]]):
+    for seed, lengths in enumerate([[5, 20, 50], [3, 2, 6], [1, 5, 1]]):
         batch = batch_of(prefixes, lengths, device)
         batch.extend_plan = kernels.plan_extend(batch)
         if way == "joined":

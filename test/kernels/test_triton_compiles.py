@@ -17,7 +17,13 @@ _store_kernel decode_kernel extend_kernel merge_kernel
 
 @pytest.mark.parametrize(
     ("capability", "bits"),
-    [(80, (3, 2)), (90, (4, 2)), (90, (2, 2)), (100, (4, 4)), (90, (16, 2)), (80, (3, 16))],
+    [
+        (90, (2, 2)),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in [(80, (3, 2)), (90, (4, 16)), (90, (16, 4)), (100, (4, 4))]
+        ),
+    ],
     ids=str,
 )
 def test_kernels_compile(capability: int, bits: tuple[int, int], tmp_path: Path) -> None:

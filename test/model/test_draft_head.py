@@ -142,6 +142,7 @@ def test_chains_beside_each_other_are_those_of_a_server(target: Target, tokenize
             torch.testing.assert_close(logits[step][0, begin], wanted[step], atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_training_learns_and_repeats_itself(target: Target, tokenizer, work: Path) -> None:
     plan = Plan(updates=24, lengths=(192,), batch_tokens=384, lr=2e-3)
     head, report = trained(target, tokenizer, work, plan)

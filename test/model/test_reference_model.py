@@ -162,6 +162,7 @@ def test_documents_are_deterministic_and_fit(tokenizer):
         retrieval.build_document(count, 300, 8, seed=3)
 
 
+@pytest.mark.slow
 def test_retrieval_at_1k(hf32, tokenizer):
     """BF16 recalls; OSCAR INT2 nearly as well and naive INT2 nothing, document cached and question behind it."""
     task = Retrieval(hf32, evaluate.retrieval_questions(tokenizer, 1024, 2, 4, 8, seed=2), 4)

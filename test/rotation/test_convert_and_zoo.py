@@ -165,8 +165,8 @@ def test_zoo_commands_online_and_offline(hub: Hub, tmp_path: Path, rotation_set:
     place = tmp_path / "here" / Path(name).name
     assert fetched.stdout.strip() == str(place)
     assert torch.equal(read_rotation_file(place).rotations, rotation_set.rotations)
-    twice = oscar(hub, home, "zoo", "get", name, name.replace("8B", "4B"), "--out", str(tmp_path / "here"))
-    assert twice.returncode == 2
+    twice = runner.invoke(app, ["zoo", "get", name, name.replace("8B", "4B"), "--out", str(tmp_path / "here")])
+    assert twice.exit_code == 2
     assert "several files are named" in twice.stderr
     hub.shutdown()
     hub.server_close()

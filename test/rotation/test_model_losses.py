@@ -200,8 +200,11 @@ def test_sequences_are_spread_over_the_text(text: Path) -> None:
         sequences(("a",), text.parent)
 
 
-def test_the_command(make_dump: Callable[..., Path], text: Path, tmp_path: Path) -> None:
+def test_the_command(
+    make_dump: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan is the model's, keeps its budget, and the files state what it was made of."""
+    monkeypatch.setattr(texts, "SEQUENCES", 2)
     size = {"layers": LAYERS, "q_heads": 4, "kv_heads": KV_HEADS, "head_dim": D}
     dump = make_dump(tmp_path / "dump", requests=[[90, 120], [130, 200]], **size)
     plans = []

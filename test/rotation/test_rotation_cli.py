@@ -43,14 +43,8 @@ def test_fit_then_inspect_in_processes(tmp_path: Path, make_dump: MakeDump) -> N
     load_rotation(out / V_NAME, num_layers=2, head_dim=32, side="v")
 
     (dump / "layer_1/k/2.pt").unlink()
-    failed = subprocess.run(
-        [*command, "fit", str(dump), "--out", str(out / "second")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert failed.returncode == 1
+    failed = runner.invoke(app, ["fit", str(dump), "--out", str(out / "second")])
+    assert failed.exit_code == 1
     assert failed.stderr.startswith(f"error: {dump / 'layer_1/k/2.pt'}: missing")
     assert failed.stderr.count("\n") == 1
     assert not (out / "second").exists()

@@ -80,6 +80,15 @@ def test_a_hit_with_its_block_needs_no_refill() -> None:
     assert cache.refills.total == 0
 
 
+def test_a_sink_that_is_not_full_is_not_shared() -> None:
+    """The last token of a request is never computed: with it the ids would fill a sink, the block lacks it."""
+    cache = make_cache()
+    first = request(1, origin_input_ids=[1] * (SINK - 1), output_ids=[1], kv_committed_len=SINK - 1)
+    admit(cache, first)
+    finish(cache, first)
+    assert [refill.token_ids for refill in admit(cache, request(1, hit=SINK))] == [(1,) * SINK]
+
+
 def test_a_hit_without_its_block_is_refilled_once() -> None:
     """Two requests that begin alike, in one batch: one refill, one block, shared by a third later."""
     cache = make_cache()

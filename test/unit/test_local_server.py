@@ -4,8 +4,8 @@ server may take until it listens."""
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
-import subprocess
 import sys
 
 import pytest
@@ -35,10 +35,14 @@ def test_how_long_a_server_may_take_to_start(text: str, seconds: float | None, m
 @pytest.mark.skipif(sys.platform != "linux", reason="claims are names of Linux's kernel")
 def test_another_process_does_not_get_it() -> None:
     """And gets it once the one that has claimed it is gone."""
-    claim = "import sys\nfrom oscar_tools.local_server import _claim\n_claim(int(sys.argv[1]))"
-    port = local_server.free_port()
-    ours = subprocess.run([sys.executable, "-c", claim, str(port)], capture_output=True, text=True, check=False)
-    assert "Address already in use" in ours.stderr
-    theirs = str(random.SystemRandom().randrange(40_000, 60_000))
-    for _ in range(2):
-        assert subprocess.run([sys.executable, "-c", claim, theirs], check=False).returncode == 0
+
+    def claimed(port: int) -> bool:
+        process = multiprocessing.get_context("fork").Process(target=local_server._claim, args=(port,))
+        process.start()
+        process.join()
+        return process.exitcode == 0
+
+    assert not claimed(local_server.free_port())
+    theirs = random.SystemRandom().randrange(40_000, 60_000)
+    assert claimed(theirs)
+    assert claimed(theirs)

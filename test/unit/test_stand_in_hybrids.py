@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_cpu.server import STAND_IN
@@ -57,6 +57,7 @@ def sequences(lengths: list[int], seed: int):  # type: ignore[no-untyped-def]
     return q, k, v, a, b, torch.randn(HEADS), torch.randn(HEADS)
 
 
+@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_prefill_and_decode_follow_the_recurrence(
     stand_in: dict[str, ModuleType], lengths: list[int], seed: int

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
@@ -138,6 +138,7 @@ def test_a_page_under_another_key_is_missed(tmp_path: Path) -> None:
     store.close()
 
 
+@settings(max_examples=20)  # each starts a process
 @given(count=st.integers(1, 8), part=st.integers(1, 5), seed=st.integers(0, 99))
 def test_parts_of_any_size_keep_the_order(
     count: int, part: int, seed: int, tmp_path_factory: pytest.TempPathFactory
