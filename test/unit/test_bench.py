@@ -44,6 +44,7 @@ def stand_in(job: Callable[..., Any], *args: Any, until: float, take: Callable[[
         for result in (("facts", FACTS), ("sizes", sizes), ("bandwidth", 1000.0), ("kernel", "triton")):
             take(result)
         take(("decode", "k2v2", Load(1, 1320), 4.0))
+        take(("decode", "k3v2", Load(1, 1320), 5.0))
         return None
     if job is measure.stock:
         assert args[0] == ["flashinfer", "flashinfer_fp8"]
@@ -60,8 +61,10 @@ def test_the_row_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     (decode,) = row["decode"]
     # 1,000 rows of 8 heads, 2 bits and a scale and zero point of 16 bits per side; 320 tokens in 16 bits.
     size = 1000 * 2 * 8 * (32 + 4) + 320 * 2 * 8 * 128 * 2
+    more = 1000 * 8 * 16  # bits of keys
     assert decode == {
-        "requests": 1, "tokens": 1320, "k2v2_us": 4.0, "k2v2_of_limit": round(size / 4e6, 3), "flashinfer_us": 12.5,
+        "requests": 1, "tokens": 1320, "k2v2_us": 4.0, "k2v2_of_limit": round(size / 4e6, 3), "k3v2_us": 5.0,
+        "k3v2_of_limit": round((size + more) / 5e6, 3), "flashinfer_us": 12.5, "bf16_over_k3v2": 2.5,
     }  # fmt: skip
     assert row["missing"] == {
         "fa3": "not installed, or not for this GPU",
@@ -71,7 +74,7 @@ def test_the_row_and_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["extend"] == [{"requests": 1, "prefix": 0, "chunk": 8, "kernel": "fa3", "us": 3.0}]
     assert {"gpu", "driver", "torch", "triton", "sglang-oscar", "command"} <= set(row)
     text = "\n".join(summary(row))
-    assert "NVIDIA Stand-in: the triton kernel reads at 47% to 47% of 1,000 GB/s" in text
+    assert "NVIDIA Stand-in: the triton kernel reads at 40% to 47% of 1,000 GB/s" in text
     assert "left out: flashinfer and flashinfer_fp8 (out of time)" in text
     json.dumps(row)
 

@@ -23,6 +23,8 @@ WIDTHS = ("k2v2", "k3v2")
 """Bits of rows: the fewest, and the default."""
 BASELINES = (("fa3", "fa3_fp8"), ("flashinfer", "flashinfer_fp8"))
 """Stock kernels, those of one process together; the last compile when they are called first."""
+STOCK = {"bf16": ("fa3", "flashinfer"), "fp8": ("fa3_fp8", "flashinfer_fp8")}
+"""Those by their caches."""
 MOST_CUDA_TOKENS = 128
 """Of a decode step that a server stores by the CUDA kernel."""
 Result = tuple[Any, ...]
@@ -160,7 +162,8 @@ class Measurement:
         }  # fmt: skip
 
     def _decode_row(self, load: Load) -> dict[str, Any]:
-        """Microseconds of every kernel, and of ours the share of the bandwidth."""
+        """Microseconds of every kernel, of ours the share of the bandwidth, and how many times as long stock ones take
+        as the default's rows."""
         row: dict[str, Any] = load._asdict()
         for name, times in self._decode.items():
             if load not in times:
@@ -169,4 +172,8 @@ class Measurement:
             if name in WIDTHS:
                 size = read_bytes(*load, rows_of(f"{self.kernel}:{name}", self.sizes.heads))
                 row[f"{name}_of_limit"] = size / times[load] / 1e3 / self.bandwidth
+        for label, names in STOCK.items():
+            took = [times[load] for name, times in self._decode.items() if name in names and load in times]
+            if took and f"{WIDTHS[-1]}_us" in row:
+                row[f"{label}_over_{WIDTHS[-1]}"] = min(took) / row[f"{WIDTHS[-1]}_us"]
         return row
