@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,17 @@ def test_the_newer_version_is_looked_for_in_sglang(tmp_path: Path, monkeypatch: 
 
 
 class Torch:
-    """Attention as a stock kernel gives it, in torch; ``off`` is added to outputs."""
+    """Attention as a stock kernel gives it, in torch; ``off`` is added to outputs, ``empty`` is the sum of no keys."""
 
-    def __init__(self, off: float = 0.0) -> None:
-        self.off = off
+    def __init__(self, off: float = 0.0, empty: float = -math.inf) -> None:
+        self.off, self.empty = off, empty
 
     def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, *sizes: int, **options: object) -> None:
         self.starts = qo_indptr.tolist(), kv_indptr.tolist()
 
     def forward_return_lse(self, q: Any, k: Any, v: Any, causal: bool, sm_scale: float) -> tuple[Any, Any]:
         out, sums = stock_check.expected(q, k, v, *self.starts, causal, sm_scale)
-        return (out.nan_to_num(0) + self.off).to(q.dtype), sums.float()
+        return (out.nan_to_num(0) + self.off).to(q.dtype), sums.float().masked_fill(sums.isinf(), self.empty)
 
     def forward(self, *vectors: Any, **options: Any) -> Any:
         return self.forward_return_lse(*vectors, **options)[0]
@@ -146,6 +147,7 @@ def test_a_kernel_that_is_wrong_is_found() -> None:
     like = torch.empty(0, dtype=torch.bfloat16)
     assert stock_check.differs(Torch, 4, 2, 64, like) is None
     assert "differ by 0.2 " in str(stock_check.differs(lambda: Torch(0.2), 4, 2, 64, like))
+    assert "no keys" in str(stock_check.differs(lambda: Torch(empty=math.inf), 4, 2, 64, like))
     assert "differ by inf" in str(stock_check.differs(lambda: Torch(float("nan")), 4, 2, 64, like))
 
 
