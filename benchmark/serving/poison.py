@@ -106,8 +106,7 @@ class PoisonClient(Client):
             RuntimeError: the server refused, or a log probability is none.
         """
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        answer = await self.generate(prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
-        meta = answer["meta_info"]
+        meta = await self.with_logprobs(prompt, sampling)
         self.tally.cached_tokens += meta["cached_tokens"]
         self.tally.prompt_tokens += meta["prompt_tokens"]
         self.tally.completion_tokens += meta["completion_tokens"]
@@ -211,7 +210,8 @@ class PoisonClient(Client):
         for prompt in list(self.poisoned)[-PROBES:]:
             before = len(self.server.text())
             await self.poison(prompt)
-            cached = sum(map(int, re.findall(r"#cached-token: (\d+)", self.server.text()[before:])))
+            # A request that is retracted has several batches.
+            cached = max(map(int, re.findall(r"#cached-token: (\d+)", self.server.text()[before:])), default=0)
             found.append(max(0, cached - len(self.tokenizer.encode(self.poisoned[prompt]).ids)))
         return found
 

@@ -155,6 +155,17 @@ class Client:
         if lengths != [24] * SEVERAL:
             raise RuntimeError(f"answers of {lengths} tokens")
 
+    async def with_logprobs(self, prompt: str, sampling: dict[str, Any]) -> dict[str, Any]:
+        """``meta_info`` of an answer with log probabilities. SGLang loses the first one of a request that it retracts
+        between its prefill and the result of that: such a request is sent again.
+        """
+        for _ in range(5):
+            answer = await self.generate(prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
+            meta: dict[str, Any] = answer["meta_info"]
+            if not meta["num_retractions"] or len(meta["output_token_logprobs"]) == meta["completion_tokens"]:
+                break
+        return meta
+
     async def logprobs(self, prompt: str) -> None:
         """An answer with log probabilities of its tokens, the best of which is the greedy choice.
 
@@ -162,8 +173,7 @@ class Client:
             RuntimeError: one is missing, or no log probability.
         """
         sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
-        answer = await self.generate(prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
-        meta = answer["meta_info"]
+        meta = await self.with_logprobs(prompt, sampling)
         own, best = meta["output_token_logprobs"], meta["output_top_logprobs"]
         if len(own) != 16 or any(
             not token[0] <= 0 or token[0] < top[0][0] - 1e-3 for token, top in zip(own, best, strict=True)

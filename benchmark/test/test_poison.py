@@ -35,7 +35,8 @@ class Told(PoisonClient):
 def answer(*tokens: tuple[float | None, int]) -> dict[str, Any]:
     top = [[token, (-9.0, 0)] for token in tokens]
     meta = {"output_token_logprobs": tokens, "output_top_logprobs": top}
-    return {"meta_info": meta | {"cached_tokens": 0, "prompt_tokens": 1, "completion_tokens": len(tokens)}}
+    counts = {"cached_tokens": 0, "prompt_tokens": 1, "completion_tokens": len(tokens), "num_retractions": 0}
+    return {"meta_info": meta | counts}
 
 
 def test_one_embedding_is_nan(tmp_path: Path) -> None:
@@ -73,6 +74,20 @@ def test_another_answer_and_nan_are_errors() -> None:
     client.answer = answer((-0.1, 5), (None, 6))
     with pytest.raises(RuntimeError, match="NaN"):
         asyncio.run(client.compare("x"))
+
+
+def test_an_answer_that_lost_a_log_probability_is_asked_for_again() -> None:
+    whole = answer((-0.1, 5), (-0.2, 6))
+    short = answer((-0.2, 6))
+    short["meta_info"] |= {"completion_tokens": 2, "num_retractions": 1}
+    client = Told(None)
+    answers = [short, whole]
+
+    async def generate(prompt: str, **body: Any) -> Any:
+        return answers.pop(0)
+
+    client.generate = generate  # type: ignore[method-assign]
+    assert asyncio.run(client.greedy("x", 2))[0] == [5, 6]
 
 
 def test_common_beginning() -> None:

@@ -36,7 +36,8 @@ def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
     kernel = TorchRagged()
     kernel.plan(starts.cpu(), kv_starts.cpu(), q.shape[1], *k.shape[1:], causal=options["causal"], q_data_type=q.dtype)
     out, lse = kernel.forward_return_lse(q, k, v, options["causal"], options["softmax_scale"])
-    lse = (lse * math.log(2)).T.contiguous()
+    # Where the sum is NaN, the kernels say what they say of no keys.
+    lse = (lse * math.log(2)).T.nan_to_num(-math.inf, math.inf, -math.inf).contiguous()
     return (out, lse) if options.get("return_softmax_lse") else out
 
 

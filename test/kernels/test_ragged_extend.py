@@ -218,17 +218,21 @@ def test_numbers_are_left_as_they_are(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_merge_of_states(dtype: torch.dtype, device: torch.device) -> None:
-    """Weights follow the log-sum-exp; a side over no keys counts for nothing, whatever it holds."""
+    """Weights follow the log-sum-exp; a side over no keys counts for nothing, whatever the one that is merged holds.
+    What is no number in the other stays so, also where its kernel says that there were no keys.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(37, 3, 64, generator=generator).to(dtype) for _ in range(2))
     lse_a, lse_b = (4 * torch.randn(37, 3, generator=generator) for _ in range(2))
-    lse_a[3], lse_b[5], lse_a[7], lse_b[7] = (float("-inf"),) * 4
-    a[3], b[5], a[7], b[7] = (float("nan"),) * 4
+    lse_a[3], lse_b[5], lse_a[7], lse_b[7], lse_a[9] = (float("-inf"),) * 5
+    b[5], b[7] = (float("nan"),) * 2
+    a[3], a[7] = 0, 0
     weights = torch.stack([lse_a, lse_b]).double().mul(torch.log(torch.tensor(2.0).double())).softmax(0).nan_to_num()
     wanted = sum(w[..., None] * x.double().nan_to_num() for w, x in zip(weights, (a, b), strict=True))
+    a[9], wanted[9] = float("nan"), float("nan")
     out, lse = a.clone().to(device), lse_a.clone().to(device)
     merge_states_(out, lse, b.to(device), lse_b.to(device))
-    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(lse.cpu(), torch.logaddexp2(lse_a, lse_b))
 
 

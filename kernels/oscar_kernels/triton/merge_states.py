@@ -25,8 +25,9 @@ def _merge_states_kernel(out_ptr, lse_ptr, part_ptr, part_lse_ptr, count, D: tl.
     total = our_weight + their_weight
     inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
     at = vector[:, None] * D + tl.arange(0, D)[None, :]
-    # A result over no keys is not looked at: it may hold anything.
-    a = tl.load(out_ptr + at, mask=(mask & (our_weight > 0))[:, None], other=0.0).to(tl.float32)
+    # A result over no keys is not looked at: it may hold anything. Ours is over a token's own chunk, which has keys;
+    # FlashAttention says -inf where its sum is NaN, and then the result must be NaN, too.
+    a = tl.load(out_ptr + at, mask=mask[:, None], other=0.0).to(tl.float32)
     b = tl.load(part_ptr + at, mask=(mask & (their_weight > 0))[:, None], other=0.0).to(tl.float32)
     merged = a * (our_weight * inverse)[:, None] + b * (their_weight * inverse)[:, None]
     tl.store(out_ptr + at, narrow(merged, out_ptr.dtype.element_ty), mask=mask[:, None])
@@ -37,7 +38,8 @@ def merge_states_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part
     """Merge a partial attention result into another, in place.
 
     Args:
-        out, part: [tokens, heads, head_dim] contiguous, of one 16-bit dtype; results over disjoint sets of keys.
+        out, part: [tokens, heads, head_dim] contiguous, of one 16-bit dtype; results over disjoint sets of keys. ``out``
+            is finite or NaN everywhere, ``part`` may hold anything where it is over no keys.
         lse, part_lse: float32 [tokens, heads] contiguous, log2 of the sum of exp2 of the logits (times log2 e); -inf
             for a result over no keys. ``out`` and ``lse`` take the result over both sets.
 
