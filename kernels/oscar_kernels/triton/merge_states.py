@@ -38,8 +38,8 @@ def merge_states_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part
     """Merge a partial attention result into another, in place.
 
     Args:
-        out, part: [tokens, heads, head_dim] contiguous, of one 16-bit dtype; results over disjoint sets of keys. ``out``
-            is finite or NaN everywhere, ``part`` may hold anything where it is over no keys.
+        out, part: [tokens, heads, head_dim] contiguous, of one 16-bit dtype; results over disjoint sets of keys.
+            ``out`` is finite or NaN everywhere, ``part`` may hold anything where it is over no keys.
         lse, part_lse: float32 [tokens, heads] contiguous, log2 of the sum of exp2 of the logits (times log2 e); -inf
             for a result over no keys. ``out`` and ``lse`` take the result over both sets.
 
