@@ -18,7 +18,7 @@ from kernel_cases import (
     random_transform,
     random_vectors,
 )
-from test_store import assert_correctly_rounded, assert_fitted, exact, split_rows
+from store_cases import assert_correctly_rounded, assert_fitted, exact, split_rows
 
 from oscar_kernels import reference
 from oscar_kernels.cache import Windows

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_transform, random_vectors
-from test_store import assert_correctly_rounded, assert_fitted, exact, split_rows
+from store_cases import assert_correctly_rounded, assert_fitted, exact, split_rows
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows

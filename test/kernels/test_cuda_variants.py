@@ -40,7 +40,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sglang-oscar"
 
 
-@pytest.mark.parametrize("shape", [MATRIX[0], MATRIX[17], SHAPES[0], *QWEN3], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in (MATRIX[0], MATRIX[17], *QWEN3))],
+    ids=str,
+)
 def test_variants_compile(shape: Shape, empty_cache: Path) -> None:
     """Also checks that the host launches with the shared memory that the kernel expects: the source asserts it."""
     if variant(shape).unsupported():

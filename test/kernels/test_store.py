@@ -8,126 +8,32 @@ import pytest
 import torch
 from kernel_cases import (
     OF_16_BITS,
-    OF_EVERY_WIDTH,
     Shape,
     empty_cache,
     random_rotation,
     random_slots,
     random_vectors,
 )
+from store_cases import (
+    MANTISSA,
+    ROUNDING,
+    SHAPES,
+    assert_correctly_rounded,
+    assert_fitted,
+    exact,
+    run_both,
+    split_rows,
+)
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
-from oscar_kernels.codec import STRETCH, clip_index, unpack
+from oscar_kernels.codec import STRETCH
 from oscar_kernels.cuda.store import arrange
 from oscar_kernels.format import LayerFormat
-from oscar_kernels.layout import RowLayout
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.store import store
-
-# Float32 rounding of a sum of head_dim products, relative to the length of the vector.
-ROUNDING = 4e-6
-MANTISSA = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-
-SHAPES = [
-    Shape(),
-    Shape(head_dim=128, group=128, kv_heads=3, gqa=1),
-    Shape(head_dim=128, group=32, gqa=5, dtype=torch.float16, scale_dtype=torch.float16),
-    Shape(head_dim=256, group=32, kv_heads=1, scale_dtype=torch.float32),
-    Shape(head_dim=256, group=128, kv_heads=1, dtype=torch.float16),
-    Shape(windows=Windows(0, 0, 0)),
-    Shape(windows=Windows(16, 0, 0), scale_dtype=torch.float16),
-    Shape(windows=Windows(0, 24, 32)),
-    *OF_EVERY_WIDTH,
-]
-
-
-def split_rows(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [tokens, heads, groups, group], scale and zero point [tokens, heads, groups], as float64."""
-    codes = unpack(rows[:, : layout.params_offset].reshape(len(rows), layout.kv_heads, -1), layout.bits)
-    params = rows[:, layout.params_offset :].contiguous().view(layout.scale_dtype)
-    params = params.view(len(rows), layout.kv_heads, layout.groups, 2).double()
-    return codes.unflatten(-1, (layout.groups, -1)).double(), params[..., 0], params[..., 1]
-
-
-def assert_correctly_rounded(
-    rows: torch.Tensor, y: torch.Tensor, layout: RowLayout, clip: float, length: torch.Tensor | None = None
-) -> None:
-    """Every stored number is the rounding of its float64 value, up to the float32 rounding of the rotation.
-
-    Each number is judged given the stored numbers before it (scale, then zero point, then codes), so a scale that
-    falls to the other side of a rounding boundary does not count against the codes that follow from it. ``length``
-    [tokens, heads, 1] is the length of what was rotated, where that is not ``y``.
-    """
-    index = clip_index(layout.head_dim, clip)
-    slack = ROUNDING * (y.norm(dim=-1, keepdim=True) if length is None else length)
-    if index is not None:
-        tau = y.abs().sort(dim=-1).values[..., index : index + 1]
-        y = y.clamp(-tau, tau)
-    grouped = y.unflatten(-1, (-1, layout.group_size))
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    codes, scale, zero = split_rows(rows, layout)
-    half_ulp = 2.0 ** -MANTISSA[layout.scale_dtype]
-    wanted = (high - low).clamp_min(1e-8) / (layout.levels - 1)
-    if layout.scale_dtype == torch.float16:
-        wanted = torch.maximum(wanted, torch.maximum(low.abs(), high.abs()) / 32768).clamp_min(2.0**-14)
-    assert ((scale - wanted).abs() <= half_ulp * wanted * 1.001 + slack).all()
-    # float16 zero points below 2^-14 are subnormal: an absolute rounding of 2^-25.
-    assert ((zero + low / scale).abs() <= half_ulp * (low / scale).abs() * 1.001 + 2.0**-25 + slack / scale).all()
-    level = (grouped / scale[..., None] + zero[..., None]).clamp(0, layout.levels - 1)
-    slack = (slack / scale)[..., None] + 1e-6 * (1 + zero.abs()[..., None])
-    assert ((codes - level).abs() <= 0.5 + slack).all()
-
-
-def assert_fitted(rows: torch.Tensor, plain: torch.Tensor, y: torch.Tensor, layout: RowLayout, gain: float) -> None:
-    """Scale and zero point follow from the stored codes and the vectors in float64, up to float32 rounding of sums.
-
-    ``plain`` are the rows without a gain: they have the same codes and bound the scales.
-    """
-    slack = 2 * ROUNDING * y.norm(dim=-1, keepdim=True)
-    codes, scale, zero = split_rows(rows, layout)
-    plain_codes, plain_scale, _ = split_rows(plain, layout)
-    assert torch.equal(codes, plain_codes)
-    grouped = y.unflatten(-1, (-1, layout.group_size))
-    mean, mean_code = grouped.mean(-1), codes.mean(-1)
-    rest, levels = grouped - mean[..., None], codes - mean_code[..., None]
-    along = (rest * levels).sum(-1)
-    wanted = gain * rest.square().sum(-1) / along
-    # What a change of y by the slack in every channel does to the quotient.
-    moved = slack * (2 * gain * rest.abs().sum(-1) + wanted * levels.abs().sum(-1)) / along
-    half_ulp = 2.0 ** -MANTISSA[layout.scale_dtype]
-    assert (along > 0).all()
-    wanted = wanted.clamp(plain_scale / STRETCH, plain_scale * STRETCH)
-    assert ((scale - wanted).abs() <= half_ulp * wanted * 1.001 + moved).all()
-    wanted = mean_code - mean / scale
-    assert ((zero - wanted).abs() <= half_ulp * wanted.abs() * 1.001 + 2.0**-25 + 1e-6 + slack / scale).all()
-
-
-def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotate_v: bool, rotate_k: bool = True,
-             gain: float = 0.0):  # fmt: skip
-    """Store the same vectors with the kernel and with the reference."""
-    pages, requests = -(-tokens // shape.page_size) + 2, max(2, tokens // 8)
-    slots = random_slots(tokens, shape.windows, pages * shape.page_size, requests, device)
-    heads = shape.q_heads + 2 * shape.kv_heads
-    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, device)
-    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
-    rk = random_rotation(shape.head_dim, 2, device) if rotate_k else None
-    rv = random_rotation(shape.head_dim, 3, device) if rotate_v else None
-    caches = [empty_cache(shape, pages, requests, device, fill=7.0) for _ in range(2)]
-    layer = shape.format(*(SideTransform(matrix, clip=clip, gain=gain) for matrix in (rk, rv)))
-    q_rot = store(caches[0], slots, k, v, prepare(layer, shape.dtype), q=q)
-    reference.store(caches[1], slots, k, v, layer)
-    return caches, slots, (q, k, v), (rk, rv), q_rot
-
-
-def exact(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
-    """x [tokens, heads, head_dim] times a matrix or one per kv head, float64."""
-    if rotation is None or rotation.dim() == 2:
-        return x.double() if rotation is None else x.double() @ rotation.double()
-    gqa = x.shape[1] // len(rotation)
-    return torch.stack([x[:, head].double() @ rotation[head // gqa].double() for head in range(x.shape[1])], dim=1)
 
 
 @pytest.mark.parametrize(

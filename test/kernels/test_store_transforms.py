@@ -12,7 +12,7 @@ from kernel_cases import (
     random_transform,
     random_vectors,
 )
-from test_store import MANTISSA, SHAPES, assert_correctly_rounded, exact
+from store_cases import MANTISSA, SHAPES, assert_correctly_rounded, exact
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots
