@@ -78,7 +78,7 @@ def test_triton(windows: Windows, tokens: int, device: torch.device) -> None:
 @pytest.mark.parametrize("shape", sampled([*OF_EVERY_WIDTH, *OF_16_BITS[:2]]), ids=str)
 def test_triton_with_rows_of_every_width(shape: Shape, device: torch.device) -> None:
     windows = shape.windows
-    check(replace(shape, windows=Windows(windows.sink, windows.recent, windows.recent + 4)), 4, [1, 50], device)
+    check(replace(shape, windows=Windows(windows.sink, windows.recent, windows.recent + 4)), 4, [50], device)
 
 
 def test_triton_ring_starts(device: torch.device) -> None:
