@@ -187,6 +187,16 @@ def test_nothing_of_a_broken_chunk_is_shared(newer: bool, overlap: bool, mamba: 
     assert len(admit(cache, running(2, hit=SINK))) == 1
 
 
+def test_a_chunk_of_a_request_that_is_over() -> None:
+    """Its client has gone away, and its row is somebody else's."""
+    prompt = Prompt()
+    prompt.step(4, 1)
+    finish(prompt.cache, prompt.bad)
+    prompt.bad.req_pool_idx, prompt.bad.finished = None, lambda: True
+    nan.before_process_batch_result(prompt.scheduler, *prompt.pending.pop(0))
+    assert prompt.bad.to_finish is None
+
+
 def test_results_of_chunks_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the GPU has nothing to do while the next chunk is scheduled."""
     prompt = Prompt()

@@ -91,7 +91,7 @@ def read(cache: Int2Cache, *chunks: Chunk) -> None:
     for chunk in chunks:
         if chunk in (unread := chunk.req.__dict__.get(_UNREAD, [])):
             unread.remove(chunk)
-        if chunk.broken:
+        if chunk.broken and not is_over(chunk.req):
             end_broken(cache, chunk.req)
 
 
@@ -109,13 +109,14 @@ def before_process_batch_result(self: Any, batch: Any, result: Any, *args: Any, 
             result.copy_done.synchronize()
         lengths = result.accept_lens.tolist()
     for index in column.broken(lengths):
-        if not is_left_alone(batch.reqs[index]):
-            end_broken(cache, batch.reqs[index])
+        req = batch.reqs[index]
+        if not is_over(req) and req.inflight_middle_chunks <= 0:  # else a chunk, which :func:`read` looks at
+            end_broken(cache, req)
 
 
-def is_left_alone(req: Any) -> bool:
-    """Whether a result says nothing of a request: it is over, or a chunk of its prompt, which :func:`read` looks at."""
-    return bool(req.finished() or req.is_retracted or req.inflight_middle_chunks > 0)
+def is_over(req: Any) -> bool:
+    """Whether a request has lost its row since its result began to be computed."""
+    return bool(req.finished() or req.is_retracted)
 
 
 def end_broken(cache: Int2Cache, req: Any) -> None:
