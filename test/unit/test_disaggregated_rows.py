@@ -19,39 +19,24 @@ from sglang_oscar.features.disaggregation.arguments import waiting_rows
 from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
-from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.memory.sink_refill import Refill, SinkRefills
-from sglang_oscar.memory.sink_store import SinkStore
+from sglang_oscar.memory.sink_refill import Refill
+from support.small_cache import small_cache
 
 SINK = 16
-GEOMETRY = Geometry.uniform(RowLayout(2, 64, 64), Windows(SINK, 24, 32), torch.bfloat16, layers=3)
-
-
-def cache_with(blocks: int = 9) -> SimpleNamespace:
-    """What acquire_block asks of a cache."""
-    cache = SimpleNamespace(
-        plan=SimpleNamespace(geometry=GEOMETRY),
-        page_size=64,
-        sinks=SinkStore(blocks),
-        refills=SinkRefills(),
-        rows=RowTables(4, "cpu"),
-    )
-    cache.sink_ids = lambda req: tuple((*req.origin_input_ids, *req.output_ids)[:SINK])
-    cache.sink_key = cache.sink_ids
-    cache.sink_images = lambda req: None
-    cache.kept = None
-    return cache
+WINDOWS = Windows(SINK, 24, 32)
+GEOMETRY = Geometry.uniform(RowLayout(2, 64, 64), WINDOWS, torch.bfloat16, layers=3)
 
 
 def request(prompt: int, answer: int = 0, first: int = 7) -> SimpleNamespace:
-    return SimpleNamespace(rid="r", origin_input_ids=[first, *range(1, prompt)], output_ids=list(range(answer)))
+    none = dict.fromkeys(("input_embeds", "positional_embed_overrides", "extra_key"))
+    return SimpleNamespace(rid="r", origin_input_ids=[first, *range(1, prompt)], output_ids=list(range(answer)), **none)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(7, 9)), max_size=4))
 def test_every_waiting_request_gets_its_sink(requests: list[tuple[int, int]]) -> None:
     """A block of its own below a whole sink, filled with what there is; shared with its like from there on."""
-    cache = cache_with()
+    cache = small_cache(WINDOWS, blocks=9)
     shared: dict[int, int] = {}
     for prompt, first in requests:
         block = waiting.acquire_block(cache, request(prompt, first=first), prompt)
@@ -66,7 +51,7 @@ def test_every_waiting_request_gets_its_sink(requests: list[tuple[int, int]]) ->
 
 def test_the_block_of_an_aborted_request_is_filled_for_its_next_owner_alone() -> None:
     """Two refills of one block in one pass would write the same slots in any order."""
-    cache = cache_with()
+    cache = small_cache(WINDOWS, blocks=9)
     cache.refills.add(cache.sinks.acquire_private(), (1, 2, 3))
     block = waiting.acquire_block(cache, request(SINK - 4), SINK - 4)
     cache.sinks.release(block)  # aborted while it waits
@@ -82,7 +67,7 @@ def test_the_block_of_an_aborted_request_is_filled_for_its_next_owner_alone() ->
 
 def test_transfers_that_fail_by_the_hundred_leave_nothing() -> None:
     """Whoever is left waiting at a forward pass has its own sink behind it, and blocks come back."""
-    rng, cache = random.Random(1), cache_with(blocks=6)
+    rng, cache = random.Random(1), small_cache(WINDOWS, blocks=6)
     waits: list[tuple[int, SimpleNamespace]] = []
     held: dict[int, tuple[int, ...]] = {}
     passes = 0
@@ -93,7 +78,7 @@ def test_transfers_that_fail_by_the_hundred_leave_nothing() -> None:
         waits.append((waiting.acquire_block(cache, req, len(req.origin_input_ids)), req))
         if rng.random() < 0.3:
             held |= {refill.block: refill.token_ids for refill in cache.refills.take()}
-            assert [held[block] for block, _ in waits] == [cache.sink_ids(req) for _, req in waits]
+            assert [held[block] for block, _ in waits] == [tuple(req.origin_input_ids[:SINK]) for _, req in waits]
             passes += 1
     for block, _ in waits:
         cache.sinks.release(block)
@@ -103,41 +88,24 @@ def test_transfers_that_fail_by_the_hundred_leave_nothing() -> None:
 
 def test_a_token_that_is_not_computed_yet_is_in_no_sink() -> None:
     """A request that goes on after a retraction has one token more than its cache."""
-    cache = cache_with()
+    cache = small_cache(WINDOWS, blocks=9)
     waiting.acquire_block(cache, request(SINK - 2, answer=2), SINK - 1)
     (refill,) = cache.refills.take()
     assert len(refill.token_ids) == SINK - 1
 
 
 def test_no_sink_no_block() -> None:
-    cache = cache_with()
-    cache.plan.geometry = replace(GEOMETRY, windows=Windows(0, 24, 32))
-    assert waiting.acquire_block(cache, request(40), 40) == 0
+    assert waiting.acquire_block(small_cache(Windows(0, 24, 32)), request(40), 40) == 0
 
 
 def test_tables_of_refills_of_any_length() -> None:
     refills = [Refill(3, (1, 2)), Refill(5, tuple(range(SINK))), Refill(2, (9,))]
-    batch = refill_batch(cache_with(), refills)  # type: ignore[arg-type]
+    batch = refill_batch(small_cache(WINDOWS, blocks=9), refills)
     assert batch.slots.sink.tolist() == [3 * SINK, 3 * SINK + 1, *range(5 * SINK, 6 * SINK), 2 * SINK]
     assert batch.chunk_starts is not None
     assert batch.chunk_starts.tolist() == [0, 2, 2 + SINK, 3 + SINK]
     assert batch.extend_lens == [2, SINK, 1]
     assert set(batch.slots.ring.tolist()) == set(batch.slots.row.tolist()) == {-1}
-
-
-def test_rings_are_those_of_the_kernels() -> None:
-    """What is sent is what attention reads: keys of all layers, then values."""
-    side = SideBuffers(GEOMETRY, ring_rows=4, sink_blocks=5, device="cpu")
-    side.ring.copy_(torch.arange(side.ring.numel()))
-    windows = [ring for _, ring in side._windows()]
-    keys, values = side.rings()
-    for layer, ring in enumerate(windows):
-        assert keys[layer].data_ptr() == ring[0].data_ptr()
-        assert values[layer].data_ptr() == ring[1].data_ptr()
-        assert keys[layer].is_contiguous()
-    assert torch.equal(side.row_of_ring(2), torch.stack([side[2] for ring in windows for side in ring]))
-    without = SideBuffers(replace(GEOMETRY, windows=Windows(SINK, 0, 0)), 4, 5, "cpu")
-    assert without.rings() == ([], [])
 
 
 def test_both_servers_have_what_is_compared_in_common() -> None:

@@ -17,15 +17,13 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.features.hybrids import known_name, refusals, tracking
+from sglang_oscar.features.hybrids import kept_windows, known_name, pool, refusals
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.geometry import Geometry
-from sglang_oscar.memory import side_buffers
 from sglang_oscar.memory.plan import make_plan
-from sglang_oscar.memory.row_tables import RowTables
-from sglang_oscar.memory.side_buffers import SideBuffers
+from support.small_cache import small_cache
 
 WINDOWS = Windows(sink=4, recent=8, ring=8)
 ROWS, BLOCKS, SLOTS = 3, 5, 4
@@ -70,54 +68,18 @@ def test_no_more_requests_than_states(slots: int, asked: int | None) -> None:
     assert "states of linear layers" in " ".join(plan.lines(1000))
 
 
-def buffers() -> SideBuffers:
-    side = SideBuffers(geometry(), ROWS + SLOTS, BLOCKS + SLOTS, "cpu")
-    for index, buffer in enumerate((side.sink, side.ring)):
-        buffer.copy_(torch.arange(len(buffer)) % 251 + index)
-    return side
-
-
-@pytest.mark.parametrize("at_once", [1, 64 << 20])
-def test_kept_windows_come_back_in_all_layers(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few of them are on their way at once, or all."""
-    monkeypatch.setattr(side_buffers, "MOST_COPIED", at_once)
-    side = buffers()
-    kept = KeptWindows(side, ROWS, BLOCKS)
-    rings = side.ring.view(4, ROWS + SLOTS, -1).clone()
-    sinks = side.sink.view(4, BLOCKS + SLOTS, -1).clone()
-    kept.keep(torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([2, 0]))
-    assert torch.equal(side.ring.view(4, ROWS + SLOTS, -1)[:, ROWS + 2], rings[:, 1])
-    assert torch.equal(side.sink.view(4, BLOCKS + SLOTS, -1)[:, BLOCKS + 2], sinks[:, 3])
-    side.ring.view(4, ROWS + SLOTS, -1)[:, :ROWS] = 0
-    side.sink.view(4, BLOCKS + SLOTS, -1)[:, :BLOCKS] = 0
-    kept.restore_ring(torch.tensor([2]), 2)
-    kept.restore_sink(torch.tensor([2]), 1)
-    assert not bool(side.ring.view(4, ROWS + SLOTS, -1)[:, 2].any())
-    kept.restore()
-    assert torch.equal(side.ring.view(4, ROWS + SLOTS, -1)[:, 2], rings[:, 1])
-    assert torch.equal(side.sink.view(4, BLOCKS + SLOTS, -1)[:, 1], sinks[:, 3])
-    kept.restore_ring(torch.tensor([1]), 1)
-    kept.clear()
-    kept.restore()
-    assert not bool(side.ring.view(4, ROWS + SLOTS, -1)[:, 1].any())
-
-
 @given(prefix=st.integers(0, 5), length=st.integers(1, 40), tracked=st.integers(0, 40), kept_too=st.booleans())
 def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tracked: int, kept_too: bool) -> None:
     """Whatever is in the copy afterwards is the position that the window behind the token has there."""
     prefix, tracked = 8 * prefix, min(tracked, length)
-    side = SideBuffers(geometry(1), ROWS + SLOTS, BLOCKS + SLOTS, "cpu")
-    kept, row, block, slot = KeptWindows(side, ROWS, BLOCKS), 1, 2, 3
-    rings, sinks = side.ring.view(2, ROWS + SLOTS, 8, -1), side.sink.view(2, BLOCKS + SLOTS, 4, -1)
+    cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS, layers=1)
+    kept, row, block, slot = KeptWindows(cache), 1, 2, 3
+    rings, sinks = cache.side.ring.flatten(3), cache.side.sink.flatten(3)
     for position in range(prefix):
         rings[:, row, position % 8] = position + 1
         if position < 4:
             sinks[:, block, position] = position + 1
-    cache: Any = SimpleNamespace(
-        kept=kept,
-        rows=SimpleNamespace(sink_block=torch.tensor([0, block, 0])),
-        plan=SimpleNamespace(geometry=SimpleNamespace(windows=WINDOWS)),
-    )
+    cache.rows.sink_block[row] = block
     batch = SimpleNamespace(
         mamba_track_mask=torch.tensor([kept_too]),
         mamba_track_indices=torch.tensor([slot]),
@@ -129,8 +91,8 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
         positions=torch.arange(prefix, prefix + length),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking.releases, "tracked_tokens", lambda batch: torch.tensor([tracked]))
-        slots = kept.keep_chunk(cache, batch)
+        patch.setattr(kept_windows.releases, "tracked_tokens", lambda batch: torch.tensor([tracked]))
+        slots = kept.keep_chunk(batch)
     assert slots is not None
     for token in range(length):
         for window, index, size in ((rings, slots.ring, 8), (sinks, slots.sink, 4)):
@@ -147,10 +109,9 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
 
 
 def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
-    side = buffers()
-    cache: Any = SimpleNamespace(
-        kept=KeptWindows(side, ROWS, BLOCKS), page_size=4, rows=SimpleNamespace(sink_block=torch.tensor([0, 3, 1]))
-    )
+    cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS)
+    kept, side = KeptWindows(cache), cache.side
+    side.ring.copy_(torch.arange(side.ring.numel()).view(side.ring.shape) % 251)
     mode = SimpleNamespace(is_decode=lambda: True)
     batch = SimpleNamespace(
         forward_mode=mode,
@@ -160,14 +121,13 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
         mamba_track_mask=torch.tensor([True, False]),
         mamba_track_indices=torch.tensor([2, 3]),
     )
-    rings = side.ring.view(4, ROWS + SLOTS, -1).clone()
-    cache.kept.keep_decoded(cache, batch)
-    now = side.ring.view(4, ROWS + SLOTS, -1)
-    assert torch.equal(now[:, ROWS + 2], rings[:, 1])
-    assert torch.equal(now[:, ROWS + 3], rings[:, ROWS + 3])
+    rings = side.ring.clone()
+    kept.keep_decoded(batch)
+    assert torch.equal(side.ring[:, ROWS + 2], rings[:, 1])
+    assert torch.equal(side.ring[:, ROWS + 3], rings[:, ROWS + 3])
     batch.seq_lens_cpu = torch.tensor([9, 13])
     before = side.ring.clone()
-    cache.kept.keep_decoded(cache, batch)
+    kept.keep_decoded(batch)
     assert torch.equal(side.ring, before)
 
 
@@ -250,16 +210,23 @@ def test_blackwell_takes_the_name_that_we_give() -> None:
     assert all(f'"{known_name.KNOWN}"' in names for names in sets)
 
 
+def test_states_are_a_requests_own() -> None:
+    states = SimpleNamespace(conv=[torch.zeros(2, 4, 3)], temporal=torch.arange(40.0).view(2, 4, 5))
+    table = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=states))
+    table.req_index_to_mamba_index_mapping = torch.tensor([0, 3])
+    of, config = SimpleNamespace(req_to_token_pool=table), SimpleNamespace(mambaish_config=object())
+    (state,) = pool.owns(SimpleNamespace(configurator=config, cache=of)).values()  # type: ignore[arg-type]
+    conv, temporal = state.units.read(torch.tensor(state.of(1, 9)))
+    assert conv.shape == (2, 1, 3)
+    assert torch.equal(temporal[:, 0], states.temporal[:, 3])
+
+
 def test_rows_are_uploaded_once_for_a_batch() -> None:
     """Uploads count batches (``RowTables.may_be_written``), also where windows are kept beside states."""
-    rows, no = RowTables(3, "cpu"), lambda: False
+    cache, no = small_cache(WINDOWS, 3, copies=SLOTS, page_size=16), lambda: False
+    cache.kept = KeptWindows(cache)
     backend: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
-    backend._refilled, backend.kernels = None, TorchKernels()
-    backend.cache = SimpleNamespace(
-        kept=KeptWindows(buffers(), ROWS, BLOCKS), rows=rows, page_size=16,
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, 32, dtype=torch.int32)),
-        plan=SimpleNamespace(geometry=SimpleNamespace(windows=WINDOWS)),
-    )  # fmt: skip
+    backend._refilled, backend.kernels, backend.cache = None, TorchKernels(), cache
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_idle=no, is_decode=no, is_target_verify=no), mamba_track_mask=None,
         mamba_track_seqlens=None, req_pool_indices=torch.tensor([1]), extend_seq_lens=torch.tensor([3]),
@@ -267,4 +234,4 @@ def test_rows_are_uploaded_once_for_a_batch() -> None:
         positions=torch.arange(3),
     )  # fmt: skip
     backend.init_forward_metadata(batch)
-    assert rows._uploads == 1
+    assert cache.rows._uploads == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,11 @@ from oscar_kernels.cache import Windows
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attention.refill_pass import parts_of
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
+from sglang_oscar.memory import owned
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.sink_refill import Refill
-from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.requests import lifecycle
-from sglang_oscar.requests.rows import observe
+from support.small_cache import small_cache
 
 SINK, ROWS = 4, 3
 
@@ -28,17 +26,20 @@ class RequestPool:
     """Rows 1 to ROWS, as SGLang's request pool hands them out."""
 
     def __init__(self) -> None:
-        self.free = list(range(1, ROWS + 1))
+        self.rows, self.said = list(range(1, ROWS + 1)), list[Any]()
+
+    def free(self, req: Any, *more: Any) -> None:
+        self.said.append((req, more))
+        self.rows.append(req.req_pool_idx)
+
+    def clear(self) -> None:
+        self.said.append("clear")
 
 
-def make_cache(blocks: int = ROWS + 1) -> Int2Cache:
-    plan: Any = SimpleNamespace(geometry=SimpleNamespace(windows=Windows(SINK, 8, 8)))
-    made = Int2Cache(
-        settings=SimpleNamespace(), plan=plan, page_size=SINK, req_to_token_pool=RequestPool(),
-        rows=RowTables(ROWS + 1, "cpu"), sinks=SinkStore(blocks), layers={}, fingerprint="", side=SimpleNamespace(),
-    )  # fmt: skip
-    made.attach(SimpleNamespace())
-    return made
+def make_cache(blocks: int = ROWS + 1, copies: int = 0) -> Int2Cache:
+    cache = small_cache(Windows(SINK, 8, 8), ROWS + 1, blocks, copies, requests=RequestPool())
+    lifecycle.observe(cache)
+    return cache
 
 
 def request(first: int, hit: int = 0, **fields: Any) -> Any:
@@ -56,7 +57,7 @@ def admit(cache: Int2Cache, *requests: Any) -> list[Refill]:
 
     def alloc(batch: Any) -> None:
         for req in batch.reqs:
-            req.req_pool_idx = pool.free.pop(0)
+            req.req_pool_idx = pool.rows.pop(0)
 
     lens = SimpleNamespace(tolist=lambda: [len(req.origin_input_ids) for req in requests])
     batch = SimpleNamespace(reqs=list(requests), req_to_token_pool=pool, seq_lens_cpu=lens)
@@ -65,19 +66,8 @@ def admit(cache: Int2Cache, *requests: Any) -> list[Refill]:
 
 
 def finish(cache: Int2Cache, req: Any) -> None:
-    pool = cache.req_to_token_pool
-    lifecycle.before_free_row(pool, req)
-    pool.free.append(req.req_pool_idx)
+    cache.req_to_token_pool.free(req)
     req.req_pool_idx = None
-
-
-def test_a_hit_with_its_block_needs_no_refill() -> None:
-    cache = make_cache()
-    first = request(1)
-    assert admit(cache, first) == []
-    finish(cache, first)
-    assert admit(cache, request(1, hit=SINK)) == []
-    assert cache.refills.total == 0
 
 
 def test_a_sink_that_is_not_full_is_not_shared() -> None:
@@ -135,30 +125,17 @@ def test_a_request_without_a_block_is_ended() -> None:
     assert admit(cache, request(3)) == []
 
 
-class Kept(KeptWindows):
-    """What a hybrid model's cache asks of the copies beside states."""
-
-    def __init__(self) -> None:
-        self.rings: list[tuple[str, int]] = []
-        self.sinks: list[tuple[str, int]] = []
-
-    def restore_ring(self, slot: str, row: int) -> None:
-        self.rings.append((slot, row))
-
-    def restore_sink(self, slot: str, block: int) -> None:
-        self.sinks.append((slot, block))
-
-
 def test_a_hit_of_a_hybrid_model_gets_what_lies_beside_its_state() -> None:
     """The whole ring, from the window before the hit on; the sink where its block is gone; nothing is refilled."""
-    cache, kept = make_cache(), Kept()
-    cache.kept = kept  # type: ignore[assignment]
+    cache = make_hybrid()
     one, two = (request(1, hit=hit, mamba_cow_src_index=f"slot {hit}") for hit in (8 * SINK, SINK))
     fresh = request(2, mamba_cow_src_index=None)
     assert admit(cache, one, two, fresh) == []
     rows = [req.req_pool_idx for req in (one, two)]
-    assert kept.rings == [("slot 32", rows[0]), ("slot 4", rows[1])]
-    assert kept.sinks == [("slot 32", cache.rows.block_of(rows[0]))]
+    assert cache.rows._brought == {
+        cache.holdings[owned.RING]: [("slot 32", rows[0]), ("slot 4", rows[1])],
+        cache.holdings[owned.SINK]: [("slot 32", cache.rows.block_of(rows[0]))],
+    }
     assert [cache.rows._pending[row][0] for row in (*rows, fresh.req_pool_idx)] == [24, 0, 0]
     lost, hybrid = request(3, hit=SINK, mamba_cow_src_index=None), make_hybrid()
     admit(hybrid, lost)
@@ -167,37 +144,16 @@ def test_a_hit_of_a_hybrid_model_gets_what_lies_beside_its_state() -> None:
 
 
 def make_hybrid() -> Int2Cache:
-    cache = make_cache()
-    cache.kept = Kept()  # type: ignore[assignment]
+    cache = make_cache(copies=3)
+    cache.kept = KeptWindows(cache)
     return cache
-
-
-def test_a_flush_forgets_refills() -> None:
-    cache = make_cache()
-    pool = cache.req_to_token_pool
-    cache.refills.add(1, (1,))
-    lifecycle.before_clear_rows(pool)
-    assert cache.refills.take() == []
 
 
 def test_a_request_pool_says_when_rows_are_lost() -> None:
     """Of any class of SGLang's, what it has overridden included."""
-
-    class Stock:
-        def __init__(self) -> None:
-            self.said: list[Any] = []
-
-        def free(self, req: Any, *more: Any) -> None:
-            self.said.append((req, more))
-
-        def clear(self) -> None:
-            self.said.append("clear")
-
     cache = make_cache()
-    cache.req_to_token_pool = pool = Stock()
-    cache.attach(SimpleNamespace())
-    observe(cache)
-    assert isinstance(pool, Stock)
+    pool = cache.req_to_token_pool
+    assert isinstance(pool, RequestPool)
     req = request(1, req_pool_idx=1)
     block = cache.sinks.acquire_private()
     cache.rows.assign(1, 0, block)
@@ -215,7 +171,6 @@ def test_stock_pools_are_left_alone() -> None:
     called: list[Any] = []
     lifecycle.around_alloc_for_extend(called.append, stock)
     assert called == [stock]
-    lifecycle.before_free_row(object(), request(1, req_pool_idx=3))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=60))
@@ -249,15 +204,12 @@ def test_passes_hold_what_a_server_can(tokens: int, requests: int, sizes: list[i
     assert [len(part) for part in parts_of(refills, tokens, requests)] == sizes
 
 
-Cap = Callable[[int, Any, int], "int | None"]
-
-
 @pytest.mark.parametrize(("recompute", "longest", "expected"), [(True, 99, 92), (False, 99, 99), (True, 5, 5)])
 def test_cap(recompute: bool, longest: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     active = SimpleNamespace(recompute_recent=recompute, windows=Windows(SINK, 8, 8))
     monkeypatch.setattr(lifecycle.settings, "active", lambda: active)
     monkeypatch.setattr(lifecycle, "features", lambda: [Feature(name="other")])
-    cap: Cap = lifecycle.after_compute_max_prefix_len
+    cap = lifecycle.after_compute_max_prefix_len
     assert cap(longest, request(1), 100) == expected
     assert cap(longest, request(1, positional_embed_overrides=object()), 100) == 0
     restoring = Feature(name="restoring", restores_windows=lambda: True)

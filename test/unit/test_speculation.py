@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oscar_kernels.cache import Windows
-from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.visible import causal_words, words_of
 from sglang_oscar.attention import verification
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.batch import Batch, DecodeTables
 from sglang_oscar.attention.verification import visible_words
 from sglang_oscar.features.speculation import arguments, commit
-from sglang_oscar.formats.geometry import Geometry, with_room
-from sglang_oscar.memory.row_tables import RowTables
+from sglang_oscar.formats.geometry import with_room
 from sglang_oscar.memory.side_buffers import SideBuffers
+from support.small_cache import small_cache
 
 HEADS, D = 2, 64
 
@@ -59,13 +58,10 @@ def test_a_row_less_is_too_few(tokens: int) -> None:
     assert not all(ring_survives(Windows(16, 24, 24 + tokens - 1), tokens, seed) for seed in range(20))
 
 
-def made_cache(windows: Windows, rows: int = 4, blocks: int = 5) -> tuple[Any, SideBuffers]:
-    """What a move needs of a cache, its ring numbered and its sinks zero."""
-    formats = {layer: LayerFormat(HEADS, D, SideFormat(64), SideFormat(64)) for layer in range(2)}
-    buffers = SideBuffers(Geometry(formats, windows, torch.bfloat16), rows, blocks, "cpu")
-    table = torch.tensor([0, 3, 1, 4], dtype=torch.int32)
-    plan = SimpleNamespace(geometry=SimpleNamespace(windows=windows))
-    return SimpleNamespace(plan=plan, rows=SimpleNamespace(sink_block=table), side=buffers), buffers
+def made_cache(windows: Windows) -> tuple[Any, SideBuffers]:
+    cache = small_cache(windows)
+    cache.rows.sink_block.copy_(torch.tensor([0, 3, 1, 4]))
+    return cache, cache.side
 
 
 def numbered(buffers: SideBuffers, rows: int, ring: int) -> torch.Tensor:
@@ -100,7 +96,6 @@ def test_accepted_tokens_move_in_ring_and_sink() -> None:
 
 def test_no_sink_to_move_to() -> None:
     cache, buffers = made_cache(Windows(0, 24, 32))
-    numbered(buffers, 4, 32)
     commit.move_accepted(cache, torch.tensor([1]), torch.tensor([3]), torch.tensor([[0, 5]]), 8)
     assert buffers.sink.numel() == 0
 
@@ -126,15 +121,10 @@ LONGEST = 4096
 
 def tables_cache() -> Any:
     """What tables of a step need of a cache of four rows, each with slots, a ring start and a sink block of its own."""
-    rows = RowTables(4, "cpu")
+    cache = small_cache(Windows(16, 24, 32), page_size=64, longest=LONGEST)
     for row in range(1, 4):
-        rows.assign(row, ring_start=row, sink_block=row + 1)
-    slots = torch.arange(4 * LONGEST, dtype=torch.int32).view(4, LONGEST)
-    pool, plan = (
-        SimpleNamespace(req_to_token=slots),
-        SimpleNamespace(geometry=SimpleNamespace(windows=Windows(16, 24, 32))),
-    )
-    return SimpleNamespace(rows=rows, page_size=64, req_to_token_pool=pool, plan=plan)
+        cache.rows.assign(row, ring_start=row, sink_block=row + 1)
+    return cache
 
 
 def step(spec_info: Any, lens: Sequence[int] = (200, 9), on_host: bool = False) -> Any:

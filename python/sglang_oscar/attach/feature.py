@@ -70,6 +70,8 @@ class Feature:
         cache_dtype: (ModelConfig, its dtype) what SGLang is told of the cache, where a room wants it to see another.
         parts: (:class:`sglang_oscar.memory.part.Sizing`) what the room takes of the KV budget.
         pool_sizes: (plan, tokens, page_size) fields of SGLang's MemoryPoolConfig beside the tokens of the history pool.
+        owns: (:class:`sglang_oscar.memory.build.Built`) what requests own units of, by name
+            (:class:`sglang_oscar.memory.owned.Holding`): it goes with them wherever they go.
         built: (:class:`sglang_oscar.memory.build.Built`) the pool that SGLang gets in place of the one that was built;
             None for that one.
         draft_pool_built: (draft model's pool, the model's cache) checks it.
@@ -96,6 +98,7 @@ class Feature:
     cache_dtype: Callable[[Any, Any], tuple[str, Any] | None] = _nothing  # type: ignore[assignment]
     parts: Callable[[Any], Sequence[Any]] = lambda sizing: ()
     pool_sizes: Callable[[Any, int, int], dict[str, int]] = lambda plan, tokens, page_size: {}
+    owns: Callable[[Any], dict[str, Any]] = lambda built: {}
     built: Callable[[Any], Any] = _nothing
     draft_pool_built: Callable[[Any, Any], None] = _nothing
     restores_windows: Callable[[], bool] = _no

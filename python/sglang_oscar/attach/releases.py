@@ -160,6 +160,14 @@ def row(req: Any) -> Any:
     return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
 
 
+def row_of_slots(slots: Any, req_to_token: Any) -> int:
+    """The row of a request, where a release does not say it: of ``req_to_token`` [rows, max_len], ``slots`` are the
+    beginning of its line, as a view."""
+    assert slots.untyped_storage().data_ptr() == req_to_token.untyped_storage().data_ptr(), "a copy says no row"
+    row: int = (slots.storage_offset() - req_to_token.storage_offset()) // req_to_token.stride(0)
+    return row
+
+
 def committed_tokens(req: Any) -> int:
     """Tokens of a request whose keys and values are computed."""
     tokens: int = req.kv_committed_len if hasattr(req, "kv_committed_len") else req.kv.kv_committed_len

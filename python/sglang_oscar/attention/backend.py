@@ -107,7 +107,7 @@ class OscarAttentionBackend(AttentionBackend):
             self.batch = tables.fill(forward_batch, longest)
         else:
             self.cache.rows.upload()
-            kept = None if self.cache.kept is None else self.cache.kept.keep_chunk(self.cache, forward_batch)
+            kept = None if self.cache.kept is None else self.cache.kept.keep_chunk(forward_batch)
             batch = extend_batch(self.cache, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept)
 

@@ -39,7 +39,7 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     result = original(self, forward_batch, *args, **kwargs)
     if cache is not None:
         if cache.kept is not None:
-            cache.kept.keep_decoded(cache, forward_batch)
+            cache.kept.keep_decoded(forward_batch)
         nan.note(cache, forward_batch, result)
     return result
 

@@ -23,7 +23,6 @@ from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
-from sglang_oscar.memory.sink_refill import SinkRefills
 from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.settings import of_this_process
 
@@ -90,7 +89,6 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         fingerprint=fingerprint(whole),
         side=buffers,
         recipe=recipe,
-        refills=SinkRefills(),
     )
     cache.attach(pool)
     if any(layer.value.transform.matrix is not None for layer in whole.values()):
@@ -108,6 +106,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     built = Built(configurator, sizes, pool, cache)
     given: Any = pool
     for feature in features():
+        cache.holdings |= feature.owns(built)
         given = feature.built(built) or given
     metrics.publish(facts(cache))
     return given

@@ -14,6 +14,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.memory.images import SinkImages, sink_images
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.logits_column import LogitsColumn
+from sglang_oscar.memory.owned import Holding, Owned
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.row_tables import RowTables
 from sglang_oscar.memory.side_buffers import SideBuffers
@@ -25,29 +26,13 @@ _ATTRIBUTE = "oscar_cache"
 
 
 class Kept(Protocol):
-    """Copies of requests' windows that come back with prefix hits, so that no token is computed again for them."""
+    """Keeps what comes back with prefix hits, so that no token is computed again for it."""
 
-    def source(self, req: Any) -> Any:
-        """Where the copy of a request with a prefix hit is.
+    def keep_chunk(self, forward_batch: Any) -> StoreSlots | None:
+        """Before chunks are stored, once rows are uploaded; where their tokens go a second time."""
 
-        Raises:
-            ImpossibleRequestError: there is none.
-        """
-
-    def restore_ring(self, source: Any, row: int) -> None:
-        """Queue: ring ``row`` gets the copy."""
-
-    def restore_sink(self, source: Any, block: int) -> None:
-        """Queue: sink ``block`` gets the copy."""
-
-    def clear(self) -> None:
-        """Forget what is queued."""
-
-    def keep_chunk(self, cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
-        """Before chunks are stored: do what is queued, and say where tokens of the chunks go a second time."""
-
-    def keep_decoded(self, cache: Int2Cache, forward_batch: Any) -> None:
-        """Behind a step of decode: copy the windows of those requests that are to be kept."""
+    def keep_decoded(self, forward_batch: Any) -> None:
+        """Behind a step of decode."""
 
 
 @dataclass
@@ -59,7 +44,8 @@ class Int2Cache:
     which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
     computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows, None where prefix hits
     compute the newest tokens again; ``logits`` are of the last forward pass, until its result takes them; ``side``
-    holds the tensors of rings and sinks; ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    holds the tensors of rings and sinks; ``holdings`` are what requests own units of, by name; ``req_to_token_pool``
+    and ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -75,16 +61,16 @@ class Int2Cache:
     refills: SinkRefills = field(default_factory=SinkRefills)
     kept: Kept | None = None
     logits: LogitsColumn | None = None
+    holdings: dict[str, Holding] = field(default_factory=dict)
 
     def attach(self, kv_pool: Any) -> None:
         """Make the cache findable from SGLang's KV pool and from its request pool."""
         setattr(kv_pool, _ATTRIBUTE, self)
         setattr(self.req_to_token_pool, _ATTRIBUTE, self)
 
-    @property
-    def first_layer(self) -> CachedLayer:
-        """Any layer: for what all layers of a model have in common."""
-        return next(iter(self.layers.values()))
+    def owned(self, row: int, tokens: int) -> Owned:
+        """What the request in a row of SGLang's request pool owns, of which that many tokens are computed."""
+        return Owned(row, tokens, self.holdings)
 
     def sink_ids(self, req: Any) -> tuple[int, ...] | None:
         """Token ids of a request's sink; None if it is too short to have one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AFTER, ARGS, AROUND, CONFIGURATOR, MEM, SCHEDULER, SRT, Touchpoint, at
-from sglang_oscar.memory import facts, sizing
+from sglang_oscar.memory import facts, owned, sizing
 
 FEATURE = Feature(
     name="memory",
@@ -28,4 +28,5 @@ FEATURE = Feature(
         Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
         Touchpoint(at(SCHEDULER + "get_internal_state"), AFTER, facts.after_get_internal_state),
     ],
+    owns=owned.of_every_server,
 )

@@ -11,6 +11,9 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from oscar_kernels.format import LayerFormat
+from sglang_oscar.attach import releases
+from sglang_oscar.memory.cache import cache_of
+from sglang_oscar.memory.owned import Owned
 
 
 class Int2TokenToKVPool(MHATokenToKVPool):
@@ -80,6 +83,25 @@ class Int2TokenToKVPool(MHATokenToKVPool):
         buffers = [*self.k_buffer, *self.v_buffer]
         pages = [buffer[0].nbytes * self.page_size for buffer in buffers]
         return [buffer.data_ptr() for buffer in buffers], [buffer.nbytes for buffer in buffers], pages
+
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
+        """What a retracted request takes along to the host. Stock waits for the step under way, which may write to it.
+        Older releases do not say its row; ``indices`` are a view of its line of the request pool's table.
+        """
+        return super().get_cpu_copy(indices), self._owned(indices, req_pool_index).save()
+
+    def load_cpu_copy(
+        self, copies: Any, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> None:
+        """Put it where the request lies now."""
+        super().load_cpu_copy(copies[0], indices)
+        self._owned(indices, req_pool_index).load(copies[1])
+
+    def _owned(self, slots: torch.Tensor, row: int | None) -> Owned:
+        cache = cache_of(self)
+        assert cache is not None
+        table = cache.req_to_token_pool.req_to_token
+        return cache.owned(releases.row_of_slots(slots, table) if row is None else row, len(slots))
 
     def rows(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K rows and V rows of a layer, uint8 [slots, row_bytes] each."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang_oscar.memory.owned import Holding
+
 
 class RowTables:
     """Args:
@@ -24,16 +26,17 @@ class RowTables:
         self._block_of_row: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._uploads = 0
+        self._brought: dict[Holding, list[tuple[torch.Tensor, int]]] = {}
 
     def assign(self, row: int, ring_start: int, sink_block: int) -> None:
         """A request takes over ``row``; its ring holds positions from ``ring_start`` on."""
         self._pending[row] = (ring_start, sink_block)
         self._block_of_row[row] = sink_block
 
-    def unassign(self, row: int) -> int | None:
-        """The request leaves ``row``; returns its sink block, or None if it had none."""
+    def unassign(self, row: int) -> None:
+        """The request leaves ``row``."""
         self._left[row] = self._uploads
-        return self._block_of_row.pop(row, None)
+        self._block_of_row.pop(row, None)
 
     def block_of(self, row: int) -> int | None:
         """Sink block of the request in ``row``, or None."""
@@ -43,9 +46,15 @@ class RowTables:
         """Whether a batch with the last owner of ``row`` may still run: the one that was under way when it left."""
         return row in self._left and self._uploads - self._left[row] < 2
 
+    def bring(self, holding: Holding, state: torch.Tensor, unit: int) -> None:
+        """Queue: a unit gets what lies beside the state in slot ``state``, int64 [1] on the device. Its last owner
+        may be decoded until the next upload."""
+        self._brought.setdefault(holding, []).append((state, unit))
+
     def clear(self) -> None:
-        """Forget all assignments."""
+        """Forget all assignments, and what is queued."""
         self._pending.clear()
+        self._brought.clear()
         self._block_of_row.clear()
 
     def upload(self) -> None:
@@ -54,14 +63,18 @@ class RowTables:
         Once per batch, as :meth:`may_be_written` counts batches by it: the backend does it before it builds tables.
         """
         self._uploads += 1
-        if not self._pending:
-            return
-        # A fresh pinned tensor each time: reusing one could overwrite it while an earlier copy is in flight.
-        rows, values = zip(*self._pending.items(), strict=True)
-        host = torch.tensor([rows, *zip(*values, strict=True)], dtype=torch.int64)
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        changes = host.to(self.device, non_blocking=True)
-        self.ring_start[changes[0]] = changes[1].int()
-        self.sink_block[changes[0]] = changes[2].int()
-        self._pending.clear()
+        if self._pending:
+            # A fresh pinned tensor each time: reusing one could overwrite it while an earlier copy is in flight.
+            rows, values = zip(*self._pending.items(), strict=True)
+            host = torch.tensor([rows, *zip(*values, strict=True)], dtype=torch.int64)
+            if self.device.type == "cuda":
+                host = host.pin_memory()
+            changes = host.to(self.device, non_blocking=True)
+            self.ring_start[changes[0]] = changes[1].int()
+            self.sink_block[changes[0]] = changes[2].int()
+            self._pending.clear()
+        for holding, queued in self._brought.items():
+            states = torch.cat([state.view(1) for state, _ in queued]).long()
+            units = torch.tensor([unit for _, unit in queued]).to(self.device, non_blocking=True)
+            holding.units.copy(holding.beside, states, units)
+        self._brought.clear()

@@ -29,30 +29,24 @@ class Refill:
         return max(len(self.token_ids), 0 if self.images is None else self.images.tokens)
 
 
-class SinkRefills:
-    """Refills that the next forward pass has to do first, and how many there have been (``total``).
+class SinkRefills(dict[int, Refill]):
+    """By block, refills that the next forward pass has to do first, and how many there have been (``total``).
 
     A queued block may be shared by then, and its request may be gone: the refill is done all the same, because others
     rely on the block. If nobody did, the block may have been given to another request meanwhile, with a refill of its
     own: that one alone is done, as both would write the same slots in one pass, in any order.
     """
 
-    def __init__(self) -> None:
-        self.total = 0
-        self._pending: dict[int, Refill] = {}
+    total = 0
 
     def add(self, block: int, token_ids: tuple[int, ...], images: SinkImages | None = None) -> None:
         """Queue a refill, in place of an earlier one of the same block."""
-        self._pending[block] = Refill(block, token_ids, images)
+        self[block] = Refill(block, token_ids, images)
 
     def take(self) -> list[Refill]:
         """All queued refills, which are counted and queued no longer."""
-        taken = list(self._pending.values())
-        self._pending.clear()
+        taken = list(self.values())
+        self.clear()
         self.total += len(taken)
         metrics.count("sink_refills", len(taken))
         return taken
-
-    def clear(self) -> None:
-        """Forget what is queued: the cache is flushed."""
-        self._pending.clear()

@@ -37,9 +37,6 @@ class SinkStore:
         self._key_of: dict[int, Hashable] = {}
         self._pins: dict[int, int] = {}
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._block_of
-
     def acquire_shared(self, key: Hashable) -> int | None:
         """Pin the published block of ``key``; None if there is none."""
         block = self._block_of.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_oscar import metrics
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AFTER, AROUND, BEFORE, MEM, REQUEST, SCHEDULER, Touchpoint, at
-from sglang_oscar.requests import lifecycle, nan, rows
+from sglang_oscar.requests import lifecycle, nan
 
 FEATURE = Feature(
     name="requests",
@@ -21,5 +21,5 @@ FEATURE = Feature(
             nan.around_checkpoint,
         ),
     ],
-    built=lambda built: rows.observe(built.cache),
+    built=lambda built: lifecycle.observe(built.cache),
 )

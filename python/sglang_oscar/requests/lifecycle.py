@@ -12,8 +12,11 @@ from sglang_oscar import settings
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import ImpossibleRequestError
-from sglang_oscar.memory.cache import Int2Cache, Kept, cache_of
+from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.owned import SINK
 from sglang_oscar.requests.ending import end
+
+NO_STATE = "a prefix hit, but no state to go on from"
 
 
 def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int | None:
@@ -47,9 +50,14 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     result = original(batch)
     for req, block in zip(fresh, blocks, strict=True):
         prefix, kept = releases.prefix_tokens(req), 0
-        if cache.kept is not None and prefix and (source := known_source(cache.kept, req)) is not None:
-            cache.kept.restore_ring(source, releases.row(req))
-            kept = cache.plan.geometry.windows.recent
+        if cache.kept is not None and prefix:
+            if (state := releases.state_source(req)) is None:
+                end(req, NO_STATE)
+            else:
+                kept = cache.plan.geometry.windows.recent
+                for of in cache.holdings.values():
+                    if of.carried and of.copies:
+                        cache.rows.bring(of, state, releases.row(req))
         cache.rows.assign(releases.row(req), ring_start=max(prefix - kept, 0), sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
         publish_sinks(cache, req, kv_len)
@@ -65,26 +73,15 @@ def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
     if cache.plan.geometry.windows.sink == 0:
         return [0] * len(fresh)
     hits = [releases.prefix_tokens(req) > 0 for req in fresh]
-    blocks = [
-        cache.sinks.acquire_shared(cache.sink_key(req)) if hit else None for req, hit in zip(fresh, hits, strict=True)
-    ]
+    blocks = [hit and cache.sinks.acquire_shared(cache.sink_key(req)) for req, hit in zip(fresh, hits, strict=True)]
     for index, (req, hit) in enumerate(zip(fresh, hits, strict=True)):
-        if blocks[index] is None:
+        if not blocks[index]:
             try:
                 blocks[index] = acquire_refilled(cache, req) if hit else cache.sinks.acquire_private()
             except ImpossibleRequestError as error:
                 blocks[index] = 0
                 end(req, str(error))
     return blocks  # type: ignore[return-value]
-
-
-def known_source(kept: Kept, req: Any) -> Any:
-    """Where the copy of a request's windows is; None for a request that is ended because there is none."""
-    try:
-        return kept.source(req)
-    except ImpossibleRequestError as error:
-        end(req, str(error))
-        return None
 
 
 def acquire_refilled(cache: Int2Cache, req: Any) -> int:
@@ -99,12 +96,13 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
         raise ImpossibleRequestError("a prefix hit, but its sink tokens are not known")
     if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
         return block  # queued a moment ago for a request that begins alike
-    source: Any = None if cache.kept is None else cache.kept.source(req)
+    if cache.kept is not None and releases.state_source(req) is None:
+        raise ImpossibleRequestError(NO_STATE)
     block = cache.sinks.acquire_private()
     if cache.kept is None:
         cache.refills.add(block, ids, cache.sink_images(req))
     else:
-        cache.kept.restore_sink(source, block)
+        cache.rows.bring(cache.holdings[SINK], releases.state_source(req), block)
     if key is not None:
         cache.sinks.publish(block, key)
     return block
@@ -122,24 +120,29 @@ def publish_sinks(cache: Int2Cache, req: Any, kv_len: int) -> None:
         cache.sinks.publish(block, key)
 
 
-def before_free_row(self: Any, req: Any) -> None:
-    """The request loses its row: publish a sink that filled up during decoding, and unpin its block."""
-    cache = cache_of(self)
-    row = None if cache is None else releases.row(req)
-    if cache is None or row is None:
-        return
-    publish_sinks(cache, req, releases.committed_tokens(req))
-    block = cache.rows.unassign(row)
-    if block:
-        cache.sinks.release(block)
+class ObservedRows:
+    """What stands before SGLang's own class in that of the request pool: it says when requests lose their rows."""
+
+    def free(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """One does: publish a sink that filled up during decoding, and give back what it owns."""
+        cache, row = cache_of(self), releases.row(req)
+        if cache is not None and row is not None:
+            tokens = releases.committed_tokens(req)
+            publish_sinks(cache, req, tokens)
+            cache.owned(row, tokens).free()
+            cache.rows.unassign(row)
+        return super().free(req, *args, **kwargs)  # type: ignore[misc]
+
+    def clear(self, *args: Any, **kwargs: Any) -> Any:
+        """All do, and the prefix tree is gone, so no sink block can be asked for again."""
+        if (cache := cache_of(self)) is not None:
+            for of in (cache.rows, cache.sinks, cache.refills):
+                of.clear()
+        return super().clear(*args, **kwargs)  # type: ignore[misc]
 
 
-def before_clear_rows(self: Any) -> None:
-    """The cache is flushed: the prefix tree is gone, so no sink block can be asked for again."""
-    cache = cache_of(self)
-    if cache is not None:
-        cache.rows.clear()
-        cache.sinks.clear()
-        cache.refills.clear()
-        if cache.kept is not None:
-            cache.kept.clear()
+def observe(cache: Int2Cache) -> None:
+    """Put :class:`ObservedRows` before the class of a cache's request pool, of which SGLang has several."""
+    pool = cache.req_to_token_pool
+    stock = type(pool)
+    pool.__class__ = type(stock.__name__, (ObservedRows, stock), {})

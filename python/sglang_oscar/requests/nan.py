@@ -7,6 +7,7 @@ Where the prefix cache also holds what only the newest chunk has, a state or a w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.logits_column import LogitsColumn, take
 from sglang_oscar.requests.ending import end, is_ended
 
+logger = logging.getLogger(__name__)
 _ATTRIBUTE = "oscar_logits"
 """Of SGLang's result: the logits that belong to it."""
 _CHUNK = "oscar_chunk"
@@ -125,5 +127,8 @@ def end_broken(cache: Int2Cache, req: Any) -> None:
         return
     end(req, "the model's output is not a number (NaN)")
     metrics.count("broken_requests")
-    if block := cache.rows.block_of(releases.row(req)):
+    row = releases.row(req)
+    if row is not None:
+        logger.info("int2 request %s has %s", req.rid, cache.owned(row, releases.committed_tokens(req)))
+    if block := cache.rows.block_of(row):
         cache.sinks.withdraw(block)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
-from sglang_oscar.attach.touchpoint import AFTER, AROUND, BEFORE, REQUEST, SRT, Touchpoint, at
-from sglang_oscar.features.disaggregation import arguments, handshake, retraction, waiting
+from sglang_oscar.attach.touchpoint import AROUND, SRT, Touchpoint, at
+from sglang_oscar.features.disaggregation import arguments, handshake, waiting
 
 QUEUE = SRT + "disaggregation.decode.DecodePreallocQueue."
 
@@ -14,8 +14,6 @@ FEATURE = Feature(
         Touchpoint(at(SRT + "disaggregation.utils.setup_state_kv_args"), AROUND, handshake.around_setup_state),
         Touchpoint(at(QUEUE + "_pre_alloc"), AROUND, waiting.around_pre_alloc),
         Touchpoint(at(QUEUE + "_check_if_req_exceed_kv_capacity"), AROUND, waiting.around_check_capacity),
-        Touchpoint(at(REQUEST + "offload_kv_cache"), BEFORE, retraction.before_offload),
-        Touchpoint(at(REQUEST + "load_kv_cache"), AFTER, retraction.after_load),
     ],
     refused=arguments.REFUSED,
     configure=arguments.configure,

@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.owned import Holding
 from sglang_oscar.names import DTYPE
 
 
@@ -29,16 +33,24 @@ def around_setup_state(
     from sglang.srt.runtime_context import get_parallel
 
     kv_args.kv_cache_dtype_str = common_format(cache, get_parallel().attn_tp_size)
-    keys, values = cache.side.rings()
-    if keys:
-        rings, token_bytes = [*keys, *values], keys[0][0, 0].nbytes
-        append_state_component(
-            kv_args,
-            StateType.SWA_RING,
-            [ring.data_ptr() for ring in rings],
-            [ring.nbytes for ring in rings],
-            [token_bytes] * len(rings),
-        )
+    for name, of in cache.holdings.items():
+        if of.carried and (pieces := pieces_of(name, of, cache.plan.geometry.windows.ring)):
+            append_state_component(
+                kv_args,
+                StateType.SWA_RING,
+                [piece.data_ptr() for piece in pieces],
+                [piece.nbytes for piece in pieces],
+                [piece[0, 0].nbytes for piece in pieces],
+            )
+
+
+def pieces_of(name: str, of: Holding, ring: int) -> list[torch.Tensor]:
+    """The tensors of what goes with a request, [rows, ring, ...] each: keys of all layers, then values. Raises
+    Int2Error where they are no rings, which alone SGLang sends."""
+    pieces = [piece for side in (0, 1) for group in of.units.groups for piece in group[side::2]]
+    if any(piece.shape[1] != ring for piece in pieces):
+        raise Int2Error(f"--disaggregation-mode cannot send the {name} of a request; drop it")
+    return pieces
 
 
 def name_rings(built: Built) -> None:

@@ -58,9 +58,7 @@ def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:
     if sink == 0:
         return 0
     if tokens >= sink:
-        key = cache.sink_key(req)
-        shared = None if key is None else cache.sinks.acquire_shared(key)
-        return lifecycle.acquire_refilled(cache, req) if shared is None else shared
+        return lifecycle.acquire_refilled(cache, req)
     # Decoding completes it.
     block = cache.sinks.acquire_private()
     cache.refills.add(block, (*req.origin_input_ids, *req.output_ids)[:tokens])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AROUND, CONFIGURATOR, SRT, Touchpoint, at
-from sglang_oscar.features.hybrids import known_name, layers, pool, refusals, sizing
+from sglang_oscar.features.hybrids import known_name, pool, refusals, sizing
 
 FEATURE = Feature(
     name="hybrids",
@@ -19,6 +19,7 @@ FEATURE = Feature(
     refused_models=["other models with linear attention"],
     check_model=refusals.check_model,
     parts=sizing.parts,
+    owns=pool.owns,
     built=pool.built,
-    restores_windows=layers.serves_hybrid,
+    restores_windows=pool.serves_hybrid,
 )

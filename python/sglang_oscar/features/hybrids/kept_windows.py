@@ -1,91 +1,79 @@
-"""Copies of requests' windows, one beside every state slot, so that a prefix hit needs no token computed again.
-
-A hit ends where a state of the linear layers was kept, and no other position will do: were the last tokens before it to
-be computed again for their 16-bit vectors, as elsewhere, the state would have to be an older one, and a conversation
-would compute its last answer again in every turn. So what the ring and the sink block held at that position is kept
-with the state. What happens to a state happens to its copy, in the same order on the device.
-"""
+"""Copies of what requests own, one beside every state slot. What happens to a state happens to its copy, in the same
+order on the device."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from oscar_kernels.cache import StoreSlots
+from oscar_kernels.tables import window_slots
 from sglang_oscar.attach import releases
-from sglang_oscar.errors import ImpossibleRequestError
-from sglang_oscar.features.hybrids import tracking
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.memory.side_buffers import SideBuffers
 
 
+@dataclass(frozen=True)
 class KeptWindows:
-    """Rows of the ring and blocks of the sink store that belong to state slots.
-
-    Args:
-        side: the buffers, with as many rows and blocks more as there are slots.
-        first_row: the ring row of slot 0.
-        first_block: the sink block of slot 0.
+    """The units beside state slots (:attr:`sglang_oscar.memory.owned.Holding.copies`). SGLang says by request whether a
+    state is kept in a forward pass, in which slot, and in a chunk behind which token.
     """
 
-    def __init__(self, side: SideBuffers, first_row: int, first_block: int) -> None:
-        self.side, self.first_row, self.first_block = side, first_row, first_block
-        self._rings: list[tuple[torch.Tensor, int]] = []
-        self._sinks: list[tuple[torch.Tensor, int]] = []
+    cache: Int2Cache
 
-    def source(self, req: Any) -> Any:
-        """The state slot, int64 [1] on the device, that a request with a prefix hit goes on from.
+    def keep_chunk(self, forward_batch: Any) -> StoreSlots | None:
+        """Begin to keep windows behind a token of each chunk, before the chunk is stored and once rows are uploaded.
 
-        Raises:
-            ImpossibleRequestError: SGLang does not say.
+        What lies before the chunk is copied now. The chunk's own tokens up to that token are stored a second time by
+        every layer.
+
+        Returns:
+            where, by token of the chunks, -1 for nowhere; ``row`` is -1 throughout. None where no state is kept.
         """
-        if (slot := releases.state_source(req)) is None:
-            raise ImpossibleRequestError("a prefix hit, but no state to go on from")
-        return slot
+        mask = forward_batch.mamba_track_mask
+        if mask is None or forward_batch.mamba_track_seqlens is None:
+            return None
+        slots = torch.where(mask, forward_batch.mamba_track_indices, 0).long()
+        self._keep(forward_batch.req_pool_indices.long(), slots)
 
-    def keep_chunk(self, cache: Int2Cache, forward_batch: Any) -> StoreSlots | None:
-        """See :func:`sglang_oscar.features.hybrids.tracking.keep_chunk`."""
-        return tracking.keep_chunk(self, cache, forward_batch)
+        lens = forward_batch.extend_seq_lens.long()
+        tokens = sum(forward_batch.extend_seq_lens_cpu)
+        request = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=tokens)
+        end = forward_batch.extend_prefix_lens.long() + releases.tracked_tokens(forward_batch).long()
+        end = torch.where(mask, end, 0)[request]
+        positions, plan, side = forward_batch.positions[:tokens].long(), self.cache.plan, self.cache.side
+        windows, slots = plan.geometry.windows, slots[request]
+        first_row, first_block = (buffer.shape[1] - plan.copies for buffer in (side.ring, side.sink))
+        ring, sink = window_slots(positions, slots + first_row, slots + first_block, windows)
+        before = positions < end
+        return StoreSlots(
+            row=torch.full_like(positions, -1),
+            ring=torch.where(before & (positions >= end - windows.ring), ring, -1),
+            sink=torch.where(before, sink, -1),
+        )
 
-    def keep_decoded(self, cache: Int2Cache, forward_batch: Any) -> None:
-        """See :func:`sglang_oscar.features.hybrids.tracking.keep_decoded`."""
-        tracking.keep_decoded(self, cache, forward_batch)
+    def keep_decoded(self, forward_batch: Any) -> None:
+        """Keep the windows of those requests whose states were kept in a step of decode, once it has run."""
+        mask = forward_batch.mamba_track_mask
+        if mask is None or not forward_batch.forward_mode.is_decode():
+            return
+        chosen = _at_page_ends(forward_batch, self.cache.page_size)
+        if len(chosen):
+            slots = torch.where(mask[chosen], forward_batch.mamba_track_indices[chosen], 0).long().clamp(min=0)
+            self._keep(forward_batch.req_pool_indices[chosen].long(), slots)
 
-    def restore_ring(self, slot: torch.Tensor, row: int) -> None:
-        """Queue: ring ``row`` gets what is kept with a state.
+    def _keep(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep what requests own as it is now; int64 [requests] each, slot 0 for those not to be kept."""
+        for of in self.cache.holdings.values():
+            if of.copies:
+                of.beside.copy(of.units, of.on_device(rows), slots)
 
-        Args:
-            slot: int64 [1], on the device.
-            row: of the request.
-        """
-        self._rings.append((slot, row))
 
-    def restore_sink(self, slot: torch.Tensor, block: int) -> None:
-        """Queue: sink ``block`` gets what is kept with a state."""
-        self._sinks.append((slot, block))
-
-    def clear(self) -> None:
-        """Forget what is queued."""
-        self._rings.clear()
-        self._sinks.clear()
-
-    def restore(self) -> None:
-        """Do what is queued. In the stream of forward passes: an earlier owner of a row may be decoded until then."""
-        if self._rings:
-            self.side.copy_rings(self._slots(self._rings) + self.first_row, self._targets(self._rings))
-        if self._sinks:
-            self.side.copy_sinks(self._slots(self._sinks) + self.first_block, self._targets(self._sinks))
-        self.clear()
-
-    def keep(self, rows: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep the windows of requests as they are now; all int64 [requests], slot 0 for those not to be kept."""
-        self.side.copy_rings(rows, self.first_row + slots)
-        self.side.copy_sinks(blocks, self.first_block + slots)
-
-    @staticmethod
-    def _slots(queued: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        return torch.cat([slot.view(1) for slot, _ in queued]).long()
-
-    def _targets(self, queued: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        return torch.tensor([target for _, target in queued]).to(self.side.ring.device, non_blocking=True)
+def _at_page_ends(forward_batch: Any, page_size: int) -> torch.Tensor:
+    """Requests, of which those whose states are kept are some: known on the host, where SGLang keeps lengths there."""
+    device = forward_batch.req_pool_indices.device
+    if forward_batch.seq_lens_cpu is None:
+        return torch.arange(forward_batch.batch_size, device=device)
+    lens = forward_batch.seq_lens_cpu[: forward_batch.batch_size]
+    return (lens % page_size == 0).nonzero().flatten().to(device, non_blocking=True)

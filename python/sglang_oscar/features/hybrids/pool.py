@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+from sglang_oscar.attach import releases
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
+from sglang_oscar.formats.cached_layers import linear_config
 from sglang_oscar.memory.build import Built
+from sglang_oscar.memory.owned import Holding
+from sglang_oscar.memory.units import Units
+
+
+@cache
+def serves_hybrid() -> bool:
+    """Whether this process serves a hybrid model. In a worker only."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return linear_config(releases.model_config(get_server_args())) is not None
+
+
+def owns(built: Built) -> dict[str, Holding]:
+    """The states of linear layers that a request writes, which SGLang moves; nothing of another model."""
+    if built.configurator.mambaish_config is None:
+        return {}
+    table = built.cache.req_to_token_pool
+    states = table.mamba_pool.mamba_cache
+    return {
+        "state": Holding(
+            units=Units([*states.conv, states.temporal]),
+            of=lambda row, tokens: table.req_index_to_mamba_index_mapping[row : row + 1].tolist(),
+        )
+    }
 
 
 def built(of: Built) -> Any:
     """The pool that SGLang gets of a hybrid model, its HybridLinearKVPool; None of another model. Where states of
     prefixes are kept, copies of windows are from now on."""
-    configurator, pool, cache = of.configurator, of.pool, of.cache
+    configurator, pool, int2 = of.configurator, of.pool, of.cache
     if configurator.mambaish_config is None:
         return None
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
-    if cache.plan.copies:
-        rows = cache.req_to_token_pool.req_to_token.shape[0]
-        cache.kept = KeptWindows(cache.side, rows, cache.plan.sink_blocks)
+    if int2.plan.copies:
+        int2.kept = KeptWindows(int2)
     hybrid = HybridLinearKVPool(
         size=pool.size,
         dtype=pool.dtype,
@@ -27,9 +53,9 @@ def built(of: Built) -> Any:
         head_dim=pool.head_dim,
         full_attention_layer_ids=list(pool.formats),
         device=pool.device,
-        mamba_pool=cache.req_to_token_pool.mamba_pool,
+        mamba_pool=int2.req_to_token_pool.mamba_pool,
         start_layer=configurator.layer_info.start_layer,
         full_kv_pool=pool,
     )
-    cache.attach(hybrid)
+    int2.attach(hybrid)
     return hybrid

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.units import Units
 
 
 def around_move_accept_tokens(
@@ -58,4 +59,9 @@ def move_accepted(
     # The sink store has no row of a token whose index lies behind the sink and whose position does not: the ring has.
     block = cache.rows.sink_block[rows].long()[:, None]
     sink = torch.where(position < windows.sink, block * windows.sink + position, 0)
-    cache.side.move(source.flatten(), target.flatten(), sink.flatten())
+    # A unit is a token here. All are read before any is written.
+    rings, sinks = (Units([buffer.flatten(1, 2)]) for buffer in (cache.side.ring, cache.side.sink))
+    moved = rings.read(source.flatten())
+    rings.write(target.flatten(), moved)
+    if windows.sink:
+        sinks.write(sink.flatten(), moved)

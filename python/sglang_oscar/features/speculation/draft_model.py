@@ -15,6 +15,7 @@ from sglang_oscar.attach.arguments import drafts_with_model
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import GIB
 from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.memory.owned import by_slot
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.settings import Settings
@@ -127,7 +128,7 @@ def parts(sizing: Sizing) -> list[DraftCache]:
 
 
 def check_pool(pool: Any, cache: Int2Cache) -> None:
-    """Compare a draft model's pool with what was planned for it.
+    """Compare a draft model's pool with what was planned for it; requests own rows of it from now on.
 
     Args:
         pool: SGLang's KV pool of the draft model.
@@ -148,6 +149,7 @@ def check_pool(pool: Any, cache: Int2Cache) -> None:
             f"the draft model's cache takes {cell_bytes} bytes a token, {planned.cell_bytes if planned else 0} were "
             "planned; drop --speculative-algorithm"
         )
+    cache.holdings["row of drafts"] = by_slot([*pool.k_buffer, *pool.v_buffer], cache.req_to_token_pool.req_to_token)
 
 
 def cell_bytes_of(server_args: Any) -> int:

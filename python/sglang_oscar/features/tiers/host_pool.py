@@ -14,7 +14,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.arguments import LAYOUTS
 from sglang_oscar.features.tiers.pages import PAGE_FIRST, HostPages, PageLayout, host_line
-from sglang_oscar.features.tiers.transfer import Copies, DevicePages, KernelCopies, TorchCopies
+from sglang_oscar.features.tiers.transfer import KernelCopies, TorchCopies, device_pages
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ class Int2HostPool(HostKVCache):
             tuple(tuple(buffer[0].numel() for buffer in side) for side in rows),  # type: ignore[arg-type]
         )
         self.layer_num = self.target_layer_num = self.page_layout.layers
-        self._device_pages = DevicePages(self.page_layout, rows)
+        self._device_pages = device_pages(self.page_layout, rows)
         on_gpu = self._row_device.type == "cuda"
-        self._copies: dict[str, Copies] = {
+        self._copies = {
             "kernel": KernelCopies() if on_gpu else TorchCopies(),
             "direct": TorchCopies(),
         }

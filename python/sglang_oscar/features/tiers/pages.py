@@ -20,6 +20,7 @@ from oscar_kernels.format import LayerFormat
 from sglang_oscar.features.tiers.digest import DIGEST_BYTES
 from sglang_oscar.features.tiers.finite import Column
 from sglang_oscar.formats.geometry import GIB
+from sglang_oscar.memory.units import Units
 
 PAGE_VERSION = 4
 """Version of what a page holds where; part of every key of storage. Since 4 it holds no NaN."""
@@ -133,7 +134,23 @@ def number_columns(layout: PageLayout, formats: Iterable[LayerFormat]) -> list[C
     return [column for of in columns.values() for column in of]
 
 
-class HostPages:
+class PageItems(Units):
+    """Pages as units: ``items`` are [pages, size] by side and layer, in the order of a page."""
+
+    def __init__(self, items: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        super().__init__([item[None] for item in items.values()])
+        self._items = items
+
+    def item(self, side: int, layer: int) -> torch.Tensor:
+        """Rows of one layer and side, uint8 [pages, size]."""
+        return self._items[side, layer]
+
+    def of_layer(self, layer: int) -> Units:
+        """Keys and values of a layer alone."""
+        return Units([self._items[side, layer][None] for side in (0, 1)])
+
+
+class HostPages(PageItems):
     """Pages in host memory.
 
     Args:
@@ -147,7 +164,7 @@ class HostPages:
         self.buffer = buffer
         self.page_first = page_first
         self.count = buffer.numel() // layout.page_bytes
-        self._items = {(item.side, item.layer): self._part(item.offset, item.size) for item in layout.items}
+        super().__init__({(item.side, item.layer): self._part(item.offset, item.size) for item in layout.items})
         self._trailers = self._part(layout.item_bytes, layout.trailer_bytes)
 
     def _part(self, offset: int, size: int) -> torch.Tensor:
@@ -155,10 +172,6 @@ class HostPages:
         if self.page_first:
             return self.buffer.view(self.count, -1)[:, offset : offset + size]
         return self.buffer[offset * self.count : (offset + size) * self.count].view(self.count, size)
-
-    def item(self, side: int, layer: int) -> torch.Tensor:
-        """Rows of one layer and side, uint8 [pages, size]."""
-        return self._items[side, layer]
 
     def page(self, number: int) -> torch.Tensor:
         """A page, uint8 [page_bytes]: host memory itself where it is one piece, a copy otherwise."""

@@ -6,84 +6,41 @@ and a warp copies 256 bytes in a step, where a row of its own may have as few as
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from sglang_oscar.features.tiers.pages import HostPages, PageLayout
+from sglang_oscar.features.tiers.pages import HostPages, PageItems, PageLayout
 
 
-class DevicePages:
-    """The history pool, seen as pages.
-
-    Args:
-        layout: of a page.
-        rows: of keys and of values, by layer: uint8 [slots, ...].
-    """
-
-    def __init__(self, layout: PageLayout, rows: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
-        self._items = {}
-        for item in layout.items:
-            buffer = rows[item.side][item.layer]
-            pages = buffer.shape[0] // layout.page_size
-            self._items[item.side, item.layer] = buffer[: pages * layout.page_size].view(pages, item.size)
-
-    def item(self, side: int, layer: int) -> torch.Tensor:
-        """Rows of one layer and side, uint8 [pages, size]."""
-        return self._items[side, layer]
-
-
-class Copies(Protocol):
-    """Both directions; ``host_pages`` and ``device_pages`` are int64 page numbers, pair by pair."""
-
-    def load(
-        self, host: HostPages, device: DevicePages, layer: int, host_pages: torch.Tensor, device_pages: torch.Tensor
-    ) -> None:
-        """Copy one layer from the host."""
-
-    def back_up(
-        self, host: HostPages, device: DevicePages, host_pages: torch.Tensor, device_pages: torch.Tensor
-    ) -> None:
-        """Copy all layers to the host."""
+def device_pages(layout: PageLayout, rows: tuple[list[torch.Tensor], list[torch.Tensor]]) -> PageItems:
+    """The history pool as pages; ``rows`` are those of keys and of values, by layer: uint8 [slots, ...]."""
+    slots = rows[0][0].shape[0] // layout.page_size * layout.page_size
+    return PageItems({(of.side, of.layer): rows[of.side][of.layer][:slots].view(-1, of.size) for of in layout.items})
 
 
 class TorchCopies:
-    """One copy per item, or per page of it where one side is a GPU's: indices are the host's."""
+    """Both directions, as any units are copied; page numbers are int64, pair by pair, and the host's."""
 
     def load(
-        self, host: HostPages, device: DevicePages, layer: int, host_pages: torch.Tensor, device_pages: torch.Tensor
+        self, host: HostPages, device: PageItems, layer: int, host_pages: torch.Tensor, device_pages: torch.Tensor
     ) -> None:
-        """See :class:`Copies`."""
-        for side in (0, 1):
-            copy_items(device.item(side, layer), device_pages, host.item(side, layer), host_pages)
+        """Copy one layer from the host."""
+        device.of_layer(layer).copy(host.of_layer(layer), host_pages, device_pages)
 
-    def back_up(
-        self, host: HostPages, device: DevicePages, host_pages: torch.Tensor, device_pages: torch.Tensor
-    ) -> None:
-        """See :class:`Copies`."""
-        for side, layer, *_ in host.layout.items:
-            copy_items(host.item(side, layer), host_pages, device.item(side, layer), device_pages)
+    def back_up(self, host: HostPages, device: PageItems, host_pages: torch.Tensor, device_pages: torch.Tensor) -> None:
+        """Copy all layers to the host."""
+        host.copy(device, device_pages, host_pages)
 
 
-def copy_items(target: torch.Tensor, to: torch.Tensor, source: torch.Tensor, of: torch.Tensor) -> None:
-    """Copy rows ``of`` of ``source`` [pages, size] to rows ``to`` of ``target``."""
-    if target.device == source.device:
-        target[to] = source[of]
-        return
-    for there, here in zip(to.tolist(), of.tolist(), strict=True):
-        target[there].copy_(source[here], non_blocking=True)
-
-
-class KernelCopies:
+class KernelCopies(TorchCopies):
     """SGLang's kernels, which read and write pinned host memory themselves; indices are the GPU's."""
 
     def __init__(self) -> None:
         self._tables: dict[int, torch.Tensor] = {}
 
     def load(
-        self, host: HostPages, device: DevicePages, layer: int, host_pages: torch.Tensor, device_pages: torch.Tensor
+        self, host: HostPages, device: PageItems, layer: int, host_pages: torch.Tensor, device_pages: torch.Tensor
     ) -> None:
-        """See :class:`Copies`: a launch per side."""
+        """A launch per side."""
         from sgl_kernel import kvcacheio
 
         for side in (0, 1):
@@ -96,10 +53,8 @@ class KernelCopies:
             else:
                 kvcacheio.transfer_kv_per_layer_mla(src=source, dst=target, **common)
 
-    def back_up(
-        self, host: HostPages, device: DevicePages, host_pages: torch.Tensor, device_pages: torch.Tensor
-    ) -> None:
-        """See :class:`Copies`: a launch per size of item."""
+    def back_up(self, host: HostPages, device: PageItems, host_pages: torch.Tensor, device_pages: torch.Tensor) -> None:
+        """A launch per size of item."""
         from sgl_kernel import kvcacheio
 
         for number, group in enumerate(host.layout.groups):
