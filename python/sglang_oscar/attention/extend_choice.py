@@ -152,7 +152,8 @@ def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.devic
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
         wrong = None
-        if size.backend in FLASH_ATTENTION:
+        # On Hopper version 3 is what is tested and measured.
+        if size.backend in FLASH_ATTENTION and torch.cuda.get_device_capability(device) != (9, 0):
             like = torch.empty(0, dtype=size.dtype, device=device)
             wrong = stock_check.differs(_kernels(size, device), size.q_heads, layout.kv_heads, layout.head_dim, like)
     except torch.cuda.OutOfMemoryError:
