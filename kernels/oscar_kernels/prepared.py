@@ -58,7 +58,7 @@ class SplitMatrix:
         """
         if self.arranged != arranged:
             raise ValueError(
-                "the CUDA store takes layers from oscar_kernels.cuda.store.arrange, others those before it"
+                "the CUDA kernels take layers from oscar_kernels.cuda.store.arrange, others those before it"
             )
         if heads % self.sets or self.terms.dtype != dtype:
             raise ValueError(

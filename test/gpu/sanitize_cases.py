@@ -87,7 +87,9 @@ def run_cuda(gqa: int, device: torch.device) -> None:
     lse = torch.empty(q_rot.shape[:2], device=device)
     out = cuda_decode(batch.cache, batch.tables, q_rot, 0.1)
     assert torch.equal(cuda_decode(batch.cache, batch.tables, q_rot, 0.1, lse=lse), out)
+    multiplied = cuda_decode(batch.cache, batch.tables, q_rot, 0.1, reading=layer.value.reading)
     torch.cuda.synchronize()
+    assert torch.isfinite(multiplied).all()
     assert torch.isfinite(out).all()
     assert torch.isfinite(lse).all()
 

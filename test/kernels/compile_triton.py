@@ -89,8 +89,14 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     q, k = (torch.zeros(2, heads, shape.head_dim, dtype=shape.dtype) for heads in (shape.q_heads, shape.kv_heads))
     lse = torch.zeros(2, shape.q_heads)
     decode(cache, tables, q, 1.0, lse=lse)
+    reading = split_matrix(random_rotation(shape.head_dim, 1, CPU).repeat(shape.kv_heads, 1, 1), q.dtype)
+    decode(cache, tables, q, 1.0, lse=lse, reading=reading)
+    many = replace(
+        tables, **{name: x.repeat(64, *[1] * (x.dim() - 1)) for name, x in vars(tables).items() if name != "page_size"}
+    )
+    decode(cache, many, q.repeat(64, 1, 1), 1.0, reading=reading)
     wide = empty_cache(replace(shape, windows=Windows(64, 256, 260)), 4, 2, CPU)
-    verify(wide, tables, torch.ones(2, 4, dtype=torch.int64), q.repeat(4, 1, 1), 1.0)
+    verify(wide, tables, torch.ones(2, 4, dtype=torch.int64), q.repeat(4, 1, 1), 1.0, reading=reading)
     key = SideTransform(random_rotation(shape.head_dim, 1, CPU), clip=0.96, gain=0.98)
     slots = StoreSlots(*[torch.zeros(2, dtype=torch.int64)] * 3)
     made = prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype)

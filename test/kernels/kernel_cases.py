@@ -30,6 +30,12 @@ def random_transform(head_dim: int, seed: int, heads: int | None = None) -> tupl
     return (matrix[0], dual[0]) if heads is None else (matrix, dual)
 
 
+def multiplied(out: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """[tokens, q_heads, head_dim] times the matrix of their kv head, rounded to their dtype once."""
+    heads = out.double().unflatten(1, (1 if matrix.dim() == 2 else len(matrix), -1))
+    return (heads @ matrix.double()).flatten(1, 2).to(out.dtype)
+
+
 def random_vectors(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
     """Normal vectors with two outlier channels, as keys have them."""
     x = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)

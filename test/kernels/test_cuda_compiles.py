@@ -15,6 +15,7 @@ from test_cuda_store import case_of
 from test_cuda_variants import variant
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.cuda.decode import READING_TERMS
 from oscar_kernels.cuda.store import defines
 from oscar_kernels.prepared import prepare
 from support.spills import spilled_bytes
@@ -45,6 +46,15 @@ def shape_of(gqa: int, head_dim: int, bits: tuple[int, int]) -> Shape:
 )
 def test_decode_spills_nothing(gqa: int, head_dim: int, bits: tuple[int, int]) -> None:
     assert spilled_bytes("decode.cu", dict(variant(shape_of(gqa, head_dim, bits)).defines())) == 0
+
+
+@pytest.mark.parametrize(
+    ("gqa", "head_dim", "bits"), [(4, 128, (2, 2)), (4, 128, (3, 2)), (4, 64, (2, 2)), (1, 128, (3, 4))]
+)
+def test_multiplying_outputs_spills_nothing(gqa: int, head_dim: int, bits: tuple[int, int]) -> None:
+    """Columns of the matrix are in registers while partial results are merged."""
+    found = replace(variant(shape_of(gqa, head_dim, bits)), reading_terms=READING_TERMS, reading_sets=8)
+    assert spilled_bytes("decode.cu", dict(found.defines())) == 0
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,20 @@ from kernel_cases import (
     assert_lse,
     decode_exact,
     filled_batch,
+    multiplied,
     poison,
     random_rotation,
+    random_transform,
     random_vectors,
     with_padding,
 )
 
 from oscar_kernels import reference
 from oscar_kernels.cache import StoreSlots, Windows
-from oscar_kernels.cuda.decode import decode, make_workspace
+from oscar_kernels.cuda.decode import arrange_reading, decode, make_workspace
 from oscar_kernels.cuda.store import arrange, store
 from oscar_kernels.cuda.variant import MAX_BATCH
-from oscar_kernels.prepared import prepare
+from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store as triton_store
 
@@ -64,25 +66,35 @@ WIDTHS = [
 QWEN3 = [replace(SHAPES[0], windows=WINDOWS, k_bits=bits) for bits in (3, 4)]
 
 
-def check(shape: Shape, kv_lens: list[int], ring_starts: list[int] | None = None) -> Batch:
-    """Poisoned output and workspace, two runs that agree bit for bit, error at most twice that of 16-bit torch."""
+def check(
+    shape: Shape, kv_lens: list[int], ring_starts: list[int] | None = None, matrix: torch.Tensor | None = None
+) -> Batch:
+    """Poisoned output and workspace, two runs that agree bit for bit, error at most twice that of 16-bit torch.
+
+    ``matrix``: what outputs are multiplied by, on the CPU.
+    """
     device, seed = torch.device("cuda"), int.from_bytes(os.urandom(3), "big")
     print(f"seed of {shape}: {seed}")
     batch = filled_batch(shape, kv_lens, device, ring_starts, seed=seed)
     q = random_vectors((len(kv_lens), shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     sm_scale = 0.4 * shape.head_dim**-0.5
     workspace = make_workspace(batch.cache, shape.q_heads, len(kv_lens))
+    matrix = None if matrix is None else matrix.to(device)
+    reading = arrange_reading(split_matrix(matrix, shape.dtype))
     runs = []
     for _ in range(2):
         out = torch.full_like(q, float("nan"))
         workspace[MAX_BATCH:] = float("nan")
-        runs.append(decode(batch.cache, batch.tables, q, sm_scale, out, workspace))
+        runs.append(decode(batch.cache, batch.tables, q, sm_scale, out, workspace, reading=reading))
         assert not workspace[:MAX_BATCH].view(torch.int32).any()
     assert torch.equal(*runs)
-    exact = decode_exact(batch, q, sm_scale, torch.float64)
-    assert_as_good_as(runs[0], exact, decode_exact(batch, q, sm_scale, shape.dtype))
+    exact, plain = (decode_exact(batch, q, sm_scale, dtype) for dtype in (torch.float64, shape.dtype))
+    if matrix is not None:
+        exact, plain = multiplied(exact, matrix), multiplied(plain, matrix)
+    assert_as_good_as(runs[0], exact, plain)
     lse = torch.full(q.shape[:2], float("nan"), device=device)
-    assert torch.equal(decode(batch.cache, batch.tables, q, sm_scale, workspace=workspace, lse=lse), runs[0])
+    again = decode(batch.cache, batch.tables, q, sm_scale, workspace=workspace, lse=lse, reading=reading)
+    assert torch.equal(again, runs[0])
     assert_lse(lse, batch, q, sm_scale)
     return batch
 
@@ -93,6 +105,40 @@ def check(shape: Shape, kv_lens: list[int], ring_starts: list[int] | None = None
 def test_ragged_lengths(shape: Shape) -> None:
     """One token, fewer than the windows, borders of tiles and pages, several splits, and an empty request."""
     check(shape, [1, 64, 65, 0, 319, 320, 321, 385, 2000, 700])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("shape", MATRIX[::5] + SHAPES[::2] + WIDTHS[::6] + QWEN3, ids=str)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_outputs_are_multiplied(shape: Shape, per_head: bool) -> None:
+    matrix = random_transform(shape.head_dim, 3, shape.kv_heads if per_head else None)[1]
+    check(shape, [1, 64, 65, 0, 319, 320, 321, 385, 2000, 700], matrix=matrix)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kv_lens", [[0], [1], [100_000], [8191] * 3, [2048, 1, 700] * 33, [600] * 1024], ids=str)
+def test_outputs_are_multiplied_at_size(kv_lens: list[int]) -> None:
+    """A head a block, with all of its partial results, up to many tiles of requests."""
+    shape = QWEN3[0]
+    check(shape, kv_lens, matrix=random_transform(shape.head_dim, 3, shape.kv_heads)[1])
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_a_nan_is_multiplied_in_its_head_only() -> None:
+    shape = Shape(kv_heads=8, head_dim=128, group=64, windows=WINDOWS, page_size=64)
+    batch = filled_batch(shape, [5000, 700], torch.device("cuda"))
+    q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, torch.device("cuda"))
+    matrix = random_transform(shape.head_dim, 3, shape.kv_heads)[1].cuda()
+    reading = arrange_reading(split_matrix(matrix, shape.dtype))
+    clean = decode(batch.cache, batch.tables, q, 0.05, reading=reading)
+    poison(batch, "v_rows", request=0, position=3000)
+    out = decode(batch.cache, batch.tables, q, 0.05, reading=reading)
+    assert out[0, -shape.gqa :].isnan().all()
+    out[0, -shape.gqa :] = clean[0, -shape.gqa :]
+    assert torch.equal(out, clean)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from kernel_cases import (
     decode_exact,
     empty_cache,
     filled_batch,
+    multiplied,
     random_rotation,
     random_slots,
     random_transform,
@@ -22,9 +23,10 @@ from store_cases import assert_correctly_rounded, assert_fitted, exact, split_ro
 
 from oscar_kernels import reference
 from oscar_kernels.cache import Windows
-from oscar_kernels.cuda.decode import decode
+from oscar_kernels.cuda.decode import arrange_reading, decode, make_workspace
 from oscar_kernels.cuda.store import arrange, store
-from oscar_kernels.prepared import prepare
+from oscar_kernels.cuda.variant import MAX_BATCH
+from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from support.cuda_emulator import COMPILER, emulated
 
@@ -66,6 +68,38 @@ def test_decode(shape: Shape) -> None:
     assert_lse(lse, batch, q, sm_scale)
     exact = decode_exact(batch, q, sm_scale, torch.float64)
     assert_as_good_as(out, exact, decode_exact(batch, q, sm_scale, shape.dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_head", "multiprocessors"),
+    [
+        (SHAPES[0], True, 3),
+        (SHAPES[2], False, 12),  # ten warps for sixteen tiles of columns
+        (SHAPES[3], True, 3),
+        (SHAPES[5], True, 3),  # a matrix that does not fit registers
+    ],
+    ids=str,
+)
+def test_outputs_are_multiplied(shape: Shape, per_head: bool, multiprocessors: int) -> None:
+    """By the matrix of their kv head. A block has tiles of vectors, or few of many partial results, or none."""
+    lengths = [1, 39, 0, 40, 170] if multiprocessors == 3 else [330]
+    batch = filled_batch(shape, lengths, CPU)
+    q = random_vectors((len(lengths), shape.q_heads, shape.head_dim), shape.dtype, 99, CPU)
+    sm_scale = 0.4 * shape.head_dim**-0.5
+    matrix = random_transform(shape.head_dim, 3, shape.kv_heads if per_head else None)[1]
+    reading = arrange_reading(split_matrix(matrix, shape.dtype))
+    lse = torch.full(q.shape[:2], float("nan"))
+    runs = []
+    with emulated(multiprocessors):
+        workspace = make_workspace(batch.cache, shape.q_heads, len(lengths))
+        for _ in range(2):
+            workspace[MAX_BATCH:] = float("nan")
+            runs.append(decode(batch.cache, batch.tables, q, sm_scale, None, workspace, lse, reading))
+            assert not workspace[:MAX_BATCH].view(torch.int32).any()
+    assert torch.equal(*runs)
+    assert_lse(lse, batch, q, sm_scale)
+    wide, plain = (decode_exact(batch, q, sm_scale, dtype) for dtype in (torch.float64, shape.dtype))
+    assert_as_good_as(runs[0], multiplied(wide, matrix), multiplied(plain, matrix))
 
 
 def test_a_request_does_not_depend_on_its_company() -> None:

@@ -14,6 +14,8 @@ from kernel_cases import (
     assert_as_good_as,
     break_new_token,
     filled_batch,
+    multiplied,
+    random_transform,
     random_trees,
     random_vectors,
     verify_exact,
@@ -22,8 +24,9 @@ from kernel_cases import (
 )
 
 from oscar_kernels.cache import Windows
-from oscar_kernels.cuda.decode import decode, variant_of, verify
+from oscar_kernels.cuda.decode import arrange_reading, decode, variant_of, verify
 from oscar_kernels.cuda.variant import Variant
+from oscar_kernels.prepared import split_matrix
 from oscar_kernels.visible import words_of
 from support.cuda_emulator import COMPILER, emulated
 
@@ -63,6 +66,22 @@ def test_verify(shape: Shape, tokens: int) -> None:
     assert torch.equal(out, again)
     exact = verify_exact(batch, seen, q, sm_scale, torch.float64)
     assert_as_good_as(out, exact, verify_exact(batch, seen, q, sm_scale, shape.dtype))
+
+
+@pytest.mark.parametrize(("shape", "tokens", "per_head"), [(QWEN3, 6, True), (*CASES[3], False)], ids=str)
+def test_outputs_are_multiplied(shape: Shape, tokens: int, per_head: bool) -> None:
+    """By the matrix of their kv head, in every pass; the last pass leaves alone what the one before has written."""
+    lengths = [40, 1, 100]
+    batch, seen = with_new_tokens(filled_batch(shape, lengths, DEVICE), tokens), random_trees(len(lengths), tokens)
+    q = random_vectors((len(lengths) * tokens, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
+    matrix = random_transform(shape.head_dim, 3, shape.kv_heads if per_head else None)[1].to(DEVICE)
+    reading = arrange_reading(split_matrix(matrix, shape.dtype))
+    with running():
+        out = verify(batch.cache, batch.tables, words_of(seen).to(DEVICE), q, 0.04, reading=reading)
+    exact, plain = (
+        multiplied(verify_exact(batch, seen, q, 0.04, dtype), matrix) for dtype in (torch.float64, shape.dtype)
+    )
+    assert_as_good_as(out, exact, plain)
 
 
 @pytest.mark.parametrize("shape", [QWEN3, replace(QWEN3, gqa=1, head_dim=256), replace(QWEN3, gqa=1)], ids=str)

@@ -14,7 +14,9 @@ from kernel_cases import (
     assert_lse,
     decode_exact,
     filled_batch,
+    multiplied,
     poison,
+    random_transform,
     random_vectors,
     sampled,
     with_padding,
@@ -22,6 +24,7 @@ from kernel_cases import (
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.codec import encode_rows
+from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton import decode as decode_module
 from oscar_kernels.triton.decode import decode, window_parts, workspace_numel
 
@@ -60,6 +63,24 @@ def check(shape: Shape, kv_lens: list[int], device: torch.device, ring_starts: l
 def test_ragged_lengths(shape: Shape, device: torch.device) -> None:
     """Fewer than the windows to several pieces, one request empty."""
     check(shape, [39, 0, 17, 210], device)
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_head", "lens"),
+    [(SHAPES[0], True, [210]), (SHAPES[0], False, [1, 0, 39, 17] * 3), (SHAPES[3], True, [40, 70]),
+     (OF_EVERY_WIDTH[3], True, [40])],
+    ids=str,
+)  # fmt: skip
+def test_outputs_are_multiplied(shape: Shape, per_head: bool, lens: list[int], device: torch.device) -> None:
+    """By the matrix of their kv head: one program merges a head, or those of several requests."""
+    batch = filled_batch(shape, lens, device)
+    q = random_vectors((len(lens), shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    matrix = random_transform(shape.head_dim, 3, shape.kv_heads if per_head else None)[1].to(device)
+    lse = torch.full(q.shape[:2], float("nan"), device=device)
+    out = decode(batch.cache, batch.tables, q, 0.05, lse=lse, reading=split_matrix(matrix, shape.dtype))
+    assert_lse(lse, batch, q, 0.05)
+    exact, plain = (multiplied(decode_exact(batch, q, 0.05, of), matrix) for of in (torch.float64, shape.dtype))
+    assert_as_good_as(out, exact, plain)
 
 
 @pytest.mark.parametrize(

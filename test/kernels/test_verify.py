@@ -17,6 +17,8 @@ from kernel_cases import (
     assert_as_good_as,
     break_new_token,
     filled_batch,
+    multiplied,
+    random_transform,
     random_trees,
     random_vectors,
     sampled,
@@ -27,6 +29,7 @@ from kernel_cases import (
 
 from oscar_kernels import reference
 from oscar_kernels.cache import Windows
+from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton.decode import decode, queries_at_once, verify
 from oscar_kernels.visible import causal_words, mask_of, words_of
 
@@ -79,6 +82,20 @@ def test_triton(windows: Windows, tokens: int, device: torch.device) -> None:
 def test_triton_with_rows_of_every_width(shape: Shape, device: torch.device) -> None:
     windows = shape.windows
     check(replace(shape, windows=Windows(windows.sink, windows.recent, windows.recent + 4)), 4, [50], device)
+
+
+def test_triton_multiplies_outputs(device: torch.device) -> None:
+    """Six tokens in two passes, each of which merges heads of several tokens for a matrix."""
+    shape = replace(SHAPE, windows=Windows(16, 24, 40))
+    batch, seen = with_new_tokens(filled_batch(shape, [1, 50], device), 6), random_trees(2, 6)
+    q = random_vectors((12, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    matrix = random_transform(shape.head_dim, 3, shape.kv_heads)[1].to(device)
+    words, reading = words_of(seen).to(device), split_matrix(matrix, shape.dtype)
+    out = verify(batch.cache, batch.tables, words, q, 0.05, reading=reading)
+    exact, plain = (
+        multiplied(verify_exact(batch, seen, q, 0.05, dtype), matrix) for dtype in (torch.float64, shape.dtype)
+    )
+    assert_as_good_as(out, exact, plain)
 
 
 def test_triton_ring_starts(device: torch.device) -> None:

@@ -36,7 +36,7 @@ def choose(setting: str, max_batch: int = 65, short_chunks: bool = False, drafts
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that runs the CUDA kernel; requests and drafts are floats of a workspace."""
     monkeypatch.setattr(cuda, "unsupported", lambda cache, *args: "rows of 16 bits" if cache.exact else None)
-    monkeypatch.setattr(cuda, "variant_of", lambda *args: None)
+    monkeypatch.setattr(cuda, "variant_of", lambda *args, **more: None)
     monkeypatch.setattr(cuda, "prepare", lambda variant: None)
     monkeypatch.setattr(cuda, "workspace_numel", lambda cache, q_heads, batch, drafts: cuda.MAX_BATCH + batch + drafts)
 
@@ -86,8 +86,8 @@ def test_layers_that_are_left_exact_are_read_by_triton(
     with caplog.at_level(logging.INFO):
         decode = decode_choice.choose("auto", [EXACT, CACHE], 64, 32, torch.bfloat16, 65, False)
     assert "CUDA kernel, Triton kernel in layers with keys or values of 16 bits" in caplog.text
-    monkeypatch.setattr(triton, "decode", lambda cache, *args, workspace, lse: ("triton", cache, workspace.numel()))
-    monkeypatch.setattr(cuda, "decode", lambda cache, *args, workspace, lse: ("cuda", cache))
+    monkeypatch.setattr(triton, "decode", lambda cache, *args, workspace, **more: ("triton", cache, workspace.numel()))
+    monkeypatch.setattr(cuda, "decode", lambda cache, *args, workspace, **more: ("cuda", cache))
     tables: Any = SimpleNamespace()
     q, needed = torch.empty(0), triton.workspace_numel(EXACT, 32, 65)
     assert decode(EXACT, tables, q, 1.0) == ("triton", EXACT, needed)
@@ -111,7 +111,7 @@ def choose_verify(decode: Any, q_heads: int = 32, requests: int = 65, drafts: in
 def test_what_decodes_verifies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The CUDA kernel, for every request times its passes, or the Triton kernel; each with the workspace of decode."""
     by_cuda, by_triton = choose("auto"), choose("triton")
-    monkeypatch.setattr(cuda, "variant_of", lambda *args, drafts=0: SimpleNamespace(passes=2, drafts=drafts))
+    monkeypatch.setattr(cuda, "variant_of", lambda *args, **more: SimpleNamespace(passes=2))
     with caplog.at_level(logging.INFO):
         assert choose_verify(by_cuda) == by_cuda.verify
         assert choose_verify(by_triton) == by_triton.verify

@@ -14,6 +14,10 @@ from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_querie
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
+from oscar_kernels.prepared import SplitMatrix
+
+READING_TERMS = 2
+"""16-bit terms at most of what outputs are multiplied by: outputs have 16 bits, so the third would not be seen."""
 
 _Query = struct("Query", [("q", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                            ("sm_scale", ctypes.c_float), ("visible", POINTER)])  # fmt: skip
@@ -26,11 +30,20 @@ _Partials = struct("Partials", [("out", POINTER), ("lse", POINTER), ("counters",
                                  ("spill", POINTER)])  # fmt: skip
 _Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                              ("lse", POINTER)])  # fmt: skip
+_Reading = struct("Reading", [("terms", POINTER), ("unscale", ctypes.c_float)])
+
+
+def arrange_reading(matrix: SplitMatrix | None) -> SplitMatrix | None:
+    """What outputs are multiplied by, as the kernel reads it: column after column, and no more terms than it needs."""
+    if matrix is None:
+        return None
+    return SplitMatrix(matrix.terms[:, :READING_TERMS].mT.contiguous(), matrix.scale, arranged=True)
 
 
 def variant_of(
-    cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, lse: bool = False, drafts: int = 0
-) -> Variant:
+    cache: LayerCache, page_size: int, q_heads: int, q_dtype: torch.dtype, lse: bool = False, drafts: int = 0,
+    reading: SplitMatrix | None = None,
+) -> Variant:  # fmt: skip
     """What a cache and its queries need the kernel compiled for.
 
     Args:
@@ -41,9 +54,12 @@ def variant_of(
         lse: log-sum-exps are written, too.
         drafts: new tokens of a request in verification; 0 for decode. As many of them are worked on at once as there
             are columns for, in passes of one size.
+        reading: what outputs are multiplied by.
     """
     gqa = q_heads // cache.kv_heads
     plain = Variant(cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, q_dtype, cache.k_ring.dtype, lse)
+    if reading is not None:
+        plain = replace(plain, reading_terms=min(reading.count, READING_TERMS), reading_sets=reading.sets)
     if drafts == 0:
         return plain
     passes = -(-drafts // max(min(MOST_COLUMNS // gqa, drafts), 1))
@@ -140,6 +156,7 @@ def decode(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    reading: SplitMatrix | None = None,
 ) -> torch.Tensor:
     """Attention of one query per request over its cached tokens, in a decode step the new one included.
 
@@ -158,15 +175,16 @@ def decode(
             the same time need one each.
         lse: float32 [batch, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e), -inf
             for requests of length 0. Nothing of the kind is written where None.
+        reading: what outputs are multiplied by before they are written, from :func:`arrange_reading`.
 
     Returns:
-        ``out``, in the basis of the cached values.
+        ``out``, in the basis of the cached values, or of what ``reading`` makes of it.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
         KernelError: the kernel cannot be built, loaded or launched.
     """
-    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, lse)
+    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, lse, reading)
 
 
 def verify(
@@ -177,6 +195,7 @@ def verify(
     sm_scale: float,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    reading: SplitMatrix | None = None,
 ) -> torch.Tensor:
     """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
 
@@ -192,15 +211,16 @@ def verify(
         sm_scale: factor on the logits.
         out: like ``q_rot``, with contiguous channels; allocated where None.
         workspace: from :func:`make_workspace` for at least this batch and these drafts; allocated where None.
+        reading: as for :func:`decode`.
 
     Returns:
-        ``out``, in the basis of the cached values.
+        ``out``, as :func:`decode`.
 
     Raises:
         ValueError, KernelError: as :func:`decode`.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, None)
+    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, None, reading)
 
 
 def _attend(
@@ -212,19 +232,22 @@ def _attend(
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
     lse: torch.Tensor | None,
+    reading: SplitMatrix | None,
 ) -> torch.Tensor:
     tokens, q_heads, head_dim = q_rot.shape
     batch, drafts = (tokens, 0) if visible is None else visible.shape
     check_queries(cache, q_rot)
     if q_rot.data_ptr() % 16 or q_rot.stride(0) % 8 or q_rot.stride(1) % 8:
         raise ValueError("queries must begin at multiples of 16 bytes")
-    variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype, lse is not None, drafts)
+    variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype, lse is not None, drafts, reading)
     if batch * variant.passes > MAX_BATCH:
         raise ValueError(f"a batch has at most {MAX_BATCH // variant.passes} requests, got {batch}")
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     if out.dtype != q_rot.dtype or out.shape != q_rot.shape or out.stride(2) != 1:
         raise ValueError(f"out must be {tuple(q_rot.shape)} of {q_rot.dtype} with contiguous channels")
     check_lse(lse, batch, q_heads)
+    if reading is not None:
+        reading.check(cache.kv_heads, q_rot.dtype, arranged=True)
     if batch == 0:
         return out
     kernel = prepare(variant)
@@ -255,7 +278,8 @@ def _attend(
     launch(
         kernel, (processors(q_rot.device.index or 0), 1, 1), variant.threads, variant.shared_bytes,
         [query, buffers, described, _Partials(partial, partial_lse, counters, spill),
-         _Result(out.data_ptr(), out.stride(0), out.stride(1), 0 if lse is None else lse.data_ptr())],
+         _Result(out.data_ptr(), out.stride(0), out.stride(1), 0 if lse is None else lse.data_ptr()),
+         _Reading(0, 1.0) if reading is None else _Reading(reading.terms.data_ptr(), 1.0 / reading.scale)],
         overlap=True,
     )  # fmt: skip
     return out

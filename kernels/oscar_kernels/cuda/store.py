@@ -12,6 +12,7 @@ import torch
 
 from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import STRETCH, clip_rank
+from oscar_kernels.cuda.decode import arrange_reading
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import Variant
@@ -32,14 +33,14 @@ _Slots = struct("Slots", [("row", POINTER), ("ring", POINTER), ("sink", POINTER)
 
 
 def arrange(layer: PreparedLayer) -> PreparedLayer:
-    """A prepared layer whose matrices are in the order in which the lanes of the kernel read them.
-
-    What outputs are multiplied by stays as it is: this kernel does not read it.
+    """A prepared layer whose matrices are in the order in which the lanes of this kernel and of the decode kernel read
+    them.
     """
     matrix = _arranged(layer.key.matrix)
     reading = matrix if layer.key.reading is layer.key.matrix else _arranged(layer.key.reading)
     key = replace(layer.key, matrix=matrix, reading=reading)
-    return PreparedLayer(key, replace(layer.value, matrix=_arranged(layer.value.matrix)))
+    value = replace(layer.value, matrix=_arranged(layer.value.matrix), reading=arrange_reading(layer.value.reading))
+    return PreparedLayer(key, value)
 
 
 def _arranged(matrix: SplitMatrix | None) -> SplitMatrix | None:

@@ -34,6 +34,8 @@ class Variant:
         lse: log-sum-exps are written, too.
         drafts: new tokens of a request in verification; 0 for decode.
         queries: of them that are worked on at once; 1 for decode.
+        reading_terms: of the matrix that outputs are multiplied by; 0 where they are not.
+        reading_sets: such matrices, one or one per kv head.
     """
 
     key: RowLayout
@@ -46,6 +48,8 @@ class Variant:
     lse: bool = False
     drafts: int = 0
     queries: int = 1
+    reading_terms: int = 0
+    reading_sets: int = 1
 
     @property
     def exact(self) -> bool:
@@ -171,6 +175,8 @@ class Variant:
             "LSE": self.lse,
             "DRAFTS": self.drafts,
             "QUERIES": self.queries,
+            "READING_TERMS": self.reading_terms,
+            "READING_SETS": self.reading_sets,
             "MATH_WARPS": self.math_warps,
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes,

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries, check_visible
+from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.triton.decode_kernel import decode_kernel
 from oscar_kernels.triton.dtypes import row_constants
 from oscar_kernels.triton.merge import merge_kernel
@@ -32,6 +33,10 @@ MOST_PASSES = 4096
 """Requests of a verification times passes over each: with more, partial results take gigabytes and plans long."""
 MOST_PROGRAMS = 65_535
 """In the second dimension of a grid, which is CUDA's limit."""
+MERGED_AT_ONCE = 64
+"""Partial results that a program of the merge reads at a time."""
+MOST_MERGED = 32
+"""Query heads that a program merges and multiplies at most."""
 STAGES = 6
 """Tiles in flight, the one worked on included."""
 EXACT_TILE = 16
@@ -77,11 +82,15 @@ def tile_shape(cache: LayerCache, block_h: int) -> tuple[int, int, int | None]:
     return EXACT_TILE, min(max(EXACT_BYTES // tile_bytes, 2), STAGES), registers
 
 
+def _processors(cache: LayerCache) -> int:
+    """Multiprocessors of the GPU."""
+    device = cache.k_rows.device
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def default_pieces(cache: LayerCache) -> int:
     """Pieces that fill the GPU: about 16 warps on every multiprocessor, WAVES times over."""
-    device = cache.k_rows.device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(1, WAVES * processors * 16 // max(cache.kv_heads, 1))
+    return max(1, WAVES * _processors(cache) * 16 // max(cache.kv_heads, 1))
 
 
 def workspace_numel(
@@ -120,6 +129,7 @@ def decode(
     workspace: torch.Tensor | None = None,
     max_kv_splits: int | None = None,
     lse: torch.Tensor | None = None,
+    reading: SplitMatrix | None = None,
 ) -> torch.Tensor:
     """Attention of one query per request over its cached tokens, in a decode step the new one included.
 
@@ -136,11 +146,12 @@ def decode(
         max_kv_splits: pieces that the history of the whole batch is cut into, besides one per request.
         lse: float32 [batch, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e), -inf
             for requests of length 0. Nothing of the kind is written where None.
+        reading: what outputs are multiplied by before they are written; in rows.
 
     Returns:
-        ``out``, in the basis of the cached values.
+        ``out``, in the basis of the cached values, or of what ``reading`` makes of it.
     """
-    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, max_kv_splits, lse)
+    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, max_kv_splits, lse, reading)
 
 
 def verify(
@@ -152,6 +163,7 @@ def verify(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     max_kv_splits: int | None = None,
+    reading: SplitMatrix | None = None,
 ) -> torch.Tensor:
     """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
 
@@ -163,16 +175,16 @@ def verify(
         visible: int64 [batch, tokens], contiguous: which new tokens each of them sees
             (:mod:`oscar_kernels.visible`).
         q_rot: [batch * tokens, q_heads, head_dim], otherwise as for :func:`decode`.
-        sm_scale, out, workspace, max_kv_splits: as for :func:`decode`.
+        sm_scale, out, workspace, max_kv_splits, reading: as for :func:`decode`.
 
     Returns:
-        ``out``, in the basis of the cached values.
+        ``out``, as :func:`decode`.
 
     Raises:
         ValueError: the ring is too small, or ``visible`` does not fit the queries.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, max_kv_splits, None)
+    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, max_kv_splits, None, reading)
 
 
 def _attend(
@@ -185,6 +197,7 @@ def _attend(
     workspace: torch.Tensor | None,
     max_kv_splits: int | None,
     lse: torch.Tensor | None,
+    reading: SplitMatrix | None,
 ) -> torch.Tensor:
     kv_heads, windows = cache.kv_heads, cache.windows
     tokens, q_heads, head_dim = q_rot.shape
@@ -194,6 +207,8 @@ def _attend(
     check_queries(cache, q_rot)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     check_lse(lse, batch, q_heads)
+    if reading is not None:
+        reading.check(kv_heads, q_rot.dtype, arranged=False)
     if batch == 0:
         return out
     pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
@@ -234,13 +249,22 @@ def _attend(
         BLOCK_G=max(triton.next_power_of_2(gqa * queries), 8), BLOCK_W=BLOCK_W, **shared,
         num_warps=block_h, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
-    # Few query heads have many partials each: share a head's channels among programs, and read more at a time.
+    # Few query heads have many partials each: read more at a time, and share a head's channels among programs.
     per_request = triton.cdiv(pieces, batch) + sink_parts + ring_parts
-    block = min(max(triton.next_power_of_2(per_request), 4), 64)
-    block_d = min(head_dim, 32 if batch * rows < 512 else head_dim)
-    merge_kernel[(batch, rows, head_dim // block_d)](
-        workspace, partial_lse, out, out.stride(0), out.stride(1), partial_lse if lse is None else lse, tables.kv_lens,
-        tables.ring_start, batch, pieces, Q_HEADS=rows, BLOCK=block, BLOCK_D=block_d, HAS_LSE=lse is not None,
-        **shared, num_warps=min(max(block * block_d // 1024, 1), 4),
+    block = min(max(triton.next_power_of_2(per_request), 4), MERGED_AT_ONCE)
+    block_d, heads, sets = head_dim, 1, 1
+    if reading is not None:
+        sets = reading.sets
+        heads = min(triton.next_power_of_2(triton.cdiv(batch * rows, _processors(cache))), MOST_MERGED)
+        block = min(block, MERGED_AT_ONCE // heads)
+    elif batch * rows < 512:
+        block_d = 32
+    tiles = sets * triton.cdiv(batch * rows // sets, heads)
+    merge_kernel[(tiles, head_dim // block_d)](
+        workspace, partial_lse, out, out.stride(0), out.stride(1), partial_lse if lse is None else lse,
+        out if reading is None else reading.terms, tables.kv_lens, tables.ring_start, batch, pieces, Q_HEADS=rows,
+        BLOCK=block, BLOCK_D=block_d, HAS_LSE=lse is not None, ROWS=heads, SETS=sets,
+        TERMS=0 if reading is None else reading.count, R_SCALE=1.0 if reading is None else reading.scale,
+        **shared, num_warps=min(max(heads * block * block_d // 1024, 1 if reading is None else 4), 4),
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import decode as cuda
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH, Decode
+from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.triton import decode as triton
 from sglang_oscar.errors import Int2Error
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_OSCAR_DECODE_BACKEND"
 Setting = Literal["auto", "cuda", "triton"]
-Verify = Callable[[LayerCache, BatchTables, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Verify = Callable[[LayerCache, BatchTables, torch.Tensor, torch.Tensor, float, SplitMatrix | None], torch.Tensor]
 """Attention of several new tokens per request; see :func:`oscar_kernels.reference.verify`."""
 
 
@@ -45,15 +46,17 @@ class TritonDecode:
         sm_scale: float,
         *,
         lse: torch.Tensor | None = None,
+        reading: SplitMatrix | None = None,
     ) -> torch.Tensor:
         """See :func:`oscar_kernels.triton.decode.decode`."""
-        return triton.decode(cache, tables, q_rot, sm_scale, workspace=self.workspace, lse=lse)
+        return triton.decode(cache, tables, q_rot, sm_scale, workspace=self.workspace, lse=lse, reading=reading)
 
     def verify(
-        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float
-    ) -> torch.Tensor:
+        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float,
+        reading: SplitMatrix | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See :func:`oscar_kernels.triton.decode.verify`."""
-        return triton.verify(cache, tables, visible, q_rot, sm_scale, workspace=self.workspace)
+        return triton.verify(cache, tables, visible, q_rot, sm_scale, workspace=self.workspace, reading=reading)
 
 
 class CudaDecode:
@@ -76,19 +79,21 @@ class CudaDecode:
         sm_scale: float,
         *,
         lse: torch.Tensor | None = None,
+        reading: SplitMatrix | None = None,
     ) -> torch.Tensor:
         """See :func:`oscar_kernels.cuda.decode.decode`."""
         if cache.exact:
-            return self._exact(cache, tables, q_rot, sm_scale, lse=lse)
-        return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse)
+            return self._exact(cache, tables, q_rot, sm_scale, lse=lse, reading=reading)
+        return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse, reading=reading)
 
     def verify(
-        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float
-    ) -> torch.Tensor:
+        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float,
+        reading: SplitMatrix | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See :func:`oscar_kernels.cuda.decode.verify`."""
         if cache.exact:
-            return self._exact.verify(cache, tables, visible, q_rot, sm_scale)
-        return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace)
+            return self._exact.verify(cache, tables, visible, q_rot, sm_scale, reading)
+        return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace, reading=reading)
 
 
 def break_even_tokens(decode: Decode) -> int:
@@ -157,6 +162,7 @@ def choose(
     max_batch: int,
     short_chunks: bool,
     drafts: int = 0,
+    readings: Sequence[SplitMatrix | None] = (None,),
 ) -> CudaDecode | TritonDecode:
     """The kernel for a cache on a GPU, compiled and loaded, with a workspace.
 
@@ -169,6 +175,7 @@ def choose(
         max_batch: requests of a decode batch at most.
         short_chunks: it reads the prefixes of short chunks, too (:mod:`oscar_kernels.ragged_extend`).
         drafts: new tokens of a request that are verified at once; 0 without speculation.
+        readings: what outputs of decode are multiplied by, those of one layer of every kind.
 
     Raises:
         Int2Error: ``cuda`` is asked for and cannot do this, or the kernel cannot be built on this machine.
@@ -179,8 +186,11 @@ def choose(
     if reason is None:
         coded = _coded(caches) or caches
         try:
-            for cache, lse in product(coded, (False, True) if short_chunks else (False,)):
-                cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
+            for cache in coded:
+                for reading in readings:
+                    cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, reading=reading))
+                for lse in (False, True) if short_chunks else ():
+                    cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
         except KernelError as error:
             raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
         beside = "" if len(coded) == len(caches) else ", Triton kernel in layers with keys or values of 16 bits"
@@ -194,7 +204,7 @@ def choose(
 
 def choose_verify(
     decode: CudaDecode | TritonDecode, caches: Sequence[LayerCache], page_size: int, q_heads: int, dtype: torch.dtype,
-    max_batch: int, drafts: int,
+    max_batch: int, drafts: int, readings: Sequence[SplitMatrix | None] = (None,),
 ) -> Verify:  # fmt: skip
     """The kernel that attends to several new tokens of a request, compiled and loaded: of the kind that decodes.
 
@@ -206,6 +216,7 @@ def choose_verify(
         dtype: of queries, keys and values.
         max_batch: requests of a batch at most.
         drafts: new tokens of a request.
+        readings: as in :func:`choose`.
 
     Raises:
         Int2Error: the kernel cannot do this, or cannot be built on this machine.
@@ -221,7 +232,10 @@ def choose_verify(
     if (reason := next(filter(None, reasons), None)) is not None:
         raise Int2Error(f"{reason}; set {VARIABLE}=triton, or drop --speculative-algorithm")
     try:
-        variants = [cuda.variant_of(cache, page_size, q_heads, dtype, drafts=drafts) for cache in coded]
+        variants = [
+            cuda.variant_of(cache, page_size, q_heads, dtype, drafts=drafts, reading=reading)
+            for cache, reading in product(coded, readings)
+        ]
         for variant in variants:
             cuda.prepare(variant)
     except KernelError as error:

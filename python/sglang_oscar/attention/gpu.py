@@ -57,13 +57,15 @@ class GpuKernels:
         sink_logits: bool,
     ) -> None:
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
+        found = (prepared.value.reading for prepared in self._prepared.values())
+        readings = list({reading and (reading.count, reading.sets): reading for reading in found}.values())
         self._page_size = cache.page_size
         # Kernels are compiled for every kind of rows.
         kinds = list({(layer.cache.k_layout, layer.cache.v_layout): layer for layer in cache.layers.values()}.values())
         caches = [layer.cache for layer in kinds]
         self._decode = decode_choice.choose(
             cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype,
-            max_batch, cache.plan.part(ExtendWorkspace) is not None, drafts,
+            max_batch, cache.plan.part(ExtendWorkspace) is not None, drafts, readings,
         )  # fmt: skip
         self._verify: decode_choice.Verify | None = None
         if drafts:
@@ -75,6 +77,7 @@ class GpuKernels:
                 dtype,
                 max_batch,
                 drafts,
+                readings,
             )
         self._arranged: dict[int, PreparedLayer] = {}
         if isinstance(self._decode, decode_choice.CudaDecode):
@@ -109,9 +112,13 @@ class GpuKernels:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         rotated = self._store(layer, batch, call)
         lse = call.sums()
-        out = self._decode(layer.cache, batch.tables, rotated, call.sm_scale, lse=lse)
-        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
-        return _rotate(out, self._prepared[id(layer)].value.reading)
+        out = self._decode(layer.cache, batch.tables, rotated, call.sm_scale, lse=lse, reading=self._reading(layer))
+        # A factor of a whole head, so it may come after the product.
+        return call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
+
+    def _reading(self, layer: CachedLayer) -> SplitMatrix | None:
+        """What outputs of decode and verification are multiplied by, in the order that the layer's kernel reads."""
+        return self._arranged.get(id(layer), self._prepared[id(layer)]).value.reading
 
     def _store(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """Store new tokens of a step; returns the rotated queries."""
@@ -131,8 +138,7 @@ class GpuKernels:
         assert self._verify is not None
         assert call.sinks is None
         rotated = self._store(layer, batch, call)
-        out = self._verify(layer.cache, batch.tables, batch.visible, rotated, call.sm_scale)
-        return _rotate(out, self._prepared[id(layer)].value.reading)
+        return self._verify(layer.cache, batch.tables, batch.visible, rotated, call.sm_scale, self._reading(layer))
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""

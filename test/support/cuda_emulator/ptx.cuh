@@ -466,6 +466,9 @@ inline u64 read_once_policy() { return 0; }
 inline void bulk_copy_once(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
   bulk_copy(destination, source, bytes, barrier);
 }
+inline void prefetch_bulk(const void* source, u32 bytes) {
+  if ((uintptr_t)source % 16 || bytes % 16 || bytes == 0) emulator::fail("what is prefetched is not of 16-byte words");
+}
 inline void named_barrier(u32 id, u32 threads) { emulator::gate(id, (int)threads); }
 
 // ---- what has no meaning here ---------------------------------------------------------------------------------------

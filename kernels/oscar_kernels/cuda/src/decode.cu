@@ -2,10 +2,11 @@
 //
 // One block per multiprocessor takes an equal share of the batch's work (plan.cuh). A warp of it streams pages and
 // window rows into shared memory by bulk copies (copies.cuh); the others, one or more per kv head, attend to them
-// (history.cuh, window.cuh) and write results (partial.cuh). Blocks that share a request merge theirs (merge.cuh).
+// (history.cuh, window.cuh) and write results (partial.cuh). Blocks that share a request merge theirs (merge.cuh); where
+// values are stored multiplied, all blocks leave partial results and what comes of them is multiplied back (multiply.cuh).
 #include "copies.cuh"
 #include "history.cuh"
-#include "merge.cuh"
+#include "multiply.cuh"
 #include "window.cuh"
 
 #ifndef OSCAR_RUN_STAGES  // tests have shorter runs
@@ -13,7 +14,8 @@
 #endif
 
 DEVICE void attend(
-    float sm_scale, int batch, const Partials& partials, const Result& result, const Plan& plan, char* shared) {
+    float sm_scale, int batch, const Partials& partials, const Result& result, const Reading& reading, const Plan& plan,
+    char* shared) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int head = warp / TILES_PER_STAGE, part = warp % TILES_PER_STAGE;
   u32 base = shared_address(shared);
@@ -22,9 +24,11 @@ DEVICE void attend(
   Turn turn;
   int number = 0;
   Shared with_others[2] = {};
-  for (Segments segments(plan, batch); !segments.done(); number++) {
+  Segments segments(plan, batch);
+  for (; !segments.done(); number++) {
     Segment segment = segments.next();
-    Shared with = Shared::of(segment, segments.cut);
+    Shared with = {};
+    if (!MULTIPLIES) with = Shared::of(segment, segments.cut);
     u32 q = query_address(base, number) + head * COLUMNS * HEAD_DIM * 2;
     barrier_wait(query_full(base, number), query_parity(number));
     Softmax softmax;
@@ -85,10 +89,11 @@ DEVICE void attend(
     Plain plain;
     settle(softmax, output, plain);
     combine(softmax, plain, exchange, head, part);
-    if (part == 0) write_result(softmax, plain, partials, result, segment, with.none(), head);
+    if (part == 0) write_result(softmax, plain, partials, result, segment, !MULTIPLIES && with.none(), head);
     (number == 0 ? with_others[0] : with_others[1]) = with;
   }
-  merge(with_others, partials, result, shared + STAGES_OFFSET);
+  if constexpr (MULTIPLIES) multiply(segments.cut, plan, batch, partials, result, reading, shared + STAGES_OFFSET);
+  else merge(with_others, partials, result, shared + STAGES_OFFSET);
 }
 
 DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffers, const Plan& plan, u32 shared) {
@@ -121,7 +126,7 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
-    Query query, Buffers buffers, Tables tables, Partials partials, Result result) {
+    Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading) {
   extern __shared__ __align__(128) char shared[];
   u32 base = shared_address(shared);
   Plan& plan = *(Plan*)(shared + PLAN_OFFSET);
@@ -131,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
       barrier_init(empty_barrier(base, stage), MATH_WARPS);
     }
     barrier_init_done();
+    if constexpr (MULTIPLIES) reading.ask();
   }
   make_plan(tables, plan);
   __syncthreads();
@@ -144,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
     }
   } else {
     if (REGISTERS_MOVE) take_registers<MATH_REGISTERS>();
-    write_zeros(result, plan, tables.batch);
-    attend(query.sm_scale, tables.batch, partials, result, plan, shared);
+    if (!MULTIPLIES) write_zeros(result, plan, tables.batch);
+    attend(query.sm_scale, tables.batch, partials, result, reading, plan, shared);
   }
 }

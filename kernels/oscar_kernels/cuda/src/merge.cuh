@@ -38,53 +38,64 @@ DEVICE Partial join(const Partial (&parts)[COUNT]) {
   return all;
 }
 
-// Another block has written it.
+// Another block has written it. ``chunk``: of a pass.
 DEVICE Partial load_partial(const Partials& partials, int slot, int chunk) {
   float lse = load_from_others(partials.lse + slot * ROWS + chunk * CHUNK / HEAD_DIM);
   return {lse, lse == minus_infinity() ? 0.0f : 1.0f, load_from_others4(partials.out + ((i64)slot * CHUNKS + chunk) * CHUNK)};
 }
 
-// A request, and what this block does when others have worked on it too.
+// Where the partial results of a pass lie: one of every block that worked on it.
+struct Parts {
+  int pass, first_slot, blocks;
+
+  DEVICE static Parts of(int pass, int cost_begin, int last_stage, const Cut& cut) {
+    int first = cut.owner(cost_begin);
+    return {pass, first + pass, cut.owner(last_stage) - first + 1};
+  }
+};
+
+// A pass, and what this block does when others have worked on it too.
 struct Shared {
-  int request, blocks;
-  int first_slot;  // of the partial results of all its blocks
+  Parts parts;
   int begin, end;  // chunks that this block merges
 
   DEVICE static Shared of(const Segment& segment, const Cut& cut) {
-    int first = cut.owner(segment.cost_begin), blocks = cut.owner(segment.last_stage) - first + 1;
-    int part = blockIdx.x - first;
-    return {segment.request, blocks, first + segment.request, CHUNKS * part / blocks, CHUNKS * (part + 1) / blocks};
+    Parts parts = Parts::of(segment.request, segment.cost_begin, segment.last_stage, cut);
+    int part = blockIdx.x + parts.pass - parts.first_slot;
+    return {parts, CHUNKS * part / parts.blocks, CHUNKS * (part + 1) / parts.blocks};
   }
-  DEVICE bool none() const { return blocks < 2; }
-  DEVICE u32* counter(const Partials& partials) const { return partials.counters + request; }
+  DEVICE bool none() const { return parts.blocks < 2; }
+  DEVICE u32* counter(const Partials& partials) const { return partials.counters + parts.pass; }
 };
 
-constexpr int AHEAD = 3;  // partial results that a thread asks for at once
-
-// By all threads that calculate. ``rows`` is shared memory for a Partial of each.
-DEVICE void merge_chunks(const Shared& shared, const Partials& partials, const Result& result, Partial* rows) {
+// By all threads that calculate. ``rows`` is shared memory for a Partial of each; a thread asks for AHEAD partial results at
+// once. ``parts_of`` says where those of a chunk are and which of its pass's chunks it is, ``take`` what becomes of the sum.
+template <int AHEAD, class PartsOf, class Take>
+DEVICE void merge_chunks(int begin, int end, const Partials& partials, Partial* rows, PartsOf parts_of, Take take) {
   int thread = threadIdx.x;
   // A power of two of threads side by side take neighbouring chunks; the others take other partial results of the same.
-  int shift = min(32 - __clz(max(shared.end - shared.begin - 1, 0)), 31 - __clz(MATH_THREADS));
+  int shift = min(32 - __clz(max(end - begin - 1, 0)), 31 - __clz(MATH_THREADS));
   int width = 1 << shift, row = thread >> shift, height = MATH_THREADS >> shift;
-  for (int base = shared.begin; base < shared.end; base += width) {
+  for (int base = begin; base < end; base += width) {
     int chunk = base + (thread & (width - 1));
-    bool live = row < height && chunk < shared.end;  // a width may leave threads over
+    bool live = row < height && chunk < end;  // a width may leave threads over
+    int of_pass = 0;
+    Parts parts = {};
+    if (live) parts = parts_of(chunk, of_pass);
     Partial sum = nothing();
-    for (int i = row; i < shared.blocks; i += AHEAD * height) {
-      Partial parts[AHEAD + 1];
+    for (int i = row; i < parts.blocks; i += AHEAD * height) {
+      Partial some[AHEAD + 1];
 #pragma unroll
       for (int k = 0; k < AHEAD; k++)
-        parts[k] = live && i + k * height < shared.blocks
-                       ? load_partial(partials, shared.first_slot + i + k * height, chunk) : nothing();
-      parts[AHEAD] = sum;
-      sum = join(parts);
+        some[k] = i + k * height < parts.blocks ? load_partial(partials, parts.first_slot + i + k * height, of_pass) : nothing();
+      some[AHEAD] = sum;
+      sum = join(some);
     }
     for (int step = width; step < 32; step *= 2) {
       auto other = [&](float x) { return __shfl_xor_sync(FULL_WARP, x, step); };
       float4 x = make_float4(other(sum.sum.x), other(sum.sum.y), other(sum.sum.z), other(sum.sum.w));
-      Partial parts[2] = {sum, {other(sum.top), other(sum.total), x}};
-      sum = join(parts);
+      Partial two[2] = {sum, {other(sum.top), other(sum.total), x}};
+      sum = join(two);
     }
     if (height > 1) {
       int copies = max(32 >> shift, 1);  // threads of a warp that now have the same
@@ -93,20 +104,29 @@ DEVICE void merge_chunks(const Shared& shared, const Partials& partials, const R
       named_barrier(EVERYONE, MATH_THREADS);
       if (row > 0) continue;
       for (int other = copies; other < height; other += 4 * copies) {
-        Partial parts[5] = {nothing(), nothing(), nothing(), nothing(), sum};
+        Partial five[5] = {nothing(), nothing(), nothing(), nothing(), sum};
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          if (other + k * copies < height) parts[k] = rows[(other + k * copies) * width + thread];
-        sum = join(parts);
+          if (other + k * copies < height) five[k] = rows[(other + k * copies) * width + thread];
+        sum = join(five);
       }
     }
-    if (live) {
-      float inverse = sum.total == 0 ? 0 : 1.0f / sum.total;
-      float x[CHUNK] = {sum.sum.x, sum.sum.y, sum.sum.z, sum.sum.w};
-      result.write(shared.request, chunk * CHUNK / HEAD_DIM, chunk * CHUNK % HEAD_DIM, x, inverse);
-      if (chunk * CHUNK % HEAD_DIM == 0) result.write_lse(shared.request, chunk * CHUNK / HEAD_DIM, sum.top, sum.total);
-    }
+    if (live) take(chunk, parts.pass, of_pass, sum);
   }
+}
+
+// By all threads that calculate: the chunks of this block.
+DEVICE void merge_own(const Shared& shared, const Partials& partials, const Result& result, Partial* rows) {
+  auto parts_of = [&](int chunk, int& of_pass) {
+    of_pass = chunk;
+    return shared.parts;
+  };
+  merge_chunks<3>(shared.begin, shared.end, partials, rows, parts_of, [&](int, int pass, int chunk, const Partial& sum) {
+    float inverse = sum.total == 0 ? 0 : 1.0f / sum.total;
+    float x[CHUNK] = {sum.sum.x, sum.sum.y, sum.sum.z, sum.sum.w};
+    result.write(pass, chunk * CHUNK / HEAD_DIM, chunk * CHUNK % HEAD_DIM, x, inverse);
+    if (chunk * CHUNK % HEAD_DIM == 0) result.write_lse(pass, chunk * CHUNK / HEAD_DIM, sum.top, sum.total);
+  });
 }
 
 // The end of a block that shares up to two requests, its first and its last.
@@ -120,7 +140,7 @@ DEVICE void merge(const Shared (&shared)[2], const Partials& partials, const Res
       if (!with.none()) atomicAdd(with.counter(partials), 1);
 #pragma unroll
     for (const Shared& with : shared)
-      if (!with.none()) while ((load_acquire(with.counter(partials)) & (LEFT - 1)) < with.blocks) {}
+      if (!with.none()) while ((load_acquire(with.counter(partials)) & (LEFT - 1)) < with.parts.blocks) {}
   }
   named_barrier(EVERYONE, MATH_THREADS);
   // Who leaves last makes the counter ready for the next launch; whether this block does is known after the merge.
@@ -131,7 +151,7 @@ DEVICE void merge(const Shared (&shared)[2], const Partials& partials, const Res
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (shared[i].none()) continue;
-    merge_chunks(shared[i], partials, result, (Partial*)memory);
-    if (threadIdx.x == 0 && left[i] == shared[i].blocks) *shared[i].counter(partials) = 0;
+    merge_own(shared[i], partials, result, (Partial*)memory);
+    if (threadIdx.x == 0 && left[i] == shared[i].parts.blocks) *shared[i].counter(partials) = 0;
   }
 }

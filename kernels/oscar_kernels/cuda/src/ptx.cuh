@@ -194,6 +194,10 @@ DEVICE void bulk_copy_once(u32 destination, const void* source, u32 bytes, u32 b
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           destination), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+// Into the second-level cache.
+DEVICE void prefetch_bulk(const void* source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
 // Threads of one of the hardware's 16 barriers.
 DEVICE void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
