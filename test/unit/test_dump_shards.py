@@ -74,7 +74,7 @@ def test_layers_without_an_int2_cache_are_left_out() -> None:
     made: Any = Dump.__new__(Dump)
     made.numbers, made.selected, made.seq_lens = {1: 0, 3: 1}, torch.arange(2), [2]
     made.chunk, made.tokens, made.settings = 1, 0, SimpleNamespace(tokens=100)
-    made.covariances = None
+    made.covariances, made.projections = None, {}
     made.writer = SimpleNamespace(write=lambda layer, chunk, *rest: written.append((layer, chunk)))
     x = torch.zeros(3, 1, 4)
     for layer_id, tokens in enumerate([0, 0, 0, 2]):
