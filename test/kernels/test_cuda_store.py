@@ -254,13 +254,16 @@ def test_a_lane_finds_its_columns(sets: int | None) -> None:
 
 
 def test_one_matrix_is_arranged_once() -> None:
-    """Keys and queries of an orthogonal matrix share its terms; what only other kernels read stays in order."""
+    """Keys and queries of an orthogonal matrix share its terms; of outputs they lie as the decode kernel reads them."""
     rotated = SideTransform(random_rotation(64, 1, torch.device("cpu")))
     prepared = prepare(Shape().format(rotated, rotated), BF16)
     arranged = arrange(prepared)
     assert prepared.key.reading is prepared.key.matrix
     assert arranged.key.reading is arranged.key.matrix
-    assert arranged.value.reading is prepared.value.reading
+    assert arranged.value.matrix is not None
+    assert arranged.value.reading is not None
+    assert prepared.value.reading is not None
+    assert torch.equal(arranged.value.reading.terms, prepared.value.reading.terms[:, :2].mT)
 
 
 def case_of(shape: Shape, kind: str) -> LayerFormat:

@@ -69,7 +69,8 @@ struct Shared {
 };
 
 // By all threads that calculate. ``rows`` is shared memory for a Partial of each; a thread asks for AHEAD partial results at
-// once. ``parts_of`` says where those of a chunk are and which of its pass's chunks it is, ``take`` what becomes of the sum.
+// once. ``parts_of`` says where those of a chunk are, if it is live, and which of its pass's chunks it is, ``take`` what
+// becomes of the sum.
 template <int AHEAD, class PartsOf, class Take>
 DEVICE void merge_chunks(int begin, int end, const Partials& partials, Partial* rows, PartsOf parts_of, Take take) {
   int thread = threadIdx.x;
@@ -80,14 +81,14 @@ DEVICE void merge_chunks(int begin, int end, const Partials& partials, Partial* 
     int chunk = base + (thread & (width - 1));
     bool live = row < height && chunk < end;  // a width may leave threads over
     int of_pass = 0;
-    Parts parts = {};
-    if (live) parts = parts_of(chunk, of_pass);
+    Parts parts = parts_of(chunk, live, of_pass);
     Partial sum = nothing();
     for (int i = row; i < parts.blocks; i += AHEAD * height) {
       Partial some[AHEAD + 1];
 #pragma unroll
       for (int k = 0; k < AHEAD; k++)
-        some[k] = i + k * height < parts.blocks ? load_partial(partials, parts.first_slot + i + k * height, of_pass) : nothing();
+        some[k] = live && i + k * height < parts.blocks
+                      ? load_partial(partials, parts.first_slot + i + k * height, of_pass) : nothing();
       some[AHEAD] = sum;
       sum = join(some);
     }
@@ -117,7 +118,7 @@ DEVICE void merge_chunks(int begin, int end, const Partials& partials, Partial* 
 
 // By all threads that calculate: the chunks of this block.
 DEVICE void merge_own(const Shared& shared, const Partials& partials, const Result& result, Partial* rows) {
-  auto parts_of = [&](int chunk, int& of_pass) {
+  auto parts_of = [&](int chunk, bool, int& of_pass) {
     of_pass = chunk;
     return shared.parts;
   };

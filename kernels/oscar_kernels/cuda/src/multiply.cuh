@@ -11,7 +11,7 @@
 constexpr int TERMS = maximum(READING_TERMS, 1);  // where nothing is multiplied this compiles and is not called
 constexpr int TILE_ROWS = 16;               // vectors of a tensor-core product
 constexpr int TILE_STRIDE = HEAD_DIM + 32;  // of a vector in shared memory, so that no two of a load share a bank
-constexpr int READING_AHEAD = 9;             // partial results that a thread asks for at once
+constexpr int READING_AHEAD = 5;             // partial results that a thread asks for at once
 constexpr int COLUMN_TILES = HEAD_DIM / 8;
 constexpr int OWN_TILES = (COLUMN_TILES + MATH_WARPS - 1) / MATH_WARPS;  // of a warp: every MATH_WARPS-th
 
@@ -124,7 +124,8 @@ DEVICE void multiply(const Cut& cut, const Plan& plan, int batch, const Partials
   u32 left = threadIdx.x == 0 ? atomicAdd(counter, LEFT) / LEFT + 1 : 0;
   for (int first = vectors.begin; first < vectors.end; first += TILE_ROWS) {
     int count = min(TILE_ROWS, vectors.end - first);
-    auto parts_of = [&](int chunk, int& of_pass) {
+    auto parts_of = [&](int chunk, bool live, int& of_pass) {
+      if (!live) return Parts{};
       int row = chunk / CHUNKS_OF_ROW;
       of_pass = vectors.row(first + row) * CHUNKS_OF_ROW + chunk % CHUNKS_OF_ROW;
       return parts[row];
