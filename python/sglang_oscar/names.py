@@ -15,6 +15,9 @@ BACKEND = "oscar"
 CHOSEN_ROTATIONS = "_oscar_rotations"
 """Mark in the ``__dict__`` of server arguments: ``keys``, ``values`` and ``origin`` of rotations, as the process that
 launches the server chose them."""
+WEIGHTS_SEEN = "_oscar_weights_seen"
+"""Mark in the ``__dict__`` of server arguments: files of weights that were there at launch, with bytes and time of
+change."""
 DEFAULT_PAGE_SIZE = 64
 """Tokens of a page unless --page-size is given."""
 DEFAULT_GROUP_SIZE = GROUP_SIZE_OF_FITS

@@ -40,6 +40,11 @@ UNSET = {
 THE_CACHE, ON_THE_SPOT = CACHED = ("the cache", "calibration on the spot")
 """What is said of where rotations are from."""
 
+GONE = {
+    "SGLANG_OSCAR_ABSORB_V_ROTATION": "values are rotated at every step and weights stay as they were loaded; unset it",
+}
+"""Variables of earlier versions, and what has come in their place."""
+
 
 class Settings(BaseModel):
     """Settings of int2 mode; field aliases are the environment variables, descriptions are for docs/reference.md.
@@ -116,11 +121,6 @@ class Settings(BaseModel):
         alias="SGLANG_OSCAR_ALLOW_NEWER",
         description="serve on a release of SGLang newer than what was tested, where every touch point reads back",
     )
-    absorb_v_rotation: bool = Field(
-        True,
-        alias="SGLANG_OSCAR_ABSORB_V_ROTATION",
-        description="fold the value rotation into the weights where they allow it; 0 rotates at every step",
-    )
     recompute_recent: bool = Field(
         True,
         alias="SGLANG_OSCAR_RECOMPUTE_RECENT",
@@ -183,9 +183,11 @@ class Settings(BaseModel):
             env: environment; the process's own by default.
 
         Raises:
-            Int2Error: a value is out of range or malformed, or a variable of ours has an unknown name.
+            Int2Error: a value is out of range or malformed, or a variable of ours is gone or has an unknown name.
         """
         env = os.environ if env is None else env
+        for name in sorted(GONE.keys() & env.keys()):
+            raise Int2Error(f"{name} is gone: {GONE[name]}")
         known = {field.alias for field in cls.model_fields.values()}
         values = {name: value for name, value in env.items() if name.startswith(PREFIXES)}
         unknown = sorted(set(values) - known)

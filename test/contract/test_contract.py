@@ -18,7 +18,7 @@ from sglang_oscar.attach import touchpoints
 from sglang_oscar.attach.feature import features
 from sglang_oscar.attach.touchpoint import Touchpoint
 from sglang_oscar.features import register_all
-from support.releases import SGLANG_VERSIONS, SUPPORTED, pins, tree
+from support.releases import SGLANG_VERSIONS, pins, tree
 from support.syntax import SourceTree
 
 PLUGIN = Path(touchpoints.__file__).parents[1]
@@ -31,14 +31,12 @@ ALL: list[Touchpoint] = [
     *(point for points in RECORDING for point in points),
 ]
 
-RECENT_IMPORTS = {
-    "sglang.srt.managers.io_struct.BeginWeightUpdateReqOutput",  # beside a touch point that is as recent
-}
-
 ATTRIBUTES: dict[str, str] = {
     "managers.schedule_batch.Req": "extra_key origin_input_ids output_ids input_embeds positional_embed_overrides "
-    "skip_radix_cache_insert rid _compute_max_prefix_len to_finish finished is_retracted inflight_middle_chunks",
+    "skip_radix_cache_insert rid lora_id _compute_max_prefix_len to_finish finished is_retracted "
+    "inflight_middle_chunks",
     "managers.scheduler.Scheduler": "tree_cache",
+    "lora.lora_manager.LoRAManager": "prepare_lora_batch",
     "managers.utils.GenerationBatchResult": "copy_done accept_lens",
     "managers.schedule_batch.ScheduleBatch": "reqs req_to_token_pool seq_lens_cpu",
     "mem_cache.memory_pool.ReqToTokenPool": "req_to_token",
@@ -56,7 +54,6 @@ ATTRIBUTES: dict[str, str] = {
     "mem_cache.hicache_storage.HiCacheFile": "file_path metadata_cache _evictor _get_suffixed_key",
     "model_executor.model_runner.ModelRunner": "server_args model_config model token_to_kv_pool req_to_token_pool "
     "attn_backend dtype",
-    "model_executor.model_runner_components.weight_updater.WeightUpdater": "get_model_runner",
     "model_executor.forward_batch_info.ForwardBatch": "forward_mode batch_size input_ids req_pool_indices seq_lens "
     "seq_lens_cpu out_cache_loc positions spec_algorithm is_extend_in_batch extend_seq_lens extend_prefix_lens "
     "extend_seq_lens_cpu extend_prefix_lens_cpu global_num_tokens_cpu global_num_tokens_gpu rids "
@@ -117,15 +114,12 @@ PARAMETERS: dict[str, str] = {
     "model_executor.pool_configurator.MemoryPoolConfig": "max_total_num_tokens full_max_total_num_tokens "
     "swa_max_total_num_tokens",
     "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": "sizes req_to_token_pool",
-    "configs.load_config.LoadConfig": "load_format",
-    "model_loader.loader.get_model_loader": "load_config model_config",
     "managers.cache_controller.HiCacheController._page_get_zero_copy": "operation hash_values host_indices extra_info",
     "managers.cache_controller.HiCacheController._page_set_zero_copy": "hash_values host_indices extra_info",
     "mem_cache.storage.file.lru_file_evictor.LRUFileEvictor.reserve": "suffixed_key value_bytes key",
     "mem_cache.storage.file.lru_file_evictor.LRUFileEvictor.touch": "tensor_path",
     "plugins.hook_registry._propagate_patch": "original wrapped source_module",
     "models.utils.apply_qk_norm": "q k q_norm k_norm head_dim alt_stream allow_inplace",
-    "managers.io_struct.BeginWeightUpdateReqOutput": "success message",
 }
 """Parameters of functions of SGLang that the plugin calls, or is called with, by name."""
 
@@ -155,7 +149,7 @@ def strange(version: str, point: touchpoints.Touchpoint) -> str | None:
     """What a release lacks of a touch point; None where it is there and takes what its hook names."""
     target = target_in(version, point)
     if target is None:
-        return None if point.recent and version in SUPPORTED else point.name
+        return point.name
     stock = sources(version).parameters(target)
     parameters = list(inspect.signature(point.hook).parameters.values())
     if point.kind is not HookType.BEFORE:  # the original function, or its result, comes first
@@ -173,12 +167,10 @@ def test_touchpoints(version: str) -> None:
 
 
 def test_no_name_of_a_touchpoint_is_dead() -> None:
-    """Every name is the one that is hooked in some release; what is recent is not in all."""
+    """Every name is the one that is hooked in some release."""
     for point in ALL:
         hooked = {target_in(version, point) for version in SGLANG_VERSIONS}
-        assert hooked - {None} == set(point.targets), point.name
-        assert (None in hooked) == point.recent, point.name
-        assert target_in(SGLANG_VERSIONS[-1], point), f"{point.name} is gone from the newest release"
+        assert hooked == set(point.targets), point.name
 
 
 def plugin_imports() -> set[str]:
@@ -196,12 +188,7 @@ def test_imports(version: str) -> None:
     imports = plugin_imports()
     assert len(imports) > 20
     missing = {name for name in imports if not sources(version).has(name)}
-    assert missing <= RECENT_IMPORTS, f"names that are gone: {', '.join(sorted(missing))}"
-
-
-def test_recent_imports_are_imported() -> None:
-    assert plugin_imports() >= RECENT_IMPORTS
-    assert all(sources(SGLANG_VERSIONS[-1]).has(name) for name in RECENT_IMPORTS)
+    assert not missing, f"names that are gone: {', '.join(sorted(missing))}"
 
 
 @releases
@@ -265,8 +252,7 @@ def test_parameters(version: str) -> None:
     missing = []
     for function, names in PARAMETERS.items():
         if not sources(version).has(SRT + function):
-            if f"{SRT}{function}" not in RECENT_IMPORTS:
-                missing.append(f"{function} is gone")
+            missing.append(f"{function} is gone")
             continue
         if lacks := set(names.split()) - set(sources(version).parameters(SRT + function)):
             missing.append(f"{function} takes no {', '.join(sorted(lacks))}")

@@ -24,7 +24,6 @@ ARGUMENT_READERS = {
     "attach/arguments.py": ("args",),
     "attention/refill_pass.py": ("server_args",),
     "attention/backend.py": ("server_args",),
-    "features/folding/absorption.py": ("server_args",),
     "formats/rotations.py": ("args",),
 }
 """Variables that hold server arguments, by file."""

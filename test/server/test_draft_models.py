@@ -84,7 +84,7 @@ def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
 
 
 def test_wrong_drafts(models: Models, expected: list[dict], tmp_path: Path) -> None:
-    """Next to all of EAGLE3's are rejected, and the rows of requests are taken by others; other weights are refused."""
+    """Next to all of EAGLE3's are rejected, and the rows of requests are taken by others."""
     args = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(models.eagle3)]
     args += ["--max-running-requests", "3", "--max-total-tokens", "4608", "--page-size", "16"]
     with serve(models.model, tmp_path / "log", *INT2, *args, env=ENV | STRICT | SMALL) as server:
@@ -92,10 +92,6 @@ def test_wrong_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
             answers = ask(server, prompts(), workers=12)
             assert_same(expected, answers, NEAR_TIE, DRIFT)
         assert per_step(answers) < 1.2
-        body = {"serialized_named_tensors": ["AAAA"]}
-        reply = requests.post(f"{server.url}/update_weights_from_tensor", json=body, timeout=600)
-        assert reply.status_code == 400
-        assert "int2 mode" in reply.text
         assert server.alive()
 
 
@@ -131,8 +127,4 @@ def test_other_releases(version: str, models: Models, expected: list[dict], tmp_
             assert_same(expected, answers, NEAR_TIE, DRIFT)
         assert retracted(server) > 0
         assert per_step(answers) > RIGHT
-        body = {"serialized_named_tensors": ["AAAA"]}
-        reply = requests.post(f"{server.url}/update_weights_from_tensor", json=body, timeout=600)
-        assert reply.status_code == 400
-        assert "int2 mode" in reply.text
         assert server.alive()

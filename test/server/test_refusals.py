@@ -32,6 +32,9 @@ ACCEPTED = [
     "--attention-backend fa3 --kv-cache-quant-group-size 32",
     "--page-size 128",
     "--elastic-ep-backend none",
+    "--load-format presharded",
+    "--load-format dummy --checkpoint-engine-wait-weights-before-ready",
+    "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --lora-backend torch_native",
     "--enable-hierarchical-cache",
     "--enable-hierarchical-cache --hicache-storage-backend file --hicache-mem-layout layer_first",
     "--speculative-algorithm NGRAM",
@@ -141,7 +144,7 @@ def launches(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     too_many = {"SGLANG_MIXED_KV_RECENT_TOKENS": "8192"}
     commands: dict[str, tuple[list[str], dict[str, str]]] = {
         "budget": ([*server, *int2, "--max-running-requests", "1000000"], too_many),
-        "argument": ([*server, *int2, "--enable-lora"], {}),
+        "argument": ([*server, *int2, "--enable-lmcache"], {}),
         "file": ([*server, *int2], {V: "/nonexistent/v.pt"}),
         "variable": ([*serve, *int2], {"SGLANG_OSCAR_K_CLIP_RATIO": "2"}),
         "engine": ([sys.executable, str(script), str(qwen3)], {}),
@@ -164,7 +167,7 @@ def printed_refusals(done: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("argument", "--enable-lora"),
+        ("argument", "--enable-lmcache"),
         ("file", "/nonexistent/v.pt"),
         ("variable", "SGLANG_OSCAR_K_CLIP_RATIO='2'"),
     ],

@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 
 import pytest
-import requests
 import torch
 
 from support.api import retracted
@@ -111,7 +110,7 @@ def test_an_answer_may_end_inside_an_accepted_run(
 
 
 def test_ngram(model: Path, expected: list[dict], tmp_path: Path) -> None:
-    """Drafts of SGLang's own: from the second time on it knows how a text goes on. Other weights are refused."""
+    """Drafts of SGLang's own: from the second time on it knows how a text goes on."""
     # The corpus of SGLang 0.5.17 uses a type that newer compilers want declared; later releases take CXX for one word.
     compiler = tmp_path / "declares"
     compiler.write_text('#!/bin/sh\nexec g++ -include cstddef "$@"\n')
@@ -124,10 +123,6 @@ def test_ngram(model: Path, expected: list[dict], tmp_path: Path) -> None:
             assert_same(expected, answers, NEAR_TIE, DRIFT)
         steps = sum(one["meta_info"]["spec_verify_ct"] for one in answers)
         assert steps * 2 < len(answers) * TOKENS
-        body = {"serialized_named_tensors": ["AAAA"]}
-        reply = requests.post(f"{server.url}/update_weights_from_tensor", json=body, timeout=600)
-        assert reply.status_code == 400
-        assert "int2 mode" in reply.text or "begin_weight_update" in reply.text
         assert server.alive()
 
 

@@ -63,7 +63,7 @@ def plus_files(folder: Path) -> dict[str, str]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores")
 @pytest.mark.parametrize("recipe", ["paper", "plus per head"])
 def test_two_ranks_equal_one(tmp_path: Path, recipe: str) -> None:
-    """Each rank holds one of two kv heads, its center, its matrix, what its weights have absorbed, and its windows."""
+    """Each rank holds one of two kv heads, its center, its matrices, and its windows."""
     model = save("qwen3", tmp_path / "model")
     env = LOSSLESS | STRICT | (HADAMARD if recipe == "paper" else plus_files(tmp_path))
     with serve(model, tmp_path / "one.log", *ARGS, env=env) as server:
@@ -75,7 +75,6 @@ def test_two_ranks_equal_one(tmp_path: Path, recipe: str) -> None:
         server.flush()
         assert server.alive()
         text = server.text()
-    assert set(re.findall(r"(TP\d)\] int2 rotation of values: absorbed into the weights", text)) == {"TP0", "TP1"}
     assert set(re.findall(r"(TP\d)\] int2 sink refill: ", text)) == ({"TP0", "TP1"} if few else set())
     for one, two in zip(expected, got, strict=True):
         assert_same(one, two, NEAR_TIE, DRIFT)

@@ -93,7 +93,6 @@ FLEET = {
     "chunked": Launch(args=golden.CHUNKED, env=STRICT),
     "mixed": Launch(args=(*golden.CHUNKED, "--enable-mixed-chunk"), env=STRICT),
     "retract": Launch(env=STRICT | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}),
-    "online": Launch(env={"SGLANG_OSCAR_ABSORB_V_ROTATION": "0"}),
     "compiled": Launch(
         args=(*golden.WHOLE, "--enable-torch-compile", "--torch-compile-max-bs", "2"),
         env=STRICT | {"TORCH_LOGS": "graph_breaks,graph_code", "TORCHINDUCTOR_ENABLE_PDL": "1"},

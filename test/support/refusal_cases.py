@@ -62,6 +62,8 @@ FLAGS = [
     "--enable-hierarchical-cache --hicache-storage-backend nixl --hicache-mem-layout layer_first",
     "--enable-hierarchical-cache --speculative-algorithm NGRAM",
     '--enable-hierarchical-cache --hicache-storage-backend-extra-config {"tp_lcm_size":4}',
+    "--enable-hierarchical-cache --hicache-storage-backend file --enable-lora",
+    "--enable-hierarchical-cache --hicache-storage-backend file --lora-paths a=/nonexistent",
     "--enable-lmcache",
     "--enable-flexkv",
     "--flexkv-config-file flexkv.yml",
@@ -77,15 +79,8 @@ FLAGS = [
     "--enable-torch-compile --disable-decode-cuda-graph",
     "--enable-torch-compile --cuda-graph-backend-decode breakable",
     "--cuda-graph-backend-prefill full",
-    "--load-format presharded",
-    "--remote-instance-weight-loader-start-seed-via-transfer-engine",
-    "--load-format remote_instance",
-    "--checkpoint-engine-wait-weights-before-ready",
     "--model-impl transformers",
     "--use-ray",
-    "--enable-lora",
-    "--lora-paths a=/nonexistent",
-    "--weight-cache-mode daemon",
     "--elastic-ep-backend nixl",
     "--enable-elastic-expert-backup",
     "--kv-canary log",
@@ -119,7 +114,6 @@ RECENT_FLAGS = {
         "--disaggregation-mode decode --disaggregation-decode-allocation-policy prefill_complete"
     ),
     "speculative_draft_kv_cache_dtype": "--speculative-algorithm EAGLE --speculative-draft-kv-cache-dtype fp8_e4m3",
-    "startup_weight_load_mode": "--startup-weight-load-mode overlap",
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "hicache_host_memory_mode": "--enable-hierarchical-cache --hicache-host-memory-mode buffer_only",
     "attn_dp_size": "--attn-dp-size 2 --tp-size 2",
@@ -135,7 +129,7 @@ VARIABLES = [
     ("SGLANG_OSCAR_V_CLIP_RATIO", "-0.1"),
     ("SGLANG_OSCAR_V_CLIP_RATIO", "nan"),
     ("SGLANG_OSCAR_V_CLIP_RATIO", "high"),
-    ("SGLANG_OSCAR_ABSORB_V_ROTATION", "maybe"),
+    ("SGLANG_OSCAR_ABSORB_V_ROTATION", "0"),
     ("SGLANG_MIXED_KV_PREFIX_TOKENS", "48"),
     ("SGLANG_MIXED_KV_RECENT_TOKENS", "-1"),
     ("SGLANG_MIXED_KV_HP_DTYPE", "float32"),
@@ -243,8 +237,12 @@ def _of_variable(name: str, value: str) -> Refused:
     return Refused((name, value) if at_fault else (name,), env={name: value})
 
 
-VALUED = {name for name, _ in VARIABLES} - {"SGLANG_OSCAR_K_ROTATION", "SGLANG_MIXED_KV_SINK_TOKENS"}
-"""Variables that there are; the others are mistakes for them."""
+VALUED = {name for name, _ in VARIABLES} - {
+    "SGLANG_OSCAR_K_ROTATION",
+    "SGLANG_MIXED_KV_SINK_TOKENS",
+    "SGLANG_OSCAR_ABSORB_V_ROTATION",
+}
+"""Variables that there are; the others are gone, or mistakes for them."""
 
 
 def _table() -> dict[str, Refused]:

@@ -29,7 +29,7 @@ GEOMETRY = Geometry.uniform(RowLayout(2, 64, 64), WINDOWS, torch.bfloat16, layer
 
 
 def request(prompt: int, answer: int = 0, first: int = 7) -> SimpleNamespace:
-    none = dict.fromkeys(("input_embeds", "positional_embed_overrides", "extra_key"))
+    none = dict.fromkeys(("input_embeds", "positional_embed_overrides", "extra_key", "lora_id"))
     return SimpleNamespace(rid="r", origin_input_ids=[first, *range(1, prompt)], output_ids=list(range(answer)), **none)
 
 

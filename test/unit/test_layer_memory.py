@@ -34,7 +34,7 @@ def made() -> tuple[Int2TokenToKVPool, dict[int, CachedLayer], SideBuffers]:
         SIZE, formats=FORMATS, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=3
     )
     buffers = SideBuffers(geometry, 3, 4, "cpu")
-    return pool, cached_layers(FORMATS, buffers.layer_caches(pool), "cpu", absorbed=False), buffers
+    return pool, cached_layers(FORMATS, buffers.layer_caches(pool), "cpu"), buffers
 
 
 def test_bytes_are_those_of_the_formats() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from oscar_kernels.cache import Windows
 from sglang_oscar.attach.feature import Feature
+from sglang_oscar.attention import refill_pass
 from sglang_oscar.attention.refill_pass import parts_of
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.memory import owned
@@ -46,7 +48,7 @@ def request(first: int, hit: int = 0, **fields: Any) -> Any:
     made = {
         "rid": str(first), "origin_input_ids": [first] * SINK + [0], "output_ids": [], "prefix_indices": [0] * hit,
         "req_pool_idx": None, "extra_key": None, "input_embeds": None, "positional_embed_overrides": None,
-        "kv_committed_len": SINK + 1,
+        "kv_committed_len": SINK + 1, "lora_id": None,
     }  # fmt: skip
     return SimpleNamespace(**made | fields)
 
@@ -193,6 +195,30 @@ def test_readers_only_see_filled_blocks(steps: list[tuple[int, int]]) -> None:
         seen.add(first)
         for other in running:
             assert holds[cache.rows.block_of(other.req_pool_idx)] == other.origin_input_ids[0]
+
+
+def test_an_adapter_computes_its_own_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the request beside it; the batch behind has its adapters again."""
+    cache, done = make_cache(), []
+    queued = admit(cache, request(1, hit=SINK, extra_key="a", lora_id="a"), request(1, hit=SINK))
+    assert [refill.adapter for refill in queued] == ["a", None]
+    for refill in queued:
+        cache.refills.add(refill.block, refill.token_ids, refill.images, refill.adapter)
+    monkeypatch.setattr(refill_pass, "cache_of", lambda pool: cache)
+    monkeypatch.setattr(refill_pass, "tokens_at_once", lambda args: 4 * SINK)
+    monkeypatch.setattr(refill_pass.releases, "resolved", lambda args: args)
+    monkeypatch.setattr(refill_pass.nan, "note", lambda *given: None)
+    monkeypatch.setattr(refill_pass, "refill_batch", lambda cache, refills, beside: [one.adapter for one in refills])
+    runner = SimpleNamespace(
+        token_to_kv_pool=None,
+        server_args=None,
+        req_to_token_pool=SimpleNamespace(size=4),
+        lora_manager=SimpleNamespace(prepare_lora_batch=lambda batch: done.append(("prepared", batch))),
+        attn_backend=SimpleNamespace(refilling=nullcontext),
+    )
+    beside = SimpleNamespace(input_ids=SimpleNamespace(is_cuda=False))
+    refill_pass.around_model_forward(lambda runner, batch: done.append(("run", batch)), runner, beside)
+    assert done == [("prepared", ["a", None]), ("run", ["a", None]), ("prepared", beside), ("run", beside)]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ from oscar_kernels.format import LayerFormat, SideFormat, fingerprint
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers import hooks
-from sglang_oscar.features.tiers.arguments import check_storage
+from sglang_oscar.features.tiers.arguments import check_nameable, check_storage
 from sglang_oscar.features.tiers.pages import PageLayout
 from sglang_oscar.features.tiers.salt import model_facts, storage_salt
 from sglang_oscar.features.tiers.storage import CheckedStorage
-from sglang_oscar.formats import origin
 from support.stored_pages import (
     KEYS,
     LAYOUT,
@@ -190,13 +189,34 @@ def test_storage_that_is_attached_late_is_refused(given: tuple[str, str, bool], 
         check_storage(*given)
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("enable_lora", "drop --hicache-storage-backend or --enable-lora"),
+        ("lora_paths", "drop --hicache-storage-backend or --enable-lora"),
+        ("remote_instance_weight_loader_start_seed_via_transfer_engine", "drop --hicache-storage-backend or --remote"),
+    ],
+)
+def test_storage_whose_keys_would_not_name_the_weights(name: str, what: str) -> None:
+    served = {
+        "enable_lora": None,
+        "lora_paths": None,
+        "remote_instance_weight_loader_start_seed_via_transfer_engine": False,
+    }
+    check_nameable(SimpleNamespace(**served))
+    with pytest.raises(Int2Error, match=what):
+        check_nameable(SimpleNamespace(**served | {name: True}))
+
+
 def test_names_of_pages_do_not_say_where_a_model_was_served_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or how it was called: their keys say which one it is, of a copy elsewhere the same."""
     monkeypatch.setattr(hooks, "active", lambda: True)
-    monkeypatch.setattr(origin, "_keepers", set())
     monkeypatch.setattr("sglang_oscar.features.tiers.salt.salt_of_this_process", lambda layout: SALT)
+    served = SimpleNamespace(enable_lora=None, lora_paths=None)
+    served.remote_instance_weight_loader_start_seed_via_transfer_engine = False
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: served)
     monkeypatch.setattr("sglang_oscar.features.tiers.salt.columns_of_this_process", lambda layout: [])
     monkeypatch.setattr("sglang_oscar.features.tiers.host_pool.Int2HostPool", Pool)
     configs = []
@@ -219,4 +239,3 @@ def test_storage_of_other_servers_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hooks, "active", lambda: None)
     assert hooks.around_create_backend(lambda *given: given[1:], None, "file", 1, 2) == ("file", 1, 2)
     assert hooks.around_get_mha_host_pool_cls(lambda source: source, "stock") == "stock"
-    assert not origin.is_kept()

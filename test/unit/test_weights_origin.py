@@ -11,21 +11,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
-from sglang.srt import runtime_context
 from transformers import Qwen3Config
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.folding import absorption
 from sglang_oscar.features.tiers.salt import model_facts
+from sglang_oscar.features.tiers.weights import note_before_loading
 from sglang_oscar.formats import origin
 from sglang_oscar.formats.origin import cached_snapshot, sample_digest
+from sglang_oscar.names import WEIGHTS_SEEN
+from sglang_oscar.settings import Settings
 
 MODEL = SimpleNamespace(dtype="bfloat16", hf_text_config=Qwen3Config(num_hidden_layers=2))
+
+SETTINGS = Settings.from_env({})
 
 
 @pytest.fixture(autouse=True)
 def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origin, "_loaded", {})
+    monkeypatch.setattr(origin, "_update", "")
 
 
 def arguments(path: str, **changes: Any) -> SimpleNamespace:
@@ -172,27 +176,41 @@ def test_a_hub_id_is_the_commit_in_the_cache(tmp_path: Path, monkeypatch: pytest
     assert cached_snapshot("o/m", "other") is None
 
 
-@pytest.mark.parametrize("draft", [False, True])
-def test_what_was_loaded_counts(draft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_loaded_counts(tmp_path: Path) -> None:
     """Not what lies there when storage is attached; and files that change while they are read are not taken for it."""
     args = arguments(str(checkpoint(tmp_path / "model")))
-    monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
+    launched(args)
+    checkpoint(tmp_path / "model", b"others!", changed=10**18 + 1)
+    origin.note_loaded(args)
+    with pytest.raises(Int2Error, match="safetensors has changed since it was loaded"):
+        model_facts(args, MODEL)
 
-    def load(*_: Any) -> str:
-        checkpoint(tmp_path / "model", b"others!", changed=10**18 + 1)
-        return "loaded"
 
-    assert absorption.around_load_model(load, SimpleNamespace(is_draft_worker=draft)) == "loaded"
-    if draft:
-        assert model_facts(args, MODEL) == facts(args.model_path)
-    else:
-        with pytest.raises(Int2Error, match="safetensors has changed since it was loaded"):
-            model_facts(args, MODEL)
+def test_downloads_are_noted_once_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub may say something else of a branch later."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    args, folder = arguments("o/m"), tmp_path / "models--o--m"
+    launched(args)
+    assert WEIGHTS_SEEN not in vars(args)
+    checkpoint(folder / "snapshots" / "1", b"first")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1")
+    origin.note_loaded(args)
+    before = model_facts(args, MODEL)
+    checkpoint(folder / "snapshots" / "2", b"second")
+    (folder / "refs" / "main").write_text("2")
+    assert model_facts(args, MODEL) == before
+
+
+def launched(args: SimpleNamespace) -> None:
+    """What the launching process notes; nothing of it stays in the process."""
+    assert note_before_loading(args, SETTINGS, MODEL, None) is SETTINGS
+    assert not origin._loaded
 
 
 def test_weights_that_are_gone_since_they_were_loaded(tmp_path: Path) -> None:
     args = arguments(str(checkpoint(tmp_path / "model")))
-    origin.note_before_loading(args)
+    launched(args)
     os.remove(tmp_path / "model" / "model.safetensors")
     with pytest.raises(Int2Error, match="start the server anew"):
         model_facts(args, MODEL)

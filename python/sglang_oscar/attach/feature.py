@@ -76,7 +76,6 @@ class Feature:
             None for that one.
         draft_pool_built: (draft model's pool, the model's cache) checks it.
         restores_windows: whether prefix hits of this process's server bring their recent windows along.
-        values_rotated: (model, resolved arguments, settings) whether values come rotated out of the loaded weights.
         any_server: what it does without int2.
     """
 
@@ -102,7 +101,6 @@ class Feature:
     built: Callable[[Any], Any] = _nothing
     draft_pool_built: Callable[[Any, Any], None] = _nothing
     restores_windows: Callable[[], bool] = _no
-    values_rotated: Callable[[Any, Any, Settings], bool] = _no
     any_server: OfAnyServer | None = None
 
 

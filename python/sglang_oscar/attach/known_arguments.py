@@ -33,7 +33,7 @@ TRIED = _names(
     speculative_num_steps speculative_ngram_capacity speculative_ngram_max_bfs_breadth speculative_ngram_max_trie_depth
     schedule_policy schedule_conservativeness retraction_policy enable_priority_scheduling radix_eviction_policy
     prefill_max_requests num_continuous_decode_steps stream_interval scheduler_recv_interval max_queued_requests
-    max_prefill_tokens optimistic_prefill_attempts
+    max_prefill_tokens optimistic_prefill_attempts lora_backend max_loras_per_batch
     """
 ) | {GROUP_SIZE}
 """Served with int2, by a test or a benchmark, with a value off its default."""
@@ -42,8 +42,7 @@ REFUSED = _names(
     """
     attn_cp_size attn_dp_size dcp_size pp_size enable_dp_attention enable_kv_cache_sharding enable_prefill_cp
     enable_prefill_context_parallel enable_dsa_prefill_context_parallel use_ray
-    checkpoint_engine_wait_weights_before_ready model_impl startup_weight_load_mode weight_cache_mode
-    remote_instance_weight_loader_start_seed_via_transfer_engine enable_memory_saver enable_lora lora_paths
+    model_impl remote_instance_weight_loader_start_seed_via_transfer_engine enable_memory_saver enable_lora lora_paths
     cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_config disable_cuda_graph disable_decode_cuda_graph
     enable_torch_compile enable_two_batch_overlap enable_pdmux enable_nvidia_megakernel dllm_algorithm
     elastic_ep_backend enable_elastic_expert_backup enable_deterministic_inference rl_on_policy_target enable_mis
@@ -99,9 +98,7 @@ NOT_SERVED = _names(
     dsv4_attn_backend dsv4_prefill_backend flashinfer_mla_disable_ragged speculative_dsa_topk_backend
     disable_chunked_prefix_cache enable_linker_mla_dedup prefill_kv_cache_dequant_dtype ple_offload_backend
     ple_offload_dir ple_offload_embedding enable_paged_experts paged_experts_num_resident mlx_enable_sampling
-    enable_lora_overlap_loading experts_shared_outer_loras lora_backend lora_drain_wait_threshold lora_eviction_policy
-    lora_strict_loading lora_target_modules lora_use_virtual_experts max_loaded_loras max_lora_chunk_size max_lora_rank
-    max_loras_per_batch uno_lora_path hisparse_config lmcache_config_file unified_cache_external_linker_backend
+    uno_lora_path hisparse_config lmcache_config_file unified_cache_external_linker_backend
     unified_cache_external_linker_config kv_canary_real_data kv_canary_sweep_interval dllm_algorithm_config dllm_fdfo
     tbo_token_distribution_threshold pdmux_config_path sm_group_num cp_strategy prefill_cp_mode dcp_comm_backend
     dcp_replicate_q_proj enable_cp_decode_attn_tp enable_cp_tp_group_sharing pp_async_batch_depth
@@ -110,9 +107,7 @@ NOT_SERVED = _names(
     speculative_skip_dp_mlp_sync elastic_ep_initial_size elastic_ep_rejoin elastic_ep_scale_timeout ep_join_mode
     ep_join_rank_offset max_ep_size mooncake_ib_device encoder_bootstrap_port encoder_register_urls
     encoder_transfer_backend encoder_urls engine_info_bootstrap_port modelexpress_config
-    remote_instance_weight_loader_backend remote_instance_weight_loader_seed_instance_ip
-    remote_instance_weight_loader_seed_instance_service_port remote_instance_weight_loader_send_weights_group_ports
-    weight_cache_socket weight_cache_timeout int8_mamba_ckpt_size linear_replayssm_cache_len
+    int8_mamba_ckpt_size linear_replayssm_cache_len
     speculative_adaptive_config decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
     decoupled_spec_role speculative_dflash_block_size speculative_domino_candidate_pool_size
     speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_block_size
@@ -125,6 +120,11 @@ NOT_SERVED = _names(
 NOT_TRIED = _names(
     """
     swa_full_tokens_ratio mamba_full_memory_ratio quantization_param_path custom_weight_loader
+    checkpoint_engine_wait_weights_before_ready startup_weight_load_mode weight_cache_mode weight_cache_socket
+    weight_cache_timeout remote_instance_weight_loader_backend remote_instance_weight_loader_seed_instance_ip
+    remote_instance_weight_loader_seed_instance_service_port remote_instance_weight_loader_send_weights_group_ports
+    enable_lora_overlap_loading experts_shared_outer_loras lora_drain_wait_threshold lora_eviction_policy
+    lora_strict_loading lora_target_modules lora_use_virtual_experts max_loaded_loras max_lora_chunk_size max_lora_rank
     model_loader_extra_config modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
     modelopt_quant quantize_and_serve rl_quant_profile torchao_config gpu_id_step numa_node nnodes node_rank
     dist_init_addr dwdp_size moe_dp_size shared_experts_tp_size load_balance_method enable_attn_tp_input_scattered

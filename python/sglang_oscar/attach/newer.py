@@ -29,7 +29,7 @@ def strange(points: Iterable[Touchpoint] | None = None) -> list[str]:
 
 def _missing(point: Touchpoint) -> str | None:
     target = releases.first_existing(point.targets)
-    if target is None:  # what only recent releases have, a newer one has, too
+    if target is None:
         return point.name
     parameters = list(inspect.signature(point.hook).parameters.values())
     if point.kind is not HookType.BEFORE:  # the original function, or its result, comes first

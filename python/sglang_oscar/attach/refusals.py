@@ -84,34 +84,12 @@ ARGUMENTS: list[Refusal] = [
     (lambda a: a.enable_torch_compile and a.device == "cpu", "torch.compile on a CPU; drop --enable-torch-compile"),
     (_records_preparation, "steps whose preparation is recorded; unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
     (_captures_whole_prefills, "full CUDA graphs of prefills; drop --cuda-graph-backend-prefill full"),
-    (lambda a: a.load_format == "presharded", "saving weights as they are served; drop --load-format presharded"),
-    (
-        # A reader takes them from memory, without asking, and cannot know that they have absorbed the value rotation.
-        lambda a: a.remote_instance_weight_loader_start_seed_via_transfer_engine,
-        "handing out weights; drop --remote-instance-weight-loader-start-seed-via-transfer-engine",
-    ),
-    (
-        # They may be those of another int2 server, which does not tell.
-        lambda a: a.load_format == "remote_instance",
-        "weights from a running server; drop --load-format remote_instance",
-    ),
-    (
-        lambda a: a.checkpoint_engine_wait_weights_before_ready,
-        "weights from a checkpoint engine; drop --checkpoint-engine-wait-weights-before-ready",
-    ),
-    (
-        # The pool asks, when it is built, whether the weights have absorbed the value rotation.
-        lambda a: argument(a, "startup_weight_load_mode", "serial") != "serial",
-        "weights that arrive after the cache is built; drop --startup-weight-load-mode",
-    ),
     (
         lambda a: argument(a, "enable_nvidia_megakernel", False),
         "megakernels, which bring their own attention; drop --enable-nvidia-megakernel",
     ),
     (lambda a: a.model_impl == "transformers", "models of transformers; drop --model-impl transformers"),
     (lambda a: a.use_ray, "Ray (its workers load no plugins); drop --use-ray"),
-    (lambda a: bool(a.enable_lora or a.lora_paths), "LoRA adapters; drop --enable-lora and --lora-paths"),
-    (lambda a: a.weight_cache_mode != "off", "the weight cache; drop --weight-cache-mode"),
     (lambda a: a.elastic_ep_backend not in (None, "none"), "elastic experts; drop --elastic-ep-backend"),
     (lambda a: a.enable_elastic_expert_backup, "elastic experts; drop --enable-elastic-expert-backup"),
     (lambda a: a.kv_canary != "none", "the KV canary; drop --kv-canary"),

@@ -22,24 +22,21 @@ class Touchpoint(NamedTuple):
     """A function of SGLang and what happens around it.
 
     ``targets`` are the dotted names that it has in the supported releases: the first that the installed one has is
-    hooked. Where it has none, that is reported like a hook that does not attach, unless the function is ``recent``:
-    then older releases lack what it does.
+    hooked. Where it has none, that is reported like a hook that does not attach.
     """
 
     targets: tuple[str, ...]
     kind: HookType
     hook: Callable[..., Any]
-    recent: bool = False
 
     @property
     def name(self) -> str:
         """The first target, by which the row is told from others."""
         return self.targets[0]
 
-    def target(self) -> str | None:
-        """The function to hook in the installed release; None where there is nothing to hook."""
-        found = releases.first_existing(self.targets)
-        return found if found or self.recent else self.name
+    def target(self) -> str:
+        """The function to hook in the installed release."""
+        return releases.first_existing(self.targets) or self.name
 
 
 def at(*targets: str) -> tuple[str, ...]:

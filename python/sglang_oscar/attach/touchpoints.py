@@ -48,7 +48,7 @@ def of_scheduler(int2: bool) -> list[Touchpoint]:
 
 def absent(touchpoints: list[Touchpoint]) -> list[str]:
     """Functions that the installed release lacks, of those that are to be hooked."""
-    return [point.name for point in touchpoints if not point.recent and releases.first_existing(point.targets) is None]
+    return [point.name for point in touchpoints if releases.first_existing(point.targets) is None]
 
 
 def register_all(touchpoints: list[Touchpoint]) -> list[str]:
@@ -57,9 +57,6 @@ def register_all(touchpoints: list[Touchpoint]) -> list[str]:
     Returns:
         the functions that are to be hooked.
     """
-    queued = []
     for point in touchpoints:
-        if (target := point.target()) is not None:
-            HookRegistry.register(target, point.hook, point.kind)
-            queued.append(target)
-    return queued
+        HookRegistry.register(point.target(), point.hook, point.kind)
+    return [point.target() for point in touchpoints]

@@ -92,7 +92,7 @@ def without_rows(geometry: Geometry, device: str) -> list[LayerCache]:
 
 def matrix_bytes(formats: Mapping[int, LayerFormat], dtype: torch.dtype) -> int:
     """Bytes of the matrices of all layers: in float32, in terms of 16 bits, and in those once more in the order of the
-    CUDA kernel. Where the weights have absorbed those of values it is less.
+    CUDA kernel.
     """
     terms = 2 * TERMS.get(dtype, max(TERMS.values()))
     total = 0

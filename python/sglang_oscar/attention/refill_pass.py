@@ -26,10 +26,16 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     what came out."""
     cache = cache_of(self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
+        adapters = getattr(self, "lora_manager", None)  # whose weights are here: those of the batch
         most = tokens_at_once(releases.resolved(self.server_args))
         for part in parts_of(refills, most, self.req_to_token_pool.size):
+            batch = refill_batch(cache, part, forward_batch)
+            if adapters is not None:
+                adapters.prepare_lora_batch(batch)
             with self.attn_backend.refilling(part):
-                original(self, refill_batch(cache, part, forward_batch))
+                original(self, batch)
+        if adapters is not None:
+            adapters.prepare_lora_batch(forward_batch)
             if forward_batch.input_ids.is_cuda and any(refill.images for refill in part):
                 # SGLang moves pixels to the host behind a pass, and the batch may be about to read them there.
                 torch.cuda.current_stream().synchronize()
@@ -98,6 +104,7 @@ def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
         spec_algorithm=beside.spec_algorithm,
         is_extend_in_batch=beside.is_extend_in_batch,
         capture_hidden_mode=CaptureHiddenMode.NULL,
+        lora_ids=[refill.adapter for refill in refills],
         mm_inputs=[refill.images and refill.images.inputs for refill in refills],
         positions=positions,
         extend_num_tokens=tokens,

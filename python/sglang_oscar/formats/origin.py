@@ -1,18 +1,24 @@
-"""Which weights a server has loaded, by samples of what their files hold: part of every key of storage."""
+"""Which weights a server has, by samples of what their files hold: part of every key of storage.
+
+Local files are noted where a server is launched, before anything is read: one that changes meanwhile must not pass for
+what was read. What a hub id means is only known behind its download, and is noted once weights are loaded. Weights that
+are updated later are nobody's but this process's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import threading
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
+from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.safetensors_header import read_header, tensors_of
+from sglang_oscar.names import WEIGHTS_SEEN
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """How names of files with weights end."""
@@ -29,30 +35,24 @@ _loaded: dict[tuple[str, str | None, str | None], dict[Path, tuple[int, int]] | 
 None where there are none here."""
 
 
-_keepers: WeakSet[Any] = WeakSet()
-"""What keeps rows of these weights beyond this process, as long as it is there."""
-_updated = threading.Event()
-"""Set once the weights are no longer those that were loaded first."""
-
-
-def keep_with(keeper: Any) -> None:
-    """Note something that keeps rows of these weights beyond this process, under keys that name the weights."""
-    _keepers.add(keeper)
-
-
-def is_kept() -> bool:
-    """Whether rows of these weights outlive this process."""
-    return len(_keepers) > 0
+_update = ""
 
 
 def note_updated() -> None:
-    """The weights are no longer those that were loaded first."""
-    _updated.set()
+    """The weights are no longer those that were loaded, nor those of the last update."""
+    global _update
+    _update = secrets.token_hex(16)
 
 
-def updated() -> bool:
-    """Whether weights have been updated in this process."""
-    return _updated.is_set()
+def note_flushed() -> None:
+    """Nothing that was computed before is in the cache: what older weights computed shall not be found again."""
+    if _update:
+        note_updated()
+
+
+def update() -> str:
+    """What tells the weights since an update from all others, in any process; empty where there was none."""
+    return _update
 
 
 def weight_files(place: Path) -> list[Path]:
@@ -75,29 +75,26 @@ def _named_by_index(folder: Path) -> list[Path]:
     return [path for name in names if (path := folder / str(name)).is_file()]
 
 
-def note_before_loading(args: Any) -> None:
-    """Note local files before they are read: one that changes meanwhile must not pass for what was read.
-
-    What a hub id means is only known behind its download.
-
-    Args:
-        args: server arguments as SGLang resolved them.
-    """
-    if Path(args.model_path).exists():
-        note_loaded(args)
+def note_before_loading(server_args: Any) -> None:
+    """Note local files in server arguments, for the workers that are going to read them."""
+    if (place := Path(releases.resolved(server_args).model_path)).exists():
+        server_args.__dict__[WEIGHTS_SEEN] = _seen(place)
 
 
-def note_loaded(args: Any) -> None:
-    """Note which files the weights of this process are, unless that is known.
-
-    Args:
-        args: server arguments as SGLang resolved them.
-    """
+def note_loaded(server_args: Any) -> dict[Path, tuple[int, int]] | None:
+    """Note which files the weights of this process are, unless that is known, and say it."""
+    args = releases.resolved(server_args)
     asked = (args.model_path, args.revision, args.download_dir)
     if asked not in _loaded:
         place = Path(args.model_path)
         folder = place if place.exists() else cached_snapshot(args.model_path, args.revision or "main", asked[2])
-        _loaded[asked] = None if folder is None else {path: _facts(path) for path in weight_files(folder.resolve())}
+        seen = getattr(server_args, "__dict__", {}).get(WEIGHTS_SEEN)
+        _loaded[asked] = seen if seen is not None or folder is None else _seen(folder)
+    return _loaded[asked]
+
+
+def _seen(place: Path) -> dict[Path, tuple[int, int]]:
+    return {path: _facts(path) for path in weight_files(place.resolve())}
 
 
 def _facts(path: Path) -> tuple[int, int]:
@@ -105,22 +102,22 @@ def _facts(path: Path) -> tuple[int, int]:
     return known.st_size, known.st_mtime_ns
 
 
-def loaded_weights(args: Any) -> dict[str, Any]:
+def loaded_weights(server_args: Any) -> dict[str, Any]:
     """Which weights this process has loaded: the same of copies, wherever they are, and others of other weights.
 
-    Args:
-        args: server arguments as SGLang resolved them.
-
     Returns:
-        ``contents``, a digest of each file; ``address`` and ``revision`` where no files are here (``s3://...``).
+        ``contents``, a digest of each file; ``address`` and ``revision`` where no files are here (``s3://...``);
+        nothing behind an update, which has a name of its own (:func:`update`).
 
     Raises:
         Int2Error: files have changed since they were loaded, and nothing says any more which weights those were.
         OSError: one cannot be read.
     """
-    note_loaded(args)
-    noted = _loaded[args.model_path, args.revision, args.download_dir]
+    if _update:
+        return {}
+    noted = note_loaded(server_args)
     if noted is None:
+        args = releases.resolved(server_args)
         return {"address": args.model_path, "revision": args.revision}
     if changed := [path for path, facts in noted.items() if not path.exists() or _facts(path) != facts]:
         raise Int2Error(

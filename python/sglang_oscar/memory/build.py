@@ -75,7 +75,6 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         end_layer=configurator.layer_info.end_layer,
         enable_kv_cache_copy=new_tokens(args) > 0,
     )
-    absorbed = any(feature.values_rotated(configurator.model, args, settings) for feature in features())
     rows = req_to_token_pool.req_to_token.shape[0]
     buffers = SideBuffers(geometry, rows + plan.copies, plan.sink_blocks + plan.copies, device)
     cache = Int2Cache(
@@ -85,14 +84,12 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         req_to_token_pool=req_to_token_pool,
         rows=RowTables(rows, device),
         sinks=SinkStore(plan.sink_blocks),
-        layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device, absorbed),
+        layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device),
         fingerprint=fingerprint(whole),
         side=buffers,
         recipe=recipe,
     )
     cache.attach(pool)
-    if any(layer.value.transform.matrix is not None for layer in whole.values()):
-        logger.info("int2 rotation of values: %s", "absorbed into the weights" if absorbed else "online, at every step")
     if get_parallel().attn_tp_rank == 0:
         identity = served_identity(args, model_config)
         for warning in rotation_warnings(settings, model_config, identity, whole):
@@ -129,7 +126,7 @@ def check_draft_pool(pool: Any, req_to_token_pool: Any) -> None:
 
 
 def cached_layers(
-    formats: Mapping[int, LayerFormat], caches: Mapping[int, LayerCache], device: str, absorbed: bool
+    formats: Mapping[int, LayerFormat], caches: Mapping[int, LayerCache], device: str
 ) -> dict[int, CachedLayer]:
     """Tensors and formats of every layer by its id, on the device.
 
@@ -137,12 +134,8 @@ def cached_layers(
         formats: of this rank's heads.
         caches: the tensors, of the same layers.
         device: of the tensors.
-        absorbed: values come rotated out of their projection, and outputs need no rotation back.
     """
-    return {
-        layer_id: CachedLayer(caches[layer_id], (layer.absorbed() if absorbed else layer).to(device))
-        for layer_id, layer in formats.items()
-    }
+    return {layer_id: CachedLayer(caches[layer_id], layer.to(device)) for layer_id, layer in formats.items()}
 
 
 def check_layers(model: Any, formats: Mapping[int, LayerFormat], windows: Collection[int] = ()) -> None:

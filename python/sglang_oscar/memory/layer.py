@@ -12,8 +12,7 @@ from oscar_kernels.format import LayerFormat
 class CachedLayer:
     """Tensors of one attention layer on this rank and their format.
 
-    ``format`` is of this rank's heads, its tensors on the device of ``cache``; it has no value matrix where the
-    weights have absorbed it.
+    ``format`` is of this rank's heads, its tensors on the device of ``cache``.
     """
 
     cache: LayerCache

@@ -16,12 +16,14 @@ from sglang_oscar.memory.images import SinkImages
 class Refill:
     """Block ``block`` of the sink store is to hold the keys and values of ``token_ids``, a whole sink or its beginning.
 
-    ``images`` are those that some of these tokens belong to; None where all are text.
+    ``images`` are those that some of these tokens belong to; None where all are text. ``adapter`` is SGLang's id of the
+    LoRA adapter that computes them; None for the model itself.
     """
 
     block: int
     token_ids: tuple[int, ...]
     images: SinkImages | None = None
+    adapter: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -39,9 +41,11 @@ class SinkRefills(dict[int, Refill]):
 
     total = 0
 
-    def add(self, block: int, token_ids: tuple[int, ...], images: SinkImages | None = None) -> None:
+    def add(
+        self, block: int, token_ids: tuple[int, ...], images: SinkImages | None = None, adapter: str | None = None
+    ) -> None:
         """Queue a refill, in place of an earlier one of the same block."""
-        self[block] = Refill(block, token_ids, images)
+        self[block] = Refill(block, token_ids, images, adapter)
 
     def take(self) -> list[Refill]:
         """All queued refills, which are counted and queued no longer."""

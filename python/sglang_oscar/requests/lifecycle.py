@@ -12,6 +12,7 @@ from sglang_oscar import settings
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import ImpossibleRequestError
+from sglang_oscar.formats import origin
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.owned import SINK
 from sglang_oscar.requests.ending import end
@@ -100,7 +101,7 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
         raise ImpossibleRequestError(NO_STATE)
     block = cache.sinks.acquire_private()
     if cache.kept is None:
-        cache.refills.add(block, ids, cache.sink_images(req))
+        cache.refills.add(block, ids, cache.sink_images(req), req.lora_id)
     else:
         cache.rows.bring(cache.holdings[SINK], releases.state_source(req), block)
     if key is not None:
@@ -138,6 +139,7 @@ class ObservedRows:
         if (cache := cache_of(self)) is not None:
             for of in (cache.rows, cache.sinks, cache.refills):
                 of.clear()
+            origin.note_flushed()
         return super().clear(*args, **kwargs)  # type: ignore[misc]
 
 

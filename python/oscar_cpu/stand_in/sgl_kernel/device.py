@@ -1,7 +1,7 @@
-"""What PyTorch built for CUDA takes for granted where there is no GPU, and hybrid models ask of it.
+"""What PyTorch built for CUDA takes for granted where there is no GPU, and hybrid models and LoRA adapters ask of it.
 
 It names CUDA as the machine's accelerator, whose current device hybrid models ask for when their layers are made, and
-pins host memory, from which their batches copy at every step, by way of the driver. This package is imported where
+pins host memory, from which batches copy at every step, by way of the driver. This package is imported where
 there is no GPU, and nowhere else: there the CPU is the device, and memory is as good as pinned.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_get_device_module, _tensor = torch.get_device_module, torch.tensor
+_get_device_module, _tensor, _zeros = torch.get_device_module, torch.tensor, torch.zeros
 
 
 @cache  # as PyTorch's, whose compiler asks for what is wrapped
@@ -33,6 +33,12 @@ def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
     return _tensor(*args, **kwargs)
 
 
+def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    """As PyTorch's, of such a machine."""
+    return _zeros(*args, **kwargs)
+
+
+setattr(torch, "zeros", zeros)  # noqa: B010
 setattr(torch, "tensor", tensor)  # noqa: B010 - type checkers know another signature
 setattr(torch, "get_device_module", get_device_module)  # noqa: B010
 setattr(torch.Tensor, "pin_memory", pin_memory)  # noqa: B010

@@ -61,7 +61,7 @@ def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:
         return lifecycle.acquire_refilled(cache, req)
     # Decoding completes it.
     block = cache.sinks.acquire_private()
-    cache.refills.add(block, (*req.origin_input_ids, *req.output_ids)[:tokens])
+    cache.refills.add(block, (*req.origin_input_ids, *req.output_ids)[:tokens], adapter=req.lora_id)
     return block
 
 

@@ -27,6 +27,10 @@ def _when(refused: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda args: has_host_tier(args) and bool(refused(args))
 
 
+def _when_stored(refused: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return _when(lambda args: args.hicache_storage_backend is not None and refused(args))
+
+
 UNKNOWN_STORAGE = (
     "storage that wants to know more of a page than its bytes; set --hicache-storage-backend " + " or ".join(STORAGE)
 )
@@ -35,6 +39,30 @@ BY_HEADS = (
     "ranks of another number reading slices of rows, which are not heads; drop tp_lcm_size from "
     "--hicache-storage-backend-extra-config"
 )
+
+UNNAMED: list[Refusal] = [
+    (
+        lambda a: bool(a.enable_lora or a.lora_paths),
+        "storage beside LoRA adapters; drop --hicache-storage-backend or --enable-lora and --lora-paths",
+    ),
+    (
+        lambda a: a.remote_instance_weight_loader_start_seed_via_transfer_engine,
+        "storage beside weights that others may write; drop --hicache-storage-backend or "
+        "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
+]
+"""Arguments of servers whose weights keys of storage cannot name, whenever it is attached."""
+
+
+def check_nameable(args: Any) -> None:
+    """Refuse storage that is attached to a server whose weights keys cannot name.
+
+    Raises:
+        Int2Error: naming what to change.
+    """
+    for refused, what in UNNAMED:
+        if refused(args):
+            raise Int2Error(f"--kv-cache-dtype int2 does not support {what}")
 
 
 def check_storage(backend: str, layout: str, cuts_heads: bool) -> None:
@@ -82,6 +110,7 @@ REFUSED: list[Refusal] = [
         f"pages from a folder that belongs to another user, who could put any there; set {VARIABLE} to a folder of "
         "your own",
     ),
+    *((_when_stored(refused), what) for refused, what in UNNAMED),
     (_when(lambda a: "tp_lcm_size" in (a.hicache_storage_backend_extra_config or "")), BY_HEADS),
     (
         _when(lambda a: a.speculative_algorithm is not None),

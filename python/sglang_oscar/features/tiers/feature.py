@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AROUND, MEM, SRT, Touchpoint, at
-from sglang_oscar.features.tiers import arguments, hooks
+from sglang_oscar.features.tiers import arguments, hooks, weights
 
 STORAGE = MEM + "storage.backend_factory.StorageBackendFactory."
+UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 CONTROLLER = SRT + "managers.cache_controller.HiCacheController."
 
 FEATURE = Feature(
@@ -17,6 +18,9 @@ FEATURE = Feature(
         Touchpoint(at(CONTROLLER + "_generic_page_get"), AROUND, hooks.around_page_get),
         Touchpoint(at(CONTROLLER + "_generic_page_set"), AROUND, hooks.around_page_set),
         Touchpoint(at(MEM + "utils.get_hash_str"), AROUND, hooks.around_get_hash_str),
+        Touchpoint(at(UPDATER + "_observe_weight_load"), AROUND, weights.around_observe_weight_load),
     ],
     refused=arguments.REFUSED,
+    settle=weights.note_before_loading,
+    built=weights.note_loaded,
 )

@@ -12,15 +12,8 @@ import torch
 
 from sglang_oscar import names
 from sglang_oscar.attach import releases
-from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.tiers.arguments import check_storage
-from sglang_oscar.formats import origin
+from sglang_oscar.features.tiers.arguments import check_nameable, check_storage
 from sglang_oscar.settings import active
-
-UPDATED = (
-    "int2 mode cannot attach storage to a server whose weights were updated: its keys name the weights it was started "
-    "with; start a server on the new weights"
-)
 
 
 def around_get_mha_host_pool_cls(original: Callable[[Any], Any], source: Any, /) -> Any:
@@ -49,13 +42,13 @@ def around_create_backend(
     """Put salts and checks before a storage backend, also one that is attached while the server runs.
 
     Raises:
-        Int2Error: the backend, or how it is configured, is not served, weights were updated, files of weights have
-            changed since they were loaded, or the folder is another user's.
+        Int2Error: the backend, or how it is configured, is not served, files of weights have changed since they were
+            loaded, or the folder is another user's.
     """
     if active() is None:
         return original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
-    if origin.updated():
-        raise Int2Error(UPDATED)
+    from sglang.srt.runtime_context import get_server_args
+
     from sglang_oscar.features.tiers.folders import check_folder, folders_of
     from sglang_oscar.features.tiers.host_pool import Int2HostPool
     from sglang_oscar.features.tiers.salt import columns_of_this_process, salt_of_this_process
@@ -64,6 +57,7 @@ def around_create_backend(
     anchor = getattr(mem_pool_host, "anchor_entry", None)
     pool = mem_pool_host if anchor is None else anchor.host_pool
     assert isinstance(pool, Int2HostPool), f"the host tier of int2 mode is a {type(pool).__name__}"
+    check_nameable(releases.resolved(get_server_args()))
     check_storage(backend_name, pool.layout, bool(storage_config.tp_lcm_size))
     # Of a server's, names of pages would say which path a model was served from, though salts say what it is.
     named_alike = copy.copy(storage_config)
@@ -73,9 +67,7 @@ def around_create_backend(
         check_folder(folder)
     # SGLang tells clients the name of the class.
     named = type(type(backend).__name__, (CheckedStorage,), {})
-    checked = named(backend, pool, salt_of_this_process(pool.page_layout), columns_of_this_process(pool.page_layout))
-    origin.keep_with(checked)
-    return checked
+    return named(backend, pool, salt_of_this_process(pool.page_layout), columns_of_this_process(pool.page_layout))
 
 
 def around_get_hash_str(

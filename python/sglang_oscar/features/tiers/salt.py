@@ -43,18 +43,19 @@ def storage_salt(rows: str, model: dict[str, Any], heads: slice, ranks: int, pag
     return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def model_facts(args: Any, model: Any) -> dict[str, Any]:
+def model_facts(server_args: Any, model: Any) -> dict[str, Any]:
     """What decides which keys and values a text has: weights, how they are read, dtype, quantization and configuration.
 
     Args:
-        args: server arguments as SGLang resolved them.
+        server_args: as the worker has them.
         model: SGLang's ModelConfig.
 
     Raises:
         Int2Error: files of weights have changed since they were loaded.
     """
+    args = releases.resolved(server_args)
     return {
-        "weights": loaded_weights(args),
+        "weights": loaded_weights(server_args),
         "load format": args.load_format,  # "dummy" reads none of them
         "dtype": str(model.dtype),
         "quantization": args.quantization,
@@ -86,4 +87,4 @@ def salt_of_this_process(page: PageLayout) -> str:
     model = releases.model_config(args)
     rows = fingerprint(formats_of_this_process())
     ranks = get_parallel().attn_tp_size
-    return storage_salt(rows, model_facts(releases.resolved(args), model), own_heads(model), ranks, page)
+    return storage_salt(rows, model_facts(args, model), own_heads(model), ranks, page)

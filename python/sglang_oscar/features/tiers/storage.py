@@ -1,4 +1,5 @@
 """Storage of pages: every key is salted on its way to SGLang's storage backend, every page is checked on its way back.
+Once weights were updated the salt is this process's own, so that pages of other weights are never found.
 
 The trailer of a page holds a digest of its key and its rows. A page that another format, model or key has written is
 never asked for; one that is damaged is a miss, which ends the hit before it. Pages that hold NaN are not stored.
@@ -24,6 +25,7 @@ from sglang_oscar.features.tiers.finite import Column, is_finite
 from sglang_oscar.features.tiers.host_pool import Int2HostPool
 from sglang_oscar.features.tiers.page_files import DAMAGED, ENDLESS, FAILED, MISSING, OK
 from sglang_oscar.features.tiers.reports import say_endless, say_failed
+from sglang_oscar.formats import origin
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ class CheckedStorage:
 
     def key(self, key: str) -> str:
         """The key under which the backend has a page: 64 hex digits, like SGLang's own."""
-        return hashlib.sha256(f"{self._salt} {key}".encode()).hexdigest()
+        salt = " ".join(filter(None, (self._salt, origin.update())))
+        return hashlib.sha256(f"{salt} {key}".encode()).hexdigest()
 
     @property
     def is_files(self) -> bool:

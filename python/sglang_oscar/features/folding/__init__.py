@@ -1,1 +1,0 @@
-"""Folding the value rotation into the weights, and what that forbids."""
