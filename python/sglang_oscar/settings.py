@@ -40,10 +40,10 @@ UNSET = {
 THE_CACHE, ON_THE_SPOT = CACHED = ("the cache", "calibration on the spot")
 """What is said of where rotations are from."""
 
-GONE = {
-    "SGLANG_OSCAR_ABSORB_V_ROTATION": "values are rotated at every step and weights stay as they were loaded; unset it",
+WITHOUT_EFFECT = {
+    "SGLANG_OSCAR_ABSORB_V_ROTATION": "values are rotated at every step, and weights stay as they were loaded",
 }
-"""Variables of earlier versions, and what has come in their place."""
+"""Variables of the published release's command line that change nothing here, and why."""
 
 
 class Settings(BaseModel):
@@ -183,13 +183,11 @@ class Settings(BaseModel):
             env: environment; the process's own by default.
 
         Raises:
-            Int2Error: a value is out of range or malformed, or a variable of ours is gone or has an unknown name.
+            Int2Error: a value is out of range or malformed, or a variable of ours has an unknown name.
         """
         env = os.environ if env is None else env
-        for name in sorted(GONE.keys() & env.keys()):
-            raise Int2Error(f"{name} is gone: {GONE[name]}")
         known = {field.alias for field in cls.model_fields.values()}
-        values = {name: value for name, value in env.items() if name.startswith(PREFIXES)}
+        values = {k: value for k, value in env.items() if k.startswith(PREFIXES) and k not in WITHOUT_EFFECT}
         unknown = sorted(set(values) - known)
         if unknown:
             raise Int2Error(f"{unknown[0]} is not a setting; known are {', '.join(sorted(filter(None, known)))}")

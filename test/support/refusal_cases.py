@@ -129,7 +129,6 @@ VARIABLES = [
     ("SGLANG_OSCAR_V_CLIP_RATIO", "-0.1"),
     ("SGLANG_OSCAR_V_CLIP_RATIO", "nan"),
     ("SGLANG_OSCAR_V_CLIP_RATIO", "high"),
-    ("SGLANG_OSCAR_ABSORB_V_ROTATION", "0"),
     ("SGLANG_MIXED_KV_PREFIX_TOKENS", "48"),
     ("SGLANG_MIXED_KV_RECENT_TOKENS", "-1"),
     ("SGLANG_MIXED_KV_HP_DTYPE", "float32"),
@@ -237,12 +236,8 @@ def _of_variable(name: str, value: str) -> Refused:
     return Refused((name, value) if at_fault else (name,), env={name: value})
 
 
-VALUED = {name for name, _ in VARIABLES} - {
-    "SGLANG_OSCAR_K_ROTATION",
-    "SGLANG_MIXED_KV_SINK_TOKENS",
-    "SGLANG_OSCAR_ABSORB_V_ROTATION",
-}
-"""Variables that there are; the others are gone, or mistakes for them."""
+VALUED = {name for name, _ in VARIABLES} - {"SGLANG_OSCAR_K_ROTATION", "SGLANG_MIXED_KV_SINK_TOKENS"}
+"""Variables that there are; the others are mistakes for them."""
 
 
 def _table() -> dict[str, Refused]:

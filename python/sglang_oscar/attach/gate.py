@@ -9,6 +9,7 @@ be called, and then nothing would have been refused.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from sglang_oscar.attach import failure, known_arguments, processes, refusals, r
 from sglang_oscar.attach.feature import OfAnyServer, features
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.names import BACKEND, DEFAULT_PAGE_SIZE, GROUP_SIZE, is_int2
-from sglang_oscar.settings import Settings
+from sglang_oscar.settings import WITHOUT_EFFECT, Settings
 
 logger = logging.getLogger(__name__)
 COMMAND_LINE, PASSED = "_oscar_command_line", "_oscar_passed"
@@ -102,6 +103,8 @@ def resolve(original: Callable[..., None], self: Any) -> None:
     for feature in features():
         settings = feature.settle(self, settings, model, noted[feature.name])
     logger.info("int2 settings: %s", " ".join(settings.lines()))
+    for name in sorted(WITHOUT_EFFECT.keys() & os.environ.keys()):
+        logger.warning("int2 mode: %s has no effect: %s", name, WITHOUT_EFFECT[name])
     if untried:
         logger.warning("int2 mode: untried arguments: %s", ", ".join(untried))
     self.__dict__[PASSED] = True
