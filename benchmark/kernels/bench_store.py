@@ -25,19 +25,19 @@ def main() -> None:
     limit = read_bandwidth()
     rotation = rotation_of(QWEN3_8B.head_dim)
     keys, values = SideTransform(rotation, clip=0.96), SideTransform(clip=0.92)
-    absorbed = prepared(layouts, keys, values)
+    keys_only = prepared(layouts, keys, values)
     online = prepared(layouts, keys, replace(values, matrix=rotation))
     fitted = prepared(layouts, *(replace(side, gain=gain) for side, gain in zip((keys, values), FITTED, strict=True)))
     per_head = prepared(layouts, replace(keys, matrix=rotation.repeat(QWEN3_8B.kv, 1, 1)), values)
     rows: list[dict[str, object]] = []
     for tokens in TOKENS:
         case = StoreCase(tokens, layouts)
-        us = case.triton_us(absorbed)
+        us = case.triton_us(keys_only)
         rows.append({
-            "tokens": tokens, "cuda_us": case.cuda_us(absorbed), "cuda_us_rotating_v": case.cuda_us(online),
+            "tokens": tokens, "cuda_us": case.cuda_us(keys_only), "cuda_us_rotating_v": case.cuda_us(online),
             "cuda_us_fitted_scales": case.cuda_us(fitted), "cuda_us_per_head": case.cuda_us(per_head),
             "us": us, "us_rotating_v": case.triton_us(online), "us_per_head": case.triton_us(per_head),
-            "us_without_q": case.triton_us(absorbed, with_q=False),
+            "us_without_q": case.triton_us(keys_only, with_q=False),
             "GB/s": case.moved_bytes / us / 1e3, "of_limit": case.moved_bytes / us / 1e3 / limit,
             "bf16_index_copy_us": case.copy_us(),
         })  # fmt: skip

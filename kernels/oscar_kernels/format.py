@@ -114,10 +114,6 @@ class LayerFormat:
         """The same with its tensors on another device."""
         return self.with_transforms(self.key.transform.to(device), self.value.transform.to(device))
 
-    def absorbed(self) -> LayerFormat:
-        """The same for a model whose weights hold the value matrix: values come, and outputs leave, multiplied."""
-        return self.with_transforms(self.key.transform, self.value.transform.without_matrix())
-
 
 def mean_bits(formats: Iterable[LayerFormat]) -> float:
     """Stored bits per key or value channel over all layers, scales and zero points included."""
@@ -146,8 +142,7 @@ def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
     (:data:`oscar_kernels.layout.FORMAT_VERSION`) and per global layer id and side the heads, bits, group size, scale
     dtype, clip ratio, gain (of a side that is left exact its dtype in place of these four) and the float32 bytes of
     matrix, dual and center. It depends neither on the device nor, if given the formats of the whole model, on tensor
-    parallelism or on whether weights have absorbed the value matrix: that moves a product, not a stored byte. The
-    identity and a matrix of ones and zeros count as different.
+    parallelism. The identity and a matrix of ones and zeros count as different.
 
     Args:
         formats: of all layers of the model, by global layer id.

@@ -115,7 +115,3 @@ class SideTransform:
         names = ("matrix", "dual", "center")
         moved = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
         return replace(self, **moved)
-
-    def without_matrix(self) -> SideTransform:
-        """The same for vectors that come multiplied by the matrix, and for readers of which that is known."""
-        return replace(self, matrix=None, dual=None)

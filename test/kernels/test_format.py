@@ -82,15 +82,6 @@ def test_heads_of_a_rank() -> None:
     assert torch.equal(centered.center, center[1:3])
 
 
-def test_absorbed_values_keep_all_but_the_matrix() -> None:
-    matrix, dual = random_transform(D, 1)
-    side = SideFormat(64, transform=SideTransform(matrix, dual, clip=0.92, gain=1.0))
-    absorbed = LayerFormat(HEADS, D, side, side).absorbed()
-    assert absorbed.key.transform.matrix is matrix
-    left = absorbed.value.transform
-    assert (left.matrix, left.dual, left.back, left.clip, left.gain) == (None, None, None, 0.92, 1.0)
-
-
 def test_sides_have_rows_of_their_own() -> None:
     layer = LayerFormat(8, 128, SideFormat(64), SideFormat(128, torch.float32))
     assert layer.key_layout == RowLayout(8, 128, 64)

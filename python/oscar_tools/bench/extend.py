@@ -51,10 +51,8 @@ class Case:
         self.tables = replace(tables, kv_lens=tables.kv_lens - 1)
         self.cache = random_cache(slots, batch, LAYOUTS, WINDOWS)
         tokens = batch * chunk
-        layer = layer_format(LAYOUTS, SideTransform(rotation, clip=0.96), SideTransform(clip=0.92))
+        layer = layer_format(LAYOUTS, SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
         self.layer = prepare(layer, torch.bfloat16)
-        assert self.layer.key.reading is not None
-        self.reading = self.layer.key.reading
         heads = Q_HEADS + 2 * KV_HEADS
         fused = torch.randn(tokens, heads, HEAD_DIM, device=device()).bfloat16()
         self.q, self.k, self.v = fused.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -69,8 +67,20 @@ class Case:
 
     def triton(self) -> object:
         """All of it by our own kernel."""
-        rotated = rotate(self.q, self.reading)
-        return extend(self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
+        rotated, values = self.rotated()
+        return self.back(extend(self.cache, self.tables, self.q, self.k, values, self.indptr, rotated, SM_SCALE))
+
+    def rotated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and values as they meet what is cached."""
+        key, value = self.layer.key.reading, self.layer.value.matrix
+        assert key is not None
+        assert value is not None
+        return rotate(self.q, key), rotate(self.v, value)
+
+    def back(self, out: torch.Tensor) -> torch.Tensor:
+        """Outputs in the basis of the model."""
+        assert self.layer.value.reading is not None
+        return rotate(out, self.layer.value.reading)
 
     def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
         """Chunk and dequantized prefix by a stock kernel; prefixes of short chunks by the decode kernel."""
@@ -79,13 +89,13 @@ class Case:
         plan, planner.limits = planner.plan(self.tables, *self.lens), limits
 
         def call() -> object:
-            rotated = rotate(self.q, self.reading) if plan.has_prefix else None
-            out = ragged.run(plan, self.cache, self.tables, self.q, self.k, self.v, self.indptr, rotated, SM_SCALE)
+            rotated, values = self.rotated() if plan.has_prefix else (None, self.v)
+            out = ragged.run(plan, self.cache, self.tables, self.q, self.k, values, self.indptr, rotated, SM_SCALE)
             if plan.decoding is not None:
                 assert rotated is not None
                 own = plan.decoding.tokens
                 out[own] = decode(self.cache, plan.decoding.tables, rotated[own], SM_SCALE)
-            return out
+            return self.back(out) if plan.has_prefix else out
 
         return call
 
@@ -99,12 +109,12 @@ class Case:
             copies = ragged.load_joined(plan, self.cache, self.tables)
             rotated = store(self.chunks, self.slots, self.k, self.v, self.layer, q=self.q, copies=copies)
             assert rotated is not None
-            return ragged.run_joined(copies, rotated, SM_SCALE)
+            return self.back(ragged.run_joined(copies, rotated, SM_SCALE))
 
         return call
 
     def store(self) -> object:
-        """What follows attention: keys rotated, values absorbed."""
+        """What follows attention: keys and values rotated."""
         return store(self.chunks, self.slots, self.k, self.v, self.layer)
 
     def copy(self) -> Callable[[], object]:
