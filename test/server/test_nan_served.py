@@ -74,7 +74,8 @@ def test_nan_ends_with_its_request(model: Path, tmp_path: Path) -> None:
             said = pool.submit(refused, server, [*REFUSED[:100], BROKEN, *REFUSED[101:]])
             assert "not a number" in said.result()
             assert not any(math.isnan(score) for other in others for score in other.result())
-        assert "int2 request the-broken-one" in server.text()
+        assert "int2 request the-broken-one: the request was ended" in server.text()
+        assert "row of history" in server.text()
         # Its pages are nobody's: not even of the same request.
         begin = REFUSED[:99]
         requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()

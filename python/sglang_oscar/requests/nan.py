@@ -7,7 +7,6 @@ Where the prefix cache also holds what only the newest chunk has, a state or a w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.logits_column import LogitsColumn, take
 from sglang_oscar.requests.ending import end, is_ended
 
-logger = logging.getLogger(__name__)
 _ATTRIBUTE = "oscar_logits"
 """Of SGLang's result: the logits that belong to it."""
 _CHUNK = "oscar_chunk"
@@ -125,10 +123,9 @@ def end_broken(cache: Int2Cache, req: Any) -> None:
     """End a request, unless it was ended at an earlier chunk, and let nobody else find its sink block."""
     if is_ended(req):
         return
-    end(req, "the model's output is not a number (NaN)")
-    metrics.count("broken_requests")
     row = releases.row(req)
-    if row is not None:
-        logger.info("int2 request %s has %s", req.rid, cache.owned(row, releases.committed_tokens(req)))
+    owned = "" if row is None else cache.owned(row, releases.committed_tokens(req))
+    end(req, "the model's output is not a number (NaN)", owned)
+    metrics.count("broken_requests")
     if block := cache.rows.block_of(row):
         cache.sinks.withdraw(block)
