@@ -44,8 +44,8 @@ def test_one_batch_without_a_scheduler(tmp_path: Path) -> None:
     answers = [text.partition("== Prompt 0 ==")[2] for text in (stock, ours)]
     assert len(answers[0]) > 1000
     assert answers[1] == answers[0]
-    refused = started(["oscar_tools", "run", ONE_BATCH, *asked, *INT2, "--enable-lora"], HADAMARD)
-    assert (refused.returncode, "does not support LoRA adapters" in refused.stderr.splitlines()[-1]) == (78, True)
+    refused = started(["oscar_tools", "run", ONE_BATCH, *asked, *INT2, "--enable-streaming-session"], HADAMARD)
+    assert (refused.returncode, "does not support streaming sessions" in refused.stderr.splitlines()[-1]) == (78, True)
 
 
 def test_offline_throughput(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def launch(version: str, **variables: str) -> list[dict[str, Any]]:
     """What becomes of command lines: int2 mode, int2 mode with a refused flag, and BF16."""
     base = ["--model-path", str(MODEL), "--device", "cpu"]
     int2 = [*base, "--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64"]
-    cases = [{"argv": argv} for argv in (int2, [*int2, "--enable-lora"], base)]
+    cases = [{"argv": argv} for argv in (int2, [*int2, "--enable-streaming-session"], base)]
     return run_cases(cases, server_environment(HADAMARD | environment(version, **variables)))
 
 
@@ -118,7 +118,7 @@ def test_command_lines(version: str) -> None:
     assert accepted["values"]["attention_backend"] == "oscar"
     assert accepted["values"]["kv_cache_quant_group_size"] == 64
     assert refused["status"] == EXIT_CODE
-    assert "--enable-lora" in refused["error"].splitlines()[-1]
+    assert "--enable-streaming-session" in refused["error"].splitlines()[-1]
     assert plain["status"] == 0, plain["error"]
     assert plain["values"]["attention_backend"] != "oscar"
 
