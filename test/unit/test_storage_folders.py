@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.tiers import folders
 from sglang_oscar.features.tiers.arguments import REFUSED
 from sglang_oscar.features.tiers.folders import VARIABLE, check_folder, folders_of
 from support.stored_pages import backend
@@ -34,12 +35,15 @@ def test_a_folder_of_another_user(
     owner: int, me: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start of a server, and where storage is attached to one that runs; root's is taken."""
-    monkeypatch.setattr(os, "geteuid", lambda: me)
-    monkeypatch.setattr(os, "stat", lambda path: SimpleNamespace(st_uid=owner, st_mode=0o755))
+    told = SimpleNamespace(st_uid=owner, st_mode=0o755)
+    # Not those of everybody: pytest asks for files, too.
+    system = SimpleNamespace(geteuid=lambda: me, stat=lambda path: told, environ=os.environ, path=os.path)
+    monkeypatch.setattr(folders, "os", system)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     args = SimpleNamespace(
         enable_hierarchical_cache=True, hicache_storage_backend="file", hicache_mem_layout="page_first",
         hicache_io_backend="kernel", hicache_storage_backend_extra_config=None, speculative_algorithm=None,
+        enable_lora=None, lora_paths=None, remote_instance_weight_loader_start_seed_via_transfer_engine=False,
     )  # fmt: skip
     at_start = [what for check, what in REFUSED if check(args)]
     if refused:
