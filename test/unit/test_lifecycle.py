@@ -197,28 +197,45 @@ def test_readers_only_see_filled_blocks(steps: list[tuple[int, int]]) -> None:
             assert holds[cache.rows.block_of(other.req_pool_idx)] == other.origin_input_ids[0]
 
 
-def test_an_adapter_computes_its_own_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that of the request beside it; the batch behind has its adapters again."""
-    cache, done = make_cache(), []
-    queued = admit(cache, request(1, hit=SINK, extra_key="a", lora_id="a"), request(1, hit=SINK))
-    assert [refill.adapter for refill in queued] == ["a", None]
+def run_refills(
+    queued: list[Refill], done: list[Any], monkeypatch: pytest.MonkeyPatch, beside: Any, **runner: Any
+) -> None:
+    """A forward pass of ``beside`` behind refills, each a pass of its adapters; ``done`` takes what happens."""
+    cache = make_cache()
     for refill in queued:
-        cache.refills.add(refill.block, refill.token_ids, refill.images, refill.adapter)
+        cache.refills[refill.block] = refill
     monkeypatch.setattr(refill_pass, "cache_of", lambda pool: cache)
-    monkeypatch.setattr(refill_pass, "tokens_at_once", lambda args: 4 * SINK)
     monkeypatch.setattr(refill_pass.releases, "resolved", lambda args: args)
     monkeypatch.setattr(refill_pass.nan, "note", lambda *given: None)
     monkeypatch.setattr(refill_pass, "refill_batch", lambda cache, refills, beside: [one.adapter for one in refills])
-    runner = SimpleNamespace(
-        token_to_kv_pool=None,
-        server_args=None,
-        req_to_token_pool=SimpleNamespace(size=4),
-        lora_manager=SimpleNamespace(prepare_lora_batch=lambda batch: done.append(("prepared", batch))),
-        attn_backend=SimpleNamespace(refilling=nullcontext),
-    )
+    pools = {"token_to_kv_pool": None, "req_to_token_pool": SimpleNamespace(size=4), "server_args": None}
+    model = SimpleNamespace(**pools, **runner, attn_backend=SimpleNamespace(refilling=nullcontext))
+    refill_pass.around_model_forward(lambda model, batch: done.append(("run", batch)), model, beside)
+
+
+def test_an_adapter_computes_its_own_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the request beside it; the batch behind has its adapters again."""
+    done: list[Any] = []
+    queued = admit(make_cache(), request(1, hit=SINK, extra_key="a", lora_id="a"), request(1, hit=SINK))
+    assert [refill.adapter for refill in queued] == ["a", None]
+    monkeypatch.setattr(refill_pass, "tokens_at_once", lambda args: 4 * SINK)
     beside = SimpleNamespace(input_ids=SimpleNamespace(is_cuda=False))
-    refill_pass.around_model_forward(lambda runner, batch: done.append(("run", batch)), runner, beside)
+    adapters = SimpleNamespace(prepare_lora_batch=lambda batch: done.append(("prepared", batch)))
+    run_refills(queued, done, monkeypatch, beside, lora_manager=adapters)
     assert done == [("prepared", ["a", None]), ("run", ["a", None]), ("prepared", beside), ("run", beside)]
+
+
+def test_pixels_that_move_to_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind each pass with images, also where there are no adapters."""
+    done: list[Any] = []
+    images: Any = SimpleNamespace(tokens=SINK)
+    queued = [Refill(1, (0,) * SINK, images), Refill(2, (0,) * SINK, images), Refill(3, (0,) * SINK)]
+    monkeypatch.setattr(refill_pass, "tokens_at_once", lambda args: SINK)
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(refill_pass.torch.cuda, "current_stream", lambda: stream)
+    beside = SimpleNamespace(input_ids=SimpleNamespace(is_cuda=True))
+    run_refills(queued, done, monkeypatch, beside)
+    assert done == [("run", [None]), "waited", ("run", [None]), "waited", ("run", [None]), ("run", beside)]
 
 
 @pytest.mark.parametrize(

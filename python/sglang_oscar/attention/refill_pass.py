@@ -34,11 +34,11 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
                 adapters.prepare_lora_batch(batch)
             with self.attn_backend.refilling(part):
                 original(self, batch)
-        if adapters is not None:
-            adapters.prepare_lora_batch(forward_batch)
             if forward_batch.input_ids.is_cuda and any(refill.images for refill in part):
                 # SGLang moves pixels to the host behind a pass, and the batch may be about to read them there.
                 torch.cuda.current_stream().synchronize()
+        if adapters is not None:
+            adapters.prepare_lora_batch(forward_batch)
         logger.info(
             "int2 sink refill: %d blocks computed again (%d since the start)", len(refills), cache.refills.total
         )
