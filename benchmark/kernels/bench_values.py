@@ -32,13 +32,12 @@ from oscar_tools.bench.report import report
 from oscar_tools.bench.store import prepared
 from oscar_tools.bench.synthetic import PAGE, QWEN3_8B, WINDOWS, layouts_of, random_cache, shuffled_tables
 from oscar_tools.bench.timing import layers_of, read_bandwidth, time_us
+from sglang_oscar.attention.gpu import MOST_CUDA_TOKENS
 
 HEADS = QWEN3_8B
 HIDDEN, LAYERS = 4096, 36
 WEIGHT_BYTES = 15.1e9
 """Read in a step of Qwen3-8B."""
-MOST_CUDA_TOKENS = 128
-"""As the plugin decides."""
 KINDS = ("folded", "online", "apart")
 SHAPES = "1x8192,2x8192,4x8192,8x8192,16x8192,32x8192,64x8192,128x8192"
 

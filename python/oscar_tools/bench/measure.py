@@ -18,6 +18,7 @@ from oscar_tools.bench.store import StoreCase, prepared
 from oscar_tools.bench.synthetic import layouts_of, rotation_of
 from oscar_tools.bench.timing import read_bandwidth, time_us
 from oscar_tools.bench.verify import verify_us
+from sglang_oscar.attention.gpu import MOST_CUDA_TOKENS
 
 WIDTHS = ("k2v2", "k3v2")
 """Bits of rows: the fewest, and the default."""
@@ -25,8 +26,6 @@ BASELINES = (("fa3", "fa3_fp8"), ("flashinfer", "flashinfer_fp8"))
 """Stock kernels, those of one process together; the last compile when they are called first."""
 STOCK = {"bf16": ("fa3", "flashinfer"), "fp8": ("fa3_fp8", "flashinfer_fp8")}
 """Those by their caches."""
-MOST_CUDA_TOKENS = 128
-"""Of a decode step that a server stores by the CUDA kernel."""
 Result = tuple[Any, ...]
 
 
@@ -68,8 +67,8 @@ def others(kernel: str, sizes: Sizes) -> Iterator[Result]:
         yield "verify", {**load._asdict(), "new": sizes.drafts, **{name: times[of] for name, of in names.items()}}
         torch.cuda.empty_cache()
     layouts = layouts_of(WIDTHS[-1], sizes.heads.kv, sizes.heads.head_dim)
-    key, value = SideTransform(rotation_of(sizes.heads.head_dim), clip=0.96), SideTransform(clip=0.92)
-    layer = prepared(layouts, key, value)
+    rotation = rotation_of(sizes.heads.head_dim)
+    layer = prepared(layouts, SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
     for tokens in sizes.store:
         case = StoreCase(tokens, layouts, sizes.heads)
         cuda_us = case.cuda_us(layer) if tokens <= MOST_CUDA_TOKENS else None
