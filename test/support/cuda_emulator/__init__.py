@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import re
 import shutil
 import subprocess
@@ -26,12 +27,24 @@ COMPILER = shutil.which("g++")
 HERE = Path(__file__).parent
 BLOCKS = 3
 """Multiprocessors that the emulated GPU has."""
+STACK = 256 << 10
+"""Bytes of the stack of one emulated thread."""
 OPTIONS = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fvisibility=hidden"]
 OPTIONS += ["-shared", "-fPIC"]
 PARAMETERS = {
     "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result", "Reading")),
     "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int")),
 }
+
+
+_taken = [mmap.mmap(-1, STACK)]
+
+
+def _stacks(threads: int) -> ctypes.c_void_p:
+    """Stacks that every kernel shares: a process that maps more than the machine's memory cannot fork."""
+    if len(_taken[0]) < threads * STACK:
+        _taken[0] = mmap.mmap(-1, threads * STACK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(_taken[0])))
 
 
 @cache
@@ -53,9 +66,9 @@ def build(name: str, function: str, defines: tuple[tuple[str, int], ...], shared
     arguments = ", ".join(f"*({of}*)arguments[{index}]" for index, of in enumerate(types))
     sources["main.cpp"] = f"""
 #include "{name}"
-extern "C" __attribute__((visibility("default"))) void run(int blocks, int threads, void** arguments) {{
+extern "C" __attribute__((visibility("default"))) void run(int blocks, int threads, char* stacks, void** arguments) {{
   auto kernel = [&] {{ {function}({arguments}); }};
-  emulator::launch(blocks, threads, {shared_bytes}, kernel);
+  emulator::launch(blocks, threads, {shared_bytes}, stacks, {STACK}, kernel);
 }}
 """
     macros = [f"-D{key}={value}" for key, value in defines]
@@ -74,7 +87,7 @@ extern "C" __attribute__((visibility("default"))) void run(int blocks, int threa
 
     def run(blocks: int, threads: int, arguments: list[Any]) -> None:
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        loaded.run(blocks, threads, addresses)
+        loaded.run(blocks, threads, _stacks(blocks * threads), addresses)
 
     return run
 

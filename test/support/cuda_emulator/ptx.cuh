@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <vector>
 
 typedef unsigned int u32;
@@ -88,7 +87,6 @@ struct Block {
   std::vector<Warp> warps;
 };
 
-constexpr size_t STACK = 256 << 10;
 
 struct Thread {
   Dim index, block_index;
@@ -184,12 +182,10 @@ inline bool sleeps(u32 round, u32 warp) {
 }
 
 template <class Kernel>
-void launch(int blocks, int threads, int shared_bytes, const Kernel& kernel) {
+void launch(int blocks, int threads, int shared_bytes, char* stacks, size_t stack_bytes, const Kernel& kernel) {
   grid = {(u32)blocks, 1, 1}, size = {(u32)threads, 1, 1};
   std::vector<Block> all(blocks);
   std::vector<Thread> fibers((size_t)blocks * threads);
-  static std::vector<std::unique_ptr<char[]>> stacks;
-  while (stacks.size() < fibers.size()) stacks.emplace_back(new char[STACK]);
   for (int b = 0; b < blocks; b++) {
     Block& block = all[b];
     block.memory.assign(shared_bytes + 65536 + 1024, (char)0xFF);  // NaN in every format
@@ -201,8 +197,8 @@ void launch(int blocks, int threads, int shared_bytes, const Kernel& kernel) {
       thread.index = {(u32)t, 0, 0}, thread.block_index = {(u32)b, 0, 0};
       thread.block = &block, thread.warp = &block.warps[t / 32], thread.lane = t % 32;
       getcontext(&thread.beginning);
-      thread.beginning.uc_stack.ss_sp = stacks[number].get();
-      thread.beginning.uc_stack.ss_size = STACK;
+      thread.beginning.uc_stack.ss_sp = stacks + number * stack_bytes;
+      thread.beginning.uc_stack.ss_size = stack_bytes;
       thread.beginning.uc_link = nullptr;
       u64 at = (u64)(uintptr_t)&kernel;
       makecontext(&thread.beginning, (void (*)())enter<Kernel>, 2, (u32)(at >> 32), (u32)at);
