@@ -306,7 +306,8 @@ def test_prefixes_of_short_chunks_by_the_cuda_kernel(gqa: int, device: torch.dev
         pytest.skip("needs compute capability 9.0")
     shape = Shape(gqa=gqa, kv_heads=4, head_dim=128, group=128, windows=Windows(64, 256, 256), page_size=64)
     case = make(shape, [6000, 0, 9000, 4000, 300] * 4, [22, 3, 25, 20, 40] * 4, device)
-    kernel = decode_choice.choose("cuda", [case.batch.cache], 64, shape.q_heads, shape.dtype, 1, short_chunks=True)
+    task = decode_choice.DecodeTask("cuda", [case.batch.cache], 64, shape.q_heads, shape.dtype, short_chunks=True)
+    kernel = decode_choice.choose(task, max_batch=1)
     limits = Limits(8192, 8, 32, 2240)
     plan = ragged_extend_of(case, limits, device, kernel).planner.plan(
         case.batch.tables, case.batch.tables.kv_lens.tolist(), case.lengths

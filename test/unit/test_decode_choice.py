@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from oscar_kernels.cuda import decode as cuda
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton import decode as triton
 from sglang_oscar.attention import decode_choice
 from sglang_oscar.errors import Int2Error
@@ -26,10 +28,15 @@ def cache_of(bits: int) -> LayerCache:
 
 
 CACHE, EXACT = cache_of(2), cache_of(16)
+VARIANT_OF = cuda.variant_of
 
 
-def choose(setting: str, max_batch: int = 65, short_chunks: bool = False, drafts: int = 0) -> Any:
-    return decode_choice.choose(setting, [CACHE], 64, 32, torch.bfloat16, max_batch, short_chunks, drafts)  # type: ignore[arg-type]
+def task(setting: str = "auto", caches: Sequence[LayerCache] = (CACHE,), q_heads: int = 32, **more: Any) -> Any:
+    return decode_choice.DecodeTask(setting, caches, 64, q_heads, torch.bfloat16, **more)  # type: ignore[arg-type]
+
+
+def choose(setting: str, max_batch: int = 65, **more: Any) -> Any:
+    return decode_choice.choose(task(setting, **more), max_batch)
 
 
 @pytest.fixture
@@ -67,7 +74,10 @@ def test_a_kernel_that_cannot_be_built_is_one_line(monkeypatch: pytest.MonkeyPat
 def test_a_workspace_has_room_for_each_of_its_uses(
     max_batch: int, short_chunks: bool, drafts: int, largest: int
 ) -> None:
-    assert choose("auto", max_batch, short_chunks, drafts)._workspace.numel() == cuda.MAX_BATCH + largest
+    assert (
+        choose("auto", max_batch, short_chunks=short_chunks, drafts=drafts)._workspace.numel()
+        == cuda.MAX_BATCH + largest
+    )
 
 
 def test_elsewhere_triton_decodes_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,7 +94,7 @@ def test_layers_that_are_left_exact_are_read_by_triton(
 ) -> None:
     """Beside layers with codes, which keep the CUDA kernel, and behind its counters; else Triton decodes all."""
     with caplog.at_level(logging.INFO):
-        decode = decode_choice.choose("auto", [EXACT, CACHE], 64, 32, torch.bfloat16, 65, False)
+        decode = choose("auto", caches=[EXACT, CACHE])
     assert "CUDA kernel, Triton kernel in layers with keys or values of 16 bits" in caplog.text
     monkeypatch.setattr(triton, "decode", lambda cache, *args, workspace, **more: ("triton", cache, workspace.numel()))
     monkeypatch.setattr(cuda, "decode", lambda cache, *args, workspace, **more: ("cuda", cache))
@@ -92,8 +102,24 @@ def test_layers_that_are_left_exact_are_read_by_triton(
     q, needed = torch.empty(0), triton.workspace_numel(EXACT, 32, 65)
     assert decode(EXACT, tables, q, 1.0) == ("triton", EXACT, needed)
     assert decode(CACHE, tables, q, 1.0) == ("cuda", CACHE)
-    alone = decode_choice.choose("auto", [EXACT], 64, 32, torch.bfloat16, 65, False)
+    alone = choose("auto", caches=[EXACT])
     assert alone(EXACT, tables, q, 1.0) == ("triton", EXACT, needed)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("short_chunks", [False, True])
+@pytest.mark.parametrize("sink_logits", [False, True])
+def test_what_a_server_launches_is_compiled_at_its_start(
+    short_chunks: bool, sink_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps multiply outputs, and write log-sum-exps for sink logits; prefixes of short chunks are merged first."""
+    compiled: set[tuple[bool, int]] = set()
+    monkeypatch.setattr(cuda, "variant_of", VARIANT_OF)
+    monkeypatch.setattr(cuda, "prepare", lambda variant: compiled.add((variant.lse, variant.reading_terms)))
+    reading = split_matrix(torch.eye(128), torch.bfloat16)
+    choose("auto", short_chunks=short_chunks, sink_logits=sink_logits, readings=[reading])
+    merged = {(True, 0), (sink_logits, 0)} if short_chunks else set()
+    assert compiled == {(sink_logits, cuda.READING_TERMS), *merged}
 
 
 def test_a_cpu_has_no_choice() -> None:
@@ -104,7 +130,7 @@ def test_a_cpu_has_no_choice() -> None:
 
 
 def choose_verify(decode: Any, q_heads: int = 32, requests: int = 65, drafts: int = 4) -> Any:
-    return decode_choice.choose_verify(decode, [CACHE], 64, q_heads, torch.bfloat16, requests, drafts)
+    return decode_choice.choose_verify(decode, task(q_heads=q_heads, drafts=drafts), requests)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -24,8 +24,13 @@ def geometry(drafts: int) -> Geometry:
     return Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256 + drafts, max_splits=4), BF16, layers=36)
 
 
+def task(drafts: int) -> decode_choice.DecodeTask:
+    kinds = without_rows(geometry(drafts), "cpu")
+    return decode_choice.DecodeTask("auto", kinds, 64, 32, BF16, short_chunks=True, drafts=drafts)
+
+
 def of(drafts: int, ranks: int = 1) -> DecodeWorkspace:
-    return decode_workspace(geometry(drafts), "auto", "cpu", BF16, 32, 64, 40_960, drafts, ranks, short_chunks=True)
+    return decode_workspace(task(drafts), geometry(drafts).formats, 40_960, ranks)
 
 
 @pytest.mark.parametrize(("drafts", "gigabytes"), [(8, 0.19), (16, 0.36), (64, 1.37)])
@@ -34,8 +39,7 @@ def test_partial_results_of_a_verification(drafts: int, gigabytes: float, monkey
     monkeypatch.setattr(decode_choice.triton, "default_pieces", lambda cache: 132 * 16 // cache.kv_heads)
     planned = of(drafts).partial_bytes(256)
     assert planned / 1e9 == pytest.approx(gigabytes, rel=0.03)
-    kinds = without_rows(geometry(drafts), "cpu")
-    made = decode_choice.choose("auto", kinds, 64, 32, BF16, 256, True, drafts)
+    made = decode_choice.choose(task(drafts), 256)
     assert isinstance(made, decode_choice.TritonDecode)
     assert made.workspace.nbytes == planned
 

@@ -183,7 +183,8 @@ def served(setting: extend_choice.Setting, budget: int = BUDGET) -> Served:
     backend = extend_choice.choose(setting, "cuda", HEAD_DIM, sink_logits=False)
     assert backend is not None
     stock = backend != "triton"
-    decode = decode_choice.choose("auto", [cache], PAGE, Q_HEADS, torch.bfloat16, 256, short_chunks=stock)
+    task = decode_choice.DecodeTask("auto", [cache], PAGE, Q_HEADS, torch.bfloat16, short_chunks=stock)
+    decode = decode_choice.choose(task, max_batch=256)
     if backend == "triton":
         return Served(backend, decode, None)
     geometry = Geometry.uniform(LAYOUT, WINDOWS, torch.bfloat16, layers=1)

@@ -126,7 +126,8 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
     import torch
 
     from sglang_oscar.attention import extend_choice
-    from sglang_oscar.attention.decode_workspace import decode_workspace
+    from sglang_oscar.attention.decode_choice import DecodeTask
+    from sglang_oscar.attention.decode_workspace import decode_workspace, without_rows
     from sglang_oscar.features.speculation.arguments import CHAIN
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
 
@@ -138,11 +139,9 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
     if backend is not None and backend != "triton":
         extend = extend_choice.workspace(backend, geometry.any_layer, q_heads, model.dtype, budget)
     drafts = CHAIN["speculative_num_draft_tokens"] if "draft bytes" in loaded else 0
-    beside = decode_workspace(
-        geometry, settings.decode_backend, "cuda", model.dtype, q_heads, DEFAULT_PAGE_SIZE, model.context_len, drafts,
-        loaded["ranks"], extend is not None,
-    )  # fmt: skip
-    return extend, beside
+    kinds, short_chunks = without_rows(geometry, "cuda"), extend is not None
+    task = DecodeTask(settings.decode_backend, kinds, DEFAULT_PAGE_SIZE, q_heads, model.dtype, short_chunks, drafts)
+    return extend, decode_workspace(task, geometry.formats, model.context_len, loaded["ranks"])
 
 
 def host_facts(loaded: dict[str, Any], size: int, ratio: float) -> str:

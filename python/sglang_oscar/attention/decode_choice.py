@@ -6,7 +6,8 @@ The choice follows from the GPU and the shape of the model, is made once, at sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -14,6 +15,7 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH, Decode
 from oscar_kernels.prepared import SplitMatrix
@@ -32,7 +34,7 @@ class TritonDecode:
     """The Triton kernel, for every kind of rows.
 
     Args:
-        workspace: float32 of :func:`workspace_numel` elements or more: launches follow each other.
+        workspace: float32 of :meth:`DecodeTask.workspace_numel` elements or more: launches follow each other.
     """
 
     def __init__(self, workspace: torch.Tensor) -> None:
@@ -63,7 +65,7 @@ class CudaDecode:
     """The CUDA kernel. It reads codes; layers that leave keys or values exact are the Triton kernel's.
 
     Args:
-        workspace: float32 of :func:`workspace_numel` zeros or more: launches follow each other.
+        workspace: float32 of :meth:`DecodeTask.workspace_numel` zeros or more: launches follow each other.
     """
 
     def __init__(self, workspace: torch.Tensor) -> None:
@@ -114,127 +116,131 @@ def check(setting: Setting, device: str) -> None:
         raise Int2Error(f"{VARIABLE}={setting} needs --device cuda; unset it")
 
 
-def workspace_numel(
-    setting: Setting,
-    caches: Sequence[LayerCache],
-    page_size: int,
-    q_heads: int,
-    dtype: torch.dtype,
-    max_batch: int,
-    short_chunks: bool,
-    drafts: int = 0,
-) -> int:
-    """float32 elements that decode, the prefixes of short chunks and verification take turns to use.
-
-    Args:
-        setting, caches, page_size, q_heads, dtype, max_batch, short_chunks, drafts: as in :func:`choose`; of the
-            caches only layouts, windows and device matter.
-    """
-    batch = max(max_batch, SHORT_BATCH) if short_chunks else max_batch
-    by_cuda = _not_cuda(setting, caches, page_size, q_heads, dtype, max_batch) is None
-    sizes = []
-    for cache in caches:
-        for requests, new in ((batch, 0), (max_batch, drafts)) if drafts else ((batch, 0),):
-            if by_cuda and not cache.exact:
-                sizes.append(cuda.workspace_numel(cache, q_heads, requests, new))
-            else:
-                counters = cuda.MAX_BATCH if by_cuda else 0
-                sizes.append(counters + triton.workspace_numel(cache, q_heads, requests, drafts=new))
-    return max(sizes)
-
-
-def _not_cuda(
-    setting: Setting, caches: Sequence[LayerCache], page_size: int, q_heads: int, dtype: torch.dtype, max_batch: int
-) -> str | None:
-    """Why the CUDA kernel does not decode; None where it does."""
-    if setting == "triton":
-        return f"{VARIABLE}=triton"
-    reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch) for cache in _coded(caches) or caches)
-    return next(filter(None, reasons), None)
-
-
-def choose(
-    setting: Setting,
-    caches: Sequence[LayerCache],
-    page_size: int,
-    q_heads: int,
-    dtype: torch.dtype,
-    max_batch: int,
-    short_chunks: bool,
-    drafts: int = 0,
-    readings: Sequence[SplitMatrix | None] = (None,),
-) -> CudaDecode | TritonDecode:
-    """The kernel for a cache on a GPU, compiled and loaded, with a workspace.
+@dataclass(frozen=True, eq=False)
+class DecodeTask:
+    """What decode and verification have to do on a rank.
 
     Args:
         setting: of the variable.
-        caches: one layer of every kind of rows. Those with codes are read by one kernel.
+        caches: one layer of every kind of rows; only layouts, windows and device matter. Those with codes are read by
+            one kernel.
         page_size: tokens of a page.
         q_heads: query heads on this rank.
-        dtype: of queries, keys and values.
-        max_batch: requests of a decode batch at most.
-        short_chunks: it reads the prefixes of short chunks, too (:mod:`oscar_kernels.ragged_extend`).
+        dtype: of queries, keys and values, bfloat16 or float16.
+        short_chunks: decode reads the prefixes of short chunks, too (:mod:`oscar_kernels.ragged_extend`).
         drafts: new tokens of a request that are verified at once; 0 without speculation.
-        readings: what outputs of decode are multiplied by, those of one layer of every kind.
+        sink_logits: whether layers come with them; decode writes log-sum-exps then.
+        readings: what outputs are multiplied by, those of one layer of every kind; None where values are not rotated.
+    """
+
+    setting: Setting
+    caches: Sequence[LayerCache]
+    page_size: int
+    q_heads: int
+    dtype: torch.dtype
+    short_chunks: bool = False
+    drafts: int = 0
+    sink_logits: bool = False
+    readings: Sequence[SplitMatrix | None] = (None,)
+
+    @property
+    def coded(self) -> list[LayerCache]:
+        """Caches with codes on both sides."""
+        return [cache for cache in self.caches if not cache.exact]
+
+    def not_cuda(self, max_batch: int) -> str | None:
+        """Why the CUDA kernel does not decode up to ``max_batch`` requests at once; None where it does."""
+        if self.setting == "triton":
+            return f"{VARIABLE}=triton"
+        reasons = (self._unsupported(cache, max_batch) for cache in self.coded or self.caches)
+        return next(filter(None, reasons), None)
+
+    def _unsupported(self, cache: LayerCache, max_batch: int) -> str | None:
+        return cuda.unsupported(cache, self.page_size, self.q_heads, self.dtype, max_batch)
+
+    def workspace_numel(self, max_batch: int) -> int:
+        """float32 elements that decode, the prefixes of short chunks and verification take turns to use, for up to
+        ``max_batch`` requests of a batch.
+        """
+        batch = max(max_batch, SHORT_BATCH) if self.short_chunks else max_batch
+        by_cuda = self.not_cuda(max_batch) is None
+        sizes = []
+        for cache in self.caches:
+            for requests, new in ((batch, 0), (max_batch, self.drafts)) if self.drafts else ((batch, 0),):
+                if by_cuda and not cache.exact:
+                    sizes.append(cuda.workspace_numel(cache, self.q_heads, requests, new))
+                else:
+                    counters = cuda.MAX_BATCH if by_cuda else 0
+                    sizes.append(counters + triton.workspace_numel(cache, self.q_heads, requests, drafts=new))
+        return max(sizes)
+
+    def cuda_variants(self) -> Iterator[Variant]:
+        """What the CUDA kernel is compiled for: decode steps, and prefixes of short chunks, whose outputs are
+        multiplied together with those of the chunks.
+        """
+        uses = [(self.sink_logits, reading) for reading in self.readings]
+        if self.short_chunks:
+            # Prefixes are merged with chunks; behind a chunk of one token there is nothing to merge.
+            uses += [(True, None), (self.sink_logits, None)]
+        for cache, (lse, reading) in product(self.coded or self.caches, uses):
+            yield cuda.variant_of(cache, self.page_size, self.q_heads, self.dtype, lse, reading=reading)
+
+
+def choose(task: DecodeTask, max_batch: int) -> CudaDecode | TritonDecode:
+    """The kernel for a cache on a GPU, compiled and loaded, with a workspace.
+
+    Args:
+        task: what it has to do.
+        max_batch: requests of a decode batch at most.
 
     Raises:
         Int2Error: ``cuda`` is asked for and cannot do this, or the kernel cannot be built on this machine.
     """
-    reason = _not_cuda(setting, caches, page_size, q_heads, dtype, max_batch)
-    numel = workspace_numel(setting, caches, page_size, q_heads, dtype, max_batch, short_chunks, drafts)
-    workspace = torch.zeros(numel, dtype=torch.float32, device=caches[0].k_rows.device)
+    reason = task.not_cuda(max_batch)
+    numel = task.workspace_numel(max_batch)
+    workspace = torch.zeros(numel, dtype=torch.float32, device=task.caches[0].k_rows.device)
     if reason is None:
-        coded = _coded(caches) or caches
         try:
-            for cache in coded:
-                for reading in readings:
-                    cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, reading=reading))
-                for lse in (False, True) if short_chunks else ():
-                    cuda.prepare(cuda.variant_of(cache, page_size, q_heads, dtype, lse))
+            for variant in task.cuda_variants():
+                cuda.prepare(variant)
         except KernelError as error:
             raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
-        beside = "" if len(coded) == len(caches) else ", Triton kernel in layers with keys or values of 16 bits"
+        only = len(task.coded) in (0, len(task.caches))
+        beside = "" if only else ", Triton kernel in layers with keys or values of 16 bits"
         logger.info("int2 decode: CUDA kernel%s", beside)
         return CudaDecode(workspace)
-    if setting == "cuda":
+    if task.setting == "cuda":
         raise Int2Error(f"{VARIABLE}=cuda: {reason}; set it to auto or triton")
     logger.info("int2 decode: Triton kernel, because %s", reason)
     return TritonDecode(workspace)
 
 
-def choose_verify(
-    decode: CudaDecode | TritonDecode, caches: Sequence[LayerCache], page_size: int, q_heads: int, dtype: torch.dtype,
-    max_batch: int, drafts: int, readings: Sequence[SplitMatrix | None] = (None,),
-) -> Verify:  # fmt: skip
+def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch: int) -> Verify:
     """The kernel that attends to several new tokens of a request, compiled and loaded: of the kind that decodes.
 
     Args:
-        decode: what was chosen for decode, with room for these drafts in its workspace.
-        caches: one layer of every kind of rows.
-        page_size: tokens of a page.
-        q_heads: query heads on this rank.
-        dtype: of queries, keys and values.
+        decode: what was chosen for the task, with room for its drafts in the workspace.
+        task: what it has to do.
         max_batch: requests of a batch at most.
-        drafts: new tokens of a request.
-        readings: as in :func:`choose`.
 
     Raises:
         Int2Error: the kernel cannot do this, or cannot be built on this machine.
     """
+    drafts = task.drafts
     if not isinstance(decode, CudaDecode):
-        reasons = (triton.unsupported_verify(cache, q_heads, max_batch, drafts) for cache in caches)
+        reasons = (triton.unsupported_verify(cache, task.q_heads, max_batch, drafts) for cache in task.caches)
         if (reason := next(filter(None, reasons), None)) is not None:
             raise Int2Error(f"{reason}; lower --max-running-requests or --speculative-num-draft-tokens")
         logger.info("int2 verification: Triton kernel, %d tokens of a request", drafts)
         return decode.verify
-    coded = _coded(caches)
-    reasons = (cuda.unsupported(cache, page_size, q_heads, dtype, max_batch, drafts) for cache in coded)
+    rest = task.page_size, task.q_heads, task.dtype
+    reasons = (cuda.unsupported(cache, *rest, max_batch, drafts) for cache in task.coded)
     if (reason := next(filter(None, reasons), None)) is not None:
         raise Int2Error(f"{reason}; set {VARIABLE}=triton, or drop --speculative-algorithm")
     try:
         variants = [
-            cuda.variant_of(cache, page_size, q_heads, dtype, drafts=drafts, reading=reading)
-            for cache, reading in product(coded, readings)
+            cuda.variant_of(cache, *rest, drafts=drafts, reading=reading)
+            for cache, reading in product(task.coded, task.readings)
         ]
         for variant in variants:
             cuda.prepare(variant)
@@ -246,8 +252,3 @@ def choose_verify(
         max(one.passes for one in variants),
     )
     return decode.verify
-
-
-def _coded(caches: Sequence[LayerCache]) -> list[LayerCache]:
-    """Those with codes on both sides."""
-    return [cache for cache in caches if not cache.exact]

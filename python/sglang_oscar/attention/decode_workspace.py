@@ -10,7 +10,7 @@ import torch
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.prepared import TERMS
-from sglang_oscar.attention import decode_choice
+from sglang_oscar.attention.decode_choice import DecodeTask
 from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.part import Part
 from sglang_oscar.memory.plan import MemoryPlan
@@ -45,41 +45,22 @@ class DecodeWorkspace(Part):
         ]
 
 
-def decode_workspace(
-    geometry: Geometry,
-    setting: decode_choice.Setting,
-    device: str,
-    dtype: torch.dtype,
-    q_heads: int,
-    page_size: int,
-    context: int,
-    drafts: int,
-    ranks: int,
-    short_chunks: bool,
-) -> DecodeWorkspace:
+def decode_workspace(task: DecodeTask, formats: Mapping[int, LayerFormat], context: int, ranks: int) -> DecodeWorkspace:
     """What GPU kernels take.
 
     Args:
-        geometry: of the cache on this rank.
-        setting: which kernel decodes.
-        device: where the cache will be.
-        dtype: of queries, keys and values, bfloat16 or float16.
-        q_heads: query heads on this rank.
-        page_size: tokens of a page.
+        task: what decode has to do, on caches of :func:`without_rows`.
+        formats: of the layers on this rank.
         context: tokens of a request at most.
-        drafts: new tokens of a request that are verified at once; 0 without speculation.
         ranks: that attention is split over; steps are filled up to a multiple of them.
-        short_chunks: whether the decode kernel reads prefixes of short chunks, too.
     """
-    kinds = without_rows(geometry, device)
 
     def partial_bytes(requests: int) -> int:
-        batch = -(-requests // ranks) * ranks
-        return 4 * decode_choice.workspace_numel(setting, kinds, page_size, q_heads, dtype, batch, short_chunks, drafts)
+        return 4 * task.workspace_numel(-(-requests // ranks) * ranks)
 
     # See DecodeTables: a page table, four numbers, and two slots and a word for every new token.
-    tables = 4 * -(-context // page_size) + 16 + 24 * max(drafts, 1)
-    return DecodeWorkspace(partial_bytes, tables, matrix_bytes(geometry.formats, dtype))
+    tables = 4 * -(-context // task.page_size) + 16 + 24 * max(task.drafts, 1)
+    return DecodeWorkspace(partial_bytes, tables, matrix_bytes(formats, task.dtype))
 
 
 def without_rows(geometry: Geometry, device: str) -> list[LayerCache]:

@@ -9,7 +9,7 @@ from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AROUND, SRT, Touchpoint, at
 from sglang_oscar.attention import decode_choice, extend_choice, refill_pass
-from sglang_oscar.attention.decode_workspace import decode_workspace
+from sglang_oscar.attention.decode_workspace import decode_workspace, without_rows
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.settings import Settings, of_this_process
 
@@ -51,11 +51,11 @@ def parts(sizing: Sizing) -> list[Part]:
     if chosen is not None and chosen != "triton":
         found.append(extend_choice.workspace(chosen, layer, q_heads, model.dtype, sizing.budget_bytes))
     drafts = new_tokens(releases.resolved(configurator.server_args))
-    beside = decode_workspace(
-        geometry, settings.decode_backend, configurator.device, model.dtype, q_heads, configurator.page_size,
-        model.context_len, drafts, ranks, bool(found),
-    )  # fmt: skip
-    return [*found, beside]
+    kinds = without_rows(geometry, configurator.device)
+    task = decode_choice.DecodeTask(
+        settings.decode_backend, kinds, configurator.page_size, q_heads, model.dtype, bool(found), drafts
+    )
+    return [*found, decode_workspace(task, geometry.formats, model.context_len, ranks)]
 
 
 FEATURE = Feature(

@@ -63,22 +63,13 @@ class GpuKernels:
         # Kernels are compiled for every kind of rows.
         kinds = list({(layer.cache.k_layout, layer.cache.v_layout): layer for layer in cache.layers.values()}.values())
         caches = [layer.cache for layer in kinds]
-        self._decode = decode_choice.choose(
-            cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype,
-            max_batch, cache.plan.part(ExtendWorkspace) is not None, drafts, readings,
+        plan, workspace = cache.plan, cache.plan.part(ExtendWorkspace)
+        task = decode_choice.DecodeTask(
+            cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype, short_chunks=workspace is not None,
+            drafts=drafts, sink_logits=sink_logits, readings=readings,
         )  # fmt: skip
-        self._verify: decode_choice.Verify | None = None
-        if drafts:
-            self._verify = decode_choice.choose_verify(
-                self._decode,
-                caches,
-                cache.page_size,
-                q_heads,
-                dtype,
-                max_batch,
-                drafts,
-                readings,
-            )
+        self._decode = decode_choice.choose(task, max_batch)
+        self._verify = decode_choice.choose_verify(self._decode, task, max_batch) if drafts else None
         self._arranged: dict[int, PreparedLayer] = {}
         if isinstance(self._decode, decode_choice.CudaDecode):
             coded = [layer for layer in cache.layers.values() if not layer.cache.exact]
@@ -89,7 +80,6 @@ class GpuKernels:
                     cuda_store.prepare(variant, self._arranged[id(layer)])
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
-        plan, workspace = cache.plan, cache.plan.part(ExtendWorkspace)
         self._ragged: RaggedExtend | None = None
         reason = why_not_flash(cache.settings.extend_backend, plan.geometry.any_layer.head_dim, sink_logits)
         against = f" (not FlashAttention: {reason})"
