@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.triton.decode import decode
-from oscar_tools.bench import extend, measure
+from oscar_tools.bench import decode as bench_decode
+from oscar_tools.bench import extend, measure, verify
 from oscar_tools.bench.loads import Load, Sizes
 from oscar_tools.bench.measure import Measurement
 from oscar_tools.bench.synthetic import Heads
@@ -52,6 +54,30 @@ def test_every_kernel_is_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(r["tokens"], r["us"] > 0) for r in row["store"]] == [(3, True)]
     assert [(r["prefix"], r["chunk"], r["kernel"]) for r in row["extend"]] == [(20, 9, "triton")]
     assert set(row["missing"]) == {"fa3", "fa3_fp8", "flashinfer", "flashinfer_fp8"}
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
+def test_outputs_are_multiplied_as_in_servers(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In decode and verification, by a matrix of each layer, in the order that the kernel reads."""
+    given: list[tuple[str, SplitMatrix]] = []
+    module = bench_decode.KERNELS[kernel]
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *args, reading: given.append((name, reading))
+
+    for name in ("decode", "verify"):
+        monkeypatch.setattr(module, name, noted(name))
+    monkeypatch.setattr(bench_decode, "make_workspace", lambda *args: None)
+    monkeypatch.setattr(bench_decode, "layers_of", lambda size: 2)
+    for timed in (bench_decode, verify):
+        monkeypatch.setattr(timed, "time_us", lambda calls: float(len([call() for call in calls])))
+    monkeypatch.setattr(verify, "make_workspace", lambda *args: None)
+    bench_decode.decode_us(f"{kernel}:k3v2", TINY.heads, 1, 330)
+    verify.verify_us(kernel, TINY.heads, 1, 325, [2])
+    assert [name for name, _ in given] == ["decode"] * 4 + ["verify"] * 2 + ["decode"] * 2
+    for (_, first), (_, second) in zip(given[::2], given[1::2], strict=True):
+        first.check(TINY.heads.kv, torch.bfloat16, arranged=kernel == "cuda")
+        assert not torch.equal(first.terms, second.terms)
 
 
 def test_the_bandwidth_is_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

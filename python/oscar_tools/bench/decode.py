@@ -9,8 +9,18 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
 from oscar_kernels.cuda import decode as cuda_decode
+from oscar_kernels.prepared import SplitMatrix, split_matrix
 from oscar_kernels.triton import decode as triton_decode
-from oscar_tools.bench.synthetic import PAGE, WINDOWS, Heads, Layouts, layouts_of, random_cache, shuffled_tables
+from oscar_tools.bench.synthetic import (
+    PAGE,
+    WINDOWS,
+    Heads,
+    Layouts,
+    layouts_of,
+    random_cache,
+    rotation_of,
+    shuffled_tables,
+)
 from oscar_tools.bench.timing import device, layers_of, time_us
 
 KERNELS: dict[str, ModuleType] = {"cuda": cuda_decode, "triton": triton_decode}
@@ -42,6 +52,12 @@ def make_workspace(kernel: str, cache: LayerCache, q_heads: int, requests: int, 
     return torch.empty(triton_decode.workspace_numel(cache, q_heads, requests, drafts=drafts), device=device())
 
 
+def readings_of(kernel: str, heads: Heads, layers: int) -> list[SplitMatrix | None]:
+    """What a kernel multiplies outputs by, as servers do: of every layer its own, and in the order that it reads."""
+    made = [split_matrix(rotation_of(heads.head_dim), torch.bfloat16) for _ in range(layers)]
+    return [cuda_decode.arrange_reading(one) for one in made] if kernel.startswith("cuda") else list(made)
+
+
 def queries(requests: int, heads: Heads) -> torch.Tensor:
     """BF16 [requests, query heads, head_dim]."""
     return torch.randn(requests, heads.query, heads.head_dim, device=device()).bfloat16()
@@ -57,10 +73,12 @@ def caches_of(
 
 
 def decode_us(kernel: str, heads: Heads, batch: int, length: int) -> float:
-    """Microseconds of one layer; every layer of a graph has a cache of its own."""
+    """Microseconds of one layer, whose outputs are multiplied; every layer of a graph has a cache of its own."""
     module = KERNELS[kernel.partition(":")[0]]
     tables, caches = caches_of(batch, length, rows_of(kernel, heads))
     q = queries(batch, heads)
     out = torch.empty_like(q)
     workspace = make_workspace(kernel, caches[0], heads.query, batch)
-    return time_us([partial(module.decode, c, tables, q, heads.sm_scale, out, workspace) for c in caches])
+    rest = tables, q, heads.sm_scale, out, workspace
+    of_layers = zip(caches, readings_of(kernel, heads, len(caches)), strict=True)
+    return time_us([partial(module.decode, cache, *rest, reading=reading) for cache, reading in of_layers])

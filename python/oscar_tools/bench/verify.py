@@ -9,7 +9,7 @@ import torch
 
 from oscar_kernels.cache import BatchTables, Windows
 from oscar_kernels.visible import causal_words
-from oscar_tools.bench.decode import KERNELS, caches_of, make_workspace, queries
+from oscar_tools.bench.decode import KERNELS, caches_of, make_workspace, queries, readings_of
 from oscar_tools.bench.synthetic import WINDOWS, Heads, layouts_of
 from oscar_tools.bench.timing import device, time_us
 
@@ -23,7 +23,8 @@ def repeated(tables: BatchTables, tokens: int) -> BatchTables:
 def verify_us(
     kernel: str, heads: Heads, batch: int, length: int, tokens: Sequence[int], widths: str = "k2v2"
 ) -> dict[str, float]:
-    """Microseconds of one layer: ``one`` token, ``verify_n`` for n tokens, ``apart_n`` for n tokens as requests.
+    """Microseconds of one layer, whose outputs are multiplied: ``one`` token, ``verify_n`` for n tokens, ``apart_n``
+    for n tokens as requests.
 
     Args:
         kernel: ``cuda`` or ``triton``.
@@ -34,16 +35,19 @@ def verify_us(
     module, layouts = KERNELS[kernel], layouts_of(widths, heads.kv, heads.head_dim)
     windows = Windows(WINDOWS.sink, WINDOWS.recent, WINDOWS.ring + max(tokens))
     tables, caches = caches_of(batch, length, layouts, windows)
+    of_layers = list(zip(caches, readings_of(kernel, heads, len(caches)), strict=True))
 
     def one_by_one(new: int) -> float:
         q, several = queries(batch * new, heads), repeated(tables, new)
         out, space = torch.empty_like(q), make_workspace(kernel, caches[0], heads.query, batch * new)
-        return time_us([partial(module.decode, c, several, q, heads.sm_scale, out, space) for c in caches])
+        rest = several, q, heads.sm_scale, out, space
+        return time_us([partial(module.decode, cache, *rest, reading=reading) for cache, reading in of_layers])
 
     def together(new: int) -> float:
         q, words = queries(batch * new, heads), causal_words(new, device()).repeat(batch, 1)
         out, space = torch.empty_like(q), make_workspace(kernel, caches[0], heads.query, batch, new)
-        return time_us([partial(module.verify, c, tables, words, q, heads.sm_scale, out, space) for c in caches])
+        rest = tables, words, q, heads.sm_scale, out, space
+        return time_us([partial(module.verify, cache, *rest, reading=reading) for cache, reading in of_layers])
 
     times = {"one": one_by_one(1)}
     times |= {f"verify_{new}": together(new) for new in tokens}
