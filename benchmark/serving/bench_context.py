@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from machine import describe
-from one_gpu import measure, parse_loads
+from one_gpu import Questions, measure, parse_loads
 from room import room_of
 from shapes import SHAPES, attending_layers
 from subjects import MODES, Mode, Subject, subject
@@ -46,7 +46,7 @@ def main(
     """Measure requests behind long contexts."""
     result: dict[str, Any] = describe() | {"shape": shape}
     out.parent.mkdir(parents=True, exist_ok=True)
-    flags = server_args.split()
+    flags, questions = server_args.split(), Questions(parse_loads(loads), tokens, lock)
     with tempfile.TemporaryDirectory() as folder:
         what = subject(None, shape, Path(folder))
         for name in modes.split(","):
@@ -57,7 +57,7 @@ def main(
             else:
                 # Stock kernels are the same for layers with a window, so they are launched for those, too.
                 layers = attending_layers(shape, windows=mode.stock) if steps else 0
-                result[name] = measure(mode, what, flags, {}, log, parse_loads(loads), tokens, lock, layers)
+                result[name] = measure(mode, what, flags, {}, log, questions, layers)
             out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from machine import describe
-from one_gpu import measure, parse_loads
+from one_gpu import Questions, measure, parse_loads
 from shapes import SHAPES, config_of, write_draft_model
 from subjects import MODES, eagle3, subject
 
@@ -57,6 +57,7 @@ def main(
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     layers = config_of(shape)["num_hidden_layers"] if steps else 0
+    questions = Questions(parse_loads(loads), tokens, lock)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as draft:
         what = subject(None, shape, Path(folder))
         write_draft_model(Path(draft), shape)
@@ -66,9 +67,7 @@ def main(
                 flags, env = drafting if way == "speculation" else ([], {})
                 log = out.with_suffix(f".{name}.{way}.log")
                 flags = [*server_args.split(), *flags]
-                result[f"{name}_{way}"] = measure(
-                    MODES[name], what, flags, env, log, parse_loads(loads), tokens, lock, layers
-                )
+                result[f"{name}_{way}"] = measure(MODES[name], what, flags, env, log, questions, layers)
                 out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -45,7 +45,8 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
     before = {name: getattr(layer.cache, name).clone() for name in ("k_rows", "v_rows")}
     limits = LIMITS if ragged else None
     monkeypatch.setattr(warm_up, "LARGEST_CHUNK", 20)
-    warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, SHAPE.page_size, limits)
+    hits = warm_up.PrefixHits(SHAPE.page_size, limits)
+    warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, hits)
     wanted = {"copy_prefixes", "merge_states_", "decode"} if ragged else {"extend"}
     assert set(launched) == wanted | {"rotate", "store"}
     # A chunk beside others and one that is joined with its prefix.
@@ -63,7 +64,7 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
 def test_lengths_are_of_their_kinds(break_even: int, window: int) -> None:
     """Whatever a GPU's decode kernel is worth; where nothing is short there is no such chunk."""
     limits = Limits(capacity=65536, passes=8, break_even=break_even, window=window)
-    cut = cut_prefixes(*warm_up._kinds(256, limits), limits)
+    cut = cut_prefixes(*warm_up.PrefixHits(256, limits).kinds(), limits)
     assert len(cut.passes) == 1
     assert cut.passes[0][0].request == 0
     assert 2 in cut.single
@@ -113,8 +114,8 @@ def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypa
         planner = RaggedPlanner(SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
         kernels._ragged = ragged_extend.RaggedExtend(planner, decode)
     limits = LIMITS if ragged else None
-    sizes = (SHAPE.q_heads, SHAPE.dtype, SHAPE.page_size, limits)
-    warm_up.chunks_behind_prefixes(kernels, [layer], *sizes, 200, 10_000, sink_logits)
+    hits = warm_up.PrefixHits(SHAPE.page_size, limits, max_batch=200, longest=10_000)
+    warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, hits, sink_logits)
     warm, rng = set(seen), random.Random(3)
     assert {name for name, *_ in warm} >= {"_store_kernel", "extend_kernel", "_rotate_kernel", "_finite_kernel"}
     assert any(name == "_sinks_kernel" for name, *_ in warm) == sink_logits

@@ -94,9 +94,8 @@ class GpuKernels:
             )
         limits = None if self._ragged is None else self._ragged.planner.limits
         longest = cache.req_to_token_pool.req_to_token.shape[1]
-        warm_up.chunks_behind_prefixes(
-            self, kinds, q_heads, dtype, cache.page_size, limits, max_batch, longest, sink_logits
-        )
+        hits = warm_up.PrefixHits(cache.page_size, limits, max_batch, longest)
+        warm_up.chunks_behind_prefixes(self, kinds, q_heads, dtype, hits, sink_logits)
 
     def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""

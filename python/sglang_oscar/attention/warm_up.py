@@ -7,6 +7,7 @@ would wait for compilers, for seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,15 +27,63 @@ LARGEST_CHUNK = 8192
 """Tokens of a chunk at most here, where a larger one would be another kernel's."""
 
 
+@dataclass(frozen=True)
+class PrefixHits:
+    """Chunks behind cached prefixes that may come to a server.
+
+    Args:
+        page_size: tokens of a page.
+        limits: what decides how a prefix is read; None where there is one way.
+        max_batch: requests of a batch at most.
+        longest: tokens of a request at most.
+    """
+
+    page_size: int
+    limits: Limits | None
+    max_batch: int = 1
+    longest: int = 0
+
+    def batches(self, large: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Lengths of prefixes and chunks, in tokens, of batches that between them need every kernel; ``large`` is a
+        chunk that is rotated in larger tiles.
+        """
+        limits, (prefixes, chunks) = self.limits, self.kinds()
+        yield prefixes, chunks
+        # The chunk that is read in a pass is joined with its prefix where no other is beside it.
+        yield prefixes[:1], chunks[:1]
+        yield prefixes[:1], [large]
+        read = SHORT_CHUNK if limits is None or not limits.short(self.page_size, SHORT_CHUNK) else chunks[0]
+        for count in COUNTS:
+            if count <= self.max_batch:
+                yield [self.page_size] * count, [read] * count
+        if limits is None:
+            return
+        if limits.short(prefixes[1], SHORT_CHUNK):
+            # The Triton kernels of decode are others for other numbers of tokens.
+            for count in (SHORT_BATCH // SHORT_CHUNK >> step for step in range(SHORT_BATCH.bit_length() - 1)):
+                if 0 < count <= self.max_batch:
+                    yield [prefixes[1]] * count, [SHORT_CHUNK] * count
+        if self.longest > limits.passes * limits.capacity:
+            # Too much for the passes: read in place.
+            yield [limits.passes * limits.capacity + self.page_size], [chunks[0]]
+
+    def kinds(self) -> tuple[list[int], list[int]]:
+        """Lengths of prefixes and chunks: a chunk that is read in a pass, a short one, and a single token."""
+        limits, page = self.limits, self.page_size
+        if limits is None:
+            return [page], [SHORT_CHUNK]
+        # The shortest prefix that is worth reading once for every token of a short chunk.
+        spared = limits.break_even - SHORT_CHUNK
+        long = -(-SHORT_CHUNK * limits.window // spared) + page if spared > 0 else page
+        return [page, long, page], [max(limits.break_even + 1, SHORT_CHUNK), SHORT_CHUNK, 1]
+
+
 def chunks_behind_prefixes(
     kernels: Kernels,
     layers: Sequence[CachedLayer],
     q_heads: int,
     dtype: torch.dtype,
-    page_size: int,
-    limits: Limits | None,
-    max_batch: int = 1,
-    longest: int = 0,
+    hits: PrefixHits,
     sink_logits: bool = False,
 ) -> None:
     """Attend from a chunk of every kind to a cached prefix, and store it, in the rows that belong to no request.
@@ -44,18 +93,15 @@ def chunks_behind_prefixes(
         layers: one of every kind of rows.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values, bfloat16 or float16.
-        page_size: tokens of a page.
-        limits: what decides how a prefix is read; None where there is one way.
-        max_batch: requests of a batch at most.
-        longest: tokens of a request at most.
+        hits: that may come.
         sink_logits: whether the layers have them.
     """
     cache = layers[0].cache
     device = cache.k_rows.device
     sinks = torch.zeros(q_heads, dtype=dtype, device=device) if sink_logits else None
     large = min(MANY_VECTORS // cache.kv_heads + 1, LARGEST_CHUNK)
-    for prefixes, chunks in batches(page_size, limits, max_batch, longest, large):
-        batch = _dummy_batch(prefixes, chunks, page_size, device)
+    for prefixes, chunks in hits.batches(large):
+        batch = _dummy_batch(prefixes, chunks, hits.page_size, device)
         batch.extend_plan = kernels.plan_extend(batch)
         q, k, v = (
             torch.zeros(batch.tokens, heads, cache.head_dim, dtype=dtype, device=device)
@@ -63,46 +109,6 @@ def chunks_behind_prefixes(
         )
         for layer in layers:
             kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
-
-
-def batches(
-    page_size: int, limits: Limits | None, max_batch: int, longest: int, large: int
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Lengths of prefixes and chunks of batches that between them need every kernel.
-
-    Args:
-        page_size, limits, max_batch, longest: as in :func:`chunks_behind_prefixes`.
-        large: tokens of a chunk that are rotated in larger tiles.
-    """
-    prefixes, chunks = _kinds(page_size, limits)
-    yield prefixes, chunks
-    # The chunk that is read in a pass is joined with its prefix where no other is beside it.
-    yield prefixes[:1], chunks[:1]
-    yield prefixes[:1], [large]
-    read = SHORT_CHUNK if limits is None or not limits.short(page_size, SHORT_CHUNK) else chunks[0]
-    for count in COUNTS:
-        if count <= max_batch:
-            yield [page_size] * count, [read] * count
-    if limits is None:
-        return
-    if limits.short(prefixes[1], SHORT_CHUNK):
-        # The Triton kernels of decode are others for other numbers of tokens.
-        for count in (SHORT_BATCH // SHORT_CHUNK >> step for step in range(SHORT_BATCH.bit_length() - 1)):
-            if 0 < count <= max_batch:
-                yield [prefixes[1]] * count, [SHORT_CHUNK] * count
-    if longest > limits.passes * limits.capacity:
-        # Too much for the passes: read in place.
-        yield [limits.passes * limits.capacity + page_size], [chunks[0]]
-
-
-def _kinds(page_size: int, limits: Limits | None) -> tuple[list[int], list[int]]:
-    """Lengths of prefixes and chunks: a chunk that is read in a pass, a short one, and a single token."""
-    if limits is None:
-        return [page_size], [SHORT_CHUNK]
-    # The shortest prefix that is worth reading once for every token of a short chunk.
-    spared = limits.break_even - SHORT_CHUNK
-    long = -(-SHORT_CHUNK * limits.window // spared) + page_size if spared > 0 else page_size
-    return [page_size, long, page_size], [max(limits.break_even + 1, SHORT_CHUNK), SHORT_CHUNK, 1]
 
 
 def _dummy_batch(prefixes: list[int], chunks: list[int], page_size: int, device: torch.device) -> Batch:
