@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.codebook import Codebook
+from oscar_kernels.layout import CODEBOOK, RowLayout
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class LayerCache:
     Shapes: k_rows, v_rows uint8 [slots, row_bytes]; k_sink, v_sink [sink_blocks, sink, kv_heads, head_dim];
     k_ring, v_ring [requests, ring, kv_heads, head_dim]. Sink and ring are bfloat16 or float16 and hold rotated
     vectors. Slot ``page * page_size + i`` is token ``i`` of a page; ``k_layout`` and ``v_layout`` say
-    what is in it.
+    what is in it, and ``k_codebook``, on the same device, what keys of that coding stand for.
 
     Raises:
-        ValueError: keys and values have other heads.
+        ValueError: keys and values have other heads, or values a codebook.
     """
 
     k_layout: RowLayout
@@ -57,10 +58,13 @@ class LayerCache:
     v_sink: torch.Tensor
     k_ring: torch.Tensor
     v_ring: torch.Tensor
+    k_codebook: Codebook | None = None
 
     def __post_init__(self) -> None:
         if (self.k_layout.kv_heads, self.k_layout.head_dim) != (self.v_layout.kv_heads, self.v_layout.head_dim):
             raise ValueError(f"keys and values must have the same heads, got {self.k_layout} and {self.v_layout}")
+        if self.v_layout.coding == CODEBOOK:
+            raise ValueError("values cannot have a codebook, only keys can")
 
     @property
     def kv_heads(self) -> int:

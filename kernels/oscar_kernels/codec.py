@@ -11,6 +11,12 @@ One head of one token, y of ``head_dim`` channels, already rotated (paper, secti
    read back has the mean of what was stored, and along it the length that the gain says; see :func:`fitted_parameters`.
 4. dequantized: scale * (code - zero).
 
+Coding symmetric has no zero point: clipped as above, then scale = max(rms of the group * STEP[bits], 1e-8), rounded to
+the stored dtype, and code = floor(y / scale + 2^bits / 2) clamped to 0..2^bits - 1. Dequantized: scale * (code -
+(2^bits - 1) / 2). Coding codebook does not clip: scale = max(rms of the head, 1e-8), and a code is the index of the
+point nearest to four channels of y / scale, the lowest of equals. Dequantized: scale * point. With a gain both
+replace the scale, see :func:`fitted_scale`.
+
 All arithmetic is float32 whatever the input dtype. A vector with a NaN is stored as NaN scales and zero points with
 codes of 0: all of it, and nothing of other vectors, is read back as NaN, so attention loses a NaN no more than in a
 16-bit cache.
@@ -24,12 +30,17 @@ import math
 
 import torch
 
-from oscar_kernels.layout import HIGH_BITS, RowLayout
-
-MIN_RANGE = 1e-8
-STRETCH = 1.5
-"""A fitted scale is within this factor of the one of the range: what a clipped outlier lacks is not made up for by
-inflating the errors of its group. Normal rows need 0.9 to 1.3."""
+from oscar_kernels.codebook import Codebook
+from oscar_kernels.layout import AFFINE, CODEBOOK, HIGH_BITS, RowLayout
+from oscar_kernels.scales import (
+    MIN_RANGE,
+    STRETCH,
+    dequantize_symmetric,
+    fitted_scale,
+    normal,
+    quantize_symmetric,
+    rms,
+)
 
 
 def clip_index(head_dim: int, ratio: float) -> int | None:
@@ -87,12 +98,9 @@ def quantize(
     low, high = grouped.amin(-1), grouped.amax(-1)
     scale = (high - low).clamp_min(MIN_RANGE) / (levels - 1)
     if scale_dtype == torch.float16:
-        # float16 ends at 65504: a scale this large keeps zero = -low / scale finite and the scale itself normal;
-        # a range that no float16 scale spans is cut off rather than made infinite.
-        bound = torch.finfo(torch.float16)
-        largest = torch.maximum(low.abs(), high.abs())
-        scale = torch.maximum(scale, largest / 32768).clamp(bound.smallest_normal, bound.max)
-    scale = scale.to(scale_dtype)
+        # float16 ends at 65504: a scale this large keeps zero = -low / scale finite.
+        scale = torch.maximum(scale, torch.maximum(low.abs(), high.abs()) / 32768)
+    scale = normal(scale, scale_dtype).to(scale_dtype)
     zero = (-low / scale.float()).to(scale_dtype)
     codes = (grouped / scale.float()[..., None] + zero.float()[..., None] + 0.5).floor()
     codes = codes.flatten(-2).masked_fill(broken, 0).clamp(0, levels - 1).to(torch.uint8)
@@ -129,10 +137,7 @@ def fitted_parameters(
     along = (levels * grouped).sum(-1)
     fitted = torch.where(along > 0, gain * grouped.square().sum(-1) / along, given)
     fitted = fitted.clamp(given / STRETCH, given * STRETCH)
-    if scale.dtype == torch.float16:
-        bound = torch.finfo(torch.float16)
-        fitted = fitted.clamp(bound.smallest_normal, bound.max)
-    stored = fitted.float().to(scale.dtype)
+    stored = normal(fitted, scale.dtype).float().to(scale.dtype)
     return stored, (mean_level - mean / stored.double()).float().to(scale.dtype)
 
 
@@ -181,20 +186,41 @@ def _halves(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(2, dtype=torch.uint8, device=like.device)
 
 
-def encode_rows(y: torch.Tensor, layout: RowLayout, clip_ratio: float, gain: float = 0.0) -> torch.Tensor:
+def encode_rows(
+    y: torch.Tensor, layout: RowLayout, clip_ratio: float, gain: float = 0.0, codebook: Codebook | None = None
+) -> torch.Tensor:
     """Clip, quantize and pack tokens into history rows; round them to 16 bits where the rows are exact.
 
     Args:
         y: [tokens, kv_heads, head_dim], rotated.
         layout: row geometry.
-        clip_ratio: see :func:`clip`. This and the gain are of codes only.
-        gain: of :func:`fitted_parameters`; 0 keeps the scales and zero points of the range.
+        clip_ratio: see :func:`clip`; of affine and symmetric codes only.
+        gain: of :func:`fitted_parameters` or :func:`fitted_scale`; 0 keeps the first scales and zero points. Of codes
+            only.
+        codebook: of rows with that coding.
 
     Returns:
         uint8 [tokens, row_bytes].
+
+    Raises:
+        ValueError: the rows need a codebook that is not given.
     """
     if layout.exact:
         return y.to(layout.exact_dtype).flatten(1).contiguous().view(torch.uint8)
+    dtype = layout.scale_dtype
+    if layout.coding == CODEBOOK:
+        y, book = y.float(), _given(codebook)
+        broken = y.isnan().any(-1, keepdim=True)
+        scale = rms(y)[..., None].clamp_min(MIN_RANGE)
+        packed = book.nearest(y / scale).masked_fill(broken, 0)
+        scale = normal(fitted_scale(y, book.look_up(packed), scale, gain), dtype).to(dtype)
+        params = scale.masked_fill(broken, math.nan).flatten(1).contiguous()
+        return torch.cat([packed.flatten(1), params.view(torch.uint8)], dim=1)
+    if layout.coding != AFFINE:
+        codes, scale = quantize_symmetric(clip(y, clip_ratio), layout.group_size, dtype, layout.bits)
+        levels = dequantize_symmetric(codes, torch.ones_like(scale), layout.bits)
+        params = normal(fitted_scale(y.float(), levels, scale, gain), dtype).to(dtype).flatten(1).contiguous()
+        return torch.cat([pack(codes, layout.bits).flatten(1), params.view(torch.uint8)], dim=1)
     codes, scale, zero = quantize(clip(y, clip_ratio), layout.group_size, layout.scale_dtype, layout.levels)
     if gain:
         scale, zero = fitted_parameters(y, codes, scale, gain)
@@ -202,19 +228,34 @@ def encode_rows(y: torch.Tensor, layout: RowLayout, clip_ratio: float, gain: flo
     return torch.cat([pack(codes, layout.bits).flatten(1), params.view(torch.uint8)], dim=1)
 
 
-def decode_rows(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+def decode_rows(rows: torch.Tensor, layout: RowLayout, codebook: Codebook | None = None) -> torch.Tensor:
     """Inverse of :func:`encode_rows` up to quantization.
 
     Args:
         rows: uint8 [tokens, row_bytes].
+        layout: row geometry.
+        codebook: of rows with that coding.
 
     Returns:
         float32 [tokens, kv_heads, head_dim].
+
+    Raises:
+        ValueError: the rows need a codebook that is not given.
     """
     tokens = rows.shape[0]
     if layout.exact:
         return rows.contiguous().view(layout.exact_dtype).view(tokens, layout.kv_heads, layout.head_dim).float()
     packed = rows[:, : layout.params_offset].reshape(tokens, layout.kv_heads, layout.code_bytes)
     params = rows[:, layout.params_offset :].contiguous().view(layout.scale_dtype)
-    params = params.view(tokens, layout.kv_heads, layout.groups, 2)
+    params = params.view(tokens, layout.kv_heads, layout.groups, layout.group_params)
+    if layout.coding == CODEBOOK:
+        return params[..., 0].float() * _given(codebook).look_up(packed)
+    if layout.coding != AFFINE:
+        return dequantize_symmetric(unpack(packed, layout.bits), params[..., 0], layout.bits)
     return dequantize(unpack(packed, layout.bits), params[..., 0], params[..., 1])
+
+
+def _given(codebook: Codebook | None) -> Codebook:
+    if codebook is None:
+        raise ValueError("rows of a codebook need it: the cache and the format must have one")
+    return codebook

@@ -14,7 +14,8 @@ from functools import cached_property
 
 import torch
 
-from oscar_kernels.layout import EXACT, FORMAT_VERSION, RowLayout
+from oscar_kernels.codebook import Codebook
+from oscar_kernels.layout import AFFINE, AFFINE_VERSION, CODEBOOK, EXACT, FORMAT_VERSION, RowLayout
 from oscar_kernels.transform import SideTransform
 
 
@@ -29,6 +30,11 @@ class SideFormat:
             nothing.
         transform: what happens to vectors before they are quantized, or stored in 16 bits.
         exact_dtype: dtype of a side that is left exact.
+        coding: what codes stand for, see :class:`oscar_kernels.layout.RowLayout`.
+        codebook: the points of coding codebook, given with that alone. Group size and clip ratio then mean nothing.
+
+    Raises:
+        ValueError: a codebook is missing, or given for another coding.
     """
 
     group_size: int
@@ -36,6 +42,13 @@ class SideFormat:
     bits: int = 2
     transform: SideTransform = field(default_factory=SideTransform)
     exact_dtype: torch.dtype = torch.bfloat16
+    coding: str = AFFINE
+    codebook: Codebook | None = None
+
+    def __post_init__(self) -> None:
+        if (self.codebook is not None) != (self.coding == CODEBOOK):
+            has = "none" if self.codebook is None else "one"
+            raise ValueError(f"coding {CODEBOOK}, and no other, needs a codebook; coding {self.coding} has {has}")
 
     def layout(self, kv_heads: int, head_dim: int) -> RowLayout:
         """Geometry of this side's rows.
@@ -43,7 +56,19 @@ class SideFormat:
         Raises:
             ValueError: such rows cannot be stored.
         """
-        return RowLayout(kv_heads, head_dim, self.group_size, self.scale_dtype, self.bits, self.exact_dtype)
+        return RowLayout(
+            kv_heads, head_dim, self.group_size, self.scale_dtype, self.bits, self.exact_dtype, self.coding
+        )
+
+    def of_heads(self, heads: slice) -> SideFormat:
+        """The format of some of the kv heads, such as those of a tensor-parallel rank."""
+        codebook = None if self.codebook is None else self.codebook.of_heads(heads)
+        return replace(self, transform=self.transform.of_heads(heads), codebook=codebook)
+
+    def to(self, device: torch.device | str) -> SideFormat:
+        """The same with its tensors on another device."""
+        codebook = None if self.codebook is None else self.codebook.to(device)
+        return replace(self, transform=self.transform.to(device), codebook=codebook)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +81,7 @@ class LayerFormat:
         key, value: each side's format.
 
     Raises:
-        ValueError: rows cannot be stored so, or a transform is of other heads.
+        ValueError: rows cannot be stored so, a transform or a codebook is of other heads, or values have a codebook.
     """
 
     kv_heads: int
@@ -73,6 +98,14 @@ class LayerFormat:
                     f"the {name} transform is for {transform.kv_heads or self.kv_heads} kv heads of "
                     f"{transform.head_dim}, the layer has {self.kv_heads} of {self.head_dim}"
                 )
+            book = side.codebook
+            if book is not None and (book.kv_heads, book.head_dim) != (self.kv_heads, self.head_dim):
+                raise ValueError(
+                    f"the {name} codebook is for {book.kv_heads} kv heads of {book.head_dim}, "
+                    f"the layer has {self.kv_heads} of {self.head_dim}"
+                )
+        if self.value.codebook is not None:
+            raise ValueError("values cannot have a codebook, only keys can")
         if self.value.transform.center is not None:
             raise ValueError("values cannot be centered: attention outputs would lack the center")
 
@@ -107,12 +140,12 @@ class LayerFormat:
 
     def of_heads(self, heads: slice) -> LayerFormat:
         """The format of some of the kv heads, such as those of a tensor-parallel rank."""
-        key, value = (replace(side, transform=side.transform.of_heads(heads)) for _, side in self.sides)
-        return LayerFormat(len(range(self.kv_heads)[heads]), self.head_dim, key, value)
+        kv_heads = len(range(self.kv_heads)[heads])
+        return LayerFormat(kv_heads, self.head_dim, self.key.of_heads(heads), self.value.of_heads(heads))
 
     def to(self, device: torch.device | str) -> LayerFormat:
         """The same with its tensors on another device."""
-        return self.with_transforms(self.key.transform.to(device), self.value.transform.to(device))
+        return replace(self, key=self.key.to(device), value=self.value.to(device))
 
 
 def mean_bits(formats: Iterable[LayerFormat]) -> float:
@@ -139,22 +172,31 @@ def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
     """SHA-256, in hex, of what the rows of a model's layers mean.
 
     Equal fingerprints: rows of either cache can be read by the other. It covers the version of the row format
-    (:data:`oscar_kernels.layout.FORMAT_VERSION`) and per global layer id and side the heads, bits, group size, scale
-    dtype, clip ratio, gain (of a side that is left exact its dtype in place of these four) and the float32 bytes of
-    matrix, dual and center. It depends neither on the device nor, if given the formats of the whole model, on tensor
-    parallelism. The identity and a matrix of ones and zeros count as different.
+    (:data:`oscar_kernels.layout.FORMAT_VERSION`, or ``AFFINE_VERSION`` where all rows are affine or exact) and per
+    global layer id and side the heads, bits, coding, group size, scale dtype, clip ratio, gain (of a side that is left
+    exact its dtype in place of these four) and the bytes of matrix, dual, center and codebook. It depends
+    neither on the device nor, if given the formats of the whole model, on tensor parallelism. The identity and a matrix
+    of ones and zeros count as different.
 
     Args:
         formats: of all layers of the model, by global layer id.
     """
-    digest = hashlib.sha256(f"oscar rows {FORMAT_VERSION}\n".encode())
+    codings = {side.coding for layer in formats.values() for _, side in layer.sides}
+    version = AFFINE_VERSION if codings <= {AFFINE} else FORMAT_VERSION
+    digest = hashlib.sha256(f"oscar rows {version}\n".encode())
     for layer_id, layer in sorted(formats.items()):
         digest.update(f"layer {layer_id} heads {layer.kv_heads} x {layer.head_dim}\n".encode())
         for name, side in layer.sides:
             transform = side.transform
             if side.bits == EXACT:
                 digest.update(f"{name} bits {side.bits} dtype {side.exact_dtype}\n".encode())
+            elif side.codebook is not None:
+                points, factor = side.codebook.points.cpu(), side.codebook.factor.cpu()
+                digest.update(f"{name} codebook scale {side.scale_dtype} gain {float(transform.gain).hex()}\n".encode())
+                digest.update(points.numpy().tobytes() + factor.numpy().astype("<f4").tobytes())
             else:
+                if side.coding != AFFINE:
+                    digest.update(f"coding {side.coding}\n".encode())
                 digest.update(
                     f"{name} bits {side.bits} group {side.group_size} scale {side.scale_dtype} "
                     f"clip {float(transform.clip).hex()} gain {float(transform.gain).hex()}\n".encode()

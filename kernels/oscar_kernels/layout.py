@@ -2,10 +2,11 @@
 
 A row holds one token's keys (or values) for all kv heads of one layer and is complete on its own:
 
-    [kv_heads x code bytes][kv_heads x groups x (scale, zero)]
+    [kv_heads x code bytes][kv_heads x groups x (scale, zero)]     coding affine
+    [kv_heads x code bytes][kv_heads x groups x scale]             codings symmetric and codebook
 
-so whatever moves, copies, offloads or transfers rows carries the scales with them. Codes of one head are stored in
-planes of channels that a kernel unpacks with a shift and a mask and never has to interleave:
+so whatever moves, copies, offloads or transfers rows carries the scales with them. Affine and symmetric codes of one
+head are stored in planes of channels that a kernel unpacks with a shift and a mask and never has to interleave:
 
 * 2 bits, head_dim/4 bytes: byte ``b`` holds, at bits ``2j..2j+1`` for ``j = 0..3``, the code of channel
   ``j * head_dim/4 + b``.
@@ -18,7 +19,9 @@ planes of channels that a kernel unpacks with a shift and a mask and never has t
 * 16 bits: no codes. A row is the channels themselves, head after head, as bfloat16 or float16 numbers, low byte first,
   and has neither scales nor zero points: the side is *left exact*.
 
-Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``.
+Scale and zero of a group are neighbours; the group of channel ``c`` is ``c // group_size``. With coding codebook, byte
+``b`` of a head is the index of a point for channels ``4b`` to ``4b + 3`` (:mod:`oscar_kernels.codebook`), and the head
+is one group.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from dataclasses import dataclass
 
 import torch
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the row format. It changes whenever the meaning of a stored byte does; part of every
 :func:`oscar_kernels.format.fingerprint`."""
+AFFINE_VERSION = 2
+"""What rows are said to have where all of them are affine or exact: their bytes are those of this version."""
 
 BITS = (2, 3, 4)
 """Bits that a code may have."""
@@ -37,6 +42,9 @@ EXACT = 16
 """Bits of a side that is left exact: numbers instead of codes."""
 WIDTHS = (*BITS, EXACT)
 """Bits that a channel of a row may have, scales and zero points aside."""
+AFFINE, SYMMETRIC, CODEBOOK = "affine", "symmetric", "codebook"
+CODINGS = (AFFINE, SYMMETRIC, CODEBOOK)
+"""What codes stand for: numbers by scale and zero point, numbers by scale alone, points of a codebook."""
 HIGH_BITS = (2, 4, 6, 0)
 """Where the high bits of three-bit codes lie in their byte, by plane of the low ones."""
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -52,10 +60,11 @@ class RowLayout:
         kv_heads: kv heads stored in a row (of this tensor-parallel rank).
         head_dim: channels per head; a power of two from 64 to 256.
         group_size: consecutive channels that share a scale and a zero point; a power of two from 32 to head_dim. Of no
-            meaning with 16 bits.
+            meaning with 16 bits or a codebook.
         scale_dtype: dtype of scale and zero point: bfloat16, float16 or float32. Of no meaning with 16 bits.
         bits: bits of a code, 2, 3 or 4; or 16 for numbers of ``exact_dtype``.
         exact_dtype: bfloat16 or float16. Of no meaning with codes.
+        coding: what codes stand for, one of :data:`CODINGS`; codebook with 2 bits only, affine with 16.
 
     Raises:
         ValueError: if a value is outside these bounds.
@@ -67,6 +76,7 @@ class RowLayout:
     scale_dtype: torch.dtype = torch.bfloat16
     bits: int = 2
     exact_dtype: torch.dtype = torch.bfloat16
+    coding: str = AFFINE
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1:
@@ -84,6 +94,12 @@ class RowLayout:
             raise ValueError(f"bits must be one of {', '.join(map(str, WIDTHS))}, got {self.bits}")
         if self.exact_dtype not in EXACT_DTYPES:
             raise ValueError(f"exact_dtype must be bfloat16 or float16, got {self.exact_dtype}")
+        if self.coding not in CODINGS:
+            raise ValueError(f"coding must be one of {', '.join(CODINGS)}, got {self.coding!r}")
+        if self.coding == CODEBOOK and self.bits != 2:
+            raise ValueError(f"a codebook needs 2 bits, got {self.bits}")
+        if self.exact and self.coding != AFFINE:
+            raise ValueError(f"rows of 16 bits have no codes, so coding must be {AFFINE}, got {self.coding}")
 
     @property
     def exact(self) -> bool:
@@ -97,8 +113,15 @@ class RowLayout:
 
     @property
     def groups(self) -> int:
-        """Groups per head; none with 16 bits."""
+        """Groups per head; none with 16 bits, one with a codebook."""
+        if self.coding == CODEBOOK:
+            return 1
         return 0 if self.exact else self.head_dim // self.group_size
+
+    @property
+    def group_params(self) -> int:
+        """Numbers that a group has besides its codes: scale and zero point, or the scale alone."""
+        return 2 if self.coding == AFFINE else 1
 
     @property
     def code_bytes(self) -> int:
@@ -108,7 +131,7 @@ class RowLayout:
     @property
     def param_bytes(self) -> int:
         """Scale and zero-point bytes per head."""
-        return self.groups * 2 * self.scale_dtype.itemsize
+        return self.groups * self.group_params * self.scale_dtype.itemsize
 
     @property
     def head_bytes(self) -> int:

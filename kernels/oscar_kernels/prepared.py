@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from oscar_kernels.cache import LayerCache, check_layouts
+from oscar_kernels.codebook import Codebook
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import RowLayout
 
@@ -77,6 +78,7 @@ class PreparedSide:
         center: float32 [kv_heads, head_dim], contiguous, subtracted from what is multiplied; None for nothing.
         plain_center: ``center`` in the basis before the matrix.
         clip, gain: see :class:`oscar_kernels.transform.SideTransform`.
+        codebook: what codes of that coding stand for, on the device of the cache.
     """
 
     layout: RowLayout
@@ -86,6 +88,12 @@ class PreparedSide:
     plain_center: torch.Tensor | None
     clip: float
     gain: float
+    codebook: Codebook | None = None
+
+    @property
+    def coding(self) -> str:
+        """What codes stand for, see :class:`oscar_kernels.layout.RowLayout`."""
+        return self.layout.coding
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +159,9 @@ def prepare(layer: LayerFormat, dtype: torch.dtype) -> PreparedLayer:
     ) -> PreparedSide:
         transform = of.transform
         center = None if transform.center is None else transform.center.contiguous()
-        return PreparedSide(layout, matrix, reading, center, transform.plain_center, transform.clip, transform.gain)
+        return PreparedSide(
+            layout, matrix, reading, center, transform.plain_center, transform.clip, transform.gain, of.codebook
+        )
 
     key, value = layer.key.transform, layer.value.transform
     written = split_matrix(key.matrix, dtype)

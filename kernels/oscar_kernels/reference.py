@@ -55,14 +55,15 @@ def store(cache: LayerCache, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor
     """
     check_layouts(cache, layer.key_layout, layer.value_layout)
     halves = (
-        (k, layer.key.transform, cache.k_layout, cache.k_rows, cache.k_ring, cache.k_sink),
-        (v, layer.value.transform, cache.v_layout, cache.v_rows, cache.v_ring, cache.v_sink),
+        (k, layer.key, cache.k_layout, cache.k_rows, cache.k_ring, cache.k_sink),
+        (v, layer.value, cache.v_layout, cache.v_rows, cache.v_ring, cache.v_sink),
     )
-    for x, transform, layout, rows, ring, sink in halves:
+    for x, side, layout, rows, ring, sink in halves:
+        transform = side.transform
         y = rotate(x, transform.matrix)
         if transform.center is not None:
             y = y - transform.center
-        rows[slots.row] = encode_rows(y, layout, transform.clip, transform.gain)
+        rows[slots.row] = encode_rows(y, layout, transform.clip, transform.gain, side.codebook)
         for window, index in ((ring, slots.ring), (sink, slots.sink)):
             kept = index >= 0
             if window.numel() and bool(kept.any()):
@@ -84,11 +85,11 @@ def gather(cache: LayerCache, tables: BatchTables, request: int, kv_len: int) ->
     recent = positions[ring_begin:] % max(cache.windows.ring, 1)
     block, ring_row = int(tables.sink_block[request]), int(tables.ring_row[request])
     out = []
-    for row_buffer, layout, ring, sink in (
-        (cache.k_rows, cache.k_layout, cache.k_ring, cache.k_sink),
-        (cache.v_rows, cache.v_layout, cache.v_ring, cache.v_sink),
+    for row_buffer, layout, ring, sink, codebook in (
+        (cache.k_rows, cache.k_layout, cache.k_ring, cache.k_sink, cache.k_codebook),
+        (cache.v_rows, cache.v_layout, cache.v_ring, cache.v_sink, None),
     ):
-        parts = [decode_rows(row_buffer[rows], layout)]
+        parts = [decode_rows(row_buffer[rows], layout, codebook)]
         if sink_end:
             parts.insert(0, sink[block, :sink_end].float())
         if ring_begin < kv_len:

@@ -9,9 +9,10 @@ import torch
 
 from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
+from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat, SideFormat
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC, RowLayout
 from oscar_kernels.transform import SideTransform
 
 
@@ -59,15 +60,29 @@ class Shape:
     k_bits: int = 2
     v_bits: int = 2
     v_group: int | None = None
+    k_coding: str = AFFINE
+    v_coding: str = AFFINE
 
     @property
     def key_layout(self) -> RowLayout:
-        return RowLayout(self.kv_heads, self.head_dim, self.group, self.scale_dtype, self.k_bits, self.exact_dtype)
+        return RowLayout(
+            self.kv_heads, self.head_dim, self.group, self.scale_dtype, self.k_bits, self.exact_dtype, self.k_coding
+        )
 
     @property
     def value_layout(self) -> RowLayout:
         group = self.v_group or self.group
-        return RowLayout(self.kv_heads, self.head_dim, group, self.scale_dtype, self.v_bits, self.exact_dtype)
+        return RowLayout(
+            self.kv_heads, self.head_dim, group, self.scale_dtype, self.v_bits, self.exact_dtype, self.v_coding
+        )
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """Random points, the same for every cache of these heads, on the CPU."""
+        if self.k_coding != CODEBOOK:
+            return None
+        size = (self.kv_heads, self.head_dim // 4, 256, 4)
+        return Codebook.from_points(torch.randn(size, generator=torch.Generator().manual_seed(5)))
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -82,10 +97,13 @@ class Shape:
         """Both sides in these rows; no transform where none is given."""
         sides = (
             SideFormat(
-                layout.group_size, layout.scale_dtype, layout.bits, transform or SideTransform(), layout.exact_dtype
+                layout.group_size, layout.scale_dtype, layout.bits, transform or SideTransform(), layout.exact_dtype,
+                layout.coding, codebook,
             )
-            for layout, transform in ((self.key_layout, key), (self.value_layout, value))
-        )
+            for layout, transform, codebook in (
+                (self.key_layout, key, self.codebook), (self.value_layout, value, None)
+            )
+        )  # fmt: skip
         return LayerFormat(self.kv_heads, self.head_dim, *sides)
 
     @property
@@ -117,6 +135,19 @@ OF_16_BITS = [
 """Keys, values or both left exact, beside codes of every width, every head_dim, pages smaller than a tile."""
 
 
+OF_OTHER_CODINGS = [
+    Shape(k_coding=CODEBOOK, v_coding=SYMMETRIC),
+    Shape(gqa=2, kv_heads=3, head_dim=128, group=128, v_group=64, k_bits=3, v_bits=4, k_coding=SYMMETRIC, page_size=64),
+    Shape(
+        gqa=5, kv_heads=1, head_dim=128, v_group=32, v_bits=3, k_coding=CODEBOOK, v_coding=SYMMETRIC,
+        dtype=torch.float16, scale_dtype=torch.float16,
+    ),
+    Shape(gqa=1, kv_heads=1, head_dim=256, group=32, k_coding=CODEBOOK, v_bits=4, scale_dtype=torch.float32),
+    Shape(gqa=2, k_bits=4, k_coding=SYMMETRIC, v_bits=16, page_size=8),
+]  # fmt: skip
+"""Symmetric codes of every width on either side, codebooks of keys beside every coding, every head_dim."""
+
+
 def sampled(shapes: list[Shape], first: int = 0) -> list[Shape]:
     """All of them on a GPU; in Triton's interpreter, which takes seconds for each, every second one from ``first``."""
     return shapes if torch.cuda.is_available() else shapes[first::2]
@@ -143,6 +174,7 @@ def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, f
         buffer(requests + 1, windows.sink),
         buffer(requests + 1, windows.ring),
         buffer(requests + 1, windows.ring),
+        None if shape.codebook is None else shape.codebook.to(device),
     )
 
 
@@ -184,12 +216,12 @@ def filled_batch(
         position = torch.arange(length, device=device)
         own = own.to(device)
         slot = own[position // shape.page_size] * shape.page_size + position % shape.page_size
-        for offset, layout, rows, sink, ring in (
-            (1, cache.k_layout, cache.k_rows, cache.k_sink, cache.k_ring),
-            (2, cache.v_layout, cache.v_rows, cache.v_sink, cache.v_ring),
+        for offset, layout, rows, sink, ring, codebook in (
+            (1, cache.k_layout, cache.k_rows, cache.k_sink, cache.k_ring, cache.k_codebook),
+            (2, cache.v_layout, cache.v_rows, cache.v_sink, cache.v_ring, None),
         ):
             y = random_vectors(size, torch.float32, seed + 10 * request + offset, device)
-            rows[slot[begin:end]] = encode_rows(y[begin:end], layout, 0.96)
+            rows[slot[begin:end]] = encode_rows(y[begin:end], layout, 0.96, 0.0, codebook)
             sink[sink_block[request], :begin] = y[:begin].to(shape.dtype)
             if end < length:
                 ring[ring_row[request], position[end:] % shape.windows.ring] = y[end:].to(shape.dtype)
@@ -249,11 +281,12 @@ def poison(batch: Batch, side: str, request: int, position: int) -> None:
     page = int(batch.tables.page_table[request, position // shape.page_size])
     slot = page * shape.page_size + position % shape.page_size
     layout = shape.layout_of(side)
-    y = decode_rows(rows[slot : slot + 1].cpu(), layout)
+    book = shape.codebook if side.startswith("k") else None
+    y = decode_rows(rows[slot : slot + 1].cpu(), layout, book)
     y[0, -1, 3] = float("nan")
-    head = encode_rows(y, layout, 1.0)[0].to(rows.device)
+    head = encode_rows(y, layout, 1.0, 0.0, book)[0].to(rows.device)
     codes = slice((shape.kv_heads - 1) * layout.code_bytes, layout.params_offset)
-    params = slice(layout.row_bytes - layout.groups * 2 * layout.scale_dtype.itemsize, layout.row_bytes)
+    params = slice(layout.row_bytes - layout.param_bytes, layout.row_bytes)
     for part in (codes, params):
         rows[slot, part] = head[part]
 

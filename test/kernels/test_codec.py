@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import (
     STRETCH,
     clip,
@@ -22,12 +24,31 @@ from oscar_kernels.codec import (
     quantize,
     unpack,
 )
-from oscar_kernels.layout import BITS, EXACT, FORMAT_VERSION, HIGH_BITS, SCALE_DTYPES, RowLayout
+from oscar_kernels.layout import (
+    AFFINE,
+    BITS,
+    CODEBOOK,
+    EXACT,
+    FORMAT_VERSION,
+    HIGH_BITS,
+    SCALE_DTYPES,
+    SYMMETRIC,
+    RowLayout,
+)
 
 DATA = Path(__file__).parents[1] / "data"
-GOLDEN = {version: json.loads((DATA / f"row_format_v{version}.json").read_text()) for version in (1, 2)}
-"""Rows of every version; those of version 1 have two bits."""
+GOLDEN = {version: json.loads((DATA / f"row_format_v{version}.json").read_text()) for version in (1, 2, 3)}
+"""Rows of every version; those of version 1 have two bits, and those before version 3 are affine or exact."""
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+
+def golden_book(kv_heads: int, head_dim: int) -> Codebook:
+    """The codebook of the rows of version 3, which do not hold it."""
+    groups = head_dim // 4
+    raw = hashlib.shake_256(b"points").digest(kv_heads * groups * 1024)
+    points = torch.tensor(list(raw), dtype=torch.uint8).view(torch.int8).clamp(-127, 127)
+    factor = 2.0**-6 * (1 + torch.arange(kv_heads * groups) % 5 / 8)
+    return Codebook(points.view(kv_heads, groups, 256, 4), factor.view(kv_heads, groups))
 
 
 def vectors(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -62,19 +83,21 @@ def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int, bits: i
     group=st.sampled_from([32, 64, 128]),
     ratio=st.sampled_from([0.5, 0.96, 1.0]),
     gain=st.sampled_from([0.0, 0.98]),
-    bits=st.sampled_from(BITS),
+    rows_of=st.sampled_from([(bits, coding) for coding in (AFFINE, SYMMETRIC) for bits in BITS] + [(2, CODEBOOK)]),
 )
 def test_a_nan_is_kept_in_its_vector(
-    data: st.DataObject, scale_dtype: torch.dtype, group: int, ratio: float, gain: float, bits: int
+    data: st.DataObject, scale_dtype: torch.dtype, group: int, ratio: float, gain: float, rows_of: tuple[int, str]
 ) -> None:
     """All of a vector with any NaNs is read back as NaN, its codes are 0, and no other vector changes."""
-    layout = RowLayout(3, 128, group, scale_dtype, bits)
+    bits, coding = rows_of
+    layout = RowLayout(3, 128, group, scale_dtype, bits, coding=coding)
+    book = golden_book(3, 128) if coding == CODEBOOK else None
     y = vectors(2, 3, 128)
-    clean = encode_rows(y, layout, ratio, gain)
+    clean = encode_rows(y, layout, ratio, gain, book)
     channels = data.draw(st.sets(st.integers(0, 127), min_size=1))
     y[1, 2, sorted(channels)] = float("nan")
-    rows = encode_rows(y, layout, ratio, gain)
-    read, wanted = decode_rows(rows, layout), decode_rows(clean, layout)
+    rows = encode_rows(y, layout, ratio, gain, book)
+    read, wanted = decode_rows(rows, layout, book), decode_rows(clean, layout, book)
     wanted[1, 2] = float("nan")
     assert torch.equal(read.isnan(), wanted.isnan())
     assert torch.equal(read.nan_to_num(), wanted.nan_to_num())
@@ -159,18 +182,22 @@ def test_rows_carry_scale_and_zero_bit_for_bit(dtype: torch.dtype, head_dim: int
 @pytest.mark.parametrize(
     "case",
     [row for golden in GOLDEN.values() for row in golden["rows"]],
-    ids=lambda c: f"{c['head_dim']}-{c['scale_dtype']}-{c.get('bits', 'v1')}",
+    ids=lambda c: f"{c['head_dim']}-{c['scale_dtype']}-{c.get('bits', 'v1')}-{c.get('coding', AFFINE)}",
 )
 def test_stored_bytes_never_change(case: dict) -> None:
     """A row written by any version of this format reads the same. If this fails, FORMAT_VERSION must change."""
     assert max(GOLDEN) == GOLDEN[max(GOLDEN)]["format_version"] == FORMAT_VERSION
     bits, scale_dtype = case.get("bits", 2), SCALE_DTYPES[case["scale_dtype"]]
-    exact_dtype = SCALE_DTYPES[case.get("exact_dtype", "bfloat16")]
-    layout = RowLayout(case["kv_heads"], case["head_dim"], case["group_size"], scale_dtype, bits, exact_dtype)
+    exact_dtype, coding = SCALE_DTYPES[case.get("exact_dtype", "bfloat16")], case.get("coding", AFFINE)
+    layout = RowLayout(case["kv_heads"], case["head_dim"], case["group_size"], scale_dtype, bits, exact_dtype, coding)
+    book = golden_book(layout.kv_heads, layout.head_dim) if coding == CODEBOOK else None
     y = torch.tensor(case["input"]).view(1, case["kv_heads"], case["head_dim"])
     row = torch.tensor(list(bytes.fromhex(case["row"])), dtype=torch.uint8)[None]
-    assert torch.equal(encode_rows(y, layout, case["clip"]), row)
+    assert torch.equal(encode_rows(y, layout, case["clip"], case.get("gain", 0.0), book), row)
     assert layout.bits_per_element == case["bits_per_element"]
+    if coding != AFFINE:
+        assert decode_rows(row, layout, book).flatten().tolist() == case["output"]
+        return
     if bits == EXACT:
         assert torch.equal(decode_rows(row, layout), y)
         return
@@ -189,6 +216,9 @@ def test_stored_bytes_never_change(case: dict) -> None:
         ((8, 128, 128, torch.int8), "scale_dtype"),
         ((8, 128, 128, torch.bfloat16, 16, torch.float32), "exact_dtype must be bfloat16 or float16"),
         ((8, 128, 128, torch.bfloat16, 5), "bits must be one of 2, 3, 4, 16"),
+        ((8, 128, 128, torch.bfloat16, 2, torch.bfloat16, "points"), "coding must be one of affine, symmetric, code"),
+        ((8, 128, 128, torch.bfloat16, 3, torch.bfloat16, CODEBOOK), "a codebook needs 2 bits, got 3"),
+        ((8, 128, 128, torch.bfloat16, 16, torch.bfloat16, SYMMETRIC), "no codes, so coding must be affine"),
     ],
 )
 def test_layout_rejects(arguments: tuple, message: str) -> None:
@@ -215,6 +245,8 @@ def test_row_of_the_paper() -> None:
     assert (layout.row_bytes, layout.params_offset, layout.bits_per_element) == (288, 256, 2.25)
     assert RowLayout(8, 128, 128, torch.float32).bits_per_element == 2.5
     assert [RowLayout(1, 128, 128, bits=bits).row_bytes for bits in BITS] == [36, 52, 68]
+    for coding in (SYMMETRIC, CODEBOOK):
+        assert RowLayout(8, 128, 128, coding=coding).bits_per_element == 2.125
 
 
 @settings(max_examples=60)

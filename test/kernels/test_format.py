@@ -10,8 +10,9 @@ import torch
 from kernel_cases import random_rotation, random_transform
 
 from oscar_kernels import format as formats
+from oscar_kernels.codebook import Codebook
 from oscar_kernels.format import LayerFormat, SideFormat, fingerprint, mean_bits
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC, RowLayout
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
 
@@ -97,6 +98,10 @@ EYE = torch.eye(D)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: SideFormat(64, coding=CODEBOOK), "needs a codebook; coding codebook has none"),
+        (lambda: SideFormat(64, codebook=small_book(1)), "needs a codebook; coding affine has one"),
+        (lambda: LayerFormat(1, D, with_book(small_book(HEADS)), SideFormat(64)), "codebook is for 4 kv heads of 64"),
+        (lambda: LayerFormat(1, D, SideFormat(64), with_book(small_book(1))), "values cannot have a codebook"),
         (lambda: SideTransform(EYE.double()), "matrix of a transform must be float32"),
         (lambda: SideTransform(EYE[0]), "matrix must be"),
         (lambda: SideTransform(EYE[:32]), "matrix must be"),
@@ -121,6 +126,15 @@ def test_refusals_are_one_line(make: Callable[[], object], message: str) -> None
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def small_book(heads: int) -> Codebook:
+    points = torch.arange(heads * D // 4 * 1024) % 251 - 125
+    return Codebook(points.to(torch.int8).view(heads, D // 4, 256, 4), torch.ones(heads, D // 4))
+
+
+def with_book(book: Codebook) -> SideFormat:
+    return SideFormat(64, coding=CODEBOOK, codebook=book)
 
 
 def layer_of(key: SideTransform, value: SideTransform | None = None) -> LayerFormat:
@@ -183,7 +197,7 @@ def test_fingerprint_tells_all_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     seen = {fingerprint(base), *(fingerprint({**base, 0: variant}) for variant in variants)}
     seen |= {fingerprint({0: base[0]}), fingerprint({0: base[0], 8: base[7]}), fingerprint({0: base[7], 7: base[0]})}
-    monkeypatch.setattr(formats, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(formats, "AFFINE_VERSION", 99)
     seen.add(fingerprint(base))
     assert len(seen) == len(variants) + 5
 
@@ -201,6 +215,41 @@ def test_fingerprint_of_a_side_left_exact() -> None:
     half, values = replace(key, exact_dtype=torch.float16), replace(layer.value, bits=16)
     others = [replace(layer, key=plain), replace(layer, key=half), replace(layer, value=values), layer]
     assert len({fingerprint(said), *(fingerprint({**base, 0: other}) for other in others)}) == 5
+
+
+def test_fingerprint_of_codings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is pinned, tells codings and the bytes of a book apart, and has the version that such rows came with."""
+    base, book = small_model(), small_book(HEADS)
+    layer, key = base[0], replace(base[0].key, coding=CODEBOOK, codebook=book)
+    said = {**base, 0: replace(layer, key=key, value=replace(layer.value, coding=SYMMETRIC))}
+    assert fingerprint(said) == "aa4523db99adec7cb679f7c80bceaa5c56c3c82fa00acdd5a2c7b71c653c5162"
+    looser = replace(key, group_size=32, transform=replace(key.transform, clip=0.5))
+    assert fingerprint({**said, 0: replace(said[0], key=looser)}) == fingerprint(said)
+    points, factor = book.points.clone(), book.factor.clone()
+    points[1, 2, 3, 0] += 1
+    factor[1, 2] = torch.nextafter(factor[1, 2], torch.tensor(2.0))
+    keys = [replace(key, codebook=Codebook(*of)) for of in ((points, book.factor), (book.points, factor))]
+    keys += [replace(key, transform=replace(key.transform, gain=0.5)), replace(key, scale_dtype=torch.float16)]
+    keys += [replace(key, coding=coding, codebook=None) for coding in (AFFINE, SYMMETRIC)]
+    seen = {fingerprint(said), fingerprint({**said, 0: replace(said[0], value=layer.value)})}
+    seen |= {fingerprint({**said, 0: replace(said[0], key=other)}) for other in keys}
+    monkeypatch.setattr(formats, "FORMAT_VERSION", 99)
+    seen.add(fingerprint(said))
+    assert len(seen) == len(keys) + 3
+
+
+def test_books_of_a_rank() -> None:
+    """A rank has the points of its heads, on any device, in kernels' form, too."""
+    book = small_book(HEADS)
+    whole = LayerFormat(HEADS, D, with_book(book), SideFormat(64, coding=SYMMETRIC))
+    own = whole.of_heads(slice(1, 3))
+    moved = own.to("cpu").key.codebook
+    assert moved is not None
+    assert torch.equal(moved.points, book.points[1:3])
+    assert torch.equal(moved.factor, book.factor[1:3])
+    assert prepare(own, torch.bfloat16).key.codebook is own.key.codebook
+    assert (own.value.coding, own.value_layout.coding) == (SYMMETRIC, SYMMETRIC)
+    assert (whole.cell_bytes, mean_bits([whole])) == (2 * HEADS * 18, 2.25)
 
 
 def test_sizes_of_a_side_left_exact() -> None:

@@ -12,6 +12,7 @@ from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat
+from oscar_kernels.layout import CODEBOOK, SYMMETRIC
 from oscar_kernels.sliding_window import attend
 from oscar_kernels.transform import SideTransform
 
@@ -76,10 +77,10 @@ def cached_vectors(kept: tuple, length: int, layer: LayerFormat, shape: Shape) -
         (kept[0], layer.key, layer.key_layout),
         (kept[1], layer.value, layer.value_layout),
     ):
-        rows = encode_rows(y[:length].float(), layout, side.transform.clip, side.transform.gain)
+        rows = encode_rows(y[:length].float(), layout, side.transform.clip, side.transform.gain, side.codebook)
         read = torch.where(
             ((torch.arange(length) >= begin) & (torch.arange(length) < end))[:, None, None],
-            decode_rows(rows, layout).double(),
+            decode_rows(rows, layout, side.codebook).double(),
             y[:length].to(shape.dtype).double(),
         )
         out.append(list(read))
@@ -103,7 +104,14 @@ def brute_force(
 
 @pytest.mark.parametrize("name", ["shared", "per head"])
 @pytest.mark.parametrize(
-    "shape", [SHAPE, replace(SHAPE, windows=Windows(0, 0, 0)), replace(SHAPE, gqa=1, group=32)], ids=str
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, windows=Windows(0, 0, 0)),
+        replace(SHAPE, gqa=1, group=32),
+        replace(SHAPE, k_coding=CODEBOOK, v_coding=SYMMETRIC),
+    ],
+    ids=str,
 )
 def test_decode_is_softmax_over_what_was_stored(shape: Shape, name: str) -> None:
     lengths = [1, 17, 70]

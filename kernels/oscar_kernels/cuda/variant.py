@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from oscar_kernels.cache import Windows
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import AFFINE, RowLayout
 
 MAX_BATCH = 1024
 """Requests of a batch at most: their plan lies in shared memory."""
@@ -60,6 +60,8 @@ class Variant:
         """What no kernel reads or writes of these rows, or None."""
         if self.exact:
             return "keys or values of 16 bits"
+        if other := {self.key.coding, self.value.coding} - {AFFINE}:
+            return f"coding {' and '.join(sorted(other))}"
         if self.key.scale_dtype != self.value.scale_dtype:
             return "keys and values with scales of different dtypes"
         return None

@@ -68,7 +68,7 @@ def without_rows(geometry: Geometry, device: str) -> list[LayerCache]:
     rows = torch.empty(0, dtype=torch.uint8, device=device)
     window = torch.empty(0, dtype=geometry.window_dtype, device=device)
     kinds = dict.fromkeys((layer.key_layout, layer.value_layout) for layer in geometry.formats.values())
-    return [LayerCache(*kind, geometry.windows, rows, rows, *[window] * 4) for kind in kinds]
+    return [LayerCache(*kind, geometry.windows, rows, rows, window, window, window, window) for kind in kinds]
 
 
 def matrix_bytes(formats: Mapping[int, LayerFormat], dtype: torch.dtype) -> int:

@@ -12,12 +12,12 @@ import os
 import torch
 
 
-def encode_rows(y, layout, clip_ratio, gain):
+def encode_rows(y, layout, clip_ratio, gain, codebook=None):
     exact = y.float().contiguous().view(y.shape[0], -1).view(torch.uint8)
     return torch.nn.functional.pad(exact, (0, layout.row_bytes - exact.shape[1]))
 
 
-def decode_rows(rows, layout):
+def decode_rows(rows, layout, codebook=None):
     exact = rows[:, : layout.params_offset].contiguous()
     return exact.view(torch.float32).view(rows.shape[0], layout.kv_heads, layout.head_dim)
 
