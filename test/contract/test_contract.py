@@ -76,7 +76,7 @@ ATTRIBUTES: dict[str, str] = {
 """Attributes of objects of SGLang that the plugin reads, calls or overrides, by class."""
 
 ALTERNATIVES: dict[str, list[set[str]]] = {
-    "row": [{"managers.schedule_batch.Req.req_pool_idx"}, {"managers.schedule_batch.ReqKvInfo.req_pool_idx"}],
+    "seat": [{"managers.schedule_batch.Req.req_pool_idx"}, {"managers.schedule_batch.ReqKvInfo.req_pool_idx"}],
     "committed_tokens": [
         {"managers.schedule_batch.Req.kv_committed_len"},
         {"managers.schedule_batch.ReqKvInfo.kv_committed_len"},

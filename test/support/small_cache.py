@@ -12,7 +12,7 @@ from oscar_kernels.layout import RowLayout
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.owned import of_every_server
-from sglang_oscar.memory.row_tables import RowTables
+from sglang_oscar.memory.seat_tables import SeatTables
 from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.memory.sink_store import SinkStore
 
@@ -21,21 +21,21 @@ LONGEST = 64
 
 
 def small_cache(
-    windows: Windows, rows: int = 4, blocks: int = 5, copies: int = 0, layers: int = 2, page_size: int = 4,
+    windows: Windows, seats: int = 4, blocks: int = 5, copies: int = 0, layers: int = 2, page_size: int = 4,
     longest: int = LONGEST, pool: Any = None, requests: Any = None,
 ) -> Int2Cache:  # fmt: skip
     """A cache whose requests own what those of every server do; dummies count, ``copies`` lie beside states. A
-    ``pool`` of history has ``rows * longest`` slots; ``requests`` stands for SGLang's request pool."""
+    ``pool`` of history has ``seats * longest`` slots; ``requests`` stands for SGLang's request pool."""
     geometry: Any = Geometry.uniform(RowLayout(2, 64, 64, torch.bfloat16), windows, torch.bfloat16, layers)
-    slots = torch.arange(rows * longest, dtype=torch.int32).view(rows, longest)
+    slots = torch.arange(seats * longest, dtype=torch.int32).view(seats, longest)
     requests = requests or SimpleNamespace()
     requests.req_to_token = slots
     pool = pool or SimpleNamespace(k_buffer=[torch.zeros(slots.numel(), 8, dtype=torch.uint8)], v_buffer=[])
     plan: Any = SimpleNamespace(geometry=geometry, copies=copies)
     cache = Int2Cache(
         settings=SimpleNamespace(), plan=plan, page_size=page_size, req_to_token_pool=requests,
-        rows=RowTables(rows, "cpu"), sinks=SinkStore(blocks), layers={}, fingerprint="",
-        side=SideBuffers(geometry, rows + copies, blocks + copies, "cpu"),
+        seats=SeatTables(seats, "cpu"), sinks=SinkStore(blocks), layers={}, fingerprint="",
+        side=SideBuffers(geometry, seats + copies, blocks + copies, "cpu"),
     )  # fmt: skip
     cache.attach(pool)
     cache.holdings |= of_every_server(SimpleNamespace(cache=cache, pool=pool))

@@ -15,7 +15,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.batch import refill_batch
 from sglang_oscar.features.disaggregation import handshake, waiting
-from sglang_oscar.features.disaggregation.arguments import waiting_rows
+from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
@@ -124,9 +124,9 @@ def test_both_servers_have_what_is_compared_in_common() -> None:
     assert len({common(), *others}) == 7
 
 
-@pytest.mark.parametrize(("mode", "slots", "rows"), [("decode", 8, 8), ("decode", None, 0), ("prefill", 8, 0)])
-def test_rows_that_wait(mode: str, slots: int | None, rows: int) -> None:
-    assert waiting_rows(SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_extra_slots=slots)) == rows
+@pytest.mark.parametrize(("mode", "slots", "seats"), [("decode", 8, 8), ("decode", None, 0), ("prefill", 8, 0)])
+def test_seats_that_wait(mode: str, slots: int | None, seats: int) -> None:
+    assert waiting_seats(SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_extra_slots=slots)) == seats
 
 
 @given(st.integers(0, 50), st.integers(1, 60))
@@ -134,7 +134,7 @@ def test_waiting_requests_are_in_the_account(waiting: int, running: int) -> None
     """As many bytes as the buffers take that are built from the plan."""
     budget = 1 << 30
     plan = make_plan(GEOMETRY, budget, running, 64, [WaitingRequests(waiting)])
-    side = SideBuffers(GEOMETRY, plan.ring_rows, plan.sink_blocks, "cpu")
+    side = SideBuffers(GEOMETRY, plan.rings, plan.sink_blocks, "cpu")
     assert plan.side_bytes == side.ring.nbytes + side.sink.nbytes
-    assert plan.ring_rows == running + waiting + 1
+    assert plan.rings == running + waiting + 1
     assert make_plan(GEOMETRY, budget, None, 64, [WaitingRequests(waiting)]).fixed_bytes <= budget

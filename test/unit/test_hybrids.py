@@ -73,18 +73,18 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
     """Whatever is in the copy afterwards is the position that the window behind the token has there."""
     prefix, tracked = 8 * prefix, min(tracked, length)
     cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS, layers=1)
-    kept, row, block, slot = KeptWindows(cache), 1, 2, 3
+    kept, seat, block, slot = KeptWindows(cache), 1, 2, 3
     rings, sinks = cache.side.ring.flatten(3), cache.side.sink.flatten(3)
     for position in range(prefix):
-        rings[:, row, position % 8] = position + 1
+        rings[:, seat, position % 8] = position + 1
         if position < 4:
             sinks[:, block, position] = position + 1
-    cache.rows.sink_block[row] = block
+    cache.seats.sink_block[seat] = block
     batch = SimpleNamespace(
         mamba_track_mask=torch.tensor([kept_too]),
         mamba_track_indices=torch.tensor([slot]),
         mamba_track_seqlens=torch.tensor([prefix + tracked]),
-        req_pool_indices=torch.tensor([row]),
+        req_pool_indices=torch.tensor([seat]),
         extend_seq_lens=torch.tensor([length]),
         extend_seq_lens_cpu=[length],
         extend_prefix_lens=torch.tensor([prefix]),
@@ -222,7 +222,7 @@ def test_states_are_a_requests_own() -> None:
 
 
 def test_rows_are_uploaded_once_for_a_batch() -> None:
-    """Uploads count batches (``RowTables.may_be_written``), also where windows are kept beside states."""
+    """Uploads count batches (``SeatTables.may_be_written``), also where windows are kept beside states."""
     cache, no = small_cache(WINDOWS, 3, copies=SLOTS, page_size=16), lambda: False
     cache.kept = KeptWindows(cache)
     backend: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
@@ -234,4 +234,4 @@ def test_rows_are_uploaded_once_for_a_batch() -> None:
         positions=torch.arange(3),
     )  # fmt: skip
     backend.init_forward_metadata(batch)
-    assert cache.rows._uploads == 1
+    assert cache.seats._uploads == 1

@@ -21,25 +21,25 @@ from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.requests import lifecycle
 from support.small_cache import small_cache
 
-SINK, ROWS = 4, 3
+SINK, SEATS = 4, 3
 
 
 class RequestPool:
-    """Rows 1 to ROWS, as SGLang's request pool hands them out."""
+    """Rows 1 to SEATS, as SGLang's request pool hands them out."""
 
     def __init__(self) -> None:
-        self.rows, self.said = list(range(1, ROWS + 1)), list[Any]()
+        self.seats, self.said = list(range(1, SEATS + 1)), list[Any]()
 
     def free(self, req: Any, *more: Any) -> None:
         self.said.append((req, more))
-        self.rows.append(req.req_pool_idx)
+        self.seats.append(req.req_pool_idx)
 
     def clear(self) -> None:
         self.said.append("clear")
 
 
-def make_cache(blocks: int = ROWS + 1, copies: int = 0) -> Int2Cache:
-    cache = small_cache(Windows(SINK, 8, 8), ROWS + 1, blocks, copies, requests=RequestPool())
+def make_cache(blocks: int = SEATS + 1, copies: int = 0) -> Int2Cache:
+    cache = small_cache(Windows(SINK, 8, 8), SEATS + 1, blocks, copies, requests=RequestPool())
     lifecycle.observe(cache)
     return cache
 
@@ -54,12 +54,12 @@ def request(first: int, hit: int = 0, **fields: Any) -> Any:
 
 
 def admit(cache: Int2Cache, *requests: Any) -> list[Refill]:
-    """Let requests gain rows in one batch; returns what its forward pass has to refill first."""
+    """Let requests gain seats in one batch; returns what its forward pass has to refill first."""
     pool = cache.req_to_token_pool
 
     def alloc(batch: Any) -> None:
         for req in batch.reqs:
-            req.req_pool_idx = pool.rows.pop(0)
+            req.req_pool_idx = pool.seats.pop(0)
 
     lens = SimpleNamespace(tolist=lambda: [len(req.origin_input_ids) for req in requests])
     batch = SimpleNamespace(reqs=list(requests), req_to_token_pool=pool, seq_lens_cpu=lens)
@@ -86,9 +86,9 @@ def test_a_hit_without_its_block_is_refilled_once() -> None:
     cache = make_cache()
     one, two, other = request(1, hit=SINK), request(1, hit=2 * SINK), request(2)
     found = admit(cache, one, two, other)
-    block = cache.rows.block_of(one.req_pool_idx)
+    block = cache.seats.block_of(one.req_pool_idx)
     assert found == [Refill(block, (1,) * SINK)]
-    assert cache.rows.block_of(two.req_pool_idx) == block != cache.rows.block_of(other.req_pool_idx)
+    assert cache.seats.block_of(two.req_pool_idx) == block != cache.seats.block_of(other.req_pool_idx)
     finish(cache, other)
     assert admit(cache, request(1, hit=SINK)) == []
     assert cache.refills.total == 1
@@ -109,7 +109,7 @@ def test_a_hit_whose_tokens_are_unknown_is_ended() -> None:
     assert "sink tokens are not known" in bad.to_finish.message
     assert bad.skip_radix_cache_insert
     assert not hasattr(good, "to_finish")
-    assert (cache.rows.block_of(bad.req_pool_idx), len(cache.sinks._pins)) == (0, 1)
+    assert (cache.seats.block_of(bad.req_pool_idx), len(cache.sinks._pins)) == (0, 1)
     finish(cache, bad)
     finish(cache, good)
     assert not cache.sinks._pins
@@ -133,12 +133,12 @@ def test_a_hit_of_a_hybrid_model_gets_what_lies_beside_its_state() -> None:
     one, two = (request(1, hit=hit, mamba_cow_src_index=f"slot {hit}") for hit in (8 * SINK, SINK))
     fresh = request(2, mamba_cow_src_index=None)
     assert admit(cache, one, two, fresh) == []
-    rows = [req.req_pool_idx for req in (one, two)]
-    assert cache.rows._brought == {
-        cache.holdings[owned.RING]: [("slot 32", rows[0]), ("slot 4", rows[1])],
-        cache.holdings[owned.SINK]: [("slot 32", cache.rows.block_of(rows[0]))],
+    seats = [req.req_pool_idx for req in (one, two)]
+    assert cache.seats._brought == {
+        cache.holdings[owned.RING]: [("slot 32", seats[0]), ("slot 4", seats[1])],
+        cache.holdings[owned.SINK]: [("slot 32", cache.seats.block_of(seats[0]))],
     }
-    assert [cache.rows._pending[row][0] for row in (*rows, fresh.req_pool_idx)] == [24, 0, 0]
+    assert [cache.seats._pending[seat][0] for seat in (*seats, fresh.req_pool_idx)] == [24, 0, 0]
     lost, hybrid = request(3, hit=SINK, mamba_cow_src_index=None), make_hybrid()
     admit(hybrid, lost)
     assert "no state to go on from" in lost.to_finish.message
@@ -158,9 +158,9 @@ def test_a_request_pool_says_when_rows_are_lost() -> None:
     assert isinstance(pool, RequestPool)
     req = request(1, req_pool_idx=1)
     block = cache.sinks.acquire_private()
-    cache.rows.assign(1, 0, block)
+    cache.seats.assign(1, 0, block)
     pool.free(req, "slot")
-    assert cache.rows.block_of(1) is None
+    assert cache.seats.block_of(1) is None
     assert cache.sinks.acquire_shared(cache.sink_key(req)) == block, "a sink that is full is published first"
     cache.refills.add(1, (1,))
     pool.clear()
@@ -183,18 +183,18 @@ def test_readers_only_see_filled_blocks(steps: list[tuple[int, int]]) -> None:
     for first, leaving in steps:
         if leaving < len(running):
             finish(cache, running.pop(leaving))
-        if len(running) == ROWS:
+        if len(running) == SEATS:
             finish(cache, running.pop(0))
         req = request(first, hit=SINK if first in seen else 0)
         for refill in admit(cache, req):
             holds[refill.block] = refill.token_ids[0]
-        block = cache.rows.block_of(req.req_pool_idx)
+        block = cache.seats.block_of(req.req_pool_idx)
         if not req.prefix_indices:
             holds[block] = first
         running.append(req)
         seen.add(first)
         for other in running:
-            assert holds[cache.rows.block_of(other.req_pool_idx)] == other.origin_input_ids[0]
+            assert holds[cache.seats.block_of(other.req_pool_idx)] == other.origin_input_ids[0]
 
 
 def run_refills(

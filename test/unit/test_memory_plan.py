@@ -62,7 +62,7 @@ def test_plan_fits_its_budget(geometry: Geometry, budget: int, max_running: int 
     plan = make_plan(geometry, budget, max_running, page_size)
     assert plan.side_bytes + 2 * page_size * geometry.cell_bytes <= budget
     assert plan.sink_blocks >= plan.max_running + 1
-    assert plan.ring_rows == plan.max_running + 1
+    assert plan.rings == plan.max_running + 1
     if max_running is not None:
         assert plan.max_running == max_running
 

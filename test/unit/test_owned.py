@@ -22,73 +22,75 @@ from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.units import Units
 from support.small_cache import LONGEST, small_cache
 
-WINDOWS, ROWS, BLOCKS, STATES = Windows(sink=4, recent=8, ring=8), 4, 7, 3
+WINDOWS, SEATS, BLOCKS, STATES = Windows(sink=4, recent=8, ring=8), 4, 7, 3
 NOTES = "notes"  # Of a feature that nobody else knows.
 
 
 class Server:
-    """A cache with a feature of its own, and what SGLang and attention do to requests; ``running``: tokens by row."""
+    """A cache with a feature of its own, and what SGLang and attention do to requests; ``running``: tokens by seat."""
 
     def __init__(self, carried: bool = True) -> None:
         formats = Geometry.uniform(RowLayout(2, 64, 64), WINDOWS, torch.bfloat16, 2).formats
         self.pool = Int2TokenToKVPool(
-            ROWS * LONGEST - 16, formats=formats, page_size=16, device="cpu", enable_memory_saver=False, start_layer=0,
+            SEATS * LONGEST - 16, formats=formats, page_size=16, device="cpu", enable_memory_saver=False, start_layer=0,
             end_layer=2,
         )  # fmt: skip
-        self.cache, self.running = small_cache(WINDOWS, ROWS, BLOCKS, STATES, pool=self.pool), dict[int, int]()
-        notes = Units([torch.zeros(1, ROWS + STATES, 5, dtype=torch.int32)])
-        self.cache.holdings[NOTES] = Holding(units=notes, of=lambda row, tokens: [row], carried=carried, copies=STATES)
+        self.cache, self.running = small_cache(WINDOWS, SEATS, BLOCKS, STATES, pool=self.pool), dict[int, int]()
+        notes = Units([torch.zeros(1, SEATS + STATES, 5, dtype=torch.int32)])
+        self.cache.holdings[NOTES] = Holding(
+            units=notes, of=lambda seat, tokens: [seat], carried=carried, copies=STATES
+        )
 
-    def owned(self, row: int) -> Owned:
-        return self.cache.owned(row, self.running[row])
+    def owned(self, seat: int) -> Owned:
+        return self.cache.owned(seat, self.running[seat])
 
-    def start(self, row: int, tokens: int, block: int | None = None) -> None:
-        self.running[row] = tokens
-        self.cache.rows.assign(row, ring_start=0, sink_block=block or self.cache.sinks.acquire_private())
+    def start(self, seat: int, tokens: int, block: int | None = None) -> None:
+        self.running[seat] = tokens
+        self.cache.seats.assign(seat, ring_start=0, sink_block=block or self.cache.sinks.acquire_private())
         if block is None:
-            self.write(row)
+            self.write(seat)
 
-    def write(self, row: int) -> None:
+    def write(self, seat: int) -> None:
         for of in self.cache.holdings.values():
-            numbers = torch.tensor(of.of(row, self.running[row]), dtype=torch.int64)
+            numbers = torch.tensor(of.of(seat, self.running[seat]), dtype=torch.int64)
             of.units.write(numbers, [torch.randint(0, 100, x.shape).to(x.dtype) for x in of.units.read(numbers)])
 
-    def free(self, row: int) -> None:
-        self.owned(row).free()
-        self.cache.rows.unassign(row)
-        del self.running[row]
+    def free(self, seat: int) -> None:
+        self.owned(seat).free()
+        self.cache.seats.unassign(seat)
+        del self.running[seat]
 
-    def move(self, row: int, to: int, told: bool = True) -> None:
-        """Retract a request, give its row to another meanwhile, and let it go on; SGLang may tell its row."""
-        tokens, sinks, table = self.running[row], self.cache.sinks, self.cache.req_to_token_pool.req_to_token
-        sinks.publish(self.cache.rows.block_of(row) or 0, "key")
-        saved = self.pool.get_cpu_copy(table[row, :tokens], req_pool_index=row if told else None)
-        self.free(row)
-        self.start(row, LONGEST)
-        self.free(row)
+    def move(self, seat: int, to: int, told: bool = True) -> None:
+        """Retract a request, give its seat to another meanwhile, and let it go on; SGLang may tell its seat."""
+        tokens, sinks, table = self.running[seat], self.cache.sinks, self.cache.req_to_token_pool.req_to_token
+        sinks.publish(self.cache.seats.block_of(seat) or 0, "key")
+        saved = self.pool.get_cpu_copy(table[seat, :tokens], req_pool_index=seat if told else None)
+        self.free(seat)
+        self.start(seat, LONGEST)
+        self.free(seat)
         self.start(to, tokens, sinks.acquire_shared("key"))
         self.pool.load_cpu_copy(saved, table[to, :tokens], req_pool_index=to if told else None)
-        sinks.withdraw(self.cache.rows.block_of(to) or 0)
+        sinks.withdraw(self.cache.seats.block_of(to) or 0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["write", "move", "free"]), st.integers(1, ROWS - 1)), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from(["write", "move", "free"]), st.integers(1, SEATS - 1)), max_size=20))
 def test_content_goes_with_its_request(steps: list[tuple[str, int]]) -> None:
     """And what is written for one changes nothing of another."""
     server, expected = Server(), dict[int, dict[str, str]]()
-    for index, (step, row) in enumerate(steps):
-        if row not in server.running:
-            server.start(row, (7 * index) % LONGEST)
+    for index, (step, seat) in enumerate(steps):
+        if seat not in server.running:
+            server.start(seat, (7 * index) % LONGEST)
         elif step == "write":
-            server.write(row)
+            server.write(seat)
         elif step == "free":
-            server.free(row)
+            server.free(seat)
         else:
-            before = expected[row]
-            to = next((other for other in range(1, ROWS) if other not in server.running), row)
-            server.move(row, to, told=bool(index % 2))
+            before = expected[seat]
+            to = next((other for other in range(1, SEATS) if other not in server.running), seat)
+            server.move(seat, to, told=bool(index % 2))
             assert server.owned(to).digests() == before
-        found = {row: server.owned(row).digests() for row in server.running}
-        assert all(found[other] == digests for other, digests in expected.items() if other in found and other != row)
+        found = {seat: server.owned(seat).digests() for seat in server.running}
+        assert all(found[other] == digests for other, digests in expected.items() if other in found and other != seat)
         expected = found
     assert len(server.cache.sinks._pins) == len(server.running)
 
@@ -124,31 +126,31 @@ def test_copies_beside_states_come_back(at_once: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(units, "MOST_COPIED", at_once)
     server = Server()
     cache, state = server.cache, torch.tensor([2])
-    for row in (1, 2):
-        server.start(row, 9 * row)
-    cache.rows.upload()
+    for seat in (1, 2):
+        server.start(seat, 9 * seat)
+    cache.seats.upload()
     expected, other = server.owned(1).digests(), server.owned(2).digests()
     KeptWindows(cache)._keep(torch.tensor([1, 2]), torch.tensor([2, 1]))
     server.write(1)
     for name in (RING, SINK, NOTES):
         (unit,) = cache.holdings[name].of(1, 9)
-        cache.rows.bring(cache.holdings[name], state, unit)
+        cache.seats.bring(cache.holdings[name], state, unit)
     assert not expected.items() & server.owned(1).digests().items()
-    cache.rows.upload()
+    cache.seats.upload()
     assert dict(expected.items() & server.owned(1).digests().items()).keys() == {RING, SINK, NOTES}
-    cache.rows.bring(cache.holdings[RING], state, 2)
-    cache.rows.assign(2, ring_start=5, sink_block=3)
-    cache.rows.clear()
-    cache.rows.upload()
+    cache.seats.bring(cache.holdings[RING], state, 2)
+    cache.seats.assign(2, ring_start=5, sink_block=3)
+    cache.seats.clear()
+    cache.seats.upload()
     assert server.owned(2).digests()[RING] == other[RING]
-    assert (cache.rows.block_of(2), int(cache.rows.ring_start[2])) == (None, 0)
+    assert (cache.seats.block_of(2), int(cache.seats.ring_start[2])) == (None, 0)
 
 
 def test_a_record_says_what_there_is() -> None:
     server = Server()
     server.start(2, 20)
     assert str(server.owned(2)) == (
-        f"row 2 of 20 tokens: ring [2] of 8192 bytes, sink block [1] of 4096 bytes, row of history [128 ... 147] of "
+        f"seat 2 with 20 tokens: ring [2] of 8192 bytes, sink block [1] of 4096 bytes, row of history [128 ... 147] of "
         f"{20 * 160} bytes, notes [2] of 20 bytes"
     )
     assert "sink block [] of 0 bytes" in str(server.cache.owned(3, 0))

@@ -98,5 +98,5 @@ def test_padding_changes_nothing(lengths: list[int], padding: int) -> None:
 @pytest.mark.parametrize(("requests", "ranks"), [(5, 1), (5, 2), (6, 2), (1, 8), (256, 8)])
 def test_a_step_may_be_as_large_as_a_graph(requests: int, ranks: int) -> None:
     """SGLang fills the largest graph up to a multiple of the ranks."""
-    rows = SimpleNamespace(ring_start=torch.zeros(requests + 1))
-    assert largest_batch(SimpleNamespace(rows=rows), ranks) == ceil_align(requests, ranks)  # type: ignore[arg-type]
+    seats = SimpleNamespace(ring_start=torch.zeros(requests + 1))
+    assert largest_batch(SimpleNamespace(seats=seats), ranks) == ceil_align(requests, ranks)  # type: ignore[arg-type]

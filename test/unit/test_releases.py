@@ -18,12 +18,12 @@ REQUESTS = {
 @pytest.mark.parametrize("shape", REQUESTS)
 def test_requests(shape: str) -> None:
     req = REQUESTS[shape]
-    assert (releases.row(req), releases.committed_tokens(req), releases.prefix_tokens(req)) == (3, 70, 64)
+    assert (releases.seat(req), releases.committed_tokens(req), releases.prefix_tokens(req)) == (3, 70, 64)
 
 
 def test_a_request_that_looks_otherwise_is_an_error() -> None:
     strange = SimpleNamespace(kv=SimpleNamespace())
-    for ask in (releases.row, releases.committed_tokens, releases.prefix_tokens):
+    for ask in (releases.seat, releases.committed_tokens, releases.prefix_tokens):
         with pytest.raises(AttributeError):
             ask(strange)
 

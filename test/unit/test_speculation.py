@@ -60,14 +60,14 @@ def test_a_row_less_is_too_few(tokens: int) -> None:
 
 def made_cache(windows: Windows) -> tuple[Any, SideBuffers]:
     cache = small_cache(windows)
-    cache.rows.sink_block.copy_(torch.tensor([0, 3, 1, 4]))
+    cache.seats.sink_block.copy_(torch.tensor([0, 3, 1, 4]))
     return cache, cache.side
 
 
-def numbered(buffers: SideBuffers, rows: int, ring: int) -> torch.Tensor:
-    """The ring as [layers * 2, rows, ring], each entry a number of its own, written to all channels."""
-    numbers = torch.arange(4 * rows * ring).view(4, rows, ring) % 251
-    view = buffers.ring.view(4, rows, ring, HEADS * D)
+def numbered(buffers: SideBuffers, rings: int, ring: int) -> torch.Tensor:
+    """The ring as [layers * 2, rings, ring], each entry a number of its own, written to all channels."""
+    numbers = torch.arange(4 * rings * ring).view(4, rings, ring) % 251
+    view = buffers.ring.view(4, rings, ring, HEADS * D)
     view.copy_(numbers[..., None].expand_as(view))
     return numbers
 
@@ -77,17 +77,17 @@ def test_accepted_tokens_move_in_ring_and_sink() -> None:
     windows, tokens = Windows(16, 24, 32), 8
     cache, buffers = made_cache(windows)
     before = numbered(buffers, 4, 32)
-    rows, lens = torch.tensor([2, 1, 3]), torch.tensor([200, 14, 29])
+    seats, lens = torch.tensor([2, 1, 3]), torch.tensor([200, 14, 29])
     accepted = torch.tensor([[0, 2, 5, 7], [8, 11, 14, -1], [16, 20, -1, -1]])
-    commit.move_accepted(cache, rows, lens, accepted, tokens)
+    commit.move_accepted(cache, seats, lens, accepted, tokens)
     after = buffers.ring.view(4, 4, 32, HEADS * D)[..., 0].long()
     expected, sinks = before.clone(), torch.zeros(4, 5, 16, dtype=torch.long)
-    for request, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
-        block = int(cache.rows.sink_block[row])
+    for request, (seat, length) in enumerate(zip(seats.tolist(), lens.tolist(), strict=True)):
+        block = int(cache.seats.sink_block[seat])
         for place, node in enumerate(accepted[request].tolist()):
             own = node - request * tokens if node >= 0 else place
-            value = before[:, row, (length + own) % 32]
-            expected[:, row, (length + place) % 32] = value
+            value = before[:, seat, (length + own) % 32]
+            expected[:, seat, (length + place) % 32] = value
             if length + place < 16:
                 sinks[:, block, length + place] = value
     assert torch.equal(after, expected)
@@ -120,10 +120,10 @@ LONGEST = 4096
 
 
 def tables_cache() -> Any:
-    """What tables of a step need of a cache of four rows, each with slots, a ring start and a sink block of its own."""
+    """What tables of a step need of a cache of four seats, each with its own slots, ring start and sink block."""
     cache = small_cache(Windows(16, 24, 32), page_size=64, longest=LONGEST)
-    for row in range(1, 4):
-        cache.rows.assign(row, ring_start=row, sink_block=row + 1)
+    for seat in range(1, 4):
+        cache.seats.assign(seat, ring_start=seat, sink_block=seat + 1)
     return cache
 
 
@@ -178,7 +178,7 @@ def test_a_step_of_chains_launches_nothing_before_its_graph() -> None:
             return function(*args, **(kwargs or {}))
 
     made, replayed = backend_of(tables_cache(), 4), step(SimpleNamespace(custom_mask=torch.ones(9), topk=1))
-    made.init_forward_metadata_out_graph(replayed)  # the first step has changes of rows to upload
+    made.init_forward_metadata_out_graph(replayed)  # the first step has changes of seats to upload
     with Operations():
         made.init_forward_metadata_out_graph(replayed)
     assert not seen

@@ -54,14 +54,14 @@ def test_an_update_changes_keys(breaks_off: bool) -> None:
 def test_a_flush_changes_keys_behind_an_update_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind it the cache may still hold what older weights computed, and store it; before it storage is shared."""
     of = SimpleNamespace(clear=lambda: None)
-    monkeypatch.setattr(lifecycle, "cache_of", lambda pool: SimpleNamespace(rows=of, sinks=of, refills=of))
-    rows = type("Rows", (lifecycle.ObservedRows, Stock), {})()
+    monkeypatch.setattr(lifecycle, "cache_of", lambda pool: SimpleNamespace(seats=of, sinks=of, refills=of))
+    pool = type("Pool", (lifecycle.ObservedSeats, Stock), {})()
     first = key()
-    rows.clear()
+    pool.clear()
     assert key() == first
     update([], breaks_off=False)
     updated = key()
-    rows.clear()
+    pool.clear()
     assert len({first, updated, key()}) == 3
 
 

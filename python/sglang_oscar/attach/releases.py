@@ -152,20 +152,20 @@ def window_ratio(server_args: Any) -> float | None:
     return ratio if given else None
 
 
-# Requests. A request's row and how far it is computed moved from the request to what it holds of the cache.
+# Requests. A request's seat and how far it is computed moved from the request to what it holds of the cache.
 
 
-def row(req: Any) -> Any:
-    """The row of a request in SGLang's request pool, an int; None while it has none."""
+def seat(req: Any) -> Any:
+    """The seat of a request, its number in SGLang's request pool; None while it has none."""
     return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
 
 
-def row_of_slots(slots: Any, req_to_token: Any) -> int:
-    """The row of a request, where a release does not say it: of ``req_to_token`` [rows, max_len], ``slots`` are the
+def seat_of_slots(slots: Any, req_to_token: Any) -> int:
+    """The seat of a request, where a release does not say it: of ``req_to_token`` [seats, max_len], ``slots`` are the
     beginning of its line, as a view."""
-    assert slots.untyped_storage().data_ptr() == req_to_token.untyped_storage().data_ptr(), "a copy says no row"
-    row: int = (slots.storage_offset() - req_to_token.storage_offset()) // req_to_token.stride(0)
-    return row
+    assert slots.untyped_storage().data_ptr() == req_to_token.untyped_storage().data_ptr(), "a copy says no seat"
+    found: int = (slots.storage_offset() - req_to_token.storage_offset()) // req_to_token.stride(0)
+    return found
 
 
 def committed_tokens(req: Any) -> int:
@@ -188,7 +188,7 @@ def go_on_behind_chunk(req: Any, req_to_token_pool: Any) -> None:
         req_to_token_pool: SGLang's request pool.
     """
     if hasattr(req, "prefix_indices"):
-        req.prefix_indices = req_to_token_pool.req_to_token[row(req), : req.extend_range.end].long()
+        req.prefix_indices = req_to_token_pool.req_to_token[seat(req), : req.extend_range.end].long()
     else:
         req.prefix_len = req.extend_end
 

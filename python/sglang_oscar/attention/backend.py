@@ -62,7 +62,7 @@ class OscarAttentionBackend(AttentionBackend):
         self.has_sink_logits = model_runner.model_config.has_attention_sinks
         server_args = releases.resolved(model_runner.server_args)
         self.new_tokens = new_tokens(server_args)
-        self._verify_mask = unread_mask(server_args, cache.rows.device)
+        self._verify_mask = unread_mask(server_args, cache.seats.device)
         # SGLang sizes a mask with it where it knows no lengths on the host.
         self.max_context_len = model_runner.model_config.context_len
         try:
@@ -83,7 +83,7 @@ class OscarAttentionBackend(AttentionBackend):
 
     @contextmanager
     def refilling(self, refills: Sequence[Refill]) -> Iterator[None]:
-        """While inside, an extend computes the sinks of these blocks and touches neither rings nor rows of requests."""
+        """While inside, an extend computes the sinks of these blocks and touches nothing of requests in seats."""
         self._refilled = refills
         try:
             yield
@@ -106,7 +106,7 @@ class OscarAttentionBackend(AttentionBackend):
             tables = DecodeTables(self.cache, forward_batch.batch_size, longest, self.new_tokens)
             self.batch = tables.fill(forward_batch, longest)
         else:
-            self.cache.rows.upload()
+            self.cache.seats.upload()
             kept = None if self.cache.kept is None else self.cache.kept.keep_chunk(forward_batch)
             batch = extend_batch(self.cache, forward_batch)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept)
@@ -138,7 +138,7 @@ class OscarAttentionBackend(AttentionBackend):
         return self._verify_mask
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of padded rows: one token, in the dummy row, page and block 0."""
+        """Length of padding: one token, in the dummy seat, page and block 0."""
         return 1
 
     def forward_decode(

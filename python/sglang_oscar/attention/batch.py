@@ -53,7 +53,7 @@ def largest_batch(cache: Int2Cache, ranks: int) -> int:
         cache: of the pool that is attended to.
         ranks: that attention is split over.
     """
-    requests = cache.rows.ring_start.shape[0] - 1  # Row 0 is padding, no request.
+    requests = cache.seats.ring_start.shape[0] - 1  # Seat 0 is padding, no request.
     return -(-requests // ranks) * ranks
 
 
@@ -68,7 +68,7 @@ class DecodeTables:
     """
 
     def __init__(self, cache: Int2Cache, max_batch: int, max_tokens: int | None = None, drafts: int = 0) -> None:
-        device = cache.rows.device
+        device = cache.seats.device
         max_tokens = cache.req_to_token_pool.req_to_token.shape[1] if max_tokens is None else max(max_tokens, 1)
         self.cache = cache
         self.page_table = torch.zeros(max_batch, -(-max_tokens // cache.page_size), dtype=torch.int32, device=device)
@@ -114,7 +114,7 @@ class DecodeTables:
 
     def prepare(self, forward_batch: Any) -> Batch:
         """The part of :meth:`fill` that no graph can record: what the host has decided, and masks of trees."""
-        self.cache.rows.upload()
+        self.cache.seats.upload()
         batch = self.view(len(forward_batch.req_pool_indices))
         if batch.visible is not None and not (self._holds_chains and is_chain(forward_batch.spec_info)):
             self._holds_chains = False
@@ -126,7 +126,7 @@ class DecodeTables:
         cache = self.cache
         requests = Requests(
             forward_batch.req_pool_indices.long(), forward_batch.seq_lens, cache.req_to_token_pool.req_to_token,
-            cache.rows.ring_start, cache.rows.sink_block,
+            cache.seats.ring_start, cache.seats.sink_block,
         )  # fmt: skip
         batch = self.view(len(requests.rows))
         self._fill(requests, cache.plan.geometry.windows, max_tokens, batch.tables, batch.slots, self.drafts)
@@ -136,29 +136,29 @@ def extend_batch(cache: Int2Cache, forward_batch: Any) -> Batch:
     """Tables for a chunk of new tokens per request.
 
     The chunk is attended to before it is stored, so the tables describe the cache without it. Of a chunk longer
-    than the ring only the newest tokens go there: older ones would share their slots. Rows have been uploaded.
+    than the ring only the newest tokens go there: older ones would share their slots. Seats have been uploaded.
     """
-    rows = forward_batch.req_pool_indices.long()
+    seats = forward_batch.req_pool_indices.long()
     extend_lens: list[int] = forward_batch.extend_seq_lens_cpu
     prefix_lens: list[int] = forward_batch.extend_prefix_lens_cpu
-    tokens, device = sum(extend_lens), rows.device
+    tokens, device = sum(extend_lens), seats.device
     lens, prefix = forward_batch.extend_seq_lens.long(), forward_batch.extend_prefix_lens
-    blocks = cache.rows.sink_block[rows]
+    blocks = cache.seats.sink_block[seats]
     tables = BatchTables(
         page_size=cache.page_size,
         # One more than the prefix: a chunk of one token is decoded once it is stored.
         page_table=page_numbers(
-            cache.req_to_token_pool.req_to_token, rows, max(prefix_lens, default=0) + 1, cache.page_size
+            cache.req_to_token_pool.req_to_token, seats, max(prefix_lens, default=0) + 1, cache.page_size
         ),
         kv_lens=prefix.int(),
-        ring_row=rows.int(),
-        ring_start=cache.rows.ring_start[rows],
+        ring_row=seats.int(),
+        ring_start=cache.seats.ring_start[seats],
         sink_block=blocks,
     )
     request = torch.repeat_interleave(torch.arange(len(extend_lens), device=device), lens, output_size=tokens)
     positions = forward_batch.positions[:tokens].long()
     windows = cache.plan.geometry.windows
-    ring, sink = window_slots(positions, rows[request], blocks.long()[request], windows)
+    ring, sink = window_slots(positions, seats[request], blocks.long()[request], windows)
     newest = positions >= (prefix.long() + lens)[request] - windows.ring
     starts = torch.zeros(len(extend_lens) + 1, dtype=torch.int32, device=device)
     starts[1:] = lens.cumsum(0)
@@ -169,9 +169,9 @@ def extend_batch(cache: Int2Cache, forward_batch: Any) -> Batch:
 def refill_batch(cache: Int2Cache, refills: Sequence[Refill]) -> Batch:
     """Tables of a pass that computes sink blocks again: a sink or its beginning a block, nothing cached before it.
 
-    No token goes to a ring: the rows that rings belong to are those of requests in full course.
+    No token goes to a ring: the seats that rings belong to are those of requests in full course.
     """
-    windows, device = cache.plan.geometry.windows, cache.rows.device
+    windows, device = cache.plan.geometry.windows, cache.seats.device
     lens = [len(refill.token_ids) for refill in refills]
     zeros = torch.zeros(len(refills), dtype=torch.int32, device=device)
     block = torch.tensor([refill.block for refill in refills], dtype=torch.int32)

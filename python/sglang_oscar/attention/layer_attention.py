@@ -77,7 +77,7 @@ def for_device(
     Raises:
         Int2Error: the kernels cannot be built on this machine.
     """
-    device = cache.rows.device
+    device = cache.seats.device
     if device.type == "cuda":
         from sglang_oscar.attention.gpu import GpuKernels
 

@@ -86,7 +86,7 @@ def chunks_behind_prefixes(
     hits: PrefixHits,
     sink_logits: bool = False,
 ) -> None:
-    """Attend from a chunk of every kind to a cached prefix, and store it, in the rows that belong to no request.
+    """Attend from a chunk of every kind to a cached prefix, and store it, in slots that belong to no request.
 
     Args:
         kernels: of the device that the layers are on.
@@ -112,7 +112,7 @@ def chunks_behind_prefixes(
 
 
 def _dummy_batch(prefixes: list[int], chunks: list[int], page_size: int, device: torch.device) -> Batch:
-    """Requests whose every page, ring row and sink block is number 0, which is nobody's."""
+    """Requests whose every page, ring and sink block is number 0, which is nobody's."""
     zeros = torch.zeros(len(chunks), dtype=torch.int32, device=device)
     pages = torch.zeros(len(chunks), max(prefixes) // page_size + 1, dtype=torch.int32, device=device)
     lens = torch.tensor(prefixes, dtype=torch.int32, device=device)

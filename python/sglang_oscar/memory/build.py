@@ -21,7 +21,7 @@ from sglang_oscar.memory.facts import facts
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
-from sglang_oscar.memory.row_tables import RowTables
+from sglang_oscar.memory.seat_tables import SeatTables
 from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.settings import of_this_process
@@ -53,7 +53,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         configurator: SGLang's KVCacheConfigurator.
         plan: of its memory.
         sizes: its resolved pool sizes.
-        req_to_token_pool: SGLang's request pool; its rows are the rows of the rings.
+        req_to_token_pool: SGLang's request pool; each of its seats has a ring.
 
     Raises:
         Int2Error: the model or the rotations do not fit int2 mode.
@@ -75,14 +75,14 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         end_layer=configurator.layer_info.end_layer,
         enable_kv_cache_copy=new_tokens(args) > 0,
     )
-    rows = req_to_token_pool.req_to_token.shape[0]
-    buffers = SideBuffers(geometry, rows + plan.copies, plan.sink_blocks + plan.copies, device)
+    seats = req_to_token_pool.req_to_token.shape[0]
+    buffers = SideBuffers(geometry, seats + plan.copies, plan.sink_blocks + plan.copies, device)
     cache = Int2Cache(
         settings=settings,
         plan=plan,
         page_size=configurator.pool_page_size,
         req_to_token_pool=req_to_token_pool,
-        rows=RowTables(rows, device),
+        seats=SeatTables(seats, device),
         sinks=SinkStore(plan.sink_blocks),
         layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device),
         fingerprint=fingerprint(whole),

@@ -16,7 +16,7 @@ from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.logits_column import LogitsColumn
 from sglang_oscar.memory.owned import Holding, Owned
 from sglang_oscar.memory.plan import MemoryPlan
-from sglang_oscar.memory.row_tables import RowTables
+from sglang_oscar.memory.seat_tables import SeatTables
 from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.memory.sink_refill import SinkRefills
 from sglang_oscar.memory.sink_store import SinkStore
@@ -29,7 +29,7 @@ class Kept(Protocol):
     """Keeps what comes back with prefix hits, so that no token is computed again for it."""
 
     def keep_chunk(self, forward_batch: Any) -> StoreSlots | None:
-        """Before chunks are stored, once rows are uploaded; where their tokens go a second time."""
+        """Before chunks are stored, once seats are uploaded; where their tokens go a second time."""
 
     def keep_decoded(self, forward_batch: Any) -> None:
         """Behind a step of decode."""
@@ -40,8 +40,8 @@ class Int2Cache:
     """Everything that belongs to one INT2 pool.
 
     ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of
-    the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``rows`` says
-    which ring and sink block a request's row has, ``sinks`` who owns which block, ``refills`` which blocks are to be
+    the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``seats`` says
+    which ring and sink block a request's seat has, ``sinks`` who owns which block, ``refills`` which blocks are to be
     computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows, None where prefix hits
     compute the newest tokens again; ``logits`` are of the last forward pass, until its result takes them; ``side``
     holds the tensors of rings and sinks; ``holdings`` are what requests own units of, by name; ``req_to_token_pool``
@@ -52,7 +52,7 @@ class Int2Cache:
     plan: MemoryPlan
     page_size: int
     req_to_token_pool: Any
-    rows: RowTables
+    seats: SeatTables
     sinks: SinkStore
     layers: dict[int, CachedLayer]
     fingerprint: str
@@ -68,9 +68,9 @@ class Int2Cache:
         setattr(kv_pool, _ATTRIBUTE, self)
         setattr(self.req_to_token_pool, _ATTRIBUTE, self)
 
-    def owned(self, row: int, tokens: int) -> Owned:
-        """What the request in a row of SGLang's request pool owns, of which that many tokens are computed."""
-        return Owned(row, tokens, self.holdings)
+    def owned(self, seat: int, tokens: int) -> Owned:
+        """What the request in a seat of SGLang's request pool owns, of which that many tokens are computed."""
+        return Owned(seat, tokens, self.holdings)
 
     def sink_ids(self, req: Any) -> tuple[int, ...] | None:
         """Token ids of a request's sink; None if it is too short to have one.

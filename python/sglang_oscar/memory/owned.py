@@ -23,12 +23,12 @@ class Holding:
 
     Args:
         units: the memory.
-        of: (row of SGLang's request pool, tokens that are computed) numbers of the units of the request in it.
-        carried: whether what is in them goes along when a request leaves its row and goes on later, here or on another
-            server; there is one for each row. Otherwise SGLang moves it, or it is found again by what it is.
+        of: (seat in SGLang's request pool, tokens that are computed) numbers of the units of the request in it.
+        carried: whether what is in them goes along when a request leaves its seat and goes on later, here or on another
+            server; there is one for each seat. Otherwise SGLang moves it, or it is found again by what it is.
         free: (number) gives a unit back, where SGLang does not.
         copies: the last so many units lie beside the kept states of a hybrid model, by state slot.
-        on_device: (int64 [requests] rows) ``of`` of several requests with a unit each, as the device knows it.
+        on_device: (int64 [requests] seats) ``of`` of several requests with a unit each, as the device knows it.
     """
 
     units: Units
@@ -36,7 +36,7 @@ class Holding:
     carried: bool = False
     free: Callable[[int], None] | None = None
     copies: int = 0
-    on_device: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
+    on_device: Callable[[torch.Tensor], torch.Tensor] = lambda seats: seats
 
     @property
     def beside(self) -> Units:
@@ -46,9 +46,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Owned:
-    """What the request in ``row`` of SGLang's request pool owns, ``tokens`` of which are computed."""
+    """What the request in ``seat`` of SGLang's request pool owns, ``tokens`` of which are computed."""
 
-    row: int
+    seat: int
     tokens: int
     holdings: Mapping[str, Holding]
 
@@ -66,7 +66,7 @@ class Owned:
         """Give back what SGLang does not."""
         for of in self.holdings.values():
             if of.free is not None:
-                for unit in of.of(self.row, self.tokens):
+                for unit in of.of(self.seat, self.tokens):
                     of.free(unit)
 
     def digests(self) -> dict[str, str]:
@@ -74,36 +74,36 @@ class Owned:
         return {name: of.units.digest(self._numbers(of)) for name, of in self.holdings.items()}
 
     def __str__(self) -> str:
-        """As "row 3 of 130 tokens: ring [3] of 73728 bytes, ..."."""
+        """As "seat 3 with 130 tokens: ring [3] of 73728 bytes, ..."."""
         held = []
         for name, of in self.holdings.items():
-            units = list(of.of(self.row, self.tokens))
+            units = list(of.of(self.seat, self.tokens))
             which = str(units) if len(units) < 4 else f"[{units[0]} ... {units[-1]}]"
             held.append(f"{name} {which} of {len(units) * of.units.unit_bytes} bytes")
-        return f"row {self.row} of {self.tokens} tokens: {', '.join(held)}"
+        return f"seat {self.seat} with {self.tokens} tokens: {', '.join(held)}"
 
     def _numbers(self, of: Holding) -> torch.Tensor:
         device = of.units.groups[0].device if of.units.groups else "cpu"
-        return torch.tensor(of.of(self.row, self.tokens), dtype=torch.int64, device=device)
+        return torch.tensor(of.of(self.seat, self.tokens), dtype=torch.int64, device=device)
 
 
 def by_slot(buffers: Sequence[torch.Tensor], req_to_token: torch.Tensor) -> Holding:
-    """A unit for every token: its slot in ``buffers`` [slots, ...], by ``req_to_token`` int32 [rows, max_len]."""
+    """A unit for every token: its slot in ``buffers`` [slots, ...], by ``req_to_token`` int32 [seats, max_len]."""
     units = Units([buffer[None] for buffer in buffers])
-    return Holding(units=units, of=lambda row, tokens: req_to_token[row, :tokens].tolist())
+    return Holding(units=units, of=lambda seat, tokens: req_to_token[seat, :tokens].tolist())
 
 
 def of_every_server(built: Any) -> dict[str, Holding]:
     """Ring, sink block and rows of history, of a :class:`sglang_oscar.memory.build.Built`."""
-    cache, rows, side = built.cache, built.cache.rows, built.cache.side
+    cache, seats, side = built.cache, built.cache.seats, built.cache.side
     return {
-        RING: Holding(units=Units([side.ring]), of=lambda row, tokens: [row], carried=True, copies=cache.plan.copies),
+        RING: Holding(units=Units([side.ring]), of=lambda seat, tokens: [seat], carried=True, copies=cache.plan.copies),
         SINK: Holding(
             units=Units([side.sink]),
-            of=lambda row, tokens: [rows.block_of(row)] if rows.block_of(row) else [],
+            of=lambda seat, tokens: [seats.block_of(seat)] if seats.block_of(seat) else [],
             free=cache.sinks.release,
             copies=cache.plan.copies,
-            on_device=lambda of: rows.sink_block[of].long(),
+            on_device=lambda of: seats.sink_block[of].long(),
         ),
         ROW: by_slot([*built.pool.k_buffer, *built.pool.v_buffer], cache.req_to_token_pool.req_to_token),
     }

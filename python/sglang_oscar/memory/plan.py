@@ -56,8 +56,8 @@ class MemoryPlan:
         return self.geometry.cell_bytes + sum(part.bytes_per_token for part in self.parts)
 
     @property
-    def ring_rows(self) -> int:
-        """Ring rows, the dummy row 0 included."""
+    def rings(self) -> int:
+        """Recent rings, one of each seat, the dummy 0 included."""
         return self.requests + 1
 
     @property
@@ -73,7 +73,7 @@ class MemoryPlan:
     @property
     def side_bytes(self) -> int:
         """Bytes of ring and sink store, copies not counted."""
-        return self.ring_rows * self.geometry.ring_bytes + self.sink_blocks * self.geometry.sink_bytes
+        return self.rings * self.geometry.ring_bytes + self.sink_blocks * self.geometry.sink_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -96,7 +96,7 @@ class MemoryPlan:
             f"GiB ({mean_bits(geometry.formats.values()):.2f} bits per element, {groups}"
             f"16 bits would take {full / GIB:.3f} GiB)",
             f"side buffers: {self.side_bytes / GIB:.3f} GiB of a {self.budget_bytes / GIB:.3f} GiB budget: "
-            f"{self.ring_rows} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
+            f"{self.rings} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
             f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests"
             + (f" and {self.waiting} whose prompts are on their way" if self.waiting else ""),
             f"effective bits per element with windows: {bits}",
@@ -142,8 +142,8 @@ def make_plan(
 
 def _too_small(plan: MemoryPlan) -> str:
     """What takes the budget, and what would make it less."""
-    rows = f"{plan.max_running} running requests" + (f" and {plan.waiting} waiting ones" if plan.waiting else "")
-    said = [f"BF16 windows of {rows} take {plan.side_bytes / GIB:.3f} GiB"]
+    owners = f"{plan.max_running} running requests" + (f" and {plan.waiting} waiting ones" if plan.waiting else "")
+    said = [f"BF16 windows of {owners} take {plan.side_bytes / GIB:.3f} GiB"]
     remedies = ["--max-running-requests", "SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_MIXED_KV_PREFIX_TOKENS"]
     for part in plan.parts:
         if size := part.fixed_bytes(plan.requests):

@@ -86,7 +86,7 @@ class Int2TokenToKVPool(MHATokenToKVPool):
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
         """What a retracted request takes along to the host. Stock waits for the step under way, which may write to it.
-        Older releases do not say its row; ``indices`` are a view of its line of the request pool's table.
+        Older releases do not say its seat; ``indices`` are a view of its line of the request pool's table.
         """
         return super().get_cpu_copy(indices), self._owned(indices, req_pool_index).save()
 
@@ -97,11 +97,11 @@ class Int2TokenToKVPool(MHATokenToKVPool):
         super().load_cpu_copy(copies[0], indices)
         self._owned(indices, req_pool_index).load(copies[1])
 
-    def _owned(self, slots: torch.Tensor, row: int | None) -> Owned:
+    def _owned(self, slots: torch.Tensor, seat: int | None) -> Owned:
         cache = cache_of(self)
         assert cache is not None
         table = cache.req_to_token_pool.req_to_token
-        return cache.owned(releases.row_of_slots(slots, table) if row is None else row, len(slots))
+        return cache.owned(releases.seat_of_slots(slots, table) if seat is None else seat, len(slots))
 
     def rows(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K rows and V rows of a layer, uint8 [slots, row_bytes] each."""

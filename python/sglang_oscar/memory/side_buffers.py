@@ -13,24 +13,24 @@ from sglang_oscar.formats.geometry import Geometry
 class SideBuffers:
     """Rotated BF16 (or FP16) keys and values of sink and recent tokens.
 
-    ``sink`` is [2 * layers, sink_blocks, sink, kv_heads, head_dim] and ``ring`` [2 * layers, ring_rows, ring, kv_heads,
+    ``sink`` is [2 * layers, sink_blocks, sink, kv_heads, head_dim] and ``ring`` [2 * layers, rings, ring, kv_heads,
     head_dim]: keys of the first layer, its values, and so on. All layers have the same heads.
 
     Args:
         geometry: sizes of one rank.
-        ring_rows: rows of SGLang's request pool, dummy included.
+        rings: seats of SGLang's request pool, dummy included.
         sink_blocks: blocks of the sink store, dummy included.
         device: where the tensors live.
     """
 
-    def __init__(self, geometry: Geometry, ring_rows: int, sink_blocks: int, device: str) -> None:
+    def __init__(self, geometry: Geometry, rings: int, sink_blocks: int, device: str) -> None:
         self.geometry, windows, layer = geometry, geometry.windows, geometry.any_layer
         self.sink, self.ring = (
             torch.zeros(
                 2 * len(geometry.formats), count, size, layer.kv_heads, layer.head_dim,
                 dtype=geometry.window_dtype, device=device,
             )
-            for count, size in ((sink_blocks, windows.sink), (ring_rows, windows.ring))
+            for count, size in ((sink_blocks, windows.sink), (rings, windows.ring))
         )  # fmt: skip
 
     def layer_caches(self, pool: Any) -> dict[int, LayerCache]:

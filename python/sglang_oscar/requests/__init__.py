@@ -1,1 +1,1 @@
-"""The life of a request: rows, rings and sink blocks."""
+"""The life of a request: seats, rings and sink blocks."""

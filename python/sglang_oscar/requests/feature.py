@@ -1,4 +1,4 @@
-"""The life of a request: prefix hits, rows, sink blocks, and requests that come out as NaN."""
+"""The life of a request: prefix hits, seats, sink blocks, and requests that come out as NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks into the life of a request: prefix hits, gaining a row, losing it.
+"""Hooks into the life of a request: prefix hits, gaining a seat, losing it.
 
 Everything here runs on the host in the scheduler, in the same order on every tensor-parallel rank.
 """
@@ -42,11 +42,11 @@ def has_own_embeddings(req: Any) -> bool:
 
 
 def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
-    """Give every request that gains a row its sink block and ring; publish sink blocks that this batch fills."""
+    """Give every request that gains a seat its sink block and ring; publish sink blocks that this batch fills."""
     cache = cache_of(batch.req_to_token_pool)
     if cache is None:
         return original(batch)
-    fresh = [req for req in batch.reqs if releases.row(req) is None]
+    fresh = [req for req in batch.reqs if releases.seat(req) is None]
     blocks = acquire_blocks(cache, fresh)
     result = original(batch)
     for req, block in zip(fresh, blocks, strict=True):
@@ -58,15 +58,15 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
                 kept = cache.plan.geometry.windows.recent
                 for of in cache.holdings.values():
                     if of.carried and of.copies:
-                        cache.rows.bring(of, state, releases.row(req))
-        cache.rows.assign(releases.row(req), ring_start=max(prefix - kept, 0), sink_block=block)
+                        cache.seats.bring(of, state, releases.seat(req))
+        cache.seats.assign(releases.seat(req), ring_start=max(prefix - kept, 0), sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
         publish_sinks(cache, req, kv_len)
     return result
 
 
 def acquire_blocks(cache: Int2Cache, fresh: list[Any]) -> list[int]:
-    """Sink blocks for requests about to gain a row; those of prefix hits whose block is gone are queued for refilling.
+    """Sink blocks for requests about to gain a seat; those of prefix hits whose block is gone are queued for refilling.
 
     Shared blocks are pinned first: a private one may be had by evicting any block that nobody pins. A request that
     cannot have one gets the dummy block, and is ended.
@@ -103,7 +103,7 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
     if cache.kept is None:
         cache.refills.add(block, ids, cache.sink_images(req), req.lora_id)
     else:
-        cache.rows.bring(cache.holdings[SINK], releases.state_source(req), block)
+        cache.seats.bring(cache.holdings[SINK], releases.state_source(req), block)
     if key is not None:
         cache.sinks.publish(block, key)
     return block
@@ -116,35 +116,35 @@ def publish_sinks(cache: Int2Cache, req: Any, kv_len: int) -> None:
     """
     if kv_len < cache.plan.geometry.windows.sink:
         return
-    block, key = cache.rows.block_of(releases.row(req)), cache.sink_key(req)
+    block, key = cache.seats.block_of(releases.seat(req)), cache.sink_key(req)
     if block and key is not None:
         cache.sinks.publish(block, key)
 
 
-class ObservedRows:
-    """What stands before SGLang's own class in that of the request pool: it says when requests lose their rows."""
+class ObservedSeats:
+    """What stands before SGLang's own class in that of the request pool: it says when requests lose their seats."""
 
     def free(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         """One does: publish a sink that filled up during decoding, and give back what it owns."""
-        cache, row = cache_of(self), releases.row(req)
-        if cache is not None and row is not None:
+        cache, seat = cache_of(self), releases.seat(req)
+        if cache is not None and seat is not None:
             tokens = releases.committed_tokens(req)
             publish_sinks(cache, req, tokens)
-            cache.owned(row, tokens).free()
-            cache.rows.unassign(row)
+            cache.owned(seat, tokens).free()
+            cache.seats.unassign(seat)
         return super().free(req, *args, **kwargs)  # type: ignore[misc]
 
     def clear(self, *args: Any, **kwargs: Any) -> Any:
         """All do, and the prefix tree is gone, so no sink block can be asked for again."""
         if (cache := cache_of(self)) is not None:
-            for of in (cache.rows, cache.sinks, cache.refills):
+            for of in (cache.seats, cache.sinks, cache.refills):
                 of.clear()
             origin.note_flushed()
         return super().clear(*args, **kwargs)  # type: ignore[misc]
 
 
 def observe(cache: Int2Cache) -> None:
-    """Put :class:`ObservedRows` before the class of a cache's request pool, of which SGLang has several."""
+    """Put :class:`ObservedSeats` before the class of a cache's request pool, of which SGLang has several."""
     pool = cache.req_to_token_pool
     stock = type(pool)
-    pool.__class__ = type(stock.__name__, (ObservedRows, stock), {})
+    pool.__class__ = type(stock.__name__, (ObservedSeats, stock), {})

@@ -115,7 +115,7 @@ def before_process_batch_result(self: Any, batch: Any, result: Any, *args: Any, 
 
 
 def is_over(req: Any) -> bool:
-    """Whether a request has lost its row since its result began to be computed."""
+    """Whether a request has lost its seat since its result began to be computed."""
     return bool(req.finished() or req.is_retracted)
 
 
@@ -123,9 +123,9 @@ def end_broken(cache: Int2Cache, req: Any) -> None:
     """End a request, unless it was ended at an earlier chunk, and let nobody else find its sink block."""
     if is_ended(req):
         return
-    row = releases.row(req)
-    owned = "" if row is None else cache.owned(row, releases.committed_tokens(req))
+    seat = releases.seat(req)
+    owned = "" if seat is None else cache.owned(seat, releases.committed_tokens(req))
     end(req, "the model's output is not a number (NaN)", owned)
     metrics.count("broken_requests")
-    if block := cache.rows.block_of(row):
+    if block := cache.seats.block_of(seat):
         cache.sinks.withdraw(block)

@@ -1,7 +1,7 @@
 """Test plugin for SGLang: watches a running int2 server. GPU_CHECKS lists what to do, with commas between.
 
-``nan``: before every forward pass whatever padded rows of a CUDA graph use is NaN: page 0, ring row 0, sink block 0.
-``nan_everywhere``: the same for page 1 on, ring row 1 on, sink block 1 on; a fault, to prove that NaN shows.
+``nan``: before every forward pass whatever padded rows of a CUDA graph use is NaN: page 0, ring 0, sink block 0.
+``nan_everywhere``: the same for page 1 on, ring 1 on, sink block 1 on; a fault, to prove that NaN shows.
 ``sync``: PyTorch raises wherever the backend would wait for the GPU.
 ``wait``: the backend waits for the GPU in every decode step; a fault, to prove that this is noticed.
 ``noise``: queries, keys and values change by what one rounding to BF16 may change, as on another machine.
@@ -99,7 +99,7 @@ def digest(state) -> str:
     """State of the sink store and of the rows, evictions included."""
     sinks = state.sinks
     parts = (list(sinks._block_of.items()), sinks._free, sorted(sinks._pins.items()))
-    return hashlib.sha256(repr((parts, sorted(state.rows._block_of_row.items()))).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((parts, sorted(state.seats._block_of_seat.items()))).encode()).hexdigest()[:16]
 
 
 def note_lengths(batch) -> None:
@@ -150,7 +150,7 @@ def strict(original, self, *args, **kwargs):
     try:
         result = original(self, *args, **kwargs)
         if "wait" in CHECKS and calls > 1 and original.__name__.startswith("init"):
-            self.cache.rows.ring_start.sum().item()
+            self.cache.seats.ring_start.sum().item()
         return result
     finally:
         torch.cuda.set_sync_debug_mode(before)

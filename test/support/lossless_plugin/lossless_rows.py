@@ -44,14 +44,14 @@ def poisoned(gather):
 
 def poison_windows():
     from sglang_oscar.memory.cache import Int2Cache
-    from sglang_oscar.memory.row_tables import RowTables
+    from sglang_oscar.memory.seat_tables import SeatTables
     from sglang_oscar.memory.sink_store import SinkStore
 
-    attach, acquire_private, assign = Int2Cache.attach, SinkStore.acquire_private, RowTables.assign
+    attach, acquire_private, assign = Int2Cache.attach, SinkStore.acquire_private, SeatTables.assign
 
     def attach_poisoned(self, kv_pool):
-        self.rows.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_ring, layer.cache.v_ring)]
-        for rings in self.rows.tensors:
+        self.seats.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_ring, layer.cache.v_ring)]
+        for rings in self.seats.tensors:
             rings[1:] = float("nan")
         self.sinks.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_sink, layer.cache.v_sink)]
         for sinks in self.sinks.tensors:
@@ -69,7 +69,7 @@ def poison_windows():
             rings[row] = float("nan")
         assign(self, row, ring_start, sink_block)
 
-    Int2Cache.attach, SinkStore.acquire_private, RowTables.assign = attach_poisoned, acquire_poisoned, assign_poisoned
+    Int2Cache.attach, SinkStore.acquire_private, SeatTables.assign = attach_poisoned, acquire_poisoned, assign_poisoned
 
 
 def register():

@@ -15,8 +15,8 @@ BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 BACKUP = "disaggregation_decode_retraction_backup"
 
 
-def waiting_rows(args: Any) -> int:
-    """Rows of the request pool for requests whose prompts are on their way, beyond those of running requests.
+def waiting_seats(args: Any) -> int:
+    """Seats in the request pool for requests whose prompts are on their way, beyond those of running requests.
 
     Args:
         args: server arguments as SGLang resolved them.

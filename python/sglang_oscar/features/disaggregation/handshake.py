@@ -1,7 +1,7 @@
 """What a prefill server sends of a request besides pages of rows, and what both servers must have in common.
 
 Rows go as SGLang sends any page. The recent window goes as a component of a request's state that SGLang has for rings:
-the last tokens of the prompt at their places in the request's row, on either side its own. Sinks are not sent: the
+the last tokens of the prompt at their places in the request's ring, on either server its own. Sinks are not sent: the
 decode server computes them again (:mod:`sglang_oscar.features.disaggregation.waiting`), once for all requests that
 begin alike.
 """
@@ -45,7 +45,7 @@ def around_setup_state(
 
 
 def pieces_of(name: str, of: Holding, ring: int) -> list[torch.Tensor]:
-    """The tensors of what goes with a request, [rows, ring, ...] each: keys of all layers, then values. Raises
+    """The tensors of what goes with a request, [rings, ring, ...] each: keys of all layers, then values. Raises
     Int2Error where they are no rings, which alone SGLang sends."""
     pieces = [piece for side in (0, 1) for group in of.units.groups for piece in group[side::2]]
     if any(piece.shape[1] != ring for piece in pieces):

@@ -1,4 +1,4 @@
-"""Requests of a decode server whose prompts come from a prefill server: their rows, sinks, and refusals."""
+"""Requests of a decode server whose prompts come from a prefill server: their seats, sinks, and refusals."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_oscar.attach import releases
-from sglang_oscar.features.disaggregation.arguments import waiting_rows
+from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.requests import lifecycle
 
 
 def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give a request a ring and a sink block when SGLang gives it a row, before anything arrives.
+    """Give a request a ring and a sink block when SGLang gives it a seat, before anything arrives.
 
     The ring holds the last tokens of the prompt once they have arrived. The block is shared with requests that begin
     alike, or computed before the next forward pass.
@@ -23,12 +23,12 @@ def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: A
     result = original(self, req, *args, **kwargs)
     cache = cache_of(self.req_to_token_pool)
     if cache is not None:
-        row, tokens = releases.row(req), releases.committed_tokens(req)
-        if cache.rows.may_be_written(row) and self.scheduler.enable_overlap and cache.rows.device.type == "cuda":
-            # The last owner of the row may still be decoded once more, while the ring arrives.
+        seat, tokens = releases.seat(req), releases.committed_tokens(req)
+        if cache.seats.may_be_written(seat) and self.scheduler.enable_overlap and cache.seats.device.type == "cuda":
+            # The last owner of the seat may still be decoded once more, while the ring arrives.
             self.scheduler.forward_stream.synchronize()
         begin = max(0, tokens - cache.plan.geometry.windows.recent)
-        cache.rows.assign(row, ring_start=begin, sink_block=acquire_block(cache, req, tokens))
+        cache.seats.assign(seat, ring_start=begin, sink_block=acquire_block(cache, req, tokens))
     return result
 
 
@@ -36,20 +36,20 @@ def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: A
 class WaitingRequests(Part):
     """Requests whose prompts are on their way, which hold windows beside the running ones."""
 
-    rows: int
+    seats: int
 
     flag = "--disaggregation-decode-extra-slots"
 
     @property
     def waiting(self) -> int:
         """Requests that hold a window beside the running ones."""
-        return self.rows
+        return self.seats
 
 
 def parts(sizing: Sizing) -> list[WaitingRequests]:
     """Nothing on a server that is no decode server."""
-    rows = waiting_rows(releases.resolved(sizing.configurator.server_args))
-    return [WaitingRequests(rows)] if rows else []
+    seats = waiting_seats(releases.resolved(sizing.configurator.server_args))
+    return [WaitingRequests(seats)] if seats else []
 
 
 def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:

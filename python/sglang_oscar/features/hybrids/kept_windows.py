@@ -23,7 +23,7 @@ class KeptWindows:
     cache: Int2Cache
 
     def keep_chunk(self, forward_batch: Any) -> StoreSlots | None:
-        """Begin to keep windows behind a token of each chunk, before the chunk is stored and once rows are uploaded.
+        """Begin to keep windows behind a token of each chunk, before the chunk is stored and once seats are uploaded.
 
         What lies before the chunk is copied now. The chunk's own tokens up to that token are stored a second time by
         every layer.
@@ -44,8 +44,8 @@ class KeptWindows:
         end = torch.where(mask, end, 0)[request]
         positions, plan, side = forward_batch.positions[:tokens].long(), self.cache.plan, self.cache.side
         windows, slots = plan.geometry.windows, slots[request]
-        first_row, first_block = (buffer.shape[1] - plan.copies for buffer in (side.ring, side.sink))
-        ring, sink = window_slots(positions, slots + first_row, slots + first_block, windows)
+        first_ring, first_block = (buffer.shape[1] - plan.copies for buffer in (side.ring, side.sink))
+        ring, sink = window_slots(positions, slots + first_ring, slots + first_block, windows)
         before = positions < end
         return StoreSlots(
             row=torch.full_like(positions, -1),
@@ -63,11 +63,11 @@ class KeptWindows:
             slots = torch.where(mask[chosen], forward_batch.mamba_track_indices[chosen], 0).long().clamp(min=0)
             self._keep(forward_batch.req_pool_indices[chosen].long(), slots)
 
-    def _keep(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    def _keep(self, seats: torch.Tensor, slots: torch.Tensor) -> None:
         """Keep what requests own as it is now; int64 [requests] each, slot 0 for those not to be kept."""
         for of in self.cache.holdings.values():
             if of.copies:
-                of.beside.copy(of.units, of.on_device(rows), slots)
+                of.beside.copy(of.units, of.on_device(seats), slots)
 
 
 def _at_page_ends(forward_batch: Any, page_size: int) -> torch.Tensor:

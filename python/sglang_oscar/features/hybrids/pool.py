@@ -30,7 +30,7 @@ def owns(built: Built) -> dict[str, Holding]:
     return {
         "state": Holding(
             units=Units([*states.conv, states.temporal]),
-            of=lambda row, tokens: table.req_index_to_mamba_index_mapping[row : row + 1].tolist(),
+            of=lambda seat, tokens: table.req_index_to_mamba_index_mapping[seat : seat + 1].tolist(),
         )
     }
 

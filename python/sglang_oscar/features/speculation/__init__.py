@@ -5,7 +5,7 @@ model (NGRAM), chains from a draft model (EAGLE, EAGLE3, NEXTN).
 
 * Ring: new tokens are stored first and attended to afterwards, one behind the other whatever their depth in the tree:
   token ``i`` of a step behind ``L`` accepted ones at slot ``(L + i) mod R``. With ``R = W + n`` rows the next step
-  overwrites rejected tokens only; a row less would cost the oldest token of the window.
+  overwrites rejected tokens only; a token less would cost the oldest token of the window.
 * Mask: which new tokens a new token sees is a word of 64 bits (``oscar_kernels/visible.py``).
 * Commit: SGLang moves the rows of an accepted path to the front; ring and sink follow, all read before any is written.
   Sinks are published by the committed length, so a shared block holds no rejected token. Rows of rejected tokens need

@@ -35,29 +35,29 @@ def around_move_accept_tokens(
 
 
 def move_accepted(
-    cache: Int2Cache, rows: torch.Tensor, seq_lens: torch.Tensor, accepted: torch.Tensor, tokens: int
+    cache: Int2Cache, seats: torch.Tensor, seq_lens: torch.Tensor, accepted: torch.Tensor, tokens: int
 ) -> None:
     """Move what the ring holds of accepted tokens to their positions, and to the sink block where it belongs there.
 
     Args:
         cache: whose side buffers are written.
-        rows: int64 [batch], rows of the requests.
+        seats: int64 [batch], of the requests.
         seq_lens: int64 [batch], tokens before the step's new ones.
         accepted: int64 [batch, path], index of each accepted token among all new tokens of the batch; -1 behind the
             last one.
         tokens: new tokens of a request.
     """
-    windows, device = cache.plan.geometry.windows, rows.device
+    windows, device = cache.plan.geometry.windows, seats.device
     batch, path = accepted.shape
     place = torch.arange(path, device=device).expand(batch, path)
     own = accepted - torch.arange(batch, device=device)[:, None] * tokens
     # What is not accepted stays where it is, so that shapes do not depend on how much is.
     own = torch.where(accepted >= 0, own, place)
-    first = rows[:, None] * windows.ring
+    first = seats[:, None] * windows.ring
     source, position = first + (seq_lens[:, None] + own) % windows.ring, seq_lens[:, None] + place
     target = first + position % windows.ring
-    # The sink store has no row of a token whose index lies behind the sink and whose position does not: the ring has.
-    block = cache.rows.sink_block[rows].long()[:, None]
+    # A token whose index lies behind the sink and whose position does not is in the ring, not in the sink store.
+    block = cache.seats.sink_block[seats].long()[:, None]
     sink = torch.where(position < windows.sink, block * windows.sink + position, 0)
     # A unit is a token here. All are read before any is written.
     rings, sinks = (Units([buffer.flatten(1, 2)]) for buffer in (cache.side.ring, cache.side.sink))

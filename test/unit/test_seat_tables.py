@@ -1,4 +1,4 @@
-"""Per-row tables: the device sees changes with the next upload, never before."""
+"""Tables by seat: the device sees changes with the next upload, never before."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_oscar.memory.row_tables import RowTables
+from sglang_oscar.memory.seat_tables import SeatTables
 
-ROWS = 6
-ASSIGNMENT = st.tuples(st.integers(1, ROWS - 1), st.integers(0, 10**6), st.integers(1, 100))
+SEATS = 6
+ASSIGNMENT = st.tuples(st.integers(1, SEATS - 1), st.integers(0, 10**6), st.integers(1, 100))
 
 
 @given(st.lists(st.lists(ASSIGNMENT, max_size=8), max_size=5))
 def test_upload_applies_the_newest_assignment(batches: list[list[tuple[int, int, int]]]) -> None:
-    tables = RowTables(ROWS, "cpu")
-    expected = torch.zeros(2, ROWS, dtype=torch.int32)
+    tables = SeatTables(SEATS, "cpu")
+    expected = torch.zeros(2, SEATS, dtype=torch.int32)
     for batch in batches:
-        for row, start, block in batch:
-            tables.assign(row, ring_start=start, sink_block=block)
-            assert tables.block_of(row) == block
+        for seat, start, block in batch:
+            tables.assign(seat, ring_start=start, sink_block=block)
+            assert tables.block_of(seat) == block
         assert torch.equal(torch.stack([tables.ring_start, tables.sink_block]), expected), "written without upload"
-        for row, start, block in batch:
-            expected[:, row] = torch.tensor([start, block])
+        for seat, start, block in batch:
+            expected[:, seat] = torch.tensor([start, block])
         tables.upload()
         assert torch.equal(torch.stack([tables.ring_start, tables.sink_block]), expected)
 
 
 def test_a_row_that_was_left_keeps_its_values_until_the_next_owner() -> None:
-    """A finished request may be decoded once more: its row must not point elsewhere meanwhile."""
-    tables = RowTables(ROWS, "cpu")
+    """A finished request may be decoded once more: its seat must not point elsewhere meanwhile."""
+    tables = SeatTables(SEATS, "cpu")
     tables.assign(2, ring_start=5, sink_block=7)
     tables.upload()
     tables.unassign(2)
@@ -40,7 +40,7 @@ def test_a_row_that_was_left_keeps_its_values_until_the_next_owner() -> None:
 
 def test_the_last_owner_of_a_row_may_run_for_another_batch() -> None:
     """The batch under way when it left, and the one that SGLang prepares meanwhile."""
-    tables = RowTables(ROWS, "cpu")
+    tables = SeatTables(SEATS, "cpu")
     tables.assign(2, ring_start=0, sink_block=1)
     assert not tables.may_be_written(2)
     tables.unassign(2)

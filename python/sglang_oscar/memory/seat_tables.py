@@ -1,7 +1,7 @@
-"""Per-row tables on the device: ring start and sink block of every request row.
+"""Tables on the device by seat, a request's place in SGLang's request pool: ring start and sink block.
 
 The scheduler decides them, but never writes device memory itself: under overlap scheduling it runs ahead of the
-GPU, and a finished request is decoded once more after its row may have gone to another. Changes queue up on the
+GPU, and a finished request is decoded once more after its seat may have gone to another. Changes queue up on the
 host and are uploaded by the next batch, in stream order before that batch's kernels and after those of the last.
 """
 
@@ -12,39 +12,39 @@ import torch
 from sglang_oscar.memory.owned import Holding
 
 
-class RowTables:
+class SeatTables:
     """Args:
-    rows: rows of SGLang's request pool, the dummy row 0 included.
+    seats: seats of SGLang's request pool, the dummy 0 included.
     device: where the tables live.
     """
 
-    def __init__(self, rows: int, device: torch.device | str) -> None:
+    def __init__(self, seats: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.ring_start = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self.sink_block = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.ring_start = torch.zeros(seats, dtype=torch.int32, device=self.device)
+        self.sink_block = torch.zeros(seats, dtype=torch.int32, device=self.device)
         self._pending: dict[int, tuple[int, int]] = {}
-        self._block_of_row: dict[int, int] = {}
+        self._block_of_seat: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._uploads = 0
         self._brought: dict[Holding, list[tuple[torch.Tensor, int]]] = {}
 
-    def assign(self, row: int, ring_start: int, sink_block: int) -> None:
-        """A request takes over ``row``; its ring holds positions from ``ring_start`` on."""
-        self._pending[row] = (ring_start, sink_block)
-        self._block_of_row[row] = sink_block
+    def assign(self, seat: int, ring_start: int, sink_block: int) -> None:
+        """A request takes over ``seat``; its ring holds positions from ``ring_start`` on."""
+        self._pending[seat] = (ring_start, sink_block)
+        self._block_of_seat[seat] = sink_block
 
-    def unassign(self, row: int) -> None:
-        """The request leaves ``row``."""
-        self._left[row] = self._uploads
-        self._block_of_row.pop(row, None)
+    def unassign(self, seat: int) -> None:
+        """The request leaves ``seat``."""
+        self._left[seat] = self._uploads
+        self._block_of_seat.pop(seat, None)
 
-    def block_of(self, row: int) -> int | None:
-        """Sink block of the request in ``row``, or None."""
-        return self._block_of_row.get(row)
+    def block_of(self, seat: int) -> int | None:
+        """Sink block of the request in ``seat``, or None."""
+        return self._block_of_seat.get(seat)
 
-    def may_be_written(self, row: int) -> bool:
-        """Whether a batch with the last owner of ``row`` may still run: the one that was under way when it left."""
-        return row in self._left and self._uploads - self._left[row] < 2
+    def may_be_written(self, seat: int) -> bool:
+        """Whether a batch with the last owner of ``seat`` may still run: the one that was under way when it left."""
+        return seat in self._left and self._uploads - self._left[seat] < 2
 
     def bring(self, holding: Holding, state: torch.Tensor, unit: int) -> None:
         """Queue: a unit gets what lies beside the state in slot ``state``, int64 [1] on the device. Its last owner
@@ -55,7 +55,7 @@ class RowTables:
         """Forget all assignments, and what is queued."""
         self._pending.clear()
         self._brought.clear()
-        self._block_of_row.clear()
+        self._block_of_seat.clear()
 
     def upload(self) -> None:
         """Send queued changes to the device on the current stream, without waiting for it.
@@ -65,8 +65,8 @@ class RowTables:
         self._uploads += 1
         if self._pending:
             # A fresh pinned tensor each time: reusing one could overwrite it while an earlier copy is in flight.
-            rows, values = zip(*self._pending.items(), strict=True)
-            host = torch.tensor([rows, *zip(*values, strict=True)], dtype=torch.int64)
+            seats, values = zip(*self._pending.items(), strict=True)
+            host = torch.tensor([seats, *zip(*values, strict=True)], dtype=torch.int64)
             if self.device.type == "cuda":
                 host = host.pin_memory()
             changes = host.to(self.device, non_blocking=True)
