@@ -52,6 +52,8 @@ PAGE, TURNS, TOKENS = 64, 3, 70
 NO_OVERLAP = "--disable-overlap-schedule"
 MISTAKES_STATES = "0.5.17"
 """The release whose prefix cache mistakes one state for another with overlap scheduling: int2 mode wants it off."""
+NO_STATES_OF_TEXT = ("0.5.17", "0.5.18")
+"""Releases whose prefix cache keeps no states of the classes of text alone."""
 Request = list[int]
 
 
@@ -113,6 +115,14 @@ CONFIGURATIONS: dict[str, tuple[str, str, list[str], dict[str, str], int]] = {
         HADAMARD,
         3,
     ),
+    "qwen3_5_text": ("qwen3_5_text", installed(), ["--max-mamba-cache-size", "96"], IDENTITY, 2),
+    "qwen3_5_moe_text_chunked": (
+        "qwen3_5_moe_text",
+        installed(),
+        ["--max-mamba-cache-size", "64", "--chunked-prefill-size", "128"],
+        IDENTITY,
+        3,
+    ),
     "oldest": (
         "qwen3_next",
         served()[0],
@@ -135,7 +145,7 @@ def test_every_turn_equals_stock(name: str, tmp_path: Path) -> None:
     drift = TWO_HALVES if "--tp-size" in args else DRIFT if exact else ROTATED
     env["PYTHONPATH"] = os.pathsep.join([LOSSLESS, *filter(None, [release.get("PYTHONPATH")])])
     track = ["--mamba-track-interval", str(PAGE), *([NO_OVERLAP] if version == MISTAKES_STATES else [])]
-    text = ["--skip-tokenizer-init"] if model_name == "qwen3_next" else []
+    text = [] if model_name == "qwen3_5" else ["--skip-tokenizer-init"]
     with serve(model, tmp_path / "log", *INT2, *text, *track, *args, env=env) as server:
         assert "states of linear layers" in server.text()
         # Two ranks take turns with two cores: half of the beginnings, of every kind.
@@ -158,14 +168,22 @@ def test_every_turn_equals_stock(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", served())
-def test_states_that_are_mistaken_are_refused(version: str, tmp_path: Path) -> None:
-    """With overlap scheduling and a prefix cache, where the release is at fault, and nowhere else."""
+def test_states_that_are_mistaken_or_not_kept_are_refused(version: str, tmp_path: Path) -> None:
+    """With overlap scheduling and a prefix cache, where the release is at fault, and nowhere else; so are classes of
+    which it keeps none."""
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")
     model = hybrid_models.save("qwen3_next", tmp_path / "model")
     base = ["--model-path", str(model), "--device", "cpu", *INT2]
     cases = [{"argv": [*base, *more]} for more in ([], [NO_OVERLAP], ["--disable-radix-cache"])]
-    overlap, *others = run_cases(cases, server_environment(HADAMARD | environment(version)))
+    text = hybrid_models.save("qwen3_5_text", tmp_path / "text")
+    cases.append({"argv": ["--model-path", str(text), "--device", "cpu", *INT2]})
+    overlap, *others, of_text = run_cases(cases, server_environment(HADAMARD | environment(version)))
+    if version in NO_STATES_OF_TEXT:
+        assert of_text["status"] == EXIT_CODE, of_text["error"]
+        assert "install sglang 0.5.19 or later" in of_text["error"].splitlines()[-1]
+    else:
+        assert of_text["status"] == 0, of_text["error"]
     for outcome in others:
         assert outcome["status"] == 0, outcome["error"]
     if version == MISTAKES_STATES:

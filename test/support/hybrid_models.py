@@ -9,7 +9,11 @@ import torch
 from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
+    Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -42,14 +46,18 @@ EXPERTS: dict[str, Any] = {
 
 
 def build(architecture: str, **overrides: Any) -> PreTrainedModel:
-    """A random model in BF16: ``qwen3_next`` or ``qwen3_5``."""
+    """A random model in BF16: ``qwen3_next`` or ``qwen3_5``, of text alone ``qwen3_5_text`` or ``qwen3_5_moe_text``."""
     torch.manual_seed(7)
     options = COMMON | LAYERS | LINEAR | overrides
+    rope = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     if architecture == "qwen3_next":
         options = EXPERTS | options
         model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**options, rope_parameters=ROPE))
+    elif architecture == "qwen3_5_text":
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**options, rope_parameters=rope))
+    elif architecture == "qwen3_5_moe_text":
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**EXPERTS | options, rope_parameters=rope))
     else:
-        rope = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text = {name: value for name, value in options.items() if name != "tie_word_embeddings"}
         vision = VISION | {"patch_size": 16, "num_position_embeddings": 64}
         model = Qwen3_5ForConditionalGeneration(

@@ -232,6 +232,13 @@ def tells_kept_states_apart() -> bool:
     return exists("sglang.srt.managers.schedule_batch.ScheduleBatch.mamba_track_buffer_indices")
 
 
+def keeps_states_of(architecture: str) -> bool:
+    """Whether the prefix cache can keep states of a hybrid class in slots of their own, as a cache of pages needs."""
+    from sglang.srt.arg_groups.overrides import _MAMBA_EXTRA_BUFFER_ARCHS
+
+    return architecture in _MAMBA_EXTRA_BUFFER_ARCHS
+
+
 def tracked_tokens(forward_batch: Any) -> Any:
     """Tokens of each chunk of a hybrid model behind which SGLang keeps the state: a tensor [batch]. Anything where it
     keeps none."""

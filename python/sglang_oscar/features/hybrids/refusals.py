@@ -6,11 +6,16 @@ from typing import Any
 
 from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal
-from sglang_oscar.attach.releases import argument, tells_kept_states_apart
+from sglang_oscar.attach.releases import argument, keeps_states_of, tells_kept_states_apart
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import linear_config
 
-MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
+MODELS = frozenset(
+    {
+        "Qwen3NextForCausalLM",
+        *(f"Qwen3_5{kind}For{head}" for kind in ("", "Moe") for head in ("ConditionalGeneration", "CausalLM")),
+    }
+)
 """Hybrid models that are served: gated delta rule between layers of grouped-query attention."""
 
 
@@ -83,6 +88,11 @@ def check_model(model: Any, server_args: Any) -> None:
     if MODELS.isdisjoint(model.hf_config.architectures):
         raise Int2Error(
             f"--kv-cache-dtype int2 does not support this hybrid linear attention: {name}; use --kv-cache-dtype auto"
+        )
+    if not keeps_states_of(model.hf_config.architectures[0]):
+        raise Int2Error(
+            f"--kv-cache-dtype int2 does not support {name} in this release of SGLang, which keeps no states of it; "
+            "install sglang 0.5.19 or later"
         )
     for refused, what in ARGUMENTS:
         if server_args is not None and refused(server_args):
