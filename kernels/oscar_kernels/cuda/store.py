@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import LayerCache, StoreSlots
-from oscar_kernels.codec import STRETCH, clip_rank
+from oscar_kernels.codec import clip_rank
 from oscar_kernels.cuda.decode import arrange_reading
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
+from oscar_kernels.scales import STEP, STRETCH
 
 VECTORS = 16
 """Vectors of a tile: rows of a tensor-core product."""
@@ -83,6 +84,7 @@ def _defines(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], 
     names = ("K_TERMS", "V_TERMS", "Q_TERMS", "K_SETS", "V_SETS", "Q_SETS", "HAS_CENTER", "K_FITTED", "V_FITTED")
     own = {f"OSCAR_{name}": int(value) for name, value in zip(names, kind, strict=True)}
     own |= {"OSCAR_VECTORS": VECTORS, "OSCAR_STRETCH_64THS": int(64 * STRETCH)}
+    own |= {f"OSCAR_STEP_{bits}": round(1e6 * step) for bits, step in STEP.items()}
     return tuple(sorted({**dict(variant.defines()), **own}.items()))
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from oscar_kernels.cache import Windows
-from oscar_kernels.layout import AFFINE, RowLayout
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC, RowLayout
 
 MAX_BATCH = 1024
 """Requests of a batch at most: their plan lies in shared memory."""
@@ -18,6 +18,9 @@ MOST_COLUMNS = 16
 SHARED_LIMIT = 227 * 1024
 ENOUGH_BYTES = 112 * 1024
 """Of stages, unless there would be fewer than three; see ``src/config.cuh``."""
+
+CODINGS = (AFFINE, SYMMETRIC, CODEBOOK)
+"""In the order of ``src/config.cuh``."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Variant:
         """What no kernel reads or writes of these rows, or None."""
         if self.exact:
             return "keys or values of 16 bits"
-        if other := {self.key.coding, self.value.coding} - {AFFINE}:
-            return f"coding {' and '.join(sorted(other))}"
+        if CODEBOOK in (self.key.coding, self.value.coding):
+            return f"coding {CODEBOOK}"
         if self.key.scale_dtype != self.value.scale_dtype:
             return "keys and values with scales of different dtypes"
         return None
@@ -162,6 +165,8 @@ class Variant:
             "KV_HEADS": layout.kv_heads,
             "GQA": self.gqa,
             "HEAD_DIM": layout.head_dim,
+            "K_CODING": CODINGS.index(self.key.coding),
+            "V_CODING": CODINGS.index(self.value.coding),
             "K_BITS": self.key.bits,
             "V_BITS": self.value.bits,
             "K_GROUP": self.key.group_size,

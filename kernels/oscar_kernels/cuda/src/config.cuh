@@ -31,9 +31,12 @@ constexpr int COLUMNS = GQA * QUERIES;  // of a kv head
 constexpr int ROWS = KV_HEADS * COLUMNS;
 constexpr int PASSES = DRAFTS == 0 ? 1 : (DRAFTS + QUERIES - 1) / QUERIES;
 
+enum Coding { AFFINE, SYMMETRIC };  // of layout.py, in the order of variant.py
+
 // Rows of keys or of values, see layout.py.
-template <int BITS_, int GROUP_>
+template <Coding CODING_, int BITS_, int GROUP_>
 struct Rows {
+  static constexpr Coding CODING = CODING_;
   static constexpr int BITS = BITS_;    // of a code: 2, 3 or 4
   static constexpr int GROUP = GROUP_;  // channels that share a scale and a zero point
   static constexpr int GROUPS = HEAD_DIM / GROUP;
@@ -43,7 +46,10 @@ struct Rows {
   static constexpr bool NARROW = WIDTH < 32;           // else a head has spans of 32 bytes
   static constexpr int SPANS = NARROW ? 1 : WIDTH / 32;
   static constexpr int CODE_BYTES = HEAD_DIM * BITS / 8;  // of one head in a row
-  static constexpr int PARAM_BYTES = GROUPS * 2 * SCALE_BYTES;
+  static constexpr bool HAS_ZERO = CODING == AFFINE;  // else the zero point is a constant
+  static constexpr float ZERO = ((1 << BITS) - 1) / 2.0f;
+  static constexpr int GROUP_BYTES = (HAS_ZERO ? 2 : 1) * SCALE_BYTES;  // of a group's scale and zero point
+  static constexpr int PARAM_BYTES = GROUPS * GROUP_BYTES;
   static constexpr int PARAMS_OFFSET = KV_HEADS * CODE_BYTES;
   static constexpr int ROW_BYTES = KV_HEADS * (CODE_BYTES + PARAM_BYTES);
 
@@ -53,8 +59,8 @@ struct Rows {
   static constexpr int channel(int plane, int b) { return plane * WIDTH + b; }
   static constexpr int group(int plane, int b) { return channel(plane, b) / GROUP; }
 };
-using KeyRows = Rows<OSCAR_K_BITS, OSCAR_K_GROUP>;
-using ValueRows = Rows<OSCAR_V_BITS, OSCAR_V_GROUP>;
+using KeyRows = Rows<(Coding)OSCAR_K_CODING, OSCAR_K_BITS, OSCAR_K_GROUP>;
+using ValueRows = Rows<(Coding)OSCAR_V_CODING, OSCAR_V_BITS, OSCAR_V_GROUP>;
 constexpr int K_GROUPS = KeyRows::GROUPS, V_GROUPS = ValueRows::GROUPS;
 
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }

@@ -26,14 +26,14 @@ struct KeyWords {
       for (int row = 0; row < 2; row++) {
         u32 at = tile + 8 * row * KeyRows::ROW_BYTES + 32 * span;
         if (KeyRows::NARROW) {
-          low[span][row][0] = load_shared(at);
+          low[span][row][0] = load_word<KeyRows>(at);
         } else if (KeyRows::ROW_BYTES % 8 == 0) {
           uint2 two = load_shared2(at);
           low[span][row][0] = two.x, low[span][row][WORDS - 1] = two.y;
         } else {
-          low[span][row][0] = load_shared(at), low[span][row][WORDS - 1] = load_shared(at + 4);
+          low[span][row][0] = load_word<KeyRows>(at), low[span][row][WORDS - 1] = load_word<KeyRows>(at + 4);
         }
-        high[span][row] = HAS_HIGH ? load_shared(at - 16 * span + lane.key_high) >> lane.key_shift : 0;
+        high[span][row] = HAS_HIGH ? load_word<KeyRows>(at - 16 * span + lane.key_high) >> lane.key_shift : 0;
       }
   }
 
@@ -95,7 +95,7 @@ struct Scores {
 
   DEVICE void multiply(const QueryCodes& q, const Lane& lane, u32 keys, u32 values) {
     auto load_value_params = [&](int i) {
-      load_params(value_params[i], values + lane.value_params + 8 * i * ValueRows::ROW_BYTES);
+      load_params<ValueRows>(value_params[i], values + lane.value_params + 8 * i * ValueRows::ROW_BYTES);
     };
 #pragma unroll
     for (int i = 0; i < TOKENS; i += 2) {
@@ -104,7 +104,7 @@ struct Scores {
       Param key_params[2][K_GROUPS];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        load_params(key_params[j], keys + lane.key_params + 8 * (i + j) * KeyRows::ROW_BYTES);
+        load_params<KeyRows>(key_params[j], keys + lane.key_params + 8 * (i + j) * KeyRows::ROW_BYTES);
         if (!WIDE) load_value_params(i + j);
         for (float& x : logits[i + j]) x = 0;
       }

@@ -107,6 +107,120 @@ DEVICE bool has_nan(const Vectors<Rows>& v) {
   return __any_sync(FULL_WARP, found);
 }
 
+// Codes of N vectors as they lie in a row.
+template <class Rows, int N>
+struct Packed {
+  static constexpr int BYTES = Vectors<Rows>::BYTES;
+  u32 low[N][BYTES], high[N][BYTES];  // of three bits the low two, and the others where they lie in the first half
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < BYTES; i++) low[n][i] = high[n][i] = 0;
+  }
+
+  DEVICE void add(int n, int i, int j, float code) {
+    if (Rows::BITS == 3) {
+      low[n][i] |= ((u32)code & 3) << (2 * j);
+      high[n][i] |= ((u32)code >> 2) << (2 * j + 2) % 8;
+    } else {
+      low[n][i] |= (u32)code << (Rows::BITS * j);
+    }
+  }
+
+  DEVICE void write(u8* const (&rows)[N], const int (&heads)[N], const bool (&broken)[N]) const {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      u8* to = rows[n] + heads[n] * Rows::CODE_BYTES;
+#pragma unroll
+      for (int i = 0; i < BYTES; i++) {
+        int b = lane + 32 * i;
+        if (Vectors<Rows>::has_byte(i)) to[b] = broken[n] ? 0 : low[n][i];
+        if (Rows::BITS == 3) {
+          // A byte of high bits is of two bytes four apart, the second one bit further up.
+          u32 both = high[n][i] | __shfl_xor_sync(FULL_WARP, high[n][i], 4) << 1;
+          if (Vectors<Rows>::has_byte(i) && lane / 4 % 2 == 0) to[Rows::WIDTH + b / 8 * 4 + b % 4] = broken[n] ? 0 : both;
+        }
+      }
+    }
+  }
+};
+
+// Keeps what becomes a scale within float16, and normal, where that is what scales are stored in.
+DEVICE float storable(float scale) {
+  return SCALE_BYTES == 2 && !SCALE_BF16 ? fminf(fmaxf(scale, 0.00006103515625f), 65504.0f) : scale;
+}
+
+// A scale fitted to codes without a zero point, see fitted_scale in scales.py: sums are over y^2 and y times what codes say.
+DEVICE float fitted_scale(float scale, float gain, float squares, float along) {
+  float fitted = along > 0 ? gain * squares / along : scale;
+  return fminf(fmaxf(fitted, scale * (1 / STRETCH)), scale * STRETCH);
+}
+
+DEVICE void store_scale(u8* at, float scale) {
+  if (SCALE_BYTES == 4) *(float*)at = scale;
+  else *(u16*)at = narrow_scale(scale);
+}
+
+// Symmetric codes, see scales.py; arguments as of quantize().
+template <bool FITTED, class Rows, int N>
+DEVICE void quantize_symmetric(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N], float gain,
+                               u8* const (&rows)[N], const int (&heads)[N]) {
+  constexpr int BYTES = Vectors<Rows>::BYTES, PLANES = Vectors<Rows>::PLANES, GROUP = Rows::GROUP;
+  constexpr float STEP = (Rows::BITS == 2 ? OSCAR_STEP_2 : Rows::BITS == 3 ? OSCAR_STEP_3 : OSCAR_STEP_4) / 1e6f;
+  bool broken[N];
+  Packed<Rows, N> packed;
+#pragma unroll
+  for (int n = 0; n < N; n++) broken[n] = has_nan(whole[n]);
+  packed.clear();
+#pragma unroll
+  for (int g = 0; g < Rows::GROUPS; g++) {
+    auto mine = [&](int i, int j) { return Rows::group(j, 32 * i) == g; };
+    auto sum = [](float a, float b) { return a + b; };
+    float squares[N], scale[N], sums[2 * N];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      squares[n] = 0;
+#pragma unroll
+      for (int i = 0; i < BYTES; i++)
+#pragma unroll
+        for (int j = 0; j < PLANES; j++)
+          if (mine(i, j)) squares[n] += v[n].y[i][j] * v[n].y[i][j];
+    }
+    reduce(squares, sum);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      scale[n] = stored(storable(fmaxf(sqrtf(squares[n] / GROUP) * STEP, 1e-8f)));
+      float length = 0, along = 0;
+#pragma unroll
+      for (int i = 0; i < BYTES; i++)
+#pragma unroll
+        for (int j = 0; j < PLANES; j++)
+          if (mine(i, j)) {
+            float code = floorf(__fadd_rn(__fdiv_rn(v[n].y[i][j], scale[n]), Rows::ZERO + 0.5f));
+            code = fminf(fmaxf(code, 0.0f), 2 * Rows::ZERO);
+            packed.add(n, i, j, code);
+            float x = whole[n].y[i][j];
+            length += x * x;
+            along += x * (code - Rows::ZERO);
+          }
+      sums[2 * n] = length;
+      sums[2 * n + 1] = along;
+    }
+    if (FITTED) reduce(sums, sum);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      if (FITTED) scale[n] = storable(fitted_scale(scale[n], gain, sums[2 * n], sums[2 * n + 1]));
+      if (broken[n]) scale[n] = as_float(0x7fc00000u);
+      if (threadIdx.x % 32 == g)
+        store_scale(rows[n] + Rows::PARAMS_OFFSET + heads[n] * Rows::PARAM_BYTES + g * Rows::GROUP_BYTES, scale[n]);
+    }
+  }
+  packed.write(rows, heads, broken);
+}
+
 // Codes of oscar_kernels/codec.py, packed; ``rows`` are the tokens' rows, ``v`` is ``whole`` clipped.
 template <bool FITTED, class Rows, int N>
 DEVICE void quantize(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N], float gain, u8* const (&rows)[N],
@@ -115,13 +229,10 @@ DEVICE void quantize(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N
   constexpr float STEPS = (1 << BITS) - 1;
   int lane = threadIdx.x % 32;
   bool broken[N];
-  u32 packed[N][BYTES], high_bits[N][BYTES];  // of three bits the low two, and the others where they lie in the first half
+  Packed<Rows, N> packed;
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    broken[n] = has_nan(whole[n]);
-#pragma unroll
-    for (int i = 0; i < BYTES; i++) packed[n][i] = high_bits[n][i] = 0;
-  }
+  for (int n = 0; n < N; n++) broken[n] = has_nan(whole[n]);
+  packed.clear();
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     // Group g has planes [first, last) whole, or one span of 32 bytes in one plane, or several.
@@ -164,12 +275,7 @@ DEVICE void quantize(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N
           if (mine(i, j)) {
             float code = floorf(__fadd_rn(__fadd_rn(__fdiv_rn(v[n].y[i][j], scale[n]), zero[n]), 0.5f));
             code = fminf(fmaxf(code, 0.0f), STEPS);
-            if (BITS == 3) {
-              packed[n][i] |= ((u32)code & 3) << (2 * j);
-              high_bits[n][i] |= ((u32)code >> 2) << (2 * j + 2) % 8;
-            } else {
-              packed[n][i] |= (u32)code << (BITS * j);
-            }
+            packed.add(n, i, j, code);
             if (FITTED && v[n].has_byte(i)) {
               float x = whole[n].y[i][j] - middle[n];
               rest += x;
@@ -208,18 +314,5 @@ DEVICE void quantize(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    u8* to = rows[n] + heads[n] * Rows::CODE_BYTES;
-#pragma unroll
-    for (int i = 0; i < BYTES; i++) {
-      int b = lane + 32 * i;
-      if (v[n].has_byte(i)) to[b] = broken[n] ? 0 : packed[n][i];
-      if (BITS == 3) {
-        // A byte of high bits is of two bytes four apart, the second one bit further up.
-        u32 both = high_bits[n][i] | __shfl_xor_sync(FULL_WARP, high_bits[n][i], 4) << 1;
-        if (v[n].has_byte(i) && lane / 4 % 2 == 0) to[Rows::WIDTH + b / 8 * 4 + b % 4] = broken[n] ? 0 : both;
-      }
-    }
-  }
+  packed.write(rows, heads, broken);
 }

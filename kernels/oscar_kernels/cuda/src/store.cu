@@ -148,7 +148,8 @@ DEVICE void quantize_rows(const Side& side, const Fetched<SETS, ROTATED>& fetche
     whole[n] = v[n];
   }
   clip(v, side.rank);
-  quantize<FITTED>(v, whole, side.gain, rows, heads);
+  if constexpr (Rows::CODING == SYMMETRIC) quantize_symmetric<FITTED>(v, whole, side.gain, rows, heads);
+  else quantize<FITTED>(v, whole, side.gain, rows, heads);
 }
 
 template <class Rows, bool FITTED, int SETS, bool ROTATED>

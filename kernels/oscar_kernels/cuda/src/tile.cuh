@@ -6,24 +6,39 @@
 constexpr int TOKENS = TILE / 8;  // tokens of a tile that a lane stands for: token_of_row(l / 4) + 8 i
 
 // Which token of a set of eight a row of a product is: chosen so that the rows that are loaded at the same time, in pairs
-// of lanes for keys and for values, lie in different banks where a row is 8 words longer than a multiple of 32.
-DEVICE int token_of_row(int row) { return row % 2 == 0 ? row / 2 : (row / 2 ^ 2) + 4; }
+// of lanes for keys and for values, lie in different banks where a row is 8 words longer than a multiple of 32; where one
+// without zero points is 4 words longer, those of values do in order.
+DEVICE int token_of_row(int row) {
+  if (!ValueRows::HAS_ZERO && ValueRows::ROW_BYTES % 128 == 16) return row;
+  return row % 2 == 0 ? row / 2 : (row / 2 ^ 2) + 4;
+}
 
 struct Param {
   float scale, zero;
 };
 
-template <int GROUPS>
-DEVICE void load_params(Param (&params)[GROUPS], u32 address) {
+template <class Rows>
+DEVICE void load_params(Param (&params)[Rows::GROUPS], u32 address) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    if (SCALE_BYTES == 4) {
+  for (int g = 0; g < Rows::GROUPS; g++) {
+    if (!Rows::HAS_ZERO) {
+      float scale = SCALE_BYTES == 4 ? as_float(load_shared(address + 4 * g))
+                                     : low_half<SCALE_BF16>(load_shared_u16(address + 2 * g));
+      params[g] = {scale, Rows::ZERO};
+    } else if (SCALE_BYTES == 4) {
       params[g] = {as_float(load_shared(address + 8 * g)), as_float(load_shared(address + 8 * g + 4))};
     } else {
       u32 word = load_shared(address + 4 * g);
       params[g] = {low_half<SCALE_BF16>(word), high_half<SCALE_BF16>(word)};
     }
   }
+}
+
+// A word of a row. Rows without zero points of an odd number of scales are not of whole words.
+template <class Rows>
+DEVICE u32 load_word(u32 address) {
+  if (Rows::ROW_BYTES % 4 == 0) return load_shared(address);
+  return load_shared_u16(address) | load_shared_u16(address + 2) << 16;
 }
 
 // Four bytes of codes of one plane, and nothing else in them, ``rows::weight(plane)`` times the codes.

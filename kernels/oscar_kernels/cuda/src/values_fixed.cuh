@@ -141,11 +141,11 @@ struct FixedValues {
       for (int span = 0; span < ValueRows::SPANS; span++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          x[i] = load_shared(even + 32 * span + NEXT * i);
-          y[i] = load_shared(odd + 32 * span + NEXT * i);
+          x[i] = load_word<ValueRows>(even + 32 * span + NEXT * i);
+          y[i] = load_word<ValueRows>(odd + 32 * span + NEXT * i);
           if (HAS_HIGH) {
-            x_high[i] = load_shared(even + 16 * span + lane.value_high + NEXT * i) >> lane.value_shift;
-            y_high[i] = load_shared(odd + 16 * span + lane.value_high + NEXT * i) >> lane.value_shift;
+            x_high[i] = load_word<ValueRows>(even + 16 * span + lane.value_high + NEXT * i) >> lane.value_shift;
+            y_high[i] = load_word<ValueRows>(odd + 16 * span + lane.value_high + NEXT * i) >> lane.value_shift;
           }
         }
 #pragma unroll

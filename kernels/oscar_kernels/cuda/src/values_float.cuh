@@ -125,10 +125,10 @@ struct FloatValues {
           u32 x[2], y[2], x_high[2], y_high[2];
 #pragma unroll
           for (int j = 0; j < 2; j++) {
-            x[j] = load_shared(even + 32 * span + at + j * NEXT), y[j] = load_shared(odd + 32 * span + at + j * NEXT);
+            x[j] = load_word<ValueRows>(even + 32 * span + at + j * NEXT), y[j] = load_word<ValueRows>(odd + 32 * span + at + j * NEXT);
             if (HAS_HIGH) {
-              x_high[j] = load_shared(even + 16 * span + lane.value_high + at + j * NEXT) >> lane.value_shift;
-              y_high[j] = load_shared(odd + 16 * span + lane.value_high + at + j * NEXT) >> lane.value_shift;
+              x_high[j] = load_word<ValueRows>(even + 16 * span + lane.value_high + at + j * NEXT) >> lane.value_shift;
+              y_high[j] = load_word<ValueRows>(odd + 16 * span + lane.value_high + at + j * NEXT) >> lane.value_shift;
             }
           }
 #pragma unroll
