@@ -59,6 +59,7 @@ FEATURE = Feature(
         ),
         Touchpoint(at(STATES + "track_mamba_states_if_needed"), AROUND, hybrid_models.around_track_states),
         Touchpoint(at(STATES + "track_mamba_states_all_layers"), AROUND, hybrid_models.around_track_all_states),
+        Touchpoint(at(STATES + "scatter_mamba_states_after_mtp_verify"), AROUND, hybrid_models.around_scatter_verified),
     ],
     configure=transfer.configure,
     prepare_worker=prepare_worker,

@@ -88,6 +88,29 @@ def around_track_all_states(
         states[:, target] = states[:, source]
 
 
+def around_scatter_verified(
+    original: Callable[..., None],
+    mamba_caches: Any,
+    state_indices_tensor: torch.Tensor,
+    last_correct_step_indices: torch.Tensor,
+    mamba_track_indices: torch.Tensor | None,
+    mamba_steps_to_track: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Copy states behind tokens that are accepted, and those that are to be kept; a step of -1 is for none."""
+    pairs = [(mamba_caches.temporal, mamba_caches.intermediate_ssm)]
+    pairs += list(zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True))
+    wanted = [(state_indices_tensor, last_correct_step_indices)]
+    if mamba_track_indices is not None:
+        assert mamba_steps_to_track is not None
+        wanted.append((mamba_track_indices, mamba_steps_to_track))
+    for target, steps in wanted:
+        real = ((steps >= 0) & (target >= 0)).nonzero().flatten()
+        for states, behind in pairs:
+            states[:, target[real].long()] = behind[:, real, steps[real].long()].to(states.dtype)
+
+
 def around_validate_extra_buffer(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Let states be kept every few tokens, which pages need: SGLang allows that where it has kernels of its own.
 

@@ -118,6 +118,59 @@ def test_convolution_goes_on_where_it_stopped(stand_in: dict[str, ModuleType], c
     assert bool((states[0] == 9).all())
 
 
+TREE = ([1, 3, -1, -1, 5, -1], [-1, 2, -1, 4, -1, -1], [-1, 0, 0, 1, 1, 4])
+"""First children, next siblings and parents of a tree of six tokens."""
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_verification_is_decode_along_every_path(stand_in: dict[str, ModuleType], tree: bool) -> None:
+    """Outputs and states behind every token are those of decoding its path; nothing that is read is written."""
+    conv, rule, tokens = stand_in["convolution"], stand_in["delta_rule"], 6
+    assert conv.parents_of(*TREE[:2]) == TREE[2]
+    parents = TREE[2] if tree else list(range(-1, tokens - 1))
+    slots, units = torch.tensor([3, -1, 1]), torch.arange(3)
+    links = [torch.tensor([x] * 3) for x in TREE[:2]]
+    found = torch.full((3, tokens), 9) if tree else None
+
+    x, weight, states = torch.randn(3, 7, tokens), torch.randn(7, 4), torch.randn(SLOTS, 7, 3)
+    behind, before = torch.zeros(3, tokens, 7, 3), states.clone()
+    of_tree = {"retrieve_next_token": links[0], "retrieve_next_sibling": links[1], "retrieve_parent_token": found}
+    out = conv.causal_conv1d_update_cpu(
+        x, states, weight, None, "silu", slots, intermediate_conv_window=behind, intermediate_state_indices=units,
+        **of_tree if tree else {},
+    )  # fmt: skip
+    assert torch.equal(states, before)
+    assert not bool(out[1].any())
+    q, k, v, a, b, decay, bias = sequences([3 * tokens], 1)
+    held = torch.randn(SLOTS, HEADS, V_DIM, K_DIM)
+    matrices, unread = torch.zeros(3, tokens, HEADS, V_DIM, K_DIM), held.clone()
+    read = rule.fused_sigmoid_gating_delta_rule_update_cpu(
+        decay, bias, q, k, v, a, b, held, slots, torch.arange(4) * tokens, disable_state_update=True,
+        intermediate_states_buffer=matrices, intermediate_state_indices=units, cache_steps=tokens,
+        retrieve_parent_token=found,
+    )  # fmt: skip
+    assert torch.equal(held, unread)
+    for sequence in (0, 2):
+        for token in range(tokens):
+            path = [token]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            for node in path:
+                last = conv.causal_conv1d_update_cpu(
+                    x[[sequence], :, node], states, weight, None, "silu", slots[[sequence]]
+                )
+                at = [sequence * tokens + node]
+                one = rule.fused_sigmoid_gating_delta_rule_update_cpu(
+                    decay, bias, q[:, at], k[:, at], v[:, at], a[at], b[at], held, slots[[sequence]], torch.arange(2)
+                )
+            slot = slots[sequence]
+            assert torch.allclose(out[sequence, :, token], last[0], atol=1e-5)
+            assert torch.equal(behind[sequence, token], states[slot])
+            assert torch.allclose(read[:, at], one, atol=1e-5)
+            assert torch.allclose(matrices[sequence, token], held[slot], atol=1e-5)
+            states[slot], held[slot] = before[slot], unread[slot]
+
+
 def test_norms_and_gates(stand_in: dict[str, ModuleType]) -> None:
     layers = stand_in["gated_layers"]
     torch.manual_seed(1)

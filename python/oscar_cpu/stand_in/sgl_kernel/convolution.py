@@ -74,23 +74,66 @@ def causal_conv1d_update_cpu(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     conv_state_indices: torch.Tensor | None = None,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    retrieve_next_token: torch.Tensor | None = None,
+    retrieve_next_sibling: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode: one token of every sequence; states are replaced in place.
+    """Decode: one token of every sequence; states are replaced in place. Or verification of several, behind which
+    states are left as they are.
 
     Args:
-        x: [sequences, channels].
+        x: [sequences, channels] in decode, [sequences, channels, tokens] in verification.
         conv_state: [slots, channels, width - 1].
         weight, bias, activation: of the filter.
         conv_state_indices: [sequences], slots; below 0 for padding, whose output is 0.
+        intermediate_conv_window: [units, tokens, channels, width - 1], written: the state behind every token.
+        intermediate_state_indices: [sequences], units of it.
+        retrieve_next_token, retrieve_next_sibling: [sequences, tokens], first child and next sibling of every token, or
+            -1; None where tokens are chains.
+        retrieve_parent_token: [sequences, tokens], written.
 
     Returns:
-        [sequences, channels] in the dtype of ``x``.
+        in shape and dtype of ``x``.
     """
     assert conv_state_indices is not None
     past, real = weight.shape[1] - 1, conv_state_indices >= 0
-    slots = conv_state_indices[real].long()
-    inputs = torch.cat([conv_state[slots, :, :past].to(x.dtype), x[real, :, None]], dim=2)
-    conv_state[slots, :, :past] = inputs[:, :, 1:].to(conv_state.dtype)
+    if x.dim() == 2:
+        slots = conv_state_indices[real].long()
+        inputs = torch.cat([conv_state[slots, :, :past].to(x.dtype), x[real, :, None]], dim=2)
+        conv_state[slots, :, :past] = inputs[:, :, 1:].to(conv_state.dtype)
+        out = torch.zeros_like(x)
+        out[real] = _convolve(inputs, weight, bias, activation).squeeze(-1)
+        return out
+    assert intermediate_conv_window is not None
+    assert intermediate_state_indices is not None
     out = torch.zeros_like(x)
-    out[real] = _convolve(inputs, weight, bias, activation).squeeze(-1)
+    for index in real.nonzero().flatten().tolist():
+        parents = [token - 1 for token in range(x.shape[2])]
+        if retrieve_next_token is not None:
+            assert retrieve_next_sibling is not None
+            assert retrieve_parent_token is not None
+            parents = parents_of(retrieve_next_token[index].tolist(), retrieve_next_sibling[index].tolist())
+            retrieve_parent_token[index] = torch.tensor(parents).clamp(min=0)
+        unit = int(intermediate_state_indices[index])
+        states: list[torch.Tensor] = []
+        for token, parent in enumerate(parents):
+            before = conv_state[int(conv_state_indices[index]), :, :past].to(x.dtype) if parent < 0 else states[parent]
+            inputs = torch.cat([before, x[index, :, token, None]], dim=1)
+            out[index, :, token] = _convolve(inputs, weight, bias, activation).squeeze(-1)
+            states.append(inputs[:, 1:])
+            intermediate_conv_window[unit, token] = states[-1].to(intermediate_conv_window.dtype)
     return out
+
+
+def parents_of(child: list[int], sibling: list[int]) -> list[int]:
+    """The parent of every token of a tree by first children and next siblings, -1 for none; what hangs nowhere has the
+    root."""
+    parents = [-1] + [0] * (len(child) - 1)
+    for token, first in enumerate(child):
+        below = first
+        while below != -1:
+            parents[below] = token
+            below = sibling[below]
+    return parents

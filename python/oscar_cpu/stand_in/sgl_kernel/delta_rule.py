@@ -116,25 +116,55 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     use_qk_l2norm_in_kernel: bool = True,
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
+    is_kda: bool = False,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    cache_steps: int = 1,
+    retrieve_parent_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode: one token of every sequence; states are replaced in place.
+    """Decode: one token of every sequence; states are replaced in place. Or verification of several, behind which
+    states are left as they are.
 
     Args:
         A_log, dt_bias: [heads].
-        q, k: [1, sequences, k_heads, k_dim].
-        v: [1, sequences, heads, v_dim].
-        a, b: [sequences, heads].
+        q, k: [1, tokens, k_heads, k_dim].
+        v: [1, tokens, heads, v_dim].
+        a, b: [tokens, heads].
         initial_state_source: [slots, heads, v_dim, k_dim].
         initial_state_indices: [sequences], slots; below 0 for padding, whose output is 0.
-        cu_seqlens: [sequences + 1], a token each.
-        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold: as SGLang calls it; nothing else is done.
+        cu_seqlens: [sequences + 1], ``cache_steps`` tokens each.
+        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, is_kda: as SGLang calls it; nothing else is done.
+        disable_state_update: whether this is verification.
+        intermediate_states_buffer: [units, tokens, heads, v_dim, k_dim], written: the state behind every token.
+        intermediate_state_indices: [sequences], units of it.
+        cache_steps: tokens of a sequence.
+        retrieve_parent_token: [sequences, tokens], behind which token each comes; None where they are chains.
 
     Returns:
-        [1, sequences, heads, v_dim] in the dtype of ``v``.
+        [1, tokens, heads, v_dim] in the dtype of ``v``.
     """
-    assert (use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold) == (True, 1.0, 20.0)
-    assert len(cu_seqlens) == q.shape[1] + 1
+    assert (use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, is_kda) == (True, 1.0, 20.0, False)
     heads, k_dim = v.shape[2], k.shape[3]
+    if disable_state_update:
+        assert intermediate_states_buffer is not None
+        assert intermediate_state_indices is not None
+        g, beta = gates(A_log, a, b, dt_bias)
+        queries, keys = _normalized(q[0], heads) * k_dim**-0.5, _normalized(k[0], heads)
+        out = torch.zeros_like(v)
+        for index, slot in enumerate(initial_state_indices[: len(cu_seqlens) - 1].tolist()):
+            if slot < 0:
+                continue
+            unit, first = int(intermediate_state_indices[index]), index * cache_steps
+            for step in range(cache_steps):
+                parent = step - 1 if retrieve_parent_token is None else int(retrieve_parent_token[index, step])
+                held = intermediate_states_buffer[unit, parent] if step else initial_state_source[slot]
+                at = first + step
+                state, read = _step(held.float(), queries[at], keys[at], v[0, at].float(), g[0, at], beta[0, at])
+                intermediate_states_buffer[unit, step] = state.to(intermediate_states_buffer.dtype)
+                out[0, at] = read.to(v.dtype)
+        return out
+    assert len(cu_seqlens) == q.shape[1] + 1
     real = initial_state_indices >= 0
     slots = initial_state_indices[real].long()
     g, beta = gates(A_log, a[real], b[real], dt_bias)

@@ -14,7 +14,9 @@ for _schema, _function in (
     (
         "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, "
         "Tensor a, Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "
-        "bool use_qk_l2norm_in_kernel=True, float softplus_beta=1.0, float softplus_threshold=20.0) -> Tensor",
+        "bool use_qk_l2norm_in_kernel=True, float softplus_beta=1.0, float softplus_threshold=20.0, bool is_kda=False, "
+        "bool disable_state_update=False, Tensor(b!)? intermediate_states_buffer=None, "
+        "Tensor? intermediate_state_indices=None, int cache_steps=1, Tensor? retrieve_parent_token=None) -> Tensor",
         delta_rule.fused_sigmoid_gating_delta_rule_update_cpu,
     ),
     (
