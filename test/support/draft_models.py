@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from support import hybrid_models
 from support.models import COMMON, build
 
 HIDDEN = COMMON["hidden_size"]
@@ -62,7 +63,12 @@ def llama_with_drafts(folder: Path) -> tuple[Path, Path, Path]:
     weights = {f"layers.0.{name}": tensor for name, tensor in first_layer(model).items() if "input_layern" not in name}
     weights |= {"fc.weight": ignoring_the_hidden_state(), "fc.bias": torch.zeros(HIDDEN).bfloat16()}
     eagle = write(folder / "eagle", weights, config | {"architectures": ["LlamaForCausalLMEagle"]})
-    layer = first_layer(model)
+    return folder / "model", eagle, eagle3_of(model, config, folder / "eagle3")
+
+
+def eagle3_of(llama: Any, config: dict[str, Any], folder: Path) -> Path:
+    """An EAGLE3 draft model with random weights around a layer of a Llama model with that configuration."""
+    layer = first_layer(llama)
     for name in ("q_proj", "k_proj", "v_proj"):  # of an embedding and a hidden state
         layer[f"self_attn.{name}.weight"] = layer[f"self_attn.{name}.weight"].repeat(1, 2)
     weights = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
@@ -76,8 +82,13 @@ def llama_with_drafts(folder: Path) -> tuple[Path, Path, Path]:
         "draft_vocab_size": COMMON["vocab_size"],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": READ},
     }
-    eagle3 = write(folder / "eagle3", {name: tensor.bfloat16() for name, tensor in weights.items()}, config | extra)
-    return folder / "model", eagle, eagle3
+    return write(folder, {name: tensor.bfloat16() for name, tensor in weights.items()}, config | extra)
+
+
+def eagle3_beside(folder: Path) -> Path:
+    """An EAGLE3 draft model with random weights, for any model of these sizes."""
+    llama = build("llama", num_hidden_layers=1)
+    return eagle3_of(llama, llama.config.to_dict(), folder)
 
 
 def glm_with_draft_layer(folder: Path) -> Path:
@@ -90,5 +101,31 @@ def glm_with_draft_layer(folder: Path) -> Path:
     ones = {f"model.layers.{last}.{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
     own |= {f"model.layers.{last}.eh_proj.weight": ignoring_the_hidden_state()}
     own |= {name: tensor.bfloat16() for name, tensor in ones.items()}
+    save_file(weights | own, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def hybrid_with_draft_layer(architecture: str, folder: Path) -> Path:
+    """A hybrid model that brings a draft layer along, as published checkpoints do: it is right often, because it is a
+    copy of the model's first layer with full attention, which leads, and the layer below adds little."""
+    model, leads = hybrid_models.build(architecture), hybrid_models.FULL_LAYERS[0]
+    text = model.model.language_model if architecture == "qwen3_5" else model.model
+    with torch.no_grad():
+        embedding = text.embed_tokens.weight
+        embedding.copy_(embedding.float() / embedding.float().pow(2).mean(-1, keepdim=True).sqrt())
+        for number, layer in enumerate(text.layers):
+            for name, parameter in layer.named_parameters():
+                if number != leads and any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+                    parameter.mul_(OTHER_LAYERS)
+        text.layers[leads].self_attn.o_proj.weight.mul_(ATTENTION)
+    hybrid_models.write(model, architecture, folder)
+    weights = load_file(folder / "model.safetensors")
+    prefix = "model.language_model." if architecture == "qwen3_5" else "model."
+    layer = f"{prefix}layers.{leads}."
+    own = {name.replace(layer, "mtp.layers.0."): tensor for name, tensor in weights.items() if name.startswith(layer)}
+    own |= {"mtp.fc.weight": ignoring_the_hidden_state(), "mtp.norm.weight": weights[f"{prefix}norm.weight"]}
+    # Norms of these models hold what their factor has above one.
+    own |= {f"mtp.pre_fc_norm_{name}.weight": torch.zeros(HIDDEN).bfloat16() for name in ("embedding", "hidden")}
+    own = {name: tensor.clone() for name, tensor in own.items()}
     save_file(weights | own, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -73,7 +73,12 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
 
 def save(architecture: str, folder: Path, **overrides: Any) -> Path:
     """Write a random model to ``folder`` and return it."""
-    build(architecture, **overrides).save_pretrained(folder)
+    return write(build(architecture, **overrides), architecture, folder)
+
+
+def write(model: PreTrainedModel, architecture: str, folder: Path) -> Path:
+    """Write a model that :func:`build` made to ``folder`` and return it."""
+    model.save_pretrained(folder)
     if architecture == "qwen3_5":
         save_processor("qwen3_vl", folder)
     return folder

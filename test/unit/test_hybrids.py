@@ -17,11 +17,12 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.layer_attention import TorchKernels
-from sglang_oscar.features.hybrids import kept_windows, known_name, pool, refusals
+from sglang_oscar.features.hybrids import kept_windows, known_name, pool, refusals, verified_states
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.features.speculation import commit
 from sglang_oscar.formats.cached_layers import cached_layer_ids
-from sglang_oscar.formats.geometry import Geometry
+from sglang_oscar.formats.geometry import Geometry, with_room
 from sglang_oscar.memory.plan import make_plan
 from support.small_cache import small_cache
 
@@ -59,6 +60,22 @@ def test_state_of_qwen3_next() -> None:
     assert left / 3456 / slots.slots == pytest.approx(tokens_in_16_bits, rel=0.01)
     assert balanced_ratio(costs, 0.5) == 0.5
     assert slots_within(100, 1.0, 60) < 1
+
+
+@given(
+    budget=st.integers(2000, 10**6), verified=st.sampled_from([0, 100, 400]), running=st.integers(0, 60),
+    per_request=st.integers(1, 6),
+)  # fmt: skip
+def test_states_behind_drafts_are_counted(budget: int, verified: int, running: int, per_request: int) -> None:
+    """What SGLang allocates fits, and with a slot more it would not."""
+
+    def taken(slots: int) -> int:
+        return (slots + 1) * 50 + (min(running, slots // per_request) + 1) * verified
+
+    slots = slots_within(2 * budget, 1.0, 50, per_request, verified, running)
+    assert slots < 0 or taken(slots) <= budget
+    more = slots + 2 + per_request
+    assert taken(more) + verified > budget
 
 
 @given(slots=st.integers(1, 200), asked=st.one_of(st.none(), st.integers(1, 64)))
@@ -129,6 +146,42 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
     before = side.ring.clone()
     kept.keep_decoded(batch)
     assert torch.equal(side.ring, before)
+
+
+NEW = 4
+"""Tokens that a step of verification adds to a request."""
+
+
+@given(length=st.integers(8, 40), accepted=st.permutations(range(1, NEW)), data=st.data())
+def test_verification_leaves_the_window_behind_its_token(length: int, accepted: list[int], data: st.DataObject) -> None:
+    """Tokens of a path through a tree lie scattered until they move; the copy is of the window behind one of them."""
+    windows = with_room(WINDOWS, NEW)
+    cache = small_cache(windows, ROWS, BLOCKS, SLOTS, layers=1)
+    cache.kept = KeptWindows(cache)
+    rings, ring = cache.side.ring.flatten(3), windows.ring
+    rings[:, 2] = 99
+    path = [0, *sorted(accepted[: data.draw(st.integers(0, NEW - 1))])]
+    tracked = data.draw(st.integers(1, len(path)))
+    for position in range(length):
+        rings[:, 1, position % ring] = position + 1
+    for node in range(NEW):  # what is rejected is told from all others
+        place = path.index(node) if node in path else 100
+        rings[:, 1, (length + node) % ring] = length + place + 1
+    slot, step = torch.tensor([2, 3]), torch.tensor([path[tracked - 1], -1])
+    hybrid = SimpleNamespace(full_attn_backend=SimpleNamespace(token_to_kv_pool=cache.req_to_token_pool))
+    cache.attach(cache.req_to_token_pool)
+    seats, before = torch.tensor([1, 2]), rings[:, ROWS + 3].clone()
+    verified_states.around_update_states(lambda *_, **__: None, hybrid, step, slot, step, None, seats)
+    slots = torch.arange(NEW)
+    batch = SimpleNamespace(req_pool_indices=seats[:1], seq_lens=torch.tensor([length]), out_cache_loc=slots)
+    allocator = SimpleNamespace(get_kvcache=lambda: cache.req_to_token_pool)
+    accept_index = torch.tensor([path + [-1] * (NEW - len(path))])
+    if path != list(range(len(path))):
+        commit.around_move_accept_tokens(lambda *_: None, batch, accept_index, None, allocator)
+    end = length + tracked
+    for position in range(end - windows.recent, end):
+        assert bool((rings[:, ROWS + 2, position % ring] == position + 1).all())
+    assert torch.equal(rings[:, ROWS + 3], before)
 
 
 ALLOWED = {

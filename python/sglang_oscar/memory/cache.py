@@ -9,6 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from oscar_kernels.cache import StoreSlots
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.images import SinkImages, sink_images
@@ -33,6 +35,12 @@ class Kept(Protocol):
 
     def keep_decoded(self, forward_batch: Any) -> None:
         """Behind a step of decode."""
+
+    def keep_verified(self, seats: torch.Tensor, slots: torch.Tensor) -> None:
+        """Behind a step of verification, of requests in ``seats`` in copies ``slots``: int64 [requests] each."""
+
+    def keep_moved(self) -> None:
+        """The same again, once accepted tokens have moved."""
 
 
 @dataclass

@@ -6,6 +6,9 @@
   ring and sink block lies beside every state slot and shares its fate: written in the same pass, read with it. No token
   is computed again and no sink refilled. Within a chunk the copy gets the ring as it was before, and the chunk's tokens
   up to the tracked one are stored there a second time.
+* Drafts: SGLang has a state behind every token that is verified and commits that of the last accepted one. The state
+  behind an accepted token that ends a page is kept, and the window behind that token with it: the ring has a row for
+  every token of the step, so nothing of it is gone yet.
 * Memory: SGLang's ratio of states to cache is made for 16 bits. The tokens per state are kept, not the bytes, so states
   take most of what is saved; ``--mamba-full-memory-ratio`` or ``--max-mamba-cache-size`` gives the cache more.
 * SGLang 0.5.17 files states of a request with overlap scheduling under the wrong length with any cache; refused there.

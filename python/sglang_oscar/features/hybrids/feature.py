@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AROUND, CONFIGURATOR, SRT, Touchpoint, at
-from sglang_oscar.features.hybrids import known_name, pool, refusals, sizing
+from sglang_oscar.features.hybrids import known_name, pool, refusals, sizing, verified_states
 
 FEATURE = Feature(
     name="hybrids",
@@ -12,6 +12,14 @@ FEATURE = Feature(
         Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, sizing.around_handle_max_mamba_cache),
         Touchpoint(
             at(SRT + "layers.attention.attention_registry.attn_backend_wrapper"), AROUND, known_name.around_wrapper
+        ),
+        Touchpoint(
+            at(
+                SRT + "layers.attention.hybrid_linear_attn_backend."
+                "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify"
+            ),
+            AROUND,
+            verified_states.around_update_states,
         ),
     ],
     architectures=refusals.MODELS,

@@ -14,13 +14,14 @@ from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptWindows:
     """The units beside state slots (:attr:`sglang_oscar.memory.owned.Holding.copies`). SGLang says by request whether a
-    state is kept in a forward pass, in which slot, and in a chunk behind which token.
+    state is kept in a forward pass, in which slot, and in a chunk or among verified tokens behind which one.
     """
 
     cache: Int2Cache
+    _verified: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def keep_chunk(self, forward_batch: Any) -> StoreSlots | None:
         """Begin to keep windows behind a token of each chunk, before the chunk is stored and once seats are uploaded.
@@ -62,6 +63,25 @@ class KeptWindows:
         if len(chosen):
             slots = torch.where(mask[chosen], forward_batch.mamba_track_indices[chosen], 0).long().clamp(min=0)
             self._keep(forward_batch.req_pool_indices[chosen].long(), slots)
+
+    def keep_verified(self, seats: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep the windows of requests whose states were kept behind an accepted token of a step of verification.
+
+        The ring has room for all of the step's tokens (``with_room``), so the window behind any of them is still there,
+        at the places that its positions have; what lies behind that token is not read before it is written again.
+
+        Args:
+            seats: int64 [requests].
+            slots: int64 [requests], 0 for those whose state was not kept.
+        """
+        self._keep(seats, slots)
+        self._verified = seats, slots
+
+    def keep_moved(self) -> None:
+        """Keep them again, once accepted tokens of a tree have moved to where their positions are."""
+        if self._verified is not None:
+            self._keep(*self._verified)
+            self._verified = None
 
     def _keep(self, seats: torch.Tensor, slots: torch.Tensor) -> None:
         """Keep what requests own as it is now; int64 [requests] each, slot 0 for those not to be kept."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, copy_bytes, slots_within
 from sglang_oscar.formats.geometry import GIB
@@ -25,6 +27,7 @@ def parts(sizing: Sizing) -> list[StateSlots]:
         state_bytes=linear.mamba2_cache_params.mamba_cache_per_req,
         copy_bytes=copy_bytes(sizing.geometry, not get_memory().disable_radix_cache),
         per_request=sizing.configurator._calculate_mamba_ratio(),
+        verified=new_tokens(releases.resolved(sizing.configurator.server_args)),
     )
     return [slots]
 
@@ -40,8 +43,11 @@ def around_handle_max_mamba_cache(original: Callable[..., float], self: Any, tot
         beside = copy_bytes(geometry, not get_memory().disable_radix_cache)
         if schedule.max_mamba_cache_size is None and not get_memory().disable_radix_cache:
             ratio = balanced_ratio(geometry, schedule.mamba_full_memory_ratio)
-            slot = self.mambaish_config.mamba2_cache_params.mamba_cache_per_req + beside
-            slots, needed = slots_within(int(total_rest_memory * GIB), ratio, slot), self._calculate_mamba_ratio()
+            state, needed = self.mambaish_config.mamba2_cache_params.mamba_cache_per_req, self._calculate_mamba_ratio()
+            slot, verified = state + beside, state * new_tokens(releases.resolved(self.server_args))
+            slots = slots_within(
+                int(total_rest_memory * GIB), ratio, slot, needed, verified, schedule.max_running_requests or 0
+            )
             if slots < needed:
                 raise Int2Error(
                     f"states of linear layers take {slot / GIB:.3f} GiB a slot, a request {needed} slots; there are "

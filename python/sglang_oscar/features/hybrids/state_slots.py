@@ -32,13 +32,15 @@ class StateSlots(Part):
     """State slots of a server, the padding slot not counted.
 
     ``state_bytes`` is one slot over all linear layers of this rank, ``copy_bytes`` the copy of the windows beside it,
-    0 where none is kept; ``per_request`` is how many slots SGLang reckons with for a running request.
+    0 where none is kept; ``per_request`` is how many slots SGLang reckons with for a running request, and ``verified``
+    how many states it has besides, one behind every token that is verified at once.
     """
 
     slots: int
     state_bytes: int
     copy_bytes: int
     per_request: int
+    verified: int = 0
 
     @property
     def copies(self) -> int:
@@ -58,11 +60,12 @@ class StateSlots(Part):
     def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
         """For the start-up account."""
         states = (self.slots + 1) * self.state_bytes / GIB
+        drafts = f" and {self.verified} states behind drafts" if self.verified else ""
         return [
             f"states of linear layers: {self.slots} slots x {self.state_bytes} bytes = {states:.3f} GiB, "
-            f"{self.bytes / GIB:.3f} GiB with copies of windows of {self.copy_bytes} bytes; {self.per_request} slots a "
-            f"running request, so at most {self.most_requests} of them; {tokens // max(self.slots, 1)} tokens of "
-            "history a slot"
+            f"{self.bytes / GIB:.3f} GiB with copies of windows of {self.copy_bytes} bytes; {self.per_request} slots"
+            f"{drafts} a running request, so at most {self.most_requests} of them; "
+            f"{tokens // max(self.slots, 1)} tokens of history a slot"
         ]
 
 
@@ -79,9 +82,27 @@ def balanced_ratio(geometry: Geometry, given: float | None = None) -> float:
     return RATIO * geometry.full_token_bytes / geometry.cell_bytes if given in (None, RATIO) else given
 
 
-def slots_within(budget_bytes: int, ratio: float, slot_bytes: int) -> int:
-    """Slots beside the padding slot that fit into the part of a budget that states get; may be 0 or less."""
-    return int(budget_bytes * ratio / (1 + ratio)) // slot_bytes - 1
+def slots_within(
+    budget_bytes: int, ratio: float, slot_bytes: int, per_request: int = 1, verified_bytes: int = 0, running: int = 0
+) -> int:
+    """Slots beside the padding slot that fit into the part of a budget that states get; may be 0 or less.
+
+    Args:
+        budget_bytes: for states and cache.
+        ratio: of states over cache.
+        slot_bytes: of a slot and what lies beside it.
+        per_request: slots of a running request.
+        verified_bytes: of the states behind the tokens of a request that are verified at once; there is one request's
+            more than may run.
+        running: requests that may run, if slots allow it.
+
+    >>> slots_within(1000, 1.0, 20), slots_within(1000, 1.0, 20, 5, 100, 1), slots_within(1000, 1.0, 20, 5, 100, 9)
+    (24, 14, 9)
+    """
+    share = int(budget_bytes * ratio / (1 + ratio)) - verified_bytes
+    all_run = (share - running * verified_bytes) // slot_bytes
+    as_slots_allow = int(share // (slot_bytes + verified_bytes / per_request))
+    return max(all_run, as_slots_allow) - 1
 
 
 def copy_bytes(geometry: Geometry, prefix_cache: bool) -> int:

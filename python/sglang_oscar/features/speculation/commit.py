@@ -31,6 +31,8 @@ def around_move_accept_tokens(
         if cache.logits is not None:
             cache.logits.accept(accept_index)
         move_accepted(cache, batch.req_pool_indices.long(), batch.seq_lens.long(), accept_index.long(), tokens)
+        if cache.kept is not None:
+            cache.kept.keep_moved()
     return result
 
 

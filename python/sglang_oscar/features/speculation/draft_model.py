@@ -84,7 +84,8 @@ def layers(draft: Any) -> int:
     Args:
         draft: SGLang's ModelConfig of it.
     """
-    own = draft.num_nextn_predict_layers
+    # An older release says it of a multimodal model, and not of the text part that it looks at itself.
+    own = draft.num_nextn_predict_layers or getattr(draft.hf_config, "num_nextn_predict_layers", None)
     return int(own) if own else max(draft.num_hidden_layers, draft.num_attention_layers)
 
 
@@ -137,6 +138,7 @@ def check_pool(pool: Any, cache: Int2Cache) -> None:
     Raises:
         Int2Error: it takes more.
     """
+    pool = getattr(pool, "full_kv_pool", pool)  # of a hybrid model's own draft layer
     slots = pool.k_buffer[0].shape[0]
     cell_bytes = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer)) // slots
     logger.info(
