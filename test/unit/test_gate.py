@@ -111,3 +111,41 @@ def test_another_dtype_than_asked_for_is_refused() -> None:
     decided: Any = SimpleNamespace(kv_cache_dtype="fp8_e4m3")
     with pytest.raises(Int2Error, match="insists on --kv-cache-dtype fp8_e4m3"):
         gate.check(decided, SimpleNamespace(), None)  # type: ignore[arg-type]
+
+
+class Resolvable:
+    """SGLang's server arguments of a release that keeps what was asked for."""
+
+    def __init__(self, kv_cache_dtype: str, page_size: int | None = None) -> None:
+        self.kv_cache_dtype, self.page_size = kv_cache_dtype, page_size
+
+    def resolve_once(self) -> None:
+        self._raw_input = {"kv_cache_dtype": self.kv_cache_dtype, "page_size": self.page_size}
+        self.page_size = self.page_size or 1
+        self._resolution_finished = True
+
+
+Resolvable.kv_cache_quant_group_size = None  # type: ignore[attr-defined]
+
+
+def test_arguments_that_were_resolved_before_plugins_were_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``launch_server(server_args)`` does: they are resolved again through the gate, from what was asked for."""
+
+    def through_the_gate(original: Any, server_args: Any) -> None:
+        assert server_args.page_size is None
+        server_args.page_size = 64
+        original(server_args)
+        server_args.__dict__[gate.PASSED] = True
+
+    made = Resolvable("int2")
+    made.resolve_once()
+    stock = Resolvable.resolve_once
+    monkeypatch.setattr(gate, "resolve", through_the_gate)
+    monkeypatch.setattr(Resolvable, "resolve_once", lambda self: gate.around_resolution(stock, self))
+    monkeypatch.setattr(gate.refusals, "check_arguments", lambda args: None)
+    gate.before_check_server_args(made)
+    assert gate.has_passed(made)
+    assert made.page_size == 64
+    kept_nothing = SimpleNamespace(kv_cache_dtype="int2")
+    with pytest.raises(Int2Error, match="passed none of its checks"):
+        gate.before_check_server_args(kept_nothing)

@@ -43,3 +43,20 @@ def test_a_worker_with_a_scheduler_schedules(worker: None, monkeypatch: pytest.M
     assert processes.schedules()
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     assert not processes.schedules(), "a process that launches servers imports it, too"
+
+
+@pytest.mark.parametrize(
+    ("caller", "launches"), [(processes.SCHEDULER, False), ("sglang.srt.entrypoints.engine", True)]
+)
+def test_a_child_of_a_trainer_launches(
+    caller: str, launches: bool, worker: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has plugins loaded tells it from a worker: both are children, and both have imported the scheduler."""
+    monkeypatch.setitem(sys.modules, processes.SCHEDULER, sys)
+    found = {"__name__": caller, "asked": lambda: (processes.begin(), processes.schedules())}
+    exec("def load_plugins():\n    return asked()", found)
+    plugins = {"__name__": caller, "load_plugins": found["load_plugins"]}
+    exec("def launch():\n    return load_plugins()", plugins)
+    processes.declare(False)
+    assert plugins["launch"]()[1] is not launches
+    assert processes.may_serve_int2() is launches, "it forgets what its parent said of another server"

@@ -122,16 +122,35 @@ def has_passed(server_args: Any) -> bool:
 
 
 def before_check_server_args(self: Any) -> None:
-    """Second chance: arguments that were built before plugins were loaded pass through here."""
+    """Second chance: arguments that were resolved before plugins were loaded pass through here, in the process that
+    launches the server. So does ``launch_server(server_args)`` of trainers, which resolves first and then loads."""
     if is_int2(self):
         try:
-            if not has_passed(self):
+            if not has_passed(self) and not _resolve_again(self):
                 raise Int2Error(UNCHECKED)
             refusals.check_arguments(releases.resolved(self))
         except Int2Error as error:
             if COMMAND_LINE in self.__dict__:
                 fatal(error)
             raise
+
+
+def _resolve_again(self: Any) -> bool:
+    """Resolve from what the operator asked for, as if that had not been done; whether the release keeps it, and so can.
+
+    Raises:
+        Int2Error: int2 mode cannot run like this.
+    """
+    asked = getattr(self, "_raw_input", None)
+    if asked is None:
+        return False
+    again = type(self)(**asked)
+    again.__dict__[GROUP_SIZE] = getattr(self, GROUP_SIZE)
+    again.resolve_once()
+    for name in asked:
+        releases.write(self, name, getattr(again, name))
+    self.__dict__.update(again.__dict__)
+    return True
 
 
 def check_sink(tokens: int) -> None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from types import FrameType
 
 MARK = "OSCAR_SERVERS_ASK_FOR"
 """Environment variable of a launching process and its workers."""
 INT2, OTHER = "int2", "other"
 SCHEDULER = "sglang.srt.managers.scheduler"
+LAUNCHERS = "sglang.srt.entrypoints."
+"""Modules of SGLang that launch servers."""
 
 
 def begin() -> None:
@@ -40,4 +43,14 @@ def may_serve_int2() -> bool:
 
 
 def _launches() -> bool:
-    return multiprocessing.parent_process() is None
+    """Whether this process launches servers: one that nobody of its language started, or one that makes an Engine or
+    calls ``launch_server``, as children of trainers do."""
+    return multiprocessing.parent_process() is None or _loader().startswith(LAUNCHERS)
+
+
+def _loader() -> str:
+    """The module that has SGLang load its plugins just now, or ""."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "load_plugins":
+        frame = frame.f_back
+    return "" if frame is None or frame.f_back is None else str(frame.f_back.f_globals.get("__name__", ""))
