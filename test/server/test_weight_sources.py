@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 from safetensors.torch import load_file, save_file
-from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+from sglang.srt.utils import init_custom_process_group
 
 from oscar_tools.local_server import free_port
-from sglang_oscar.attach.releases import exists
 from support.models import COMMON, VOCABULARY, save
 from support.servers import EXACT, HADAMARD, STRICT, Server, serve
+from support.weights import SESSIONS, post, send
 
 pytestmark = [
     pytest.mark.server,
@@ -27,8 +25,6 @@ pytestmark = [
 ]
 INT2 = ["--kv-cache-dtype", "int2", "--skip-tokenizer-init", "--enable-fp32-lm-head"]
 ROWS = {"exact": EXACT, "2 bits": HADAMARD}
-SESSIONS = exists("sglang.srt.managers.io_struct.BeginWeightUpdateReqOutput")
-"""Whether updates from memory run within a session."""
 
 
 def ask(server: Server) -> list[Any]:
@@ -38,11 +34,6 @@ def ask(server: Server) -> list[Any]:
     answers = [server.generate(one, 12, return_logprob=True) for one in (ids, ids[:512] + ids[:99])]
     assert [answer["meta_info"]["cached_tokens"] > 0 for answer in answers] == [False, True]
     return [answer["meta_info"]["output_token_logprobs"] for answer in answers]
-
-
-def post(server: Server, route: str, **body: Any) -> None:
-    reply = requests.post(f"{server.url}/{route}", json=body, timeout=600)
-    assert reply.json()["success"] is True, reply.text
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +78,7 @@ def from_disk(server: Server, folder: Path) -> None:
 def from_tensor(server: Server, folder: Path) -> None:
     """In two parts, as trainers send buckets; only the second flushes the cache."""
     weights = sorted(load_file(folder / FILE).items())
-    if SESSIONS:
-        post(server, "begin_weight_update")
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        for part, last in ((weights[: len(weights) // 2], False), (weights[len(weights) // 2 :], True)):
-            sent = base64.b64encode(MultiprocessingSerializer.serialize(part)).decode()
-            post(server, "update_weights_from_tensor", serialized_named_tensors=[sent], flush_cache=last)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    if SESSIONS:
-        post(server, "end_weight_update")
+    send(server, weights[: len(weights) // 2], weights[len(weights) // 2 :], flush=True)
 
 
 def from_distributed(server: Server, folder: Path) -> None:
