@@ -270,6 +270,12 @@ def test_flags_of_the_recording_server() -> None:
     assert not {"--port", "--api-key", "--disaggregation-mode", "--chunked-prefill-size"} & set(flags)
 
 
+def test_random_weights_are_not_recorded() -> None:
+    """A server that begins with them, as trainers' do, gets the checkpoint's rotations, and keeps no others by them."""
+    assert recording_flags(server_arguments("a/model", ["--load-format", "dummy"])) == []
+    assert recording_flags(server_arguments("a/model", ["--load-format", "pt"])) == ["--load-format", "pt"]
+
+
 def test_doctor_says_it_beforehand(tmp_path: Path, args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     for side in "KV":
         monkeypatch.delenv(f"SGLANG_OSCAR_{side}_ROTATION_PATH", raising=False)

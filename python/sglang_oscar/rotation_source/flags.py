@@ -52,6 +52,9 @@ def recording_flags(args: Any) -> list[str]:
         value = getattr(args, name, None)
         if name not in actions or value is None or value == defaults.get(name):
             continue
+        if name == "load_format" and value == "dummy":
+            # Rotations are kept by the checkpoint's weights; a trainer sends those, or what becomes of them, later.
+            continue
         option, takes = actions[name].option_strings[0], actions[name].nargs
         if takes == 0:
             flags += [option] if value else []
