@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accuracy import plan
+from accuracy import scope
 from accuracy.attention import prefill_then_decode
 from accuracy.calibration import Calibration, calibrate
 from accuracy.material import Material
@@ -33,7 +33,7 @@ class Bench:
         domain: calibration text of all methods; None for that of each.
     """
 
-    def __init__(self, model: Any, material: Material, size: plan.Size, domain: str | None = None) -> None:
+    def __init__(self, model: Any, material: Material, size: scope.Size, domain: str | None = None) -> None:
         self.model, self.material, self.size, self.domain = model, material, size, domain
         self.calibrations: dict[str, Calibration] = {}
         if domain:
@@ -65,12 +65,12 @@ class Bench:
     def layers(self) -> Layers:
         """Contexts that are measured layer by layer."""
         ids = self.material.text(self.material.kinds[0], self.size.contexts, self.size.context)
-        return Layers(one_batch(self.model, ids[: plan.LAYER_CONTEXTS], self.size.tail))
+        return Layers(one_batch(self.model, ids[: scope.LAYER_CONTEXTS], self.size.tail))
 
     @cached_property
     def long(self) -> dict[int, Layers]:
         """The same at several lengths."""
-        texts = {n: self.material.text(self.material.kinds[0], plan.LONG_CONTEXTS, n) for n in self.size.long_contexts}
+        texts = {n: self.material.text(self.material.kinds[0], scope.LONG_CONTEXTS, n) for n in self.size.long_contexts}
         return {n: Layers(one_batch(self.model, ids, 64)) for n, ids in texts.items()}
 
     def _batch(self, context: int, tail: int) -> int:
@@ -101,16 +101,16 @@ class Bench:
             "retrieval": {
                 str(n): task.measure(method)
                 for index, (n, task) in enumerate(self.retrieval.items())
-                if index == 0 or plan.asked(method, n)
+                if index == 0 or scope.asked(method, n)
             },
         }
         if method.facts:
             row["facts"] = dict(method.facts)
         if self.kinds:
             row["kinds"] = {kind: language.measure(method) for kind, language in self.kinds.items()}
-        if method.table in plan.EVERYWHERE or method.name in plan.FIGURES:
+        if method.table in scope.EVERYWHERE or method.name in scope.FIGURES:
             row["layers"] = self.layers.measure(method)
-        if method.name in plan.FIGURES:
+        if method.name in scope.FIGURES:
             row["language"]["hidden"] = self.language.hidden(method)
             row["kl_by_length"] = {
                 str(n): vars_of(layers.measure(method), "attention_kl") for n, layers in self.long.items()

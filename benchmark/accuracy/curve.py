@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kerne
 from accuracy_figures import BITS_AT, Rows, mean_kl  # noqa: E402
 from figures import new_figure, save  # noqa: E402
 
-from accuracy import plan  # noqa: E402
+from accuracy import scope  # noqa: E402
 from accuracy.report import table  # noqa: E402
 
 CEILINGS = (1.2, 1.7, 2.0, 2.17, 2.23, 2.29, 2.42, 2.54, 2.79, 3.2)
@@ -70,7 +70,7 @@ def read(paths: Sequence[Path]) -> dict[str, Found]:
 
 def is_served(name: str) -> bool:
     """Whether servers have the codes of a row: scalars of this project's recipes."""
-    return name in plan.SERVED or name in plan.SETS["chart"]
+    return name in scope.SERVED or name in scope.SETS["chart"]
 
 
 def best(found: Found, ceiling: float, served: bool = False) -> str | None:

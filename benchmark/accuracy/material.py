@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from accuracy import plan
+from accuracy import scope
 from accuracy.corpus import KINDS, Corpus, texts_of
 from reference_model.corpus import held_out_tokens
 from reference_model.evaluate import Questions, calibration_prompts, retrieval_questions
@@ -57,18 +57,18 @@ class ShippedMaterial:
     domains = ("retrieval", "text")
 
     def __init__(self, tokenizer: Any, split: str) -> None:
-        self.backend, self.split = tokenizer.backend_tokenizer, plan.SPLITS[split]
+        self.backend, self.split = tokenizer.backend_tokenizer, scope.SPLITS[split]
 
     def calibration(self, domain: str) -> torch.Tensor:
         """Retrieval prompts, or source text of their shape."""
         prompts = calibration_prompts(self.backend, PROMPTS)
         if domain == "retrieval":
             return prompts
-        return plan.text_windows(held_out_tokens(self.backend), plan.CALIBRATION_TEXT, *prompts.shape)
+        return scope.text_windows(held_out_tokens(self.backend), scope.CALIBRATION_TEXT, *prompts.shape)
 
     def text(self, kind: str, count: int, length: int) -> torch.Tensor:
         """Windows of the split's held-out text."""
-        return plan.text_windows(held_out_tokens(self.backend), self.split.text, count, length)
+        return scope.text_windows(held_out_tokens(self.backend), self.split.text, count, length)
 
     def questions(self, length: int, documents: int, questions: int) -> Questions:
         """Documents of the held-out modules."""
@@ -91,7 +91,7 @@ class RealMaterial:
         self.corpus = Corpus(tokenizer)
         self.more = [self.corpus.encoded(texts_of(path, self.corpus.render)) for path in more]
         self.part = {"report": "report", "choice": "choose"}[split]
-        self.seed = plan.SPLITS[split].seed
+        self.seed = scope.SPLITS[split].seed
 
     def calibration(self, domain: str) -> torch.Tensor:
         """Retrieval prompts, text of one kind ("text" is source), or sequences of each of the five, and of each further
@@ -102,7 +102,7 @@ class RealMaterial:
         if domain in SEQUENCES:
             count = SEQUENCES[domain]
             kinds = [self._windows(kind, count, prompts.shape[1]) for kind in KINDS]
-            kinds += [plan.text_windows(tokens, (0, None), count, prompts.shape[1]) for tokens in self.more]
+            kinds += [scope.text_windows(tokens, (0, None), count, prompts.shape[1]) for tokens in self.more]
             # One of each and then one of each again: what is held out at the end has its like before it.
             return torch.stack([prompts[:count], *kinds], 1).flatten(0, 1)
         return self._windows("source" if domain == "text" else domain, *prompts.shape)
@@ -114,14 +114,14 @@ class RealMaterial:
         return retrieval_questions(backend, PROMPT, count, 1, FACTS, CALIBRATION_SEED, lines=lines).prompts
 
     def _windows(self, kind: str, count: int, length: int) -> torch.Tensor:
-        return plan.text_windows(self.corpus.tokens(kind, "train"), (0, None), count, length)
+        return scope.text_windows(self.corpus.tokens(kind, "train"), (0, None), count, length)
 
     def text(self, kind: str, count: int, length: int) -> torch.Tensor:
         """Windows of the part that is measured on; of the held-out modules the same as for the shipped models."""
         tokens, span = self.corpus.tokens(kind, self.part), (0, None)
         if kind == "source" and self.part == "report":
-            tokens, span = tokens[:HELD_OUT_TOKENS], plan.SPLITS["report"].text
-        return plan.text_windows(tokens, span, count, length)
+            tokens, span = tokens[:HELD_OUT_TOKENS], scope.SPLITS["report"].text
+        return scope.text_windows(tokens, span, count, length)
 
     def questions(self, length: int, documents: int, questions: int) -> Questions:
         """Documents of the part's source files."""

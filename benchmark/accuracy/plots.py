@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from accuracy.plan import FIGURES
+from accuracy.scope import FIGURES
 
 PANELS = (
     ("k", "keys"),

@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
-from accuracy import plan  # noqa: E402
+from accuracy import scope  # noqa: E402
 from accuracy.attention import all_layers_attend  # noqa: E402
 from accuracy.bench import Bench  # noqa: E402
 from accuracy.earlier_runs import merged, resumed  # noqa: E402
@@ -54,12 +54,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", help="folder or id, or NAME=FOLDER (default: models/reference); repeatable"
     )
-    parser.add_argument("--size", choices=[*plan.SIZES], help="default: full on a GPU, reduced on a CPU")
+    parser.add_argument("--size", choices=[*scope.SIZES], help="default: full on a GPU, reduced on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", action="append", help="methods whose name contains this, and BF16; repeatable")
     parser.add_argument("--table", action="append", help="tables of methods instead of the size's; repeatable")
     parser.add_argument(
-        "--methods", action="append", choices=[*plan.SETS], help="a named set of methods instead of tables; repeatable"
+        "--methods", action="append", choices=[*scope.SETS], help="a named set of methods instead of tables; repeatable"
     )
     parser.add_argument("--part", type=part, default=(1, 1), help="I/N: every N-th of the methods, from the I-th on")
     parser.add_argument(
@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--text", action="append", type=Path, default=[], help="more of it: JSON Lines; repeatable")
     parser.add_argument("--regime", action="append", help="regimes instead of the size's; repeatable")
-    parser.add_argument("--split", choices=[*plan.SPLITS], default="report", help="documents and text to measure on")
+    parser.add_argument("--split", choices=[*scope.SPLITS], default="report", help="documents and text to measure on")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "accuracy.json", help="results")
     parser.add_argument(
         "--from", dest="sources", action="append", type=Path, help="report on these results; repeatable"
@@ -98,7 +98,7 @@ def part(text: str) -> tuple[int, int]:
 
 def measure_model(
     source: str,
-    size: plan.Size,
+    size: scope.Size,
     args: argparse.Namespace,
     save: Callable[[dict[str, Any]], None],
     known: dict[str, Any],
@@ -157,15 +157,15 @@ def measure_model(
 
 
 def chosen_methods(
-    regime: Regime, size: plan.Size, args: argparse.Namespace, real: bool, done: set[str]
+    regime: Regime, size: scope.Size, args: argparse.Namespace, real: bool, done: set[str]
 ) -> list[Method]:
     """Methods that are wanted in a regime and not done: of named sets in their order, else those of a real model table
     by table."""
     known = all_methods()
     if args.methods:
-        chosen = [known[name] for name in dict.fromkeys(name for of in args.methods for name in plan.SETS[of])]
+        chosen = [known[name] for name in dict.fromkeys(name for of in args.methods for name in scope.SETS[of])]
     else:
-        chosen = [method for method in known.values() if plan.wanted(method, regime.name, size, real)]
+        chosen = [method for method in known.values() if scope.wanted(method, regime.name, size, real)]
         if real:
             chosen.sort(key=lambda method: size.real_tables.index(method.table))
     if args.only:
@@ -225,7 +225,7 @@ def measure(args: argparse.Namespace, size_name: str) -> dict[str, Any]:
         results["models"][name] = found
         write()
 
-    size = plan.SIZES[size_name]
+    size = scope.SIZES[size_name]
     tables = {"tables": tuple(args.table), "real_tables": tuple(args.table)} if args.table else {}
     lengths = tuple(args.length or size.lengths)
     size = replace(size, regimes=tuple(args.regime or size.regimes), lengths=lengths, **tables)

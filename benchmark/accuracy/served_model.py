@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from accuracy.corpus import KINDS, Corpus  # noqa: E402
-from accuracy.plan import text_windows  # noqa: E402
+from accuracy.scope import text_windows  # noqa: E402
 from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu  # noqa: E402
 from oscar_tools.evaluation.intervals import bootstrap, wilson  # noqa: E402
 from oscar_tools.evaluation.prove.machine import machine  # noqa: E402

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
 from accuracy import run  # noqa: E402
-from accuracy.plan import SIZES  # noqa: E402
+from accuracy.scope import SIZES  # noqa: E402
 
 METHODS = ("BF16", "naive INT2 g128", "OSCAR g128")
 

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
-from accuracy import curve, plan  # noqa: E402
+from accuracy import curve, scope  # noqa: E402
 
 FOURS = "focus, keys in fours, values in fours"
-K3V2 = f"{plan.FOCUS}, --bits k3v2"
+K3V2 = f"{scope.FOCUS}, --bits k3v2"
 
 
 def run(split: str, rows: dict[str, tuple[float, float]]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def run(split: str, rows: dict[str, tuple[float, float]]) -> dict[str, Any]:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[Path]:
-    choice = {"BF16": (16.0, 0.0), plan.FOCUS: (2.28, 0.003), FOURS: (2.16, 0.002), "NOVA-KV": (2.22, 0.0025)}
+    choice = {"BF16": (16.0, 0.0), scope.FOCUS: (2.28, 0.003), FOURS: (2.16, 0.002), "NOVA-KV": (2.22, 0.0025)}
     report = choice | {FOURS: (2.16, 0.004), "NOVA-KV": (2.22, 0.001), K3V2: (2.78, 0.0005)}
     paths = []
     for split, rows in {"choice": choice | {K3V2: (2.78, 0.001)}, "report": report}.items():

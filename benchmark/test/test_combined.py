@@ -11,7 +11,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
-from accuracy import plan  # noqa: E402
+from accuracy import scope  # noqa: E402
 from accuracy.book_refinement import refined  # noqa: E402
 from accuracy.calibration import Calibration, LayerActivations  # noqa: E402
 from accuracy.codebooks import GroupBooks, fitted_books, read_rows  # noqa: E402
@@ -71,7 +71,7 @@ def test_bits_of_a_code() -> None:
         "focus, keys and values in fours of 64 points": 1.661,
     }.items():
         assert known[name].bits_per_element(128) == pytest.approx(bits, abs=1e-3)
-        assert name in plan.SETS["combinations"]
+        assert name in scope.SETS["combinations"]
 
 
 def test_bits_go_where_they_save_most() -> None:

@@ -16,9 +16,9 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kerne
 
 from accuracy.earlier_runs import merged, resumed  # noqa: E402
 from accuracy.models import REGIMES  # noqa: E402
-from accuracy.plan import SETS, SIZES  # noqa: E402
 from accuracy.report import lines, share  # noqa: E402
 from accuracy.run import chosen_methods, parse_args  # noqa: E402
+from accuracy.scope import SETS, SIZES  # noqa: E402
 
 
 def test_share_of_a_gap() -> None:

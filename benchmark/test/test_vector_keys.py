@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kerne
 
 from accuracy_figures import chart_names  # noqa: E402
 
-from accuracy import codebooks, plan  # noqa: E402
+from accuracy import codebooks, scope  # noqa: E402
 from accuracy.calibration import Calibration, LayerActivations  # noqa: E402
 from accuracy.codebooks import GroupBooks, fitted_books, gaussian_fours, nearest, read_rows  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
@@ -147,7 +147,7 @@ def test_bits() -> None:
     methods = all_methods()
     assert methods["NOVA-KV"].bits_per_element(128) == pytest.approx(2.22, abs=0.005)
     with_values, normal_values = (
-        methods[f"{plan.FOCUS}, keys as fitted fours{more}"].bits_per_element(128)
+        methods[f"{scope.FOCUS}, keys as fitted fours{more}"].bits_per_element(128)
         for more in ("", ", values as normal fours")
     )
     assert with_values == pytest.approx(methods["NOVA-KV"].bits_per_element(128))
@@ -157,14 +157,14 @@ def test_bits() -> None:
 def test_named_sets_are_of_methods_that_exist() -> None:
     """The chart has every width of keys with every width of values, one row each, for both recipes."""
     known = all_methods()
-    for names in (*plan.SETS.values(), plan.FAR):
+    for names in (*scope.SETS.values(), scope.FAR):
         assert set(names) <= set(known)
-    assert plan.asked(known["NOVA-KV"], 16384)
-    assert not plan.asked(known["naive INT2 g128"], 16384)
-    assert plan.asked(known["naive INT2 g128"], 4096)
-    assert not plan.asked(known["plus g128, --bits k4v2"], 4096)
-    assert len(set(plan.SETS["chart"])) == 2 * 16 - 1
-    method = known[chart_names(plan.PLUS)[16, 2]]
+    assert scope.asked(known["NOVA-KV"], 16384)
+    assert not scope.asked(known["naive INT2 g128"], 16384)
+    assert scope.asked(known["naive INT2 g128"], 4096)
+    assert not scope.asked(known["plus g128, --bits k4v2"], 4096)
+    assert len(set(scope.SETS["chart"])) == 2 * 16 - 1
+    method = known[chart_names(scope.PLUS)[16, 2]]
     method.fit(calibration())
     k = normal(1, HEADS, 30, D)
     assert torch.equal(method.keys(0, k), k)

@@ -16,7 +16,7 @@ from oscar_tools.cli import app
 from oscar_tools.evaluation import commands
 from oscar_tools.evaluation.methods import cached_layers, make_method
 from oscar_tools.evaluation.prove.caches import CacheMaker, Flags
-from oscar_tools.evaluation.prove.rows import Row
+from oscar_tools.evaluation.prove.specs import Spec
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from support import hybrid_models, models
 
@@ -59,7 +59,7 @@ def test_files_for_some_layers_are_taken(tmp_path: Path, architecture: str) -> N
     config = load_config(settings)
     rotations = save_rotations(tmp_path / "rotations_plus", cached_layers(config), config.head_dim)
     make_method("plus", settings, rotations).check(config)
-    assert CacheMaker(settings, config, Flags(), 2048).row(Row("plus"), rotations).int2
+    assert CacheMaker(settings, config, Flags(), 2048).int2(Spec("plus"), rotations).int2
 
 
 def test_files_of_other_layers_cost_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from oscar_rotation.fit.texts import read_documents, sequences
 from oscar_rotation.model_table import model_settings
 from oscar_tools.calibration import dump_driver
 from oscar_tools.calibration.data import calibration_chats
-from oscar_tools.calibration.dump_driver import DumpRequest, longest_prompt, prefill, run_dump
+from oscar_tools.calibration.dump_driver import DumpTask, longest_prompt, prefill, run_dump
 from oscar_tools.calibration.dump_origin import ORIGIN
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
@@ -81,8 +81,8 @@ def texts(path: Path, word: str, words: int = 200) -> Path:
     return write_rows(path, [{"text": f"{word} {number} " * words} for number in range(4)])
 
 
-def request(tmp_path: Path, model: Path, data: Path, **more: Any) -> DumpRequest:
-    return DumpRequest(model_settings(str(model)), tmp_path / "rotation", str(data), **({"tokens": 800} | more))
+def request(tmp_path: Path, model: Path, data: Path, **more: Any) -> DumpTask:
+    return DumpTask(model_settings(str(model)), tmp_path / "rotation", str(data), **({"tokens": 800} | more))
 
 
 @pytest.mark.parametrize(

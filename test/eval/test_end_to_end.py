@@ -17,7 +17,7 @@ from oscar_rotation.recipes.paper import fit
 from oscar_tools.calibration.dump_driver import run_dump
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.evaluation.methods import make_method
-from oscar_tools.evaluation.runner import EvaluationPlan, method_server
+from oscar_tools.evaluation.runner import Evaluation, method_server
 from oscar_tools.local_server import ServerFailedError
 from support.benchmark_data import ROWS, write_rows
 from support.calibration import (
@@ -79,9 +79,9 @@ def test_a_file_of_another_model_stops_the_server(tmp_path: Path, calibrated: Ca
         facts = replace(fitted.metadata, model_id="somebody/another-model", model_hash="ab" * 32)
         save_rotation_file(tmp_path / "foreign" / path.name, replace(fitted, metadata=facts))
     method = make_method("oscar", settings(), tmp_path / "foreign")
-    plan = EvaluationPlan(settings(), tmp_path, ("aime25",), (method,), (0,), server_args=SMALL)
+    evaluation = Evaluation(settings(), tmp_path, ("aime25",), (method,), (0,), server_args=SMALL)
     with pytest.raises(ServerFailedError, match="fitted for model somebody/another-model"):
-        with method_server(plan, method):
+        with method_server(evaluation, method):
             pass
 
 
@@ -109,9 +109,7 @@ def test_benchmarks_interrupted_and_resumed(tmp_path: Path, calibrated: Calibrat
     place = calibrated.path.parent / "running"
     runs = {name: place / f"_eval_{name}_oscar/seed0" for name in [*names, "lcb_v6_128k"]}
     method = make_method("oscar", settings(), calibrated.rotations())
-    with method_server(
-        EvaluationPlan(settings(), calibrated.path, (), (method,), (0,), server_args=SMALL), method
-    ) as s:
+    with method_server(Evaluation(settings(), calibrated.path, (), (method,), (0,), server_args=SMALL), method) as s:
         asked = [*common, "METHODS=oscar", f"SERVER_URL={s.url}", "LIMIT=5"]
         every = [*asked, f"BENCHMARKS={','.join(names)}"]
 

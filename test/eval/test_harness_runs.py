@@ -21,9 +21,9 @@ from oscar_tools.evaluation import runner
 from oscar_tools.evaluation.answers import Answers, count
 from oscar_tools.evaluation.benchmarks import BENCHMARKS
 from oscar_tools.evaluation.commands import local_data
-from oscar_tools.evaluation.harness import RunRequest, check_harness, read_result, run, stage, task_config
+from oscar_tools.evaluation.harness import BenchmarkRun, check_harness, read_result, run, stage, task_config
 from oscar_tools.evaluation.methods import make_method
-from oscar_tools.evaluation.runner import EvaluationPlan, RunningServer, evaluate
+from oscar_tools.evaluation.runner import Evaluation, RunningServer, evaluate
 from oscar_tools.evaluation.server_facts import read
 from support.benchmark_data import ROWS, aime_rows, write_rows
 from support.server_answers import INT2, answering, server_info
@@ -91,7 +91,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
     return made
 
 
-def request(tmp_path: Path, **changes: object) -> RunRequest:
+def request(tmp_path: Path, **changes: object) -> BenchmarkRun:
     data = write_rows(tmp_path / "aime.jsonl", aime_rows())
     values: dict[str, object] = {
         "benchmark": BENCHMARKS["aime25"],
@@ -101,7 +101,7 @@ def request(tmp_path: Path, **changes: object) -> RunRequest:
         "folder": tmp_path / "seed0",
         "local": data,
     }
-    return RunRequest(**(values | changes))  # type: ignore[arg-type]
+    return BenchmarkRun(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_a_run_is_scored_and_not_repeated(tmp_path: Path, stub: Stub) -> None:
@@ -206,17 +206,17 @@ def test_a_missing_harness_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_plan_runs_what_is_missing_only(tmp_path: Path, stub: Stub) -> None:
     settings = model_settings("qwen3-8B")
     data = {name: write_rows(tmp_path / f"{name}.jsonl", ROWS[name]()) for name in ("gpqa", "aime25")}
-    plan = EvaluationPlan(
+    evaluation = Evaluation(
         settings, tmp_path / "out", ("gpqa", "aime25"), (make_method("bf16", settings),), (0, 1), data, running=RUNNING
     )
     stub.crash.write_text("killed")
     with pytest.raises(HarnessError, match="killed"):
-        evaluate(plan)
+        evaluate(evaluation)
     said: list[str] = []
-    evaluate(plan, said.append)
+    evaluate(evaluation, said.append)
     assert said[0] == "BF16: 0 runs done, 4 to do"
     assert len(stub.asked()) == 5
-    evaluate(plan, said.append)
+    evaluate(evaluation, said.append)
     assert said[-1] == "BF16: 4 runs done, 0 to do"
     assert len(stub.asked()) == 5
 

@@ -219,5 +219,5 @@ def test_a_long_chat_template_leaves_room_for_the_answer() -> None:
 
 
 def test_a_small_cache_is_asked_less_at_once(tmp_path: Path) -> None:
-    plan = run.Plan(model_settings("m"), [], Store(tmp_path), tmp_path, {}, at_once=8)
-    assert [plan.in_flight(n, 1000) for n in (None, 10**6, 5000, 500)] == [8, 8, 2, 1]
+    proof = run.Proof(model_settings("m"), [], Store(tmp_path), tmp_path, {}, at_once=8)
+    assert [proof.in_flight(n, 1000) for n in (None, 10**6, 5000, 500)] == [8, 8, 2, 1]

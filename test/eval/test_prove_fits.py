@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import model_settings
-from oscar_tools.calibration.dump_driver import DumpRequest
+from oscar_tools.calibration.dump_driver import DumpTask
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.cli import app
@@ -21,7 +21,7 @@ from oscar_tools.evaluation.prove import calibration as calibrating
 from oscar_tools.evaluation.prove import command
 from oscar_tools.evaluation.prove.calibration import Calibration, forget_fits
 from oscar_tools.evaluation.prove.measures.tail_kl import TailKl
-from oscar_tools.evaluation.prove.rows import Row
+from oscar_tools.evaluation.prove.specs import Spec
 from oscar_tools.evaluation.prove.texts import MEASUREMENT, Texts
 from support.reference import MODEL
 
@@ -42,7 +42,7 @@ class Fits:
             (out / f"{side}_rotation_x.safetensors").touch()
         return out
 
-    def dump(self, request: DumpRequest) -> CalibrationFolder:
+    def dump(self, request: DumpTask) -> CalibrationFolder:
         self.dumps += 1
         return CalibrationFolder(request.root)
 
@@ -62,7 +62,7 @@ def test_the_model_says_bits_on_the_calibration_text(tmp_path: Path, monkeypatch
     text.write_text("\n".join(rows), encoding="utf-8")
     texts = Texts(AutoTokenizer.from_pretrained(MODEL), text)
     calibration = Calibration(model_settings("m").overridden(group_size=128), {}, texts, 8192, tmp_path / "out", ())
-    for fit in (Row("plus"), Row("plus", "3.0"), Row("focus", "3.0", by_model=True)):
+    for fit in (Spec("plus"), Spec("plus", "3.0"), Spec("focus", "3.0", by_model=True)):
         calibration.rotations(fit)
     prompts = [json.loads(line)["text"] for line in calibration.prepare().read_text(encoding="utf-8").splitlines()]
     assert {name: options.text for name, options in fits.items()} == {
@@ -89,7 +89,7 @@ def test_groups_of_all_sizes_are_fitted_to_one_dump(tmp_path: Path, monkeypatch:
     found = []
     for own, group in ((64, None), (128, None), (128, 64), (64, 128)):
         settings = model_settings("m").overridden(group_size=own)
-        found.append(Calibration(settings, {}, texts, 8192, tmp_path, ()).rotations(Row("plus", "3.0", group=group)))
+        found.append(Calibration(settings, {}, texts, 8192, tmp_path, ()).rotations(Spec("plus", "3.0", group=group)))
     assert fits.groups == [64, 128]
     assert found == [found[0], found[1]] * 2
 
@@ -105,12 +105,12 @@ def test_a_fit_is_not_older_than_its_code(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(calibrating, "FITTING", {module: ()})
     fits, texts = Fits(monkeypatch), Texts(AutoTokenizer.from_pretrained(MODEL))
     calibration = Calibration(model_settings("m"), {}, texts, 8192, tmp_path / "out", ())
-    first = calibration.rotations(Row("plus"))
-    assert calibration.rotations(Row("plus")) == first
+    first = calibration.rotations(Spec("plus"))
+    assert calibration.rotations(Spec("plus")) == first
     recipe.write_text("KEY_ROWS = 2\n")
-    assert calibration.rotations(Row("plus")) != first
+    assert calibration.rotations(Spec("plus")) != first
     forget_fits(tmp_path / "out")
-    calibration.rotations(Row("plus"))
+    calibration.rotations(Spec("plus"))
     assert (len(fits.groups), fits.dumps) == (3, 1)
     assert calibration.prepare().exists()
 
@@ -151,7 +151,7 @@ def test_fits_cover_what_is_measured(
 def test_a_fit_for_another_context_is_another_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits, texts = Fits(monkeypatch), Texts(AutoTokenizer.from_pretrained(MODEL))
     found = {
-        Calibration(model_settings("m"), {}, texts, 8192, tmp_path, (), context).rotations(Row("plus"))
+        Calibration(model_settings("m"), {}, texts, 8192, tmp_path, (), context).rotations(Spec("plus"))
         for context in (None, 4096, 4096)
     }
     assert len(found) == len(fits.groups) == 2

@@ -20,7 +20,7 @@ from oscar_tools.evaluation.prove.asking import AskingError
 from oscar_tools.evaluation.prove.caches import Cache
 from oscar_tools.evaluation.prove.measures.base import Measure
 from oscar_tools.evaluation.prove.options import CacheOptions
-from oscar_tools.evaluation.prove.run import Plan, ProveError, Prover
+from oscar_tools.evaluation.prove.run import Proof, ProveError, Prover
 from oscar_tools.evaluation.prove.several import ask_all
 from oscar_tools.evaluation.prove.store import Store
 from oscar_tools.evaluation.server_facts import read
@@ -96,7 +96,7 @@ def prover(folder: Path, machine: Machine, patch: pytest.MonkeyPatch, answer: Ca
     patch.setattr(run, "serve", machine.serve)
     patch.setattr(run, "ask", lambda url: read(server_info()))
     patch.setattr(run.Client, "capacity", lambda self: None)
-    return Prover(Plan(model_settings("m"), [Asked(answer)], Store(folder), folder, {}, 1, 3), lambda text: None)
+    return Prover(Proof(model_settings("m"), [Asked(answer)], Store(folder), folder, {}, 1, 3), lambda text: None)
 
 
 def makers(*names: str) -> dict[str, Callable[[], Cache]]:

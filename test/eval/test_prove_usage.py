@@ -88,13 +88,13 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 
 
 def test_every_recipe_for_all_bits() -> None:
-    both = CacheOptions(recipe=["focus", "plus"], bits=["k3v2", "3.0", "3.0"]).rows()
+    both = CacheOptions(recipe=["focus", "plus"], bits=["k3v2", "3.0", "3.0"]).specs()
     assert [fit.title for fit in both] == [
         f"recipe {recipe}{bits}" for recipe in ("focus", "plus") for bits in ("", ", --bits 3.0")
     ]
-    assert [fit.title for fit in CacheOptions().rows()] == ["recipe focus"]
-    assert [fit.title for fit in CacheOptions(recipe=["plus"], bits=["k2v2"]).rows()] == ["recipe plus, --bits k2v2"]
-    asked = CacheOptions(bits=["k16v2", "3.0"], bits_by_model=True).rows()
+    assert [fit.title for fit in CacheOptions().specs()] == ["recipe focus"]
+    assert [fit.title for fit in CacheOptions(recipe=["plus"], bits=["k2v2"]).specs()] == ["recipe plus, --bits k2v2"]
+    asked = CacheOptions(bits=["k16v2", "3.0"], bits_by_model=True).specs()
     assert [(fit.title, fit.suffix) for fit in asked] == [
         ("recipe focus, --bits k16v2", "-k16v2"),
         ("recipe focus, --bits 3.0, by the model", "-3.0-by-model"),

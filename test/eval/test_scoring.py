@@ -9,7 +9,7 @@ import pytest
 
 from oscar_rotation.model_table import model_settings
 from oscar_tools.evaluation.benchmarks import BENCHMARKS
-from oscar_tools.evaluation.harness import RunRequest, run
+from oscar_tools.evaluation.harness import BenchmarkRun, run
 from oscar_tools.evaluation.ruler import write_niah
 from support.answering import answering_endpoint
 from support.benchmark_data import ROWS, write_rows
@@ -29,7 +29,7 @@ def test_right_answers_count(tmp_path: Path, name: str) -> None:
     settings = model_settings("qwen3-8B").overridden(concurrency=2)
     benchmark = replace(BENCHMARKS[name], args=BENCHMARKS[name].args | PATIENT.get(name, {}))
     with answering_endpoint() as (url, asked):
-        result = run(RunRequest(benchmark, settings, url, 7, tmp_path / "run", local=path))
+        result = run(BenchmarkRun(benchmark, settings, url, 7, tmp_path / "run", local=path))
     assert result["score"] == pytest.approx(EXPECTED[name])
     assert len(asked) == len(result["scores"])
     for request in asked:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import ModelSettings, model_settings
-from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
+from oscar_tools.calibration.dump_driver import DumpTask, run_dump
 from oscar_tools.calibration.folders import CalibrationFolder, dump_state
 from oscar_tools.calibration.rotation_driver import run_fit
 from support.benchmark_data import write_rows
@@ -34,9 +34,9 @@ def settings() -> ModelSettings:
     return model_settings(str(MODEL)).overridden(group_size=GROUP, server_args=())
 
 
-def dump_request(root: Path, data: Path, covariances: bool = False) -> DumpRequest:
+def dump_request(root: Path, data: Path, covariances: bool = False) -> DumpTask:
     """A dump of the reference model."""
-    return DumpRequest(settings(), root, str(data), TOKENS, covariances=covariances, server_args=SMALL)
+    return DumpTask(settings(), root, str(data), TOKENS, covariances=covariances, server_args=SMALL)
 
 
 def calibrate(root: Path, data: Path) -> CalibrationFolder:

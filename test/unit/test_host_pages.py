@@ -19,7 +19,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.arguments import LAYOUTS
 from sglang_oscar.features.tiers.host_pool import Int2HostPool
 from sglang_oscar.features.tiers.pages import DIGEST_BYTES, HALF_PAGE, HostPages, PageLayout, host_line, host_tokens
-from sglang_oscar.features.tiers.transfer import KernelCopies, TorchCopies, device_pages
+from sglang_oscar.features.tiers.transfer import KernelTransfer, TorchTransfer, device_pages
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 
 SLOTS = 192
@@ -76,7 +76,7 @@ def test_pages_as_storage_has_them(layout: PageLayout, page_first: bool, here: l
     """What a page is does not depend on where the host keeps it."""
     rows = device_rows(layout, 6, seed=1)
     first, second = memory(layout, 6, page_first), memory(layout, 6, not page_first)
-    TorchCopies().back_up(first, device_pages(layout, rows), torch.tensor(here), torch.arange(6))
+    TorchTransfer().back_up(first, device_pages(layout, rows), torch.tensor(here), torch.arange(6))
     for one, other in zip(here, there, strict=True):
         page = first.page(one).clone()
         assert page.shape == (layout.page_bytes,)
@@ -85,7 +85,7 @@ def test_pages_as_storage_has_them(layout: PageLayout, page_first: bool, here: l
         assert torch.equal(second.page(other), page)
     got = device_rows(layout, 6, seed=2)
     for layer in range(layout.layers):
-        TorchCopies().load(second, device_pages(layout, got), layer, torch.tensor(there), torch.arange(6))
+        TorchTransfer().load(second, device_pages(layout, got), layer, torch.tensor(there), torch.arange(6))
     for side, others in zip(rows, got, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(side, others, strict=True))
 
@@ -153,15 +153,15 @@ def test_kernels_are_told_of_pages(layout: PageLayout, page_first: bool, here: l
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "sgl_kernel", fake_kernels())
-        for copies in (TorchCopies(), KernelCopies()):
+        for transfer in (TorchTransfer(), KernelTransfer()):
             host = memory(layout, 5, page_first)
             for part in (slice(0, 2), slice(2, 5)):  # tables of addresses are used again
                 numbers = torch.tensor(here)[part], torch.tensor(there)[part]
-                copies.back_up(host, device_pages(layout, rows), *numbers)
+                transfer.back_up(host, device_pages(layout, rows), *numbers)
             found.append(host.buffer)
         assert torch.equal(*found)
         for layer in range(layout.layers):
-            KernelCopies().load(host, device_pages(layout, got), layer, torch.tensor(here), torch.tensor(there))
+            KernelTransfer().load(host, device_pages(layout, got), layer, torch.tensor(here), torch.tensor(there))
     for side, others in zip(rows, got, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(side, others, strict=True))
 

@@ -22,9 +22,9 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.features.sliding_windows import attention, models, pool
 from sglang_oscar.features.sliding_windows.attention import WindowsBesideInt2, attend_within
-from sglang_oscar.features.sliding_windows.plan import WindowPool
 from sglang_oscar.features.sliding_windows.prefix_hits import around_free_out_of_window
 from sglang_oscar.features.sliding_windows.sizing import pool_sizes
+from sglang_oscar.features.sliding_windows.window_pool import WindowPool
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import MemoryPlan, make_plan

@@ -61,7 +61,7 @@ class Combined(ServedFocus):
             chosen = torch.zeros(len(layers), calibration.kv_heads, dtype=torch.int64)
             if len(codes) > 1:
                 losses = torch.stack([self._losses(calibration, n, codes, [b[n] for b in books], keys) for n in layers])
-                chosen = planned(losses.flatten(0, 1), codes, mean, calibration.head_dim).view_as(chosen)
+                chosen = allocated(losses.flatten(0, 1), codes, mean, calibration.head_dim).view_as(chosen)
             self.chosen.append(chosen)
             counts = torch.bincount(chosen.flatten(), minlength=len(codes)).tolist()
             self.facts |= {"keys" if keys else "values": {str(c): n for c, n in zip(codes, counts, strict=True)}}
@@ -170,7 +170,7 @@ def split_requests(calibration: Calibration, layer: int, context: int | None) ->
     return fitted, later
 
 
-def planned(losses: torch.Tensor, codes: Sequence[Code], mean: float, head_dim: int) -> torch.Tensor:
+def allocated(losses: torch.Tensor, codes: Sequence[Code], mean: float, head_dim: int) -> torch.Tensor:
     """The number of the code of every kv head with the least sum of losses.
 
     Args:

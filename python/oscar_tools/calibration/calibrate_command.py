@@ -47,11 +47,11 @@ def calibrate_command(
         )  # fmt: skip
         refusals.check_model(served)
         wanted = Calibration.of(args, settings, served, places.checkpoint(args))
-        request = SelfCalibration(args, served, wanted, text, tokens)
+        task = SelfCalibration(args, served, wanted, text, tokens)
         if out is not None:
             _check_folder(out)
             with cache.filling(out.resolve()) as new:
-                calibrate(request, new)
+                calibrate(task, new)
             typer.echo(f"rotations: {out}")
             return
         folder = cache.root(settings) / wanted.key
@@ -61,7 +61,7 @@ def calibrate_command(
                 typer.echo(f"rotations: {folder} (made before)")
                 return
             with cache.filling(folder) as new:
-                calibrate(request, new)
+                calibrate(task, new)
     typer.echo(f"rotations: {folder}")
 
 

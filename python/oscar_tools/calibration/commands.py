@@ -20,7 +20,7 @@ from oscar_rotation.recipe_options import BITS_HELP, TEXT_HELP, bit_goal, needs_
 from oscar_rotation.recipes import DEFAULT, FITTED
 from oscar_rotation.terminal import one_line_errors
 from oscar_tools.calibration.calibrate_command import calibrate_command
-from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
+from oscar_tools.calibration.dump_driver import DumpTask, run_dump
 from oscar_tools.calibration.errors import DataError, HarnessError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.option_groups import (
@@ -80,8 +80,8 @@ def dump_command(
     dataset, local = calibration.dataset, data.local(calibration.dataset)
     assert tokens is not None
     with driver_errors():
-        request = DumpRequest(settings, calibration.root, dataset, tokens, local, covariances, servers.flags)
-        folder = run_dump(request)
+        task = DumpTask(settings, calibration.root, dataset, tokens, local, covariances, servers.flags)
+        folder = run_dump(task)
     typer.echo(f"dump: {folder.dump}")
 
 

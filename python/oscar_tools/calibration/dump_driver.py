@@ -32,7 +32,7 @@ ROOM = 16
 
 
 @dataclass(frozen=True)
-class DumpRequest:
+class DumpTask:
     """What to dump; ``dataset`` as in :func:`calibration_chats`, ``covariances`` streams."""
 
     settings: ModelSettings
@@ -71,14 +71,14 @@ def encode(tokenizer: Any, prompt: Chat | str) -> list[int]:
     return list(tokenizer.encode("\n\n".join(message["content"] for message in prompt)))
 
 
-def longest_prompt(request: DumpRequest) -> int:
+def longest_prompt(task: DumpTask) -> int:
     """Tokens of a prompt at most: one prefill chunk, less where the model or the user's flags allow no such context.
 
     Raises:
         DataError: the configuration cannot be had, or the context has no room for a prompt.
     """
-    settings = request.settings
-    context = context_length(load_config(settings), [*settings.server_flags, *request.server_args])
+    settings = task.settings
+    context = context_length(load_config(settings), [*settings.server_flags, *task.server_args])
     if context is not None and context <= ROOM:
         raise DataError(f"{settings.model}: a context of {context} tokens has no room for a prompt")
     return LONGEST_PROMPT if context is None else min(LONGEST_PROMPT, context - ROOM)
@@ -109,7 +109,7 @@ def choose_prompts(
     return chosen
 
 
-def run_dump(request: DumpRequest) -> CalibrationFolder:
+def run_dump(task: DumpTask) -> CalibrationFolder:
     """Dump, unless it was done before; a broken dump of an earlier run is removed first.
 
     A dump in the same folder that is known to be of other prompts or weights, or of the other mode, is refused.
@@ -123,16 +123,16 @@ def run_dump(request: DumpRequest) -> CalibrationFolder:
         OSError: a file of the model cannot be read.
         ServerFailedError: the server did not start, ended, or refused a prompt.
     """
-    settings = request.settings
+    settings = task.settings
     tokenizer = load_tokenizer(settings)
-    chats = calibration_chats(request.dataset, request.local.get(request.dataset))
-    prompts = choose_prompts(tokenizer, chats, request.tokens, longest_prompt(request))
-    if (found := sum(map(len, prompts))) < request.tokens:
-        print(f"note: {request.dataset} holds {found} tokens, not the {request.tokens} asked for")
-    label = dataset_label(request.dataset)
-    folder = CalibrationFolder.of(request.root, settings.name, label, request.tokens, len(prompts), settings.group_size)
+    chats = calibration_chats(task.dataset, task.local.get(task.dataset))
+    prompts = choose_prompts(tokenizer, chats, task.tokens, longest_prompt(task))
+    if (found := sum(map(len, prompts))) < task.tokens:
+        print(f"note: {task.dataset} holds {found} tokens, not the {task.tokens} asked for")
+    label = dataset_label(task.dataset)
+    folder = CalibrationFolder.of(task.root, settings.name, label, task.tokens, len(prompts), settings.group_size)
     with alone_in(folder.dump):
-        record(request, folder, prompts)
+        record(task, folder, prompts)
     return folder
 
 
@@ -148,15 +148,15 @@ def alone_in(dump: Path) -> Iterator[None]:
         yield
 
 
-def record(request: DumpRequest, folder: CalibrationFolder, prompts: list[list[int]]) -> None:
+def record(task: DumpTask, folder: CalibrationFolder, prompts: list[list[int]]) -> None:
     """Dump prompts, token ids each, into a folder that nobody else fills.
 
     Raises:
         DataError, DumpError, OSError, ServerFailedError: as :func:`run_dump`.
     """
-    settings = request.settings
-    mode = COVARIANCES if request.covariances else ACTIVATIONS
-    overrides = model_overrides([*settings.server_flags, *request.server_args])
+    settings = task.settings
+    mode = COVARIANCES if task.covariances else ACTIVATIONS
+    overrides = model_overrides([*settings.server_flags, *task.server_args])
     origin = dump_origin(settings.model, prompts, mode, overrides)
     state = dump_state(folder.dump)
     if state == "complete":
@@ -176,7 +176,7 @@ def record(request: DumpRequest, folder: CalibrationFolder, prompts: list[list[i
         "DUMP_KVCACHE_MODE": mode,
     }
     args = ["--tensor-parallel-size", str(settings.tp_dump), "--chunked-prefill-size", str(LONGEST_PROMPT)]
-    args += [*settings.server_flags, *plain_backend(request.server_args), *request.server_args]
+    args += [*settings.server_flags, *plain_backend(task.server_args), *task.server_args]
     log = folder.path / "dump_server.log"
     print(f"dumping {env['DUMP_KVCACHE_TOKENS']} tokens of {len(prompts)} prompts; server log: {log}")
     with serve(settings.model, log, args, server_environment(settings, env)) as server:

@@ -16,7 +16,7 @@ from oscar_rotation.model_table import ModelSettings, model_settings
 from oscar_rotation.recipes import FITTED, FitRequest
 from oscar_tools.calibration import shipped_text
 from oscar_tools.calibration.data import calibration_chats
-from oscar_tools.calibration.dump_driver import LONGEST_PROMPT, ROOM, DumpRequest, choose_prompts, record
+from oscar_tools.calibration.dump_driver import LONGEST_PROMPT, ROOM, DumpTask, choose_prompts, record
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.model_files import load_tokenizer
@@ -53,7 +53,7 @@ class SelfCalibration:
     tokens: int = TOKENS
 
 
-def calibrate(request: SelfCalibration, out: Path) -> None:
+def calibrate(task: SelfCalibration, out: Path) -> None:
     """Fill a folder with rotation files and :data:`FACTS`; recordings are removed.
 
     Raises:
@@ -63,18 +63,18 @@ def calibrate(request: SelfCalibration, out: Path) -> None:
         ServerFailedError: the recording server did not start, ended, or refused a prompt.
     """
     work = out / "recording"
-    settings = _settings(request.args)
-    prompts = _prompts(request, settings)
-    _check_room(request, out, prompts)
+    settings = _settings(task.args)
+    prompts = _prompts(task, settings)
+    _check_room(task, out, prompts)
     try:
         folder = CalibrationFolder(work)
         work.mkdir(parents=True)
-        record(DumpRequest(settings, work, server_args=_server_args(request)), folder, prompts)
-        written = _fit(request, folder.dump, out)
+        record(DumpTask(settings, work, server_args=_server_args(task)), folder, prompts)
+        written = _fit(task, folder.dump, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     facts = {
-        "model": request.args.model_path, **asdict(request.wanted), "text": str(request.text or "shipped"),
+        "model": task.args.model_path, **asdict(task.wanted), "text": str(task.text or "shipped"),
         "tokens": sum(map(len, prompts)), "files": [path.name for path in written],
     }  # fmt: skip
     write_text_atomically(out / FACTS, json.dumps(facts, indent=1) + "\n")
@@ -87,32 +87,32 @@ def _settings(args: Any) -> ModelSettings:
     )
 
 
-def _server_args(request: SelfCalibration) -> tuple[str, ...]:
+def _server_args(task: SelfCalibration) -> tuple[str, ...]:
     """Flags of the recording server beside those of every dump: it computes prompts, and decodes nothing."""
-    flags = [*recording_flags(request.args), "--max-total-tokens", str(POOL_TOKENS), "--disable-cuda-graph"]
-    if not has_gpu() and SINK_LOGITS.intersection(request.model.hf_config.architectures or ()):
+    flags = [*recording_flags(task.args), "--max-total-tokens", str(POOL_TOKENS), "--disable-cuda-graph"]
+    if not has_gpu() and SINK_LOGITS.intersection(task.model.hf_config.architectures or ()):
         flags += ["--attention-backend", "intel_amx"]  # the only one on a CPU that SGLang lets them have
     return tuple(flags)
 
 
-def _prompts(request: SelfCalibration, settings: ModelSettings) -> list[list[int]]:
-    args = request.args
+def _prompts(task: SelfCalibration, settings: ModelSettings) -> list[list[int]]:
+    args = task.args
     tokenizer = load_tokenizer(settings.overridden(model=args.tokenizer_path or str(places.checkpoint(args))))
-    longest = min(LONGEST_PROMPT, request.wanted.context - ROOM)
+    longest = min(LONGEST_PROMPT, task.wanted.context - ROOM)
     if longest < 2:
-        raise DataError(f"{args.model_path}: a context of {request.wanted.context} tokens has no room for a prompt")
-    if request.text is not None:
-        return choose_prompts(tokenizer, calibration_chats(str(request.text)), request.tokens, longest)
-    return shipped_text.prompts(tokenizer, request.tokens, longest)
+        raise DataError(f"{args.model_path}: a context of {task.wanted.context} tokens has no room for a prompt")
+    if task.text is not None:
+        return choose_prompts(tokenizer, calibration_chats(str(task.text)), task.tokens, longest)
+    return shipped_text.prompts(tokenizer, task.tokens, longest)
 
 
-def _check_room(request: SelfCalibration, out: Path, prompts: list[list[int]]) -> None:
+def _check_room(task: SelfCalibration, out: Path, prompts: list[list[int]]) -> None:
     """Refuse before minutes of work what would fill the disk.
 
     Raises:
         DataError: naming the folder.
     """
-    model = request.model
+    model = task.model
     heads = model.num_attention_heads + 2 * model.get_total_num_kv_heads()
     needed = sum(map(len, prompts)) * model.num_hidden_layers * heads * model.head_dim * 2
     free = shutil.disk_usage(out).free
@@ -123,13 +123,13 @@ def _check_room(request: SelfCalibration, out: Path, prompts: list[list[int]]) -
         )
 
 
-def _fit(request: SelfCalibration, dump: Path, out: Path) -> list[Path]:
-    wanted, recipe = request.wanted, FITTED[request.wanted.recipe]
+def _fit(task: SelfCalibration, dump: Path, out: Path) -> list[Path]:
+    wanted, recipe = task.wanted, FITTED[task.wanted.recipe]
     goal = BitGoal.parse(wanted.bits) if "bits" in recipe.options else None
     options = FitOptions(group_size=wanted.group_size, context=wanted.context, bits=goal)
     # The first GPU of the server: others may be somebody else's.
-    device = f"cuda:{request.args.base_gpu_id}" if has_gpu() else "cpu"
-    weights = str(places.checkpoint(request.args))
+    device = f"cuda:{task.args.base_gpu_id}" if has_gpu() else "cpu"
+    weights = str(places.checkpoint(task.args))
     with fitting() as progress:
         result = recipe.run(FitRequest(dump, options, weights, device, progress=progress))
     for remark in result.remarks:

@@ -97,7 +97,7 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
         Int2Error: there is too little.
     """
     from sglang_oscar.features.hybrids.state_slots import estimate
-    from sglang_oscar.features.sliding_windows.plan import window_pool
+    from sglang_oscar.features.sliding_windows.window_pool import window_pool
     from sglang_oscar.features.speculation.draft_model import DraftCache
     from sglang_oscar.formats.cached_layers import linear_config
     from sglang_oscar.memory.plan import make_plan

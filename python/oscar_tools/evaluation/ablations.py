@@ -12,7 +12,7 @@ from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import PUBLISHED
-from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
+from oscar_tools.calibration.dump_driver import DumpTask, run_dump
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.rotation_driver import run_fit
 from oscar_tools.evaluation.methods import K_CLIP, V_CLIP, Method, make_method
@@ -104,7 +104,7 @@ ABLATIONS: dict[str, Callable[[], list[Variant]]] = {
 """Ablation -> its variants."""
 
 
-def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationFolder, dump: DumpRequest) -> Method:
+def variant_method(variant: Variant, settings: ModelSettings, base: CalibrationFolder, dump: DumpTask) -> Method:
     """The method of a variant; dumps and fits what it needs and is not there yet.
 
     Args:

@@ -12,7 +12,7 @@ from oscar_rotation.model_table import ModelSettings
 from oscar_rotation.recipes import DEFAULT, PUBLISHED
 from oscar_tools.calibration.commands import driver_errors
 from oscar_tools.calibration.data import dataset_label, named_paths
-from oscar_tools.calibration.dump_driver import DumpRequest
+from oscar_tools.calibration.dump_driver import DumpTask
 from oscar_tools.calibration.errors import HarnessError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.model_files import load_config
@@ -26,7 +26,7 @@ from oscar_tools.calibration.option_groups import (
 from oscar_tools.evaluation.ablations import ABLATIONS, variant_method
 from oscar_tools.evaluation.benchmarks import BENCHMARKS, NIAH_SUITE, PAPER_SUITE
 from oscar_tools.evaluation.methods import RECIPE_OF, TITLES, Method, make_method, running_method
-from oscar_tools.evaluation.runner import EvaluationPlan, RunningServer, evaluate
+from oscar_tools.evaluation.runner import Evaluation, RunningServer, evaluate
 from oscar_tools.evaluation.server_facts import ask
 from oscar_tools.evaluation.table import collect, warnings, write_tables
 
@@ -65,16 +65,16 @@ class RunOptions:
             seeds=self.seeds, max_tokens=self.max_tokens, max_tokens_of=lengths, concurrency=self.concurrency
         )
 
-    def plan(
+    def evaluation(
         self,
         settings: ModelSettings,
         folder: CalibrationFolder,
         methods: list[Method],
         server_args: tuple[str, ...],
         running: RunningServer | None = None,
-    ) -> EvaluationPlan:
+    ) -> Evaluation:
         """What to evaluate, with which methods, into which folder."""
-        return EvaluationPlan(
+        return Evaluation(
             settings=settings,
             folder=folder.path,
             benchmarks=benchmark_names(self.benchmarks),
@@ -172,8 +172,8 @@ def eval_command(
             for method in chosen:
                 rotations = rot_dir or folder.rotations(RECIPE_OF.get(method, PUBLISHED))
                 made.append(make_method(method, settings, rotations, file_clips=file_clips))
-        plan = run.plan(settings, folder, made, servers.flags, running)
-        _evaluate(plan, "results", f"{settings.title}: accuracy")
+        evaluation = run.evaluation(settings, folder, made, servers.flags, running)
+        _evaluate(evaluation, "results", f"{settings.title}: accuracy")
 
 
 @with_groups
@@ -199,23 +199,23 @@ def ablation_command(
     dataset, local = calibration.dataset, data_options.local(calibration.dataset)
     with driver_errors():
         folder = calibration.latest(settings)
-        dump = DumpRequest(settings, calibration.root, dataset, local=local, server_args=servers.flags)
+        dump = DumpTask(settings, calibration.root, dataset, local=local, server_args=servers.flags)
         chosen = [variant for variant in variants if not wanted or variant.name in wanted]
         made = [variant_method(variant, settings, folder, dump) for variant in chosen]
-        plan = run.plan(settings, folder, [make_method("bf16", settings), *made], servers.flags)
-        _evaluate(plan, f"ablation_{ablation}", f"{settings.title}: {ablation}")
+        evaluation = run.evaluation(settings, folder, [make_method("bf16", settings), *made], servers.flags)
+        _evaluate(evaluation, f"ablation_{ablation}", f"{settings.title}: {ablation}")
 
 
-def _evaluate(plan: EvaluationPlan, stem: str, title: str) -> None:
-    if plan.running is None:
+def _evaluate(evaluation: Evaluation, stem: str, title: str) -> None:
+    if evaluation.running is None:
         # Before the first server starts: rotation files that the model does not take must not cost the runs of others.
-        config = load_config(plan.settings)
-        for method in plan.methods:
+        config = load_config(evaluation.settings)
+        for method in evaluation.methods:
             method.check(config)
-    evaluate(plan, typer.echo)
-    rows = [(method.name, method.title, plan.folder) for method in plan.methods]
-    results = collect(rows, plan.benchmarks)
-    as_json, as_markdown = write_tables(plan.folder, stem, results, title)
+    evaluate(evaluation, typer.echo)
+    rows = [(method.name, method.title, evaluation.folder) for method in evaluation.methods]
+    results = collect(rows, evaluation.benchmarks)
+    as_json, as_markdown = write_tables(evaluation.folder, stem, results, title)
     typer.echo(as_markdown.read_text(encoding="utf-8"))
     typer.echo(f"results: {as_json}\ntable: {as_markdown}")
     if empty := warnings(results, only_empty=True):

@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("evalscope_task.py")
 
 
 @dataclass(frozen=True)
-class RunRequest:
+class BenchmarkRun:
     """One run.
 
     Attributes:
@@ -69,7 +69,7 @@ def check_harness() -> None:
         )
 
 
-def run(request: RunRequest) -> dict[str, Any]:
+def run(wanted: BenchmarkRun) -> dict[str, Any]:
     """Run the harness, or return what an earlier run left.
 
     Returns:
@@ -80,16 +80,16 @@ def run(request: RunRequest) -> dict[str, Any]:
         DataError: the data set cannot be had.
         HarnessError: the harness failed, or the folder holds a run with other settings.
     """
-    done, task = request.folder / RESULT, request.folder / TASK
-    request.folder.mkdir(parents=True, exist_ok=True)
-    check_same_task(request.folder, task_config(request))
+    done, task = wanted.folder / RESULT, wanted.folder / TASK
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    check_same_task(wanted.folder, task_config(wanted))
     if done.exists():
         return finished(done)
-    if request.local is not None:
-        stage(request)
-    config = task_config(request)
+    if wanted.local is not None:
+        stage(wanted)
+    config = task_config(wanted)
     task.write_text(json.dumps(config, indent=1), encoding="utf-8")
-    log = request.folder / "harness.log"
+    log = wanted.folder / "harness.log"
     env = os.environ | {"HF_HUB_DISABLE_TELEMETRY": "1"}
     env.pop("PYTHONPATH", None)
     with log.open("ab") as output:
@@ -97,33 +97,33 @@ def run(request: RunRequest) -> dict[str, Any]:
             [harness_python(), str(SCRIPT), str(task)], stdout=output, stderr=subprocess.STDOUT, env=env, check=False
         ).returncode
     if status:
-        raise _failure(request, status, log)
-    result = read_result(request)
+        raise _failure(wanted, status, log)
+    result = read_result(wanted)
     write_text_atomically(done, json.dumps(result, indent=1) + "\n")
     return result
 
 
-def task_config(request: RunRequest) -> dict[str, Any]:
+def task_config(wanted: BenchmarkRun) -> dict[str, Any]:
     """The harness's configuration of a run, and under :data:`SERVER` what it does not see. Writes and reads no data."""
-    settings, benchmark = request.settings, request.benchmark
+    settings, benchmark = wanted.settings, wanted.benchmark
     data = dict(benchmark.args)
-    if request.local is not None:
-        data |= {"local_path": str(_staged(request)), "eval_split": benchmark.split}
+    if wanted.local is not None:
+        data |= {"local_path": str(_staged(wanted)), "eval_split": benchmark.split}
         if "subset_list" in data or benchmark.task in ("humaneval", "ruler_niah"):
             data["subset_list"] = ["default"]
     elif benchmark.hub:
         data["dataset_id"] = benchmark.hub
     sampling = {name: value for name, value in settings.sampling.items() if name != "top_k"}
-    generation: dict[str, Any] = {"max_tokens": settings.tokens_for(benchmark.name), "seed": request.seed, **sampling}
+    generation: dict[str, Any] = {"max_tokens": settings.tokens_for(benchmark.name), "seed": wanted.seed, **sampling}
     if "top_k" in settings.sampling:
         generation["extra_body"] = {"top_k": int(settings.sampling["top_k"])}
     generation |= {"timeout": 24 * 3600, "retries": 3}
-    folder = str(request.folder.resolve())
-    begun = (request.folder / SNAPSHOT).exists()
+    folder = str(wanted.folder.resolve())
+    begun = (wanted.folder / SNAPSHOT).exists()
     return {
         "model": settings.model,
         "model_id": settings.name,
-        "api_url": f"{request.url}/v1",
+        "api_url": f"{wanted.url}/v1",
         "api_key": "none",
         "eval_type": "openai_api",
         "datasets": [benchmark.task],
@@ -131,23 +131,23 @@ def task_config(request: RunRequest) -> dict[str, Any]:
         "dataset_hub": "huggingface",
         "generation_config": generation,
         "eval_batch_size": settings.concurrency,
-        "limit": request.limit,
-        "seed": request.seed,
+        "limit": wanted.limit,
+        "seed": wanted.seed,
         "work_dir": folder,
         "use_cache": folder if begun else None,
         # The harness takes another port for another run. Predictions are kept, scoring is cheap.
         "rerun_review": begun,
         "no_timestamp": True,
         "collect_perf": False,
-        SERVER: request.server,
+        SERVER: wanted.server,
     }
 
 
-def _staged(request: RunRequest) -> Path:
-    return (request.folder / "data").resolve()
+def _staged(wanted: BenchmarkRun) -> Path:
+    return (wanted.folder / "data").resolve()
 
 
-def stage(request: RunRequest) -> Path:
+def stage(wanted: BenchmarkRun) -> Path:
     """Put a local data set where the harness looks for it, as ``<split>.parquet`` in a folder of its own.
 
     Parquet keeps types: read back from JSON lines, the dates of LiveCodeBench would no longer be text.
@@ -155,34 +155,32 @@ def stage(request: RunRequest) -> Path:
     Raises:
         DataError: no such file, or rows without the columns of the real data set.
     """
-    assert request.local is not None
-    rows = list(read_rows(request.local))
+    assert wanted.local is not None
+    rows = list(read_rows(wanted.local))
     if not rows:
-        raise DataError(f"{request.local}: holds no rows")
+        raise DataError(f"{wanted.local}: holds no rows")
     for number, row in enumerate(rows, 1):
-        missing = [column for column in request.benchmark.columns if column not in row]
+        missing = [column for column in wanted.benchmark.columns if column not in row]
         if missing:
-            raise DataError(
-                f"{request.local}: row {number} lacks {missing[0]!r}, a column of {request.benchmark.title}"
-            )
-    folder = _staged(request)
+            raise DataError(f"{wanted.local}: row {number} lacks {missing[0]!r}, a column of {wanted.benchmark.title}")
+    folder = _staged(wanted)
     folder.mkdir(parents=True, exist_ok=True)
     import pyarrow
     from pyarrow import parquet
 
-    table = pyarrow.Table.from_pylist([{column: row[column] for column in request.benchmark.columns} for row in rows])
-    parquet.write_table(table, folder / f"{request.benchmark.split}.parquet")
+    table = pyarrow.Table.from_pylist([{column: row[column] for column in wanted.benchmark.columns} for row in rows])
+    parquet.write_table(table, folder / f"{wanted.benchmark.split}.parquet")
     return folder
 
 
-def read_result(request: RunRequest) -> dict[str, Any]:
+def read_result(wanted: BenchmarkRun) -> dict[str, Any]:
     """Scores of a finished run, question by question, from the harness's reviews.
 
     Raises:
         HarnessError: it left none.
     """
     scores: dict[str, float] = {}
-    for path in sorted((request.folder / "reviews").rglob("*.jsonl")):
+    for path in sorted((wanted.folder / "reviews").rglob("*.jsonl")):
         # Not splitlines(): answers may hold other characters that end a line, which JSON leaves as they are.
         for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
             review = json.loads(line)
@@ -191,14 +189,14 @@ def read_result(request: RunRequest) -> dict[str, Any]:
             name = score.get("main_score_name") or next(iter(value))
             scores[f"{path.stem}/{review['index']}"] = float(value[name])
     if not scores:
-        raise HarnessError(f"{request.folder}: the harness left no reviews; see {request.folder / 'harness.log'}")
+        raise HarnessError(f"{wanted.folder}: the harness left no reviews; see {wanted.folder / 'harness.log'}")
     return {
-        "benchmark": request.benchmark.name,
-        "seed": request.seed,
+        "benchmark": wanted.benchmark.name,
+        "seed": wanted.seed,
         "score": 100 * sum(scores.values()) / len(scores),
         "scores": scores,
-        "answers": count(request.folder, len(scores)).to_json(),
-        "server": request.facts,
+        "answers": count(wanted.folder, len(scores)).to_json(),
+        "server": wanted.facts,
     }
 
 
@@ -217,13 +215,13 @@ def finished(path: Path) -> dict[str, Any]:
     return result
 
 
-def _failure(request: RunRequest, status: int, log: Path) -> Exception:
+def _failure(wanted: BenchmarkRun, status: int, log: Path) -> Exception:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    hub = request.benchmark.hub
+    hub = wanted.benchmark.hub
     # The harness asks the server by way of openai, whose errors of the connection are not the hub's.
     asked = "openai." in last or "APIConnectionError" in last
     words = ("huggingface.co", "Dataset", "gated", "Connection", "hub")
-    if request.local is None and not asked and any(word in last for word in words):
+    if wanted.local is None and not asked and any(word in last for word in words):
         return DataError(explain_hub_failure(hub, RuntimeError(last), "EVAL_DATA"))
     return HarnessError(f"the harness ended with status {status}; its log {log} ends with: {last[:300]}")

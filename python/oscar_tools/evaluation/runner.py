@@ -16,7 +16,7 @@ from oscar_tools.calibration.model_files import load_tokenizer
 from oscar_tools.calibration.weight_files import file_digest, model_files
 from oscar_tools.evaluation.answers import Answers
 from oscar_tools.evaluation.benchmarks import BENCHMARKS, Benchmark
-from oscar_tools.evaluation.harness import RunRequest, check_harness, finished, run, task_config
+from oscar_tools.evaluation.harness import BenchmarkRun, check_harness, finished, run, task_config
 from oscar_tools.evaluation.methods import Method, contents
 from oscar_tools.evaluation.ruler import write_niah
 from oscar_tools.evaluation.same_task import RESULT, check_same_task
@@ -35,7 +35,7 @@ class RunningServer:
 
 
 @dataclass(frozen=True)
-class EvaluationPlan:
+class Evaluation:
     """What to evaluate.
 
     Attributes:
@@ -83,14 +83,14 @@ class EvaluationPlan:
             if not (self.run_folder(benchmark, method.name, seed) / RESULT).exists()
         ]
 
-    def request(
+    def run_of(
         self,
         benchmark: str,
         method: Method,
         seed: int,
         server: RunningServer | None = None,
         local: Path | None = None,
-    ) -> RunRequest:
+    ) -> BenchmarkRun:
         """One run.
 
         Args:
@@ -114,11 +114,11 @@ class EvaluationPlan:
         depends |= {"model": self.model, "data": None if given is None else file_digest(given)}
         url, facts = ("", {}) if server is None else (server.url, server.facts.to_json())
         folder = self.run_folder(benchmark, method.name, seed)
-        return RunRequest(BENCHMARKS[benchmark], self.settings, url, seed, folder, local, self.limit, depends, facts)
+        return BenchmarkRun(BENCHMARKS[benchmark], self.settings, url, seed, folder, local, self.limit, depends, facts)
 
 
-def check_earlier_runs(plan: EvaluationPlan) -> None:
-    """Refuse a plan whose folder holds runs of its methods and benchmarks with other settings.
+def check_earlier_runs(evaluation: Evaluation) -> None:
+    """Refuse an evaluation whose folder holds runs of its methods and benchmarks with other settings.
 
     Interrupted runs would be continued, and finished ones counted: also those of seeds that are not asked for, since
     tables show them.
@@ -128,39 +128,40 @@ def check_earlier_runs(plan: EvaluationPlan) -> None:
         HarnessError: naming the folder and the first setting that differs.
         OSError: a rotation file, or a file of the model, cannot be read.
     """
-    for method in plan.methods:
-        for name in plan.benchmarks:
-            folder = plan.run_folder(name, method.name, 0).parent
+    for method in evaluation.methods:
+        for name in evaluation.benchmarks:
+            folder = evaluation.run_folder(name, method.name, 0).parent
             for run_folder in sorted(folder.glob("seed*")):
                 number = run_folder.name.removeprefix("seed")
                 if not number.isdigit():
                     continue
-                # That there is a local file is all that counts here: of which content, the request says.
-                local = run_folder if name in plan.local or BENCHMARKS[name].context is not None else None
-                check_same_task(run_folder, task_config(plan.request(name, method, int(number), local=local)))
+                # That there is a local file is all that counts here: of which content, the run says.
+                local = run_folder if name in evaluation.local or BENCHMARKS[name].context is not None else None
+                check_same_task(run_folder, task_config(evaluation.run_of(name, method, int(number), local=local)))
 
 
-def evaluate(plan: EvaluationPlan, say: Callable[[str], None] = print) -> None:
+def evaluate(evaluation: Evaluation, say: Callable[[str], None] = print) -> None:
     """Run what is missing; every finished run is kept, an interrupted one continues where it stopped.
 
     Raises:
         DataError: a data set cannot be had.
-        HarnessError: the harness is missing or failed, or an earlier run in the plan's folder is of other settings.
+        HarnessError: the harness is missing or failed, or an earlier run in the same folder is of other settings.
         OSError: a rotation file, or a file of the model, cannot be read.
         ServerFailedError: a server did not start or ended.
     """
-    check_earlier_runs(plan)
-    for method in plan.methods:
-        pending = plan.pending(method)
-        say(f"{method.title}: {len(plan.benchmarks) * len(plan.seeds) - len(pending)} runs done, {len(pending)} to do")
+    check_earlier_runs(evaluation)
+    for method in evaluation.methods:
+        pending = evaluation.pending(method)
+        runs = len(evaluation.benchmarks) * len(evaluation.seeds)
+        say(f"{method.title}: {runs - len(pending)} runs done, {len(pending)} to do")
         if not pending:
             continue
         check_harness()
-        sources = {name: data_source(plan, BENCHMARKS[name]) for name in dict(pending)}
+        sources = {name: data_source(evaluation, BENCHMARKS[name]) for name in dict(pending)}
         with ExitStack() as stack:
-            server = plan.running or started(stack.enter_context(method_server(plan, method)).url, method)
+            server = evaluation.running or started(stack.enter_context(method_server(evaluation, method)).url, method)
             for name, seed in pending:
-                result = run(plan.request(name, method, seed, server, sources[name]))
+                result = run(evaluation.run_of(name, method, seed, server, sources[name]))
                 answers = Answers(**result["answers"])
                 score = f"{result['score']:.2f}" if answers.answered else "no answer"
                 say(f"{method.title}: {BENCHMARKS[name].title} seed {seed}: {score} ({answers})")
@@ -177,22 +178,22 @@ def started(url: str, method: Method) -> RunningServer:
     return server
 
 
-def data_source(plan: EvaluationPlan, benchmark: Benchmark) -> Path | None:
+def data_source(evaluation: Evaluation, benchmark: Benchmark) -> Path | None:
     """The local file a benchmark is read from: the given one, or a generated one for RULER-NIAH; None for the hub."""
-    if benchmark.name in plan.local or benchmark.context is None:
-        return plan.local.get(benchmark.name)
-    tokenizer = load_tokenizer(plan.settings)
-    rows = plan.limit or NIAH_ROWS
-    path = plan.folder / f"{benchmark.name}_{rows}.jsonl"
+    if benchmark.name in evaluation.local or benchmark.context is None:
+        return evaluation.local.get(benchmark.name)
+    tokenizer = load_tokenizer(evaluation.settings)
+    rows = evaluation.limit or NIAH_ROWS
+    path = evaluation.folder / f"{benchmark.name}_{rows}.jsonl"
     return write_niah(path, benchmark.context, rows, lambda text: len(tokenizer.encode(text)))
 
 
-def method_server(plan: EvaluationPlan, method: Method) -> AbstractContextManager[LocalServer]:
-    """A server of the plan's model with a method, its log in the plan's folder."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    log = plan.folder / f"server_{method.name}.log"
-    args = method.server_args(plan.settings, plan.server_args)
-    return serve(plan.settings.model, log, args, server_environment(plan.settings, method.env))
+def method_server(evaluation: Evaluation, method: Method) -> AbstractContextManager[LocalServer]:
+    """A server of the evaluation's model with a method, its log in the evaluation's folder."""
+    evaluation.folder.mkdir(parents=True, exist_ok=True)
+    log = evaluation.folder / f"server_{method.name}.log"
+    args = method.server_args(evaluation.settings, evaluation.server_args)
+    return serve(evaluation.settings.model, log, args, server_environment(evaluation.settings, method.env))
 
 
 def scores_of(

@@ -15,7 +15,7 @@ from oscar_rotation.recipes import DEFAULT
 from oscar_tools.calibration.weight_files import file_digest
 from oscar_tools.evaluation.methods import K_PATH, V_PATH, Method, contents, make_method
 from oscar_tools.evaluation.prove.fp8_scales import SCALES
-from oscar_tools.evaluation.prove.rows import Row
+from oscar_tools.evaluation.prove.specs import Spec
 
 BF16, FP8, FP8_SCALED, INT2, NAIVE = "bf16", "fp8", "fp8-scaled", "int2", "naive"
 CACHES = (BF16, FP8, FP8_SCALED, INT2, NAIVE)
@@ -24,7 +24,7 @@ CACHES = (BF16, FP8, FP8_SCALED, INT2, NAIVE)
 
 @dataclass(frozen=True)
 class Cache:
-    """One row of the page.
+    """One spec of the page.
 
     Attributes:
         name: in file names.
@@ -136,20 +136,20 @@ class CacheMaker:
         """INT2 without all that makes it work."""
         return self._cache(make_method(NAIVE, self.settings), NAIVE, self.flags.int2)
 
-    def row(self, row: Row, rotations: Path | None = None) -> Cache:
-        """INT2 as a row says.
+    def int2(self, spec: Spec, rotations: Path | None = None) -> Cache:
+        """INT2 as asked for.
 
         Args:
-            row: which.
+            spec: which.
             rotations: folder of its files where it is fitted.
 
         Raises:
             RotationFileError: the folder does not hold one file per side.
         """
-        settings = self.settings.overridden(group_size=row.group)
-        method = make_method(row.method, settings, rotations)
-        label = (INT2 if row.recipe == DEFAULT else f"{INT2}-{row.recipe}") + row.suffix
-        return self._cache(replace(method, title=method.title + row.wish), label, self.flags.int2)
+        settings = self.settings.overridden(group_size=spec.group)
+        method = make_method(spec.method, settings, rotations)
+        label = (INT2 if spec.recipe == DEFAULT else f"{INT2}-{spec.recipe}") + spec.suffix
+        return self._cache(replace(method, title=method.title + spec.wish), label, self.flags.int2)
 
     def given(self, keys: Path, values: Path) -> Cache:
         """INT2 with the user's rotation files, which say their recipe."""

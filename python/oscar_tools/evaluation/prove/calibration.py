@@ -16,12 +16,12 @@ from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.texts import read_documents
 from oscar_rotation.model_table import ModelSettings
-from oscar_tools.calibration.dump_driver import DumpRequest, run_dump
+from oscar_tools.calibration.dump_driver import DumpTask, run_dump
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.rotation_driver import run_fit
 from oscar_tools.evaluation.prove.fp8_scales import scaled_model
 from oscar_tools.evaluation.prove.machine import FITTING, source_digest
-from oscar_tools.evaluation.prove.rows import Row
+from oscar_tools.evaluation.prove.specs import Spec
 from oscar_tools.evaluation.prove.store import fingerprint
 from oscar_tools.evaluation.prove.texts import CALIBRATION, Texts
 
@@ -96,20 +96,18 @@ class Calibration:
             ServerFailedError: the dumping server did not start or ended.
         """
         settings = self.settings.overridden(group_size=GROUP_SIZE)
-        return run_dump(
-            DumpRequest(settings, self.root, str(self.prepare()), self.tokens, server_args=self.server_args)
-        )
+        return run_dump(DumpTask(settings, self.root, str(self.prepare()), self.tokens, server_args=self.server_args))
 
-    def rotations(self, row: Row) -> Path:
-        """Folder with the rotation files of a row.
+    def rotations(self, spec: Spec) -> Path:
+        """Folder with the rotation files of a cache.
 
         Raises:
             DataError, DumpError, ServerFailedError: see :attr:`dumped`.
             DumpError, RotationFileError: the fit failed.
         """
         # A mean of bits counts scales and zero points, so a plan for groups of one size is none for another.
-        group = row.group or self.settings.group_size
-        fit = replace(row, group=group)
+        group = spec.group or self.settings.group_size
+        fit = replace(spec, group=group)
         # What a changed package fits is not what the old one fitted.
         key = fingerprint({"row": asdict(fit), "context": self.context, "code": source_digest(FITTING)})
         folder = self.fits / f"{fit.recipe}{fit.suffix}-{key}"
@@ -117,9 +115,9 @@ class Calibration:
             rotation_files(folder)
         except RotationFileError:  # There is none, or one that was interrupted.
             # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
-            text = read_documents(self.prepare()) if row.by_model else None
-            options = FitOptions(group_size=group, bits=row.goal, text=text, context=self.context)
-            run_fit(self.dumped, row.recipe, options, out=folder)
+            text = read_documents(self.prepare()) if spec.by_model else None
+            options = FitOptions(group_size=group, bits=spec.goal, text=text, context=self.context)
+            run_fit(self.dumped, spec.recipe, options, out=folder)
         return folder
 
     def scaled_model(self, model: Path) -> Path:

@@ -25,9 +25,9 @@ from oscar_tools.evaluation.prove.measure_options import MeasureOptions
 from oscar_tools.evaluation.prove.measures import Effects
 from oscar_tools.evaluation.prove.options import CacheOptions
 from oscar_tools.evaluation.prove.report import collect, write_report
-from oscar_tools.evaluation.prove.rows import Row
-from oscar_tools.evaluation.prove.run import Plan, ProveError, Prover
+from oscar_tools.evaluation.prove.run import Proof, ProveError, Prover
 from oscar_tools.evaluation.prove.several import Makers, ask_all
+from oscar_tools.evaluation.prove.specs import Spec
 from oscar_tools.evaluation.prove.store import Store, alone_in
 from oscar_tools.evaluation.prove.texts import MEASUREMENT, Texts
 from sglang_oscar.names import DEFAULT_GROUP_SIZE
@@ -43,7 +43,7 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     with driver_errors(), ExitStack() as stack:
         config, tokenizer = load_config(settings), load_tokenizer(settings)
         settings = settings.overridden(group_size=caches.group_size or min(DEFAULT_GROUP_SIZE, _head_dim(config)))
-        caches.check_rows(_head_dim(config), settings.group_size)
+        caches.check_specs(_head_dim(config), settings.group_size)
         material = measures.material(Texts(tokenizer, measures.text), _context(config, caches, servers))
         chosen = measures.measures(material)
         if caches.chunks() and not any(isinstance(measure, Effects) for measure in chosen):
@@ -57,18 +57,18 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
             forget_fits(out)
         identity, here = model_files(settings.model), machine()
         depends = {"model": identity, "machine": here, "text": material.texts.fingerprint(MEASUREMENT)}
-        plan = Plan(settings, chosen, store, out, depends, material.size.at_once, caches.servers)
+        proof = Proof(settings, chosen, store, out, depends, material.size.at_once, caches.servers)
         maker = CacheMaker(settings, config, caches.flags(servers.flags), material.context)
         reach = max(measure.reach() for measure in chosen)
         context = caches.fit_context or (reach if reach < material.context else None)
         texts, tokens = material.texts, material.size.calibration_tokens
         makers = _makers(caches, maker, Calibration(settings, identity, texts, tokens, out, maker.dump_args, context))
-        prover = Prover(plan, typer.echo)
+        prover = Prover(proof, typer.echo)
         asked, outcome = _ask(prover, makers), prover.outcome
         for measure in chosen:
             if remark := getattr(measure, "remark", None):
                 outcome.remark(f"{measure.title}: {remark}")
-        results = collect(plan, asked, outcome, material, here, shlex.join(["oscar", *sys.argv[1:]]))
+        results = collect(proof, asked, outcome, material, here, shlex.join(["oscar", *sys.argv[1:]]))
         results["seconds"] = round(time.monotonic() - begin)
         page = write_report(results, out)
     typer.echo(page.read_text(encoding="utf-8").split("\n## ")[1])
@@ -89,7 +89,7 @@ def _ask(prover: Prover, makers: Makers) -> list[Cache]:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; answers so far are in {prover.plan.folder}, the same command goes on", err=True)
+        typer.echo(f"interrupted; answers so far are in {prover.proof.folder}, the same command goes on", err=True)
         raise typer.Exit(130) from None
 
 
@@ -100,8 +100,8 @@ def _makers(caches: CacheOptions, maker: CacheMaker, calibration: Calibration) -
         DataError: rotations are to be fitted and there is too little text.
     """
     given, names = caches.given(), caches.names()
-    rows = caches.rows() if INT2 in names and given is None else ()
-    if FP8_SCALED in names or any(row.fitted for row in rows):
+    specs = caches.specs() if INT2 in names and given is None else ()
+    if FP8_SCALED in names or any(spec.fitted for spec in specs):
         calibration.prepare()
     found: dict[str, Callable[[], Cache]] = {BF16: maker.bf16}
     if FP8 in names:
@@ -112,8 +112,8 @@ def _makers(caches: CacheOptions, maker: CacheMaker, calibration: Calibration) -
     if given is not None and INT2 in names:
         made = maker.given(*given)  # Now: files that do not fit the model should not cost the time of two servers.
         int2[INT2] = lambda: made
-    for row in rows:
-        int2[f"{INT2}, {row.title}"] = _row(maker, calibration, row)
+    for spec in specs:
+        int2[f"{INT2}, {spec.title}"] = _int2(maker, calibration, spec)
     found |= int2
     if NAIVE in names:
         found[NAIVE] = maker.naive
@@ -126,8 +126,8 @@ def _chunked(make: Callable[[], Cache], tokens: int) -> Callable[[], Cache]:
     return lambda: make().chunked(tokens)
 
 
-def _row(maker: CacheMaker, calibration: Calibration, row: Row) -> Callable[[], Cache]:
-    return lambda: maker.row(row, calibration.rotations(row) if row.fitted else None)
+def _int2(maker: CacheMaker, calibration: Calibration, spec: Spec) -> Callable[[], Cache]:
+    return lambda: maker.int2(spec, calibration.rotations(spec) if spec.fitted else None)
 
 
 def _head_dim(config: Any) -> int:

@@ -14,7 +14,7 @@ from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.recipes import DEFAULT, DEFAULT_BITS
 from oscar_tools.evaluation.prove.caches import BF16, CACHES, FP8, INT2, Flags, given_rotations
 from oscar_tools.evaluation.prove.names import known
-from oscar_tools.evaluation.prove.rows import ROWS, Row, parse_rows
+from oscar_tools.evaluation.prove.specs import NAMES, Spec, parse_specs
 
 LIMIT = "--max-total-tokens"
 """What tells a server how much memory its cache may take."""
@@ -42,7 +42,7 @@ class CacheOptions:
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Row of the int2 cache, of {', '.join(ROWS)}; NAME:GROUP:BITS gives it a group size and bits of its "
+            help=f"Of the int2 cache, of {', '.join(NAMES)}; NAME:GROUP:BITS gives it a group size and bits of its "
             f"own (paper:64, focus::2.5); repeatable; default: {DEFAULT}."
         ),
     ] = None
@@ -74,8 +74,8 @@ class CacheOptions:
     chunk_sizes: Annotated[
         str,
         typer.Option(
-            help="Tokens of --chunked-prefill-size, with commas: BF16 and the first int2 row are also asked for their "
-            "effects with each."
+            help="Tokens of --chunked-prefill-size, with commas: BF16 and the first int2 cache are also asked for "
+            "their effects with each."
         ),
     ] = ""
     servers: Annotated[
@@ -97,7 +97,7 @@ class CacheOptions:
         for option, value in (fitted | files).items():
             if value and INT2 not in names:
                 raise typer.BadParameter(f"has no meaning without --cache {INT2}", param_hint=option)
-        self.rows()
+        self.specs()
         self.chunks()
         self.flags(())
 
@@ -106,12 +106,12 @@ class CacheOptions:
         chosen = known(self.cache or [BF16, FP8, INT2], CACHES, "--cache")
         return chosen if BF16 in chosen else (BF16, *chosen)
 
-    def rows(self) -> tuple[Row, ...]:
-        """Rows of the int2 cache that are made here; none where the user gives rotations."""
+    def specs(self) -> tuple[Spec, ...]:
+        """Int2 caches that are made here; none where the user gives rotations."""
         for option, values in (("--recipe", self.recipe), ("--bits", self.bits)):
             if values and (self.rotations or self.k_rotation or self.v_rotation):
                 raise typer.BadParameter("is for rotations that are fitted; some are given", param_hint=option)
-        return parse_rows(self.recipe or [DEFAULT], self.bits or [], self.bits_by_model)
+        return parse_specs(self.recipe or [DEFAULT], self.bits or [], self.bits_by_model)
 
     def chunks(self) -> tuple[int, ...]:
         """Tokens of prefill chunks whose effect is asked for."""
@@ -123,12 +123,12 @@ class CacheOptions:
             raise typer.BadParameter(f"{self.chunk_sizes!r} is not numbers with commas", param_hint="--chunk-sizes")
         return tuple(dict.fromkeys(found))
 
-    def check_rows(self, head_dim: int, group_size: int) -> None:
-        """Refuse groups and means that no row of the model has, before a server is started.
+    def check_specs(self, head_dim: int, group_size: int) -> None:
+        """Refuse groups and means that no int2 cache of the model has, before a server is started.
 
         Args:
             head_dim: channels of a head of the model.
-            group_size: channels that share a scale, where a row does not say.
+            group_size: channels that share a scale, where a spec does not say.
 
         Raises:
             typer.BadParameter: one of them.
@@ -137,15 +137,15 @@ class CacheOptions:
 
         from oscar_kernels.layout import RowLayout
 
-        for row in self.rows():
-            group = row.group or group_size
-            option = "--recipe" if row.group else "--group-size"
+        for spec in self.specs():
+            group = spec.group or group_size
+            option = "--recipe" if spec.group else "--group-size"
             try:
-                if row.group or self.group_size:
+                if spec.group or self.group_size:
                     RowLayout(1, head_dim, group, torch.bfloat16)
                 option = "--bits"
-                if self.given() is None and row.goal is not None and row.goal.mean is not None:
-                    row.goal.widths(head_dim, group)
+                if self.given() is None and spec.goal is not None and spec.goal.mean is not None:
+                    spec.goal.widths(head_dim, group)
             except ValueError as error:
                 raise typer.BadParameter(str(error), param_hint=option) from error
 

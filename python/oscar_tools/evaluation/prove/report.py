@@ -14,14 +14,14 @@ from oscar_tools.evaluation.prove.measures import Material
 from oscar_tools.evaluation.prove.page import page
 from oscar_tools.evaluation.prove.plots import draw
 from oscar_tools.evaluation.prove.rates import counts, cut_warning
-from oscar_tools.evaluation.prove.run import Outcome, Plan
+from oscar_tools.evaluation.prove.run import Outcome, Proof
 
 STEM = "prove"
 NOTHING = counts(0, ())
 
 
 def collect(
-    plan: Plan, caches: Sequence[Cache], outcome: Outcome, material: Material, machine: dict[str, str], command: str
+    proof: Proof, caches: Sequence[Cache], outcome: Outcome, material: Material, machine: dict[str, str], command: str
 ) -> dict[str, Any]:
     """Results as JSON values.
 
@@ -34,7 +34,7 @@ def collect(
     rows = []
     for cache in caches:
         figures = {}
-        for measure in plan.of(cache):
+        for measure in proof.of(cache):
             answers = outcome.cells[cache.name][measure.name].done
             # Where BF16 could not be asked there is nothing to pair with.
             reference = None if cache.name == BF16 else outcome.cells[BF16][measure.name].done or None
@@ -46,26 +46,26 @@ def collect(
         row |= {"env": cache.env, "chunk": cache.chunk, "fitted_for": cache.fitted_for()}
         rows.append(row | {"seconds": outcome.seconds.get(cache.name), "figures": figures})
     return {
-        "model": plan.settings.title,
+        "model": proof.settings.title,
         "machine": machine,
         "command": command,
         "lengths": material.lengths,
         "text": material.texts.name,
         "size": material.size.name,
-        "measures": {measure.name: measure.title for measure in plan.measures},
+        "measures": {measure.name: measure.title for measure in proof.measures},
         "remarks": [
             *outcome.remarks,
             *(f"{', '.join(titles)}: {reason}" for reason, titles in outcome.unavailable.items()),
-            *_cut_off(plan, rows),
+            *_cut_off(proof, rows),
         ],
         "caches": rows,
     }
 
 
-def _cut_off(plan: Plan, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _cut_off(proof: Proof, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """One line for every cache and measure with too many answers that reached their limit."""
     for row in rows:
-        for measure in plan.measures:
+        for measure in proof.measures:
             warning = cut_warning(row["figures"].get(measure.name, {}).get("counts", NOTHING))
             if warning:
                 yield f"{row['title']}, {measure.title}: {warning}"

@@ -35,7 +35,7 @@ class ProveError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Proof:
     """What to ask.
 
     Attributes:
@@ -101,15 +101,15 @@ class Outcome:
         self.failed |= failed
 
 
-def open_cells(plan: Plan, cache: Cache, reference: dict[str, Cell] | None) -> dict[str, Cell]:
+def open_cells(proof: Proof, cache: Cache, reference: dict[str, Cell] | None) -> dict[str, Cell]:
     """Cells of a cache, by measure, with the answers of earlier runs."""
     found = {}
-    for measure in plan.of(cache):
-        depends = plan.depends | {"cache": cache.settings(), "measure": measure.settings()}
+    for measure in proof.of(cache):
+        depends = proof.depends | {"cache": cache.settings(), "measure": measure.settings()}
         if reference is not None:
             # Divergences are from what BF16 said.
             depends["reference"] = reference[measure.name].path.stem
-        found[measure.name] = plan.store.cell(cache.name, measure.name, depends)
+        found[measure.name] = proof.store.cell(cache.name, measure.name, depends)
     return found
 
 
@@ -117,25 +117,25 @@ class Prover:
     """Asks caches, each of a server of its own; several may be asked at the same time, from a thread each.
 
     Args:
-        plan: what to ask.
+        proof: what to ask.
         say: receives one line per step.
 
     Attributes:
         outcome: answers and remarks so far.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
-        self.plan, self.say, self.outcome = plan, say, Outcome()
+    def __init__(self, proof: Proof, say: Callable[[str], None]) -> None:
+        self.proof, self.say, self.outcome = proof, say, Outcome()
         self.running: list[LocalServer] = []
         self.bars = Bars()
         self.reference, self.given_up = threading.Event(), threading.Event()
 
     def open(self, cache: Cache) -> None:
         """Look for answers of earlier runs; the BF16 cache must come first."""
-        found = open_cells(self.plan, cache, self.outcome.cells.get(BF16))
+        found = open_cells(self.proof, cache, self.outcome.cells.get(BF16))
         self.outcome.cells[cache.name] = found
-        self.outcome.servers[cache.name] = self.plan.store.cell(
-            cache.name, SERVER, self.plan.depends | {"cache": cache.settings()}
+        self.outcome.servers[cache.name] = self.proof.store.cell(
+            cache.name, SERVER, self.proof.depends | {"cache": cache.settings()}
         )
 
     def ask(self, cache: Cache) -> None:
@@ -147,7 +147,7 @@ class Prover:
         cells = self.outcome.cells[cache.name]
         pending = {
             measure: [unit for unit in measure.units() if unit not in cells[measure.name].done]
-            for measure in self.plan.of(cache)
+            for measure in self.proof.of(cache)
             if cells[measure.name].left_out is None
         }
         done = sum(len(cell.done) for cell in cells.values())
@@ -169,9 +169,9 @@ class Prover:
             server.stop()
 
     def _ask_server(self, cache: Cache, pending: dict[Measure, list[str]]) -> None:
-        plan, begin, log = self.plan, time.monotonic(), self.plan.folder / f"server_{cache.name}.log"
-        model, env = cache.model or plan.settings.model, server_environment(plan.settings, cache.env)
-        timeout = start_timeout() * (SLOWER if plan.servers > 1 else 1)
+        proof, begin, log = self.proof, time.monotonic(), self.proof.folder / f"server_{cache.name}.log"
+        model, env = cache.model or proof.settings.model, server_environment(proof.settings, cache.env)
+        timeout = start_timeout() * (SLOWER if proof.servers > 1 else 1)
         try:
             with serve(model, log, cache.args, env, timeout, self.given_up) as server, self._known(server):
                 self.say(f"{cache.title}: ready after {time.monotonic() - begin:.0f} s")
@@ -248,7 +248,7 @@ class Prover:
         cell = cells[cache.name][measure.name]
         reference = None if cache.name == BF16 else cells[BF16][measure.name]
         bar = self.bars.bar(f"{cache.title}: {measure.title}", len(measure.units()), len(cell.done))
-        with bar as advance, ThreadPoolExecutor(self.plan.in_flight(client.capacity(), measure.longest())) as pool:
+        with bar as advance, ThreadPoolExecutor(self.proof.in_flight(client.capacity(), measure.longest())) as pool:
             waiting = {pool.submit(measure.ask, client, unit, cell, reference): unit for unit in units}
             try:
                 while waiting:

@@ -31,10 +31,10 @@ def ask_all(prover: Prover, makers: Makers) -> list[Cache]:
         ProveError: the BF16 cache could not be asked.
         KeyboardInterrupt: the user interrupted; all servers are ended.
     """
-    several = prover.plan.servers > 1
+    several = prover.proof.servers > 1
     asked: list[Cache] = []
     waiting: list[Future[None]] = []
-    with ThreadPoolExecutor(prover.plan.servers) as pool:
+    with ThreadPoolExecutor(prover.proof.servers) as pool:
         try:
             for name, make in makers.items():
                 for future in waiting:
@@ -72,7 +72,7 @@ def _made(prover: Prover, name: str, make: Callable[[], Cache]) -> Cache | None:
         # The first line is the fault; of a dumping server that ended, its log follows.
         fault = str(error).splitlines()[0]
     except torch.OutOfMemoryError:
-        fault = f"the GPU has no memory for a fit beside {prover.plan.servers} servers; ask fewer with --servers"
+        fault = f"the GPU has no memory for a fit beside {prover.proof.servers} servers; ask fewer with --servers"
     text = f"{name}: left out, {fault}"
     prover.outcome.remark(text, failed=True)
     typer.echo(text, err=True)

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from oscar_kernels.sliding_window import attend
 from sglang_oscar.attention.backend import OscarAttentionBackend
-from sglang_oscar.features.sliding_windows.plan import WindowPool
+from sglang_oscar.features.sliding_windows.window_pool import WindowPool
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.memory.sink_refill import Refill
 

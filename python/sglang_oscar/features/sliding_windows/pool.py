@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.sliding_windows.plan import WindowPool
+from sglang_oscar.features.sliding_windows.window_pool import WindowPool
 from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.memory.pool import Int2TokenToKVPool

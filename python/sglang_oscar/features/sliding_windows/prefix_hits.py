@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar.features.sliding_windows.plan import WindowPool
+from sglang_oscar.features.sliding_windows.window_pool import WindowPool
 from sglang_oscar.memory.cache import cache_of
 
 

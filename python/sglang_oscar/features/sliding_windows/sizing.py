@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_oscar.attach import releases
-from sglang_oscar.features.sliding_windows.plan import WindowPool, window_pool
+from sglang_oscar.features.sliding_windows.window_pool import WindowPool, window_pool
 from sglang_oscar.memory.part import Sizing
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.settings import of_this_process

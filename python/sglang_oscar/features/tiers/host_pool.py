@@ -14,7 +14,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.arguments import LAYOUTS
 from sglang_oscar.features.tiers.pages import PAGE_FIRST, HostPages, PageLayout, host_line
-from sglang_oscar.features.tiers.transfer import KernelCopies, TorchCopies, device_pages
+from sglang_oscar.features.tiers.transfer import KernelTransfer, TorchTransfer, device_pages
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ class Int2HostPool(HostKVCache):
         self.layer_num = self.target_layer_num = self.page_layout.layers
         self._device_pages = device_pages(self.page_layout, rows)
         on_gpu = self._row_device.type == "cuda"
-        self._copies = {
-            "kernel": KernelCopies() if on_gpu else TorchCopies(),
-            "direct": TorchCopies(),
+        self._transfers = {
+            "kernel": KernelTransfer() if on_gpu else TorchTransfer(),
+            "direct": TorchTransfer(),
         }
         super().__init__(
             host_to_device_ratio=host_to_device_ratio,
@@ -116,14 +116,14 @@ class Int2HostPool(HostKVCache):
     ) -> None:
         """Copy one layer of some pages to the device, on the current stream; indices are slots, page by page."""
         numbers = self._numbers(host_indices), self._numbers(device_indices)
-        self._copies[io_backend].load(self.pages, self._device_pages, layer_id, *numbers)
+        self._transfers[io_backend].load(self.pages, self._device_pages, layer_id, *numbers)
 
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
         """Copy some pages to the host, on the current stream; indices are slots, page by page."""
         numbers = self._numbers(host_indices), self._numbers(device_indices)
-        self._copies[io_backend].back_up(self.pages, self._device_pages, *numbers)
+        self._transfers[io_backend].back_up(self.pages, self._device_pages, *numbers)
 
     def _numbers(self, slots: torch.Tensor) -> torch.Tensor:
         """Page numbers of slots that are whole pages.

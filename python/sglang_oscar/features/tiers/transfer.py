@@ -1,4 +1,4 @@
-"""Copies of page items between the history pool and the host: in torch, or by SGLang's kernels for host memory.
+"""Transfer of page items between the history pool and the host: in torch, or by SGLang's kernels for host memory.
 
 The kernels copy items of one size by number. To them a page of a layer and side is an item: indices are page numbers,
 and a warp copies 256 bytes in a step, where a row of its own may have as few as 36.
@@ -17,7 +17,7 @@ def device_pages(layout: PageLayout, rows: tuple[list[torch.Tensor], list[torch.
     return PageItems({(of.side, of.layer): rows[of.side][of.layer][:slots].view(-1, of.size) for of in layout.items})
 
 
-class TorchCopies:
+class TorchTransfer:
     """Both directions, as any units are copied; page numbers are int64, pair by pair, and the host's."""
 
     def load(
@@ -31,7 +31,7 @@ class TorchCopies:
         host.copy(device, device_pages, host_pages)
 
 
-class KernelCopies(TorchCopies):
+class KernelTransfer(TorchTransfer):
     """SGLang's kernels, which read and write pinned host memory themselves; indices are the GPU's."""
 
     def __init__(self) -> None:

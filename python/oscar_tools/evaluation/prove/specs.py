@@ -1,4 +1,4 @@
-"""Rows of int2 caches: a recipe, the channels that share a scale, and bits."""
+"""Which int2 caches are asked: a recipe, the channels that share a scale, and bits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from oscar_tools.evaluation.methods import RECIPE_OF
 
 UNFITTED = ("hadamard", "quarot")
 """Methods that need no data: a Hadamard matrix with our windows and clipping, and without both, as QuaRot has it."""
-ROWS = (*FITTED, *UNFITTED)
+NAMES = (*FITTED, *UNFITTED)
 FORM = "NAME, NAME:GROUP, NAME:GROUP:BITS or NAME::BITS"
 
 
 @dataclass(frozen=True)
-class Row:
+class Spec:
     """One int2 cache.
 
     Attributes:
-        recipe: one of :data:`ROWS`.
+        recipe: one of :data:`NAMES`.
         bits: what is asked of bits; None for the default.
         by_model: whether the model itself says, on the calibration texts, where a mean of ``bits`` is needed.
         group: channels that share a scale; None for the run's.
@@ -72,8 +72,8 @@ class Row:
         return f"recipe {self.recipe}{self.wish}"
 
 
-def parse_rows(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> tuple[Row, ...]:
-    """Rows that options ask for, in order, each once.
+def parse_specs(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> tuple[Spec, ...]:
+    """Caches that options ask for, in order, each once.
 
     Args:
         recipes: values of ``--recipe``, each of the form :data:`FORM`.
@@ -83,7 +83,7 @@ def parse_rows(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> t
     Raises:
         typer.BadParameter: a name, group or bits that are none, or bits for a recipe that takes none.
 
-    >>> [row.title for row in parse_rows(["focus::2.5", "paper:64"], [], False)]
+    >>> [spec.title for spec in parse_specs(["focus::2.5", "paper:64"], [], False)]
     ['recipe focus, --bits 2.5', 'recipe paper, groups of 64']
     """
     found = []
@@ -92,22 +92,22 @@ def parse_rows(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> t
         wishes: Sequence[str | None] = [own] if own else bits or [None]
         for wish in wishes:
             # The default by its name is the default, whose answers an earlier run may have left.
-            row = Row(name, None if wish == DEFAULT_BITS else wish, group=group)
-            mean = row.goal is not None and row.goal.mean is not None
-            if wish is not None and row.fitted:
+            spec = Spec(name, None if wish == DEFAULT_BITS else wish, group=group)
+            mean = spec.goal is not None and spec.goal.mean is not None
+            if wish is not None and spec.fitted:
                 refuse_bits(FITTED[name])
             elif wish is not None:
                 raise typer.BadParameter(f"has no meaning for --recipe {name}, which has two", param_hint="--bits")
-            found.append(replace(row, by_model=by_model and mean))
-    if by_model and not any(row.by_model for row in found):
+            found.append(replace(spec, by_model=by_model and mean))
+    if by_model and not any(spec.by_model for spec in found):
         needs_mean(None, "--bits-by-model")
     return tuple(dict.fromkeys(found))
 
 
 def _parts(text: str) -> tuple[str, int | None, str | None]:
     name, *rest = text.split(":")
-    if name not in ROWS:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(ROWS)}", param_hint="--recipe")
+    if name not in NAMES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}", param_hint="--recipe")
     group, bits = (*rest, "", "")[:2]
     if len(rest) > 2 or (group and not group.isdecimal()):
         raise typer.BadParameter(f"{text!r} is not {FORM}", param_hint="--recipe")
