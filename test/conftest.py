@@ -1,4 +1,4 @@
-"""Set up before any test module is imported; files with servers run first."""
+"""Set up before any test module is imported; files with servers run first, unit tests last."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with servers first: they take longest; short ones fill the end, when a worker would wait for another."""
-    items.sort(key=lambda item: item.get_closest_marker("server") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("server") is None, item.path.parent.name == "unit"))

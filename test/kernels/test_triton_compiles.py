@@ -15,6 +15,12 @@ _store_kernel decode_kernel extend_kernel merge_kernel
 """
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is compiled: kernels that know nothing of bits are compiled once for a kind of GPU."""
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.mark.parametrize(
     ("capability", "bits"),
     [
@@ -26,12 +32,12 @@ _store_kernel decode_kernel extend_kernel merge_kernel
     ],
     ids=str,
 )
-def test_kernels_compile(capability: int, bits: tuple[int, int], tmp_path: Path) -> None:
+def test_kernels_compile(capability: int, bits: tuple[int, int], cache: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), str(capability), *map(str, bits)]
     done = subprocess.run(
         command,
-        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=env | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         timeout=1500,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -124,6 +125,23 @@ def spoil_a_draft(shape: Shape, side: str, number: float, device: torch.device) 
     return batch, seen[0, :, 5]
 
 
+Ask = Callable[[Batch], torch.Tensor]
+
+
+@cache
+def asked(kernel: str, device: torch.device) -> tuple[Shape, Ask, torch.Tensor]:
+    """A shape, how eight drafts of two requests are verified, and what comes of drafts that are all numbers."""
+    shape = SMALL if kernel == "triton" else SHAPE
+    q = random_vectors((16, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
+    words = words_of(random_trees(2, 8)).to(device)
+    run = verify if kernel == "triton" else partial(reference.verify, reading=None)
+
+    def ask(batch: Batch) -> torch.Tensor:
+        return run(batch.cache, batch.tables, words, q, sm_scale=0.1)
+
+    return shape, ask, ask(with_new_tokens(filled_batch(shape, [50, 20], device), 8))
+
+
 @pytest.mark.parametrize("number", [NAN, INFINITY], ids=str)
 @pytest.mark.parametrize("side", ["k_ring", "v_ring"])
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
@@ -131,14 +149,9 @@ def test_a_draft_that_is_no_number_is_told_to_those_that_see_it(
     kernel: str, side: str, number: float, device: torch.device
 ) -> None:
     """Its ancestors, other branches and requests answer as if it were an ordinary draft that they do not see."""
-    shape = SMALL if kernel == "triton" else SHAPE
-    q = random_vectors((16, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
-    words = words_of(random_trees(2, 8)).to(device)
-    run = verify if kernel == "triton" else partial(reference.verify, reading=None)
-    clean = with_new_tokens(filled_batch(shape, [50, 20], device), 8)
-    wanted = run(clean.cache, clean.tables, words, q, sm_scale=0.1)
+    shape, ask, wanted = asked(kernel, device)
     batch, sees = spoil_a_draft(shape, side, number, device)
-    out = run(batch.cache, batch.tables, words, q, sm_scale=0.1)
+    out = ask(batch)
     sees = torch.cat([sees, torch.zeros(8, dtype=torch.bool)]).to(device)
     assert torch.equal(out[~sees], wanted[~sees])
     if (side, number) != ("k_ring", INFINITY):  # an infinite logit of either sign is a number to its softmax

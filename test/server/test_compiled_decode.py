@@ -43,7 +43,7 @@ def ask(server: Server, workers: int) -> list[dict]:
 
 def test_one_graph_gives_the_eager_answers(qwen3: Path, tmp_path: Path) -> None:
     """Operators are those of eager code, so log probabilities agree bit for bit."""
-    env = HADAMARD | STRICT | {"PYTHONPATH": COMPILES, "CPU_COMPILE_BACKEND": "aot_eager", "TORCH_LOGS": "graph_code"}
+    env = HADAMARD | STRICT | {"PYTHONPATH": COMPILES, "CPU_COMPILE_BACKEND": "aot_eager", "CPU_COMPILE_LOGS": "1"}
     with serve(qwen3, tmp_path / "eager.log", *INT2, env=env) as server:
         one, three = ask(server, 1), ask(server, 3)
         assert compiled_calls(server.text()) == []

@@ -25,8 +25,7 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
-# SGLang compiles a few operations on drafts, which takes longer than the test.
-ENV = plugins("lossless_plugin", "no_gpu_plugin") | HADAMARD | {"TORCH_COMPILE_DISABLE": "1"}
+ENV = plugins("lossless_plugin", "no_gpu_plugin") | HADAMARD
 
 RIGHT = 3.0
 """Tokens of a step at least, of eight: a draft model that sees the first token of a text only gets 1.8, ours 3.7."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support.servers import STRICT, serve
+from support.speculation import plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "benchmark/serving")]
@@ -54,8 +55,7 @@ def test_sglang_accepts_what_is_counted(tmp_path: Path) -> None:
         right = right_drafts(head, target, prompt.ids + answer, STEPS)
         counted.append(steps_of_verification(right, len(prompt.ids), TOKENS))
     args = ["--kv-cache-dtype", "int2", *eagle3(tmp_path / "draft", STEPS + 1)]
-    env = cache_settings("exact", "", "") | STRICT
-    env |= {"TORCH_COMPILE_DISABLE": "1"}
+    env = cache_settings("exact", "", "") | STRICT | plugins("no_gpu_plugin")
     with serve(MODEL, tmp_path / "log", *args, env=env) as server:
         answers = ask_all(server, prompts, TOKENS, workers=2)
         assert server.alive()

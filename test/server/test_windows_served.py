@@ -32,7 +32,7 @@ COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head", "--moe-runner-backen
 STOCK = ["--attention-backend", "intel_amx", *COMMON]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--max-running-requests", "2", *COMMON]
 NEAR_TIE = DRIFT = 0.06
-TOKENS, ANSWER, MESSAGE, RECENT, PAGE = 12, 150, 20, 256, 64
+TOKENS, ANSWER, MESSAGE, RECENT, PAGE = 12, 110, 20, 256, 64
 """Tokens of answers and of messages of a conversation. An answer is longer than the sliding window of 96 tokens, and a
 message shorter than the recent window: a hit then ends within the last answer."""
 

@@ -88,6 +88,6 @@ def refills(server: Server) -> int:
 
 
 def compiled_calls(text: str) -> list[int]:
-    """Calls of attention in every graph of torch.compile that has some, from a log with TORCH_LOGS=graph_code."""
+    """Calls of attention in every graph of torch.compile that has some, from a log with the code of graphs."""
     counts = [graph.count("torch.ops.sglang_oscar.decode") for graph in text.split("TRACED GRAPH")[1:]]
     return [count for count in counts if count]

@@ -1,8 +1,9 @@
 """Test plugin for SGLang: int2 mode with ``--enable-torch-compile`` on a CPU, where it is refused.
 
 What is compiled is what a GPU server compiles, in one graph, or the server ends; in several where SGLang's own layers
-cannot be traced as a whole. CPU_COMPILE_BACKEND is the backend of torch.compile, ``inductor`` by default. Norms of
-queries and keys go the way of a GPU: through a kernel that cannot be traced.
+cannot be traced as a whole. CPU_COMPILE_BACKEND is the backend of torch.compile, ``inductor`` by default; with
+CPU_COMPILE_LOGS the code of every graph is in the log. Norms of queries and keys go the way of a GPU: through a kernel
+that cannot be traced.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def register():
     def capture(self, bs, *unused):
         self.batch = self.graph_tables.view(bs)
 
+    if os.environ.get("CPU_COMPILE_LOGS"):
+        torch._logging.set_logs(graph_code=True)
     refusals.ARGUMENTS[:] = [(check, what) for check, what in refusals.ARGUMENTS if "torch.compile" not in what]
     OscarAttentionBackend.init_cpu_graph_state = allocate
     OscarAttentionBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1

@@ -1,4 +1,6 @@
-"""Test plugin for SGLang: some of its draft models wait for a GPU when they load, also where there is none."""
+"""Test plugin for SGLang's draft models on a CPU: some wait for a GPU when they load, also where there is none, and
+compiling a few operations on drafts takes longer than a test.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +8,7 @@ import torch
 
 
 def register():
+    # Not TORCH_COMPILE_DISABLE, which is read when torch is imported: servers then need a warm process of their own.
+    torch.compiler.set_stance("force_eager")
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda *device: None

@@ -19,7 +19,7 @@ import traceback
 from support.warm import channel, inherit, interpreter, preload
 from support.warm.client import Client, install
 from support.warm.launch import Launch
-from support.warm.rule import READ, Warm, counted, replacing
+from support.warm.rule import Warm, counted, counting, replacing
 
 
 def main(number: int) -> None:
@@ -33,7 +33,7 @@ def main(number: int) -> None:
         before = inherit.open_descriptors()
         changed, looked_for = preload.load()
         opened = sorted(inherit.open_descriptors() - before)
-    read = sorted(name for name in looked_for if name.startswith(READ))
+    read = counting(looked_for)
     sys.stdout.flush()
     sys.stderr.flush()
     warm = Warm(

@@ -14,7 +14,7 @@ import types
 from multiprocessing import process
 
 from support.warm.launch import Launch, Program
-from support.warm.rule import Warm, front
+from support.warm.rule import AGAIN, Warm, front
 
 _mains: list[types.ModuleType] = []
 
@@ -32,6 +32,9 @@ def become(launch: Launch, warm: Warm) -> None:
     process.current_process().authkey = os.urandom(32)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # random does so by itself
+    if (scheduler := sys.modules.get("sglang.srt.managers.scheduler")) is not None:
+        for variable, kept in AGAIN.items():
+            setattr(scheduler, kept, getattr(scheduler.envs, variable).get())
     if os.isatty(1):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     call(launch.command, launch.program)

@@ -28,6 +28,10 @@ FREE = (
     *("PYTEST_", "PYTHON=", "PYTHONPATH=", "PWD=", "OLDPWD=", "SHLVL=", "_="),
 )
 """Beginnings of ``NAME=`` of the variables in which a launch may differ from its warm process. All others count."""
+AGAIN = {"SGLANG_TEST_RETRACT": "TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL": "TEST_RETRACT_INTERVAL"}
+"""Variables that SGLang's scheduler reads when it is imported, and where it keeps them: forks read them again."""
+NOTHING = ("SGLANG_PLUGINS",)
+"""Variables of which imports make nothing: of a platform's plugins there are none here, others are loaded later."""
 IMPORTS = {name.partition(".")[0] for name in (*preload.MODULES, *preload.SGLANG, "sgl_kernel")}
 UNUSED = "SGLANG_ENABLE_TORCH_COMPILE"
 """A variable that SGLang reads while it is imported, for FlashInfer alone, and sets for its workers."""
@@ -107,6 +111,11 @@ def misfits(launch: Launch, warm: Warm) -> str | None:
     if (folders := replacing(launch.environment, launch.cwd, warm.modules)) != warm.front:
         return f"versions in {folders}"
     return None
+
+
+def counting(looked_for: Iterable[str]) -> list[str]:
+    """Of the variables that imports have looked for, those that count for whoever is forked afterwards."""
+    return sorted(name for name in looked_for if name.startswith(READ) and name not in {*AGAIN, *NOTHING})
 
 
 def front(program: Program, cwd: str) -> list[str]:
