@@ -30,7 +30,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.codec import decode_rows
 from oscar_kernels.cuda.decode import arrange_reading, decode, verify
 from oscar_kernels.cuda.store import arrange, store
-from oscar_kernels.layout import SYMMETRIC
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.visible import words_of
@@ -55,9 +55,16 @@ SHAPES = [
     replace(BOTH, kv_heads=8, gqa=1, k_bits=2),
     replace(BOTH, kv_heads=1, gqa=1, head_dim=256, group=64, v_bits=4, scale_dtype=FP32),
 ]
+BOOK = replace(BOTH, k_bits=2, k_coding=CODEBOOK)
+BOOKS = [
+    BOOK,
+    replace(BOOK, kv_heads=1, gqa=16, group=64, v_coding=AFFINE, v_bits=3),
+    replace(BOOK, kv_heads=3, gqa=1, head_dim=64, group=64, v_bits=4, dtype=FP16, scale_dtype=FP16),
+    replace(BOOK, kv_heads=1, gqa=12, head_dim=256, scale_dtype=FP32),
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + BOOKS, ids=str)
 def test_decode(shape: Shape) -> None:
     """Requests from nothing to several blocks' worth; rows that must not be read are NaN."""
     lengths = [1, 39, 0, 200]
@@ -73,7 +80,7 @@ def test_decode(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("side", ["k_rows", "v_rows"])
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], BOOK], ids=str)
 def test_a_nan_reaches_the_heads_that_read_it(shape: Shape, side: str) -> None:
     batch = filled_batch(shape, [170, 60], CPU)
     q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, CPU)
@@ -86,7 +93,7 @@ def test_a_nan_reaches_the_heads_that_read_it(shape: Shape, side: str) -> None:
     assert torch.equal(out, clean)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0]], ids=str)
+@pytest.mark.parametrize("shape", [BOTH, BOOK], ids=str)
 def test_verify_with_outputs_multiplied(shape: Shape) -> None:
     lengths, tokens = [40, 1, 170], 5
     batch, seen = with_new_tokens(filled_batch(shape, lengths, CPU), tokens), random_trees(len(lengths), tokens)
@@ -101,7 +108,9 @@ def test_verify_with_outputs_multiplied(shape: Shape) -> None:
     assert_as_good_as(out, wide, plain)
 
 
-@pytest.mark.parametrize(("shape", "gain"), [*((shape, 0.98) for shape in SHAPES), (SHAPES[0], 0.0)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "gain"), [*((shape, 0.98) for shape in SHAPES + BOOKS), (BOTH, 0.0), (BOOK, 0.0)], ids=str
+)
 def test_store(shape: Shape, gain: float) -> None:
     """What is read back is as near as what the reference stores; bytes are its own but where rounding decides."""
     tokens, heads = 21, shape.q_heads + 2 * shape.kv_heads

@@ -17,7 +17,7 @@ from test_cuda_variants import variant
 from oscar_kernels.cache import Windows
 from oscar_kernels.cuda.decode import READING_TERMS
 from oscar_kernels.cuda.store import defines
-from oscar_kernels.layout import SYMMETRIC
+from oscar_kernels.layout import CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import prepare
 from support.spills import spilled_bytes
 
@@ -58,13 +58,11 @@ def test_multiplying_outputs_spills_nothing(gqa: int, head_dim: int, bits: tuple
     assert spilled_bytes("decode.cu", dict(found.defines())) == 0
 
 
-SYMMETRIC_ROWS = {"k_coding": SYMMETRIC, "v_coding": SYMMETRIC}
-
-
 @pytest.mark.slow
-def test_rows_without_zero_points_spill_nothing() -> None:
-    shape = replace(shape_of(4, 128, (3, 2)), **SYMMETRIC_ROWS)
-    found = replace(variant(shape), reading_terms=READING_TERMS, reading_sets=8)
+@pytest.mark.parametrize(("coding", "kv_heads", "k_bits"), [(SYMMETRIC, 8, 3), (CODEBOOK, 4, 2)])
+def test_rows_without_zero_points_spill_nothing(coding: str, kv_heads: int, k_bits: int) -> None:
+    shape = replace(shape_of(4, 128, (k_bits, 2)), kv_heads=kv_heads, k_coding=coding, v_coding=SYMMETRIC)
+    found = replace(variant(shape), reading_terms=READING_TERMS, reading_sets=kv_heads)
     assert spilled_bytes("decode.cu", dict(found.defines())) == 0
     assert spilled_bytes("store.cu", dict(defines(found, prepare(case_of(shape, "both"), shape.dtype)))) == 0
 

@@ -157,7 +157,7 @@ def test_multiprocessors_are_not_shared(on_hopper: LayerCache, monkeypatch: pyte
         ({"gqa": 17}, "query heads"),
         ({"key": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
         ({"value": RowLayout(8, 128, 128, bits=16)}, "keys or values of 16 bits"),
-        ({"key": RowLayout(8, 128, 128, coding="codebook")}, "coding codebook"),
+        ({"key": RowLayout(8, 128, 128, coding="codebook")}, "codebooks of 8 kv heads of 128"),
         ({"key": RowLayout(8, 128, 128, torch.float16)}, "scales of different dtypes"),
         ({"key": RowLayout(17, 128, 128), "value": RowLayout(17, 128, 128)}, "kv heads"),
         ({"page_size": 16}, "page size 16"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_queries, check_visible
+from oscar_kernels.cuda.books import arranged_book
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
@@ -31,6 +32,7 @@ _Partials = struct("Partials", [("out", POINTER), ("lse", POINTER), ("counters",
 _Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
                              ("lse", POINTER)])  # fmt: skip
 _Reading = struct("Reading", [("terms", POINTER), ("unscale", ctypes.c_float)])
+_Books = struct("Books", [("points", POINTER)])
 
 
 def arrange_reading(matrix: SplitMatrix | None) -> SplitMatrix | None:
@@ -279,7 +281,8 @@ def _attend(
         kernel, (processors(q_rot.device.index or 0), 1, 1), variant.threads, variant.shared_bytes,
         [query, buffers, described, _Partials(partial, partial_lse, counters, spill),
          _Result(out.data_ptr(), out.stride(0), out.stride(1), 0 if lse is None else lse.data_ptr()),
-         _Reading(0, 1.0) if reading is None else _Reading(reading.terms.data_ptr(), 1.0 / reading.scale)],
+         _Reading(0, 1.0) if reading is None else _Reading(reading.terms.data_ptr(), 1.0 / reading.scale),
+         _Books(0 if cache.k_codebook is None else arranged_book(cache.k_codebook).data_ptr())],
         overlap=True,
     )  # fmt: skip
     return out

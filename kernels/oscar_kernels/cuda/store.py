@@ -12,6 +12,7 @@ import torch
 
 from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import clip_rank
+from oscar_kernels.cuda.books import searched_points
 from oscar_kernels.cuda.decode import arrange_reading
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
@@ -30,6 +31,7 @@ _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
                         ("gain", ctypes.c_float), ("rows", POINTER), ("ring", POINTER), ("sink", POINTER)])  # fmt: skip
 _Queries = struct("Queries", [("x", POINTER), *_STRIDES, *_MATRIX, ("out", POINTER)])
+_Points = struct("Points", [("terms", POINTER), ("factor", POINTER)])
 _Slots = struct("Slots", [("row", POINTER), ("ring", POINTER), ("sink", POINTER)])
 
 
@@ -37,6 +39,8 @@ def arrange(layer: PreparedLayer) -> PreparedLayer:
     """A prepared layer whose matrices are in the order in which the lanes of this kernel and of the decode kernel read
     them.
     """
+    if layer.key.codebook is not None:  # made before anything is captured
+        searched_points(layer.key.codebook)
     matrix = _arranged(layer.key.matrix)
     reading = matrix if layer.key.reading is layer.key.matrix else _arranged(layer.key.reading)
     key = replace(layer.key, matrix=matrix, reading=reading)
@@ -172,13 +176,18 @@ def store(
         return _Side(x.data_ptr(), x.stride(0), x.stride(1), *_pointer(of.matrix), at, rank, of.gain, *written)
 
     at_once = processors(q.device.index or 0)
-    blocks, vectors, span, query_span = _cut(tokens, kv_heads, q_heads, head_dim, *_sets(layer), at_once)
+    k_sets, v_sets, q_sets = _sets(layer)
+    book = layer.key.codebook
+    if book is not None:
+        k_sets = kv_heads  # tiles of keys are of one kv head
+    blocks, vectors, span, query_span = _cut(tokens, kv_heads, q_heads, head_dim, k_sets, v_sets, q_sets, at_once)
     launch(
         kernel, (blocks, 1, 1), 2 * head_dim, 0,
         [side(k, layer.key, "k"), side(v, layer.value, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *_pointer(layer.key.reading), out.data_ptr()),
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
-         ctypes.c_int32(vectors), ctypes.c_int32(span), ctypes.c_int32(query_span), ctypes.c_int32(decoding)],
+         ctypes.c_int32(vectors), ctypes.c_int32(span), ctypes.c_int32(query_span), ctypes.c_int32(decoding),
+         _Points(0, 0) if book is None else _Points(searched_points(book).data_ptr(), book.factor.data_ptr())],
         overlap=True,
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.cuda.books import book_bytes
 from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC, RowLayout
 
 MAX_BATCH = 1024
@@ -63,8 +64,6 @@ class Variant:
         """What no kernel reads or writes of these rows, or None."""
         if self.exact:
             return "keys or values of 16 bits"
-        if CODEBOOK in (self.key.coding, self.value.coding):
-            return f"coding {CODEBOOK}"
         if self.key.scale_dtype != self.value.scale_dtype:
             return "keys and values with scales of different dtypes"
         return None
@@ -114,7 +113,8 @@ class Variant:
             ),
             (
                 self._stages(self.math_warps) < 2,
-                f"{self.kv_heads} kv heads of {self.head_dim} with {self.columns} query heads each",
+                "codebooks of " * (self.key.coding == CODEBOOK)
+                + f"{self.kv_heads} kv heads of {self.head_dim} with {self.columns} query heads each",
             ),
         )
         return next((reason for holds, reason in reasons if holds), None)
@@ -142,7 +142,10 @@ class Variant:
         exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * 4 * (self.head_dim + 4) * 4
         queries = 2 * (self.kv_heads * self.columns * self.head_dim * 2 + (16 * 8 if self.drafts else 0))
         digits = self.kv_heads * blocks * self.head_dim * 8 if self.head_dim * self.columns > 2048 else 0
-        return _round_up(_round_up(exchange, 128) + queries + digits + (3 * MAX_BATCH + 32) * 4 + 18 * 16, 128)
+        fixed = _round_up(exchange, 128) + queries + digits + (3 * MAX_BATCH + 32) * 4 + 18 * 16
+        if self.key.coding != CODEBOOK:
+            return _round_up(fixed, 128)
+        return _round_up(fixed + 16, 128) + _round_up(self.kv_heads * book_bytes(self.head_dim), 128)
 
     def _stage_bytes(self, math_warps: int) -> int:
         tokens = TILE * self._warps_per_head(math_warps)
@@ -169,7 +172,7 @@ class Variant:
             "V_CODING": CODINGS.index(self.value.coding),
             "K_BITS": self.key.bits,
             "V_BITS": self.value.bits,
-            "K_GROUP": self.key.group_size,
+            "K_GROUP": self.head_dim // max(self.key.groups, 1),
             "V_GROUP": self.value.group_size,
             "SCALE_BYTES": layout.scale_dtype.itemsize,
             "SCALE_BF16": layout.scale_dtype == torch.bfloat16,

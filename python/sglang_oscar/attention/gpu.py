@@ -8,6 +8,7 @@ import torch
 
 from oscar_kernels.cache import StoreSlots
 from oscar_kernels.cuda import store as cuda_store
+from oscar_kernels.cuda.books import arranged_book
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
@@ -74,6 +75,9 @@ class GpuKernels:
         if isinstance(self._decode, decode_choice.CudaDecode):
             coded = [layer for layer in cache.layers.values() if not layer.cache.exact]
             self._arranged = {id(layer): cuda_store.arrange(self._prepared[id(layer)]) for layer in coded}
+            for layer in coded:
+                if layer.cache.k_codebook is not None:  # made before steps are captured
+                    arranged_book(layer.cache.k_codebook)
             try:
                 for layer in coded:
                     variant = cuda_store.variant_of(layer.cache, q_heads, cache.page_size, dtype)

@@ -32,8 +32,8 @@ STACK = 256 << 10
 OPTIONS = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fvisibility=hidden"]
 OPTIONS += ["-shared", "-fPIC"]
 PARAMETERS = {
-    "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result", "Reading")),
-    "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int")),
+    "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result", "Reading", "Books")),
+    "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int", "Points")),
 }
 
 

@@ -368,10 +368,10 @@ inline u32 pack_halves(float low, float high) { return BF16 ? pack_bfloat(low, h
 
 // ---- tensor cores ---------------------------------------------------------------------------------------------------
 // Fragments as the PTX manual lays them out: lane l has row l / 4 (and that plus 8), columns from those of l % 4 on.
-template <bool SIGNED>
+template <bool SIGNED, bool POINTS = false>
 inline void emulated_mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u32 give[6] = {a0, a1, a2, a3, b0, b1}, take[4];
-  emulator::exchange(SIGNED ? 7 : 8, give, take, [](emulator::Warp& warp) {
+  emulator::exchange(POINTS ? 9 : SIGNED ? 7 : 8, give, take, [](emulator::Warp& warp) {
     for (int l = 0; l < 32; l++)
       for (int i = 0; i < 4; i++) {
         int row = l / 4, half = i / 2, column = 2 * (l % 4) + i % 2, sum = 0;
@@ -379,7 +379,7 @@ inline void emulated_mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
           int word = k / 16, from = k % 16 / 4, shift = 8 * (k % 4);
           int a = (int)(warp.given()[4 * row + from][2 * word + half] >> shift & 0xff);
           u32 byte = warp.given()[4 * column + from][4 + word] >> shift & 0xff;
-          sum += a * (SIGNED ? (int)(signed char)byte : (int)byte);
+          sum += (POINTS ? (int)(signed char)a : a) * (SIGNED ? (int)(signed char)byte : (int)byte);
         }
         warp.taken()[l][i] = (u32)sum;
       }
@@ -391,6 +391,9 @@ inline void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 }
 inline void mma_codes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   emulated_mma_bytes<true>(c, a0, a1, a2, a3, b0, b1);
+}
+inline void mma_points(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  emulated_mma_bytes<true, true>(c, a0, a1, a2, a3, b0, b1);
 }
 template <bool BF16>
 inline float emulated_element(u32 word, int index) { return index ? high_half<BF16>(word) : low_half<BF16>(word); }

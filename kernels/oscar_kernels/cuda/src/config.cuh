@@ -31,7 +31,7 @@ constexpr int COLUMNS = GQA * QUERIES;  // of a kv head
 constexpr int ROWS = KV_HEADS * COLUMNS;
 constexpr int PASSES = DRAFTS == 0 ? 1 : (DRAFTS + QUERIES - 1) / QUERIES;
 
-enum Coding { AFFINE, SYMMETRIC };  // of layout.py, in the order of variant.py
+enum Coding { AFFINE, SYMMETRIC, CODEBOOK };  // of layout.py, in the order of variant.py
 
 // Rows of keys or of values, see layout.py.
 template <Coding CODING_, int BITS_, int GROUP_>
@@ -61,6 +61,7 @@ struct Rows {
 };
 using KeyRows = Rows<(Coding)OSCAR_K_CODING, OSCAR_K_BITS, OSCAR_K_GROUP>;
 using ValueRows = Rows<(Coding)OSCAR_V_CODING, OSCAR_V_BITS, OSCAR_V_GROUP>;
+constexpr bool HAS_BOOK = KeyRows::CODING == CODEBOOK;
 constexpr int K_GROUPS = KeyRows::GROUPS, V_GROUPS = ValueRows::GROUPS;
 
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
@@ -105,7 +106,7 @@ constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
 // More columns of queries than a lane has registers for beside its sums: the warps of a kv head read them from shared memory.
 constexpr bool WIDE = HEAD_DIM * COLUMNS > 2048;
 
-// Shared memory: what the warps of a head exchange, queries, the plan, barriers, and stages.
+// Shared memory: what the warps of a head exchange, queries, the plan, barriers, codebooks, and stages.
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
 constexpr int PARTIAL_FLOATS = 4 * PARTIAL_ROW;  // four heads are exchanged at a time
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
@@ -116,7 +117,10 @@ constexpr int DIGITS_OFFSET = QUERIES_OFFSET + 2 * (QUERY_BYTES + VISIBLE_BYTES)
 constexpr int DIGIT_BYTES = WIDE ? QK_BLOCKS * UNITS * 32 * 8 : 0;  // of a kv head
 constexpr int PLAN_OFFSET = DIGITS_OFFSET + KV_HEADS * DIGIT_BYTES;
 constexpr int BARRIERS_OFFSET = PLAN_OFFSET + (3 * MAX_BATCH + 32) * 4;
-constexpr int STAGES_OFFSET = (BARRIERS_OFFSET + (16 + 2) * 16 + 127) / 128 * 128;
+constexpr int BOOKS_OFFSET = (BARRIERS_OFFSET + (16 + 2 + HAS_BOOK) * 16 + 127) / 128 * 128;
+constexpr int POINT_BYTES = HEAD_DIM * 256;  // of a kv head's codebook; factors follow, one float for four channels
+constexpr int BOOK_BYTES = HAS_BOOK ? POINT_BYTES + HEAD_DIM : 0;
+constexpr int STAGES_OFFSET = BOOKS_OFFSET + (KV_HEADS * BOOK_BYTES + 127) / 128 * 128;
 // Three stages, or as many small ones as hide the latency of memory. More is slower: all copies of the card would wait in
 // a longer queue, the queries and whatever a block that starts late asks for behind them.
 constexpr int ENOUGH_BYTES = 112 * 1024;

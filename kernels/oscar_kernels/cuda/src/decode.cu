@@ -21,6 +21,7 @@ DEVICE void attend(
   u32 base = shared_address(shared);
   float* exchange = (float*)shared;
   Lane at(head);
+  if (HAS_BOOK) at.book = book_address(base, head) + lane % 4 * 4;
   Turn turn;
   int number = 0;
   Shared with_others[2] = {};
@@ -38,7 +39,8 @@ DEVICE void attend(
     if (segment.history_begin < segment.history_end) {
       QueryCodes codes;
       Values values;
-      codes.load(q, sm_scale, base + DIGITS_OFFSET + head * DIGIT_BYTES, head, part);
+      if (HAS_BOOK) barrier_wait(book_barrier(base), 0);
+      codes.load(q, sm_scale, base + DIGITS_OFFSET + head * DIGIT_BYTES, head, part, book_address(base, head) + POINT_BYTES);
       values.clear();
       int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
       int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;
@@ -126,7 +128,7 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
-    Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading) {
+    Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading, Books books) {
   extern __shared__ __align__(128) char shared[];
   u32 base = shared_address(shared);
   Plan& plan = *(Plan*)(shared + PLAN_OFFSET);
@@ -135,7 +137,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
       barrier_init(full_barrier(base, stage), 1);
       barrier_init(empty_barrier(base, stage), MATH_WARPS);
     }
+    if (HAS_BOOK) barrier_init(book_barrier(base), 1);
     barrier_init_done();
+    if (HAS_BOOK) books.copy(base);
     if constexpr (MULTIPLIES) reading.ask();
   }
   make_plan(tables, plan);
@@ -144,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
     if (REGISTERS_MOVE) give_registers<COPY_REGISTERS>();
     if (threadIdx.x / 32 == MATH_WARPS) {
       copy(query, tables, buffers, plan, base);
+      if (HAS_BOOK) barrier_wait(book_barrier(base), 0);  // a block may not end before what is copied into it is there
       // Blocks without work too: what comes after this launch relies on what came before it.
       wait_for_predecessor();
       let_successor_start();

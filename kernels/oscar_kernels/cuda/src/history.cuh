@@ -46,11 +46,21 @@ struct KeyWords {
   }
 };
 
-// Products of 16 tokens with all queries over the channels of a group, per nibble of the keys' bytes.
-struct KeyProducts {
-  int of[2][QK_BLOCKS][4];
+template <bool BOOK>
+struct KeysOf {
+  using type = KeyWords;
+};
+template <>
+struct KeysOf<true> {
+  using type = BookWords;
+};
+using Keys = KeysOf<HAS_BOOK>::type;
 
-  DEVICE void add(const KeyWords& words, const QueryCodes& q, int group) {
+// Products of 16 tokens with all queries over the channels of a group, per nibble of the keys' bytes; points have none.
+struct KeyProducts {
+  int of[HAS_BOOK ? 1 : 2][QK_BLOCKS][4];
+
+  DEVICE void add(const Keys& words, const QueryCodes& q, int group) {
 #pragma unroll
     for (auto& nibble : of)
 #pragma unroll
@@ -65,15 +75,16 @@ struct KeyProducts {
 #pragma unroll
       for (int b = 0; b < QK_BLOCKS; b++) {
         uint2 column = q.column(b, unit);
-        mma_codes(of[nibble_of_unit(unit)][b], a0, a1, a2, a3, column.x, column.y);
+        if (HAS_BOOK) mma_points(of[0][b], a0, a1, a2, a3, column.x, column.y);
+        else mma_codes(of[nibble_of_unit(unit)][b], a0, a1, a2, a3, column.x, column.y);
       }
     }
   }
 
-  // That of token row 8 j + l / 4 with this lane's head of a block, in sixteenths of units.
+  // That of token row 8 j + l / 4 with this lane's head of a block, in sixteenths of units, or of points in units.
   DEVICE float whole(int block, int j) const {
     auto both = [&](int nibble) { return of[nibble][block][2 * j] * 256 + of[nibble][block][2 * j + 1]; };
-    return __int2float_rn(both(0) * 16 + both(1));
+    return __int2float_rn(HAS_BOOK ? both(0) : both(0) * 16 + both(HAS_BOOK ? 0 : 1));
   }
 };
 
@@ -90,7 +101,7 @@ using Values = ValuesOf<PAIRED>::type;
 
 // What a tile's keys say, before anything is weighed.
 struct Scores {
-  float logits[TOKENS][QK_BLOCKS];  // in sixteenths of the query's units
+  float logits[TOKENS][QK_BLOCKS];  // in the units of KeyProducts::whole
   Param value_params[TOKENS][V_GROUPS];
 
   DEVICE void multiply(const QueryCodes& q, const Lane& lane, u32 keys, u32 values) {
@@ -99,7 +110,7 @@ struct Scores {
     };
 #pragma unroll
     for (int i = 0; i < TOKENS; i += 2) {
-      KeyWords words;
+      Keys words;
       words.load(lane, keys + lane.key + 8 * i * KeyRows::ROW_BYTES);
       Param key_params[2][K_GROUPS];
 #pragma unroll
@@ -116,7 +127,8 @@ struct Scores {
         for (int j = 0; j < 2; j++)
 #pragma unroll
           for (int b = 0; b < QK_BLOCKS; b++)
-            logits[i + j][b] += key_params[j][g].scale * (products.whole(b, j) - key_params[j][g].zero * q.sums[b][g]);
+            logits[i + j][b] += HAS_BOOK ? key_params[j][g].scale * products.whole(b, j)
+                                         : key_params[j][g].scale * (products.whole(b, j) - key_params[j][g].zero * q.sums[b][g]);
       }
     }
     // Later where registers are short.

@@ -1,22 +1,25 @@
 // Queries as integers, the way products with the codes of keys take them.
 #pragma once
 
-#include "tile.cuh"
+#include "book.cuh"
 
 constexpr int QUERY_PEAK = 32512;  // of the fixed-point numbers, so that the high byte is at most 127
-// Sums of a group are put together in sixteenths of units, in 32 bits (KeyProducts::whole).
-static_assert(16ll * QUERY_PEAK * ((1 << KeyRows::BITS) - 1) * KeyRows::GROUP < 1ll << 31, "sums of a group overflow");
+// Sums of a group are put together in sixteenths of units, those of points in units, in 32 bits (KeyProducts::whole).
+constexpr int FRACTIONS = HAS_BOOK ? 1 : 16;
+constexpr int LARGEST_CODE = HAS_BOOK ? 128 : (1 << KeyRows::BITS) - 1;
+static_assert(1ll * FRACTIONS * QUERY_PEAK * LARGEST_CODE * KeyRows::GROUP < 1ll << 31, "sums of a group overflow");
 
 // The queries of a kv head as columns of products: column 2 h is the high byte of head h, column 2 h + 1 the low byte.
 struct QueryCodes {
   u32 digits[WIDE ? 1 : QK_BLOCKS * UNITS][2];
   u32 at;                         // where WIDE ones lie in shared memory, this lane's words
-  float unit[QK_BLOCKS];          // what one sixteenth of a fixed-point unit adds to a log2 weight, for this lane's heads
+  float unit[QK_BLOCKS];          // what one in ``whole`` sums adds to a log2 weight, for this lane's heads
   float sums[QK_BLOCKS][K_GROUPS];  // sum of a group's channels in sixteenths of units, for this lane's heads
 
   // From shared memory, where heads lie side by side. Every warp of the kv head takes part; ``shared`` are DIGIT_BYTES of
   // the head, which none of them reads any more, ``warp`` which of them this is.
-  DEVICE void load(u32 q, float sm_scale, u32 shared, int kv_head, int warp);
+  // ``factors`` are those of the head's codebook, in shared memory.
+  DEVICE void load(u32 q, float sm_scale, u32 shared, int kv_head, int warp, u32 factors);
 
   // This lane's words of the columns of a product.
   DEVICE uint2 column(int block, int unit) const {
@@ -28,6 +31,7 @@ struct QueryCodes {
 
 // Channel i of the eight that lane l % 4 = c supplies to product u.
 DEVICE int query_channel(int unit, int c, int i) {
+  if (HAS_BOOK) return 4 * group_of_slot(2 * unit + i / 4, c) + i % 4;
   if (KeyRows::NARROW) return KeyRows::channel(2 * unit + i / 4, 4 * c + i % 4);
   return KeyRows::channel(unit % KeyRows::PLANES, unit / KeyRows::PLANES * 32 + 8 * c + i);
 }
@@ -38,12 +42,13 @@ DEVICE constexpr int group_of_unit(int unit) {
 }
 // What the codes of channel i of product u are worth: 1 or 4, and 16 times that where the sums are those of upper nibbles.
 DEVICE constexpr int code_weight(int unit, int i) {
+  if (HAS_BOOK) return 1;
   return KeyRows::weight(KeyRows::NARROW ? 2 * unit + i / 4 : unit % KeyRows::PLANES);
 }
 DEVICE constexpr int nibble_of_unit(int unit) { return code_weight(unit, 0) >= 16; }
 DEVICE constexpr bool is_high_code(int unit, int i) { return code_weight(unit, i) % 16 == 4 || code_weight(unit, i) == 64; }
 
-DEVICE void QueryCodes::load(u32 q, float sm_scale, u32 shared, int kv_head, int warp) {
+DEVICE void QueryCodes::load(u32 q, float sm_scale, u32 shared, int kv_head, int warp, u32 factors) {
   int lane = threadIdx.x % 32, column = lane / 4, c = lane % 4;
   at = shared + lane * 8;
 #pragma unroll
@@ -60,6 +65,11 @@ DEVICE void QueryCodes::load(u32 q, float sm_scale, u32 shared, int kv_head, int
         x[u][4 * half + 1] = high_half<Q_BF16>(four.x);
         x[u][4 * half + 2] = low_half<Q_BF16>(four.y);
         x[u][4 * half + 3] = high_half<Q_BF16>(four.y);
+        if (HAS_BOOK) {
+          float points = as_float(load_shared(factors + 4 * group_of_slot(2 * u + half, c)));
+#pragma unroll
+          for (int i = 0; i < 4; i++) x[u][4 * half + i] *= points;
+        }
       }
     float peak = 1e-30f, part[K_GROUPS];
     for (float& p : part) p = 0;
@@ -97,7 +107,7 @@ DEVICE void QueryCodes::load(u32 q, float sm_scale, u32 shared, int kv_head, int
       else if (b % TILES_PER_STAGE == warp) store_shared2(at + index * 32 * 8, words[0], words[1]);
     }
     // This lane's head is that of columns 2 (l % 4) and 2 (l % 4) + 1, which lane 8 (l % 4) has just prepared.
-    unit[b] = sm_scale * LOG2_E / 16 / __shfl_sync(FULL_WARP, factor, 8 * c);
+    unit[b] = sm_scale * LOG2_E / FRACTIONS / __shfl_sync(FULL_WARP, factor, 8 * c);
     for (int g = 0; g < K_GROUPS; g++) sums[b][g] = __shfl_sync(FULL_WARP, part[g] * factor * 16, 8 * c);
   }
   if (WIDE) named_barrier(1 + kv_head, 32 * TILES_PER_STAGE);

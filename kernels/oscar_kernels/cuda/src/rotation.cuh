@@ -94,9 +94,9 @@ struct Tiles {
   DEVICE Tile<HEADS, SETS> tile(int index) const { return {set, index, tokens, vectors}; }
 
   // The terms of their matrix.
-  template <int TERMS>
+  template <int TERMS, int MATRICES>
   DEVICE const uint4* terms_of(const uint4* terms) const {
-    return terms + set * (TERMS * HEAD_DIM * HEAD_DIM / 8);
+    return terms + (MATRICES == 1 ? 0 : set) * (TERMS * HEAD_DIM * HEAD_DIM / 8);
   }
 };
 

@@ -5,8 +5,7 @@
 // they are read before the kernel waits for its predecessor, because they never change, and stay for all tiles of the
 // block: they are 96 KB, a tile is 4. What the next tile needs of memory is on its way while a tile is worked on. Keys
 // and values go through shared memory once they are rotated, and a warp does the rest of two vectors side by side.
-#include "quantize.cuh"
-#include "rotation.cuh"
+#include "nearest.cuh"
 
 constexpr int K_TERMS = OSCAR_K_TERMS, V_TERMS = OSCAR_V_TERMS, Q_TERMS = OSCAR_Q_TERMS;  // 0: no rotation
 constexpr int K_SETS = OSCAR_K_SETS, V_SETS = OSCAR_V_SETS, Q_SETS = OSCAR_Q_SETS;  // matrices: 1 or one per kv head
@@ -14,7 +13,8 @@ constexpr bool HAS_CENTER = OSCAR_HAS_CENTER;
 constexpr bool K_FITTED = OSCAR_K_FITTED, V_FITTED = OSCAR_V_FITTED;  // see fitted_parameters in codec.py
 
 constexpr int STORE_THREADS = STORE_WARPS * 32;
-constexpr int Y_STRIDE = HEAD_DIM + 4;
+// A tile of keys with codebooks has vectors of one kv head.
+constexpr int K_TILE_SETS = HAS_BOOK ? KV_HEADS : K_SETS;
 
 struct Side {
   const u16* x;
@@ -166,11 +166,29 @@ DEVICE void quantize_tile(const Side& side, const Fetched<SETS, ROTATED>& fetche
   }
 }
 
+// Windows, and indexes of points.
+template <bool FITTED, int SETS, bool ROTATED>
+DEVICE void look_up_tile(const Side& side, const Points& points, const Fetched<SETS, ROTATED>& fetched,
+                         Tile<KV_HEADS, SETS> tile, const float* tile_y, float* memory) {
+  constexpr int ROWS = Fetched<SETS, ROTATED>::ROWS;
+  u8* rows[ROWS];
+  bool live[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    int row = threadIdx.x / 32 + STORE_WARPS * r;
+    live[r] = tile.at(row).live;
+    rows[r] = side.rows + (i64)fetched.row[r] * KeyRows::ROW_BYTES;
+    if (RING > 0 && live[r]) store_window(side.ring, fetched.ring[r], tile.set, tile_y + row * Y_STRIDE);
+    if (SINK > 0 && live[r]) store_window(side.sink, fetched.sink[r], tile.set, tile_y + row * Y_STRIDE);
+  }
+  store_nearest<FITTED>(points, tile.set, side.gain, rows, live, tile_y, memory);
+}
+
 // ``tile_y`` has two tiles: one is read while the next is written, so that a tile needs one barrier.
-template <class Rows, int TERMS, bool CENTER, bool FITTED, int SETS>
-DEVICE void store_tiles(const Side& side, const Slots& slots, Tiles<KV_HEADS, SETS> tiles, bool decoding,
-                        float* tile_y) {
-  Columns<TERMS> columns(tiles.template terms_of<TERMS>(side.terms));
+template <class Rows, int TERMS, int MATRICES, bool CENTER, bool FITTED, int SETS>
+DEVICE void store_tiles(const Side& side, const Points& points, const Slots& slots, Tiles<KV_HEADS, SETS> tiles,
+                        bool decoding, float* tile_y) {
+  Columns<TERMS> columns(tiles.template terms_of<TERMS, MATRICES>(side.terms));
   start(decoding);
   Fetched<SETS, (TERMS > 0)> now, next;
   now.fetch(side, slots, tiles.tile(tiles.begin));
@@ -183,9 +201,12 @@ DEVICE void store_tiles(const Side& side, const Slots& slots, Tiles<KV_HEADS, SE
       __syncthreads();
     } else {
       widen_tile<CENTER>(side, now, tile, y);
-      __syncwarp();
+      if (Rows::CODING == CODEBOOK) __syncthreads();
+      else __syncwarp();
     }
-    quantize_tile<Rows, FITTED>(side, now, tile, y);
+    if constexpr (Rows::CODING == CODEBOOK)
+      look_up_tile<FITTED>(side, points, now, tile, y, tile_y + 2 * VECTORS * Y_STRIDE);
+    else quantize_tile<Rows, FITTED>(side, now, tile, y);
     now = next;
   }
 }
@@ -223,7 +244,7 @@ DEVICE void copy_queries(const Queries& queries, Tile<Q_HEADS, SETS> tile) {
 template <int TERMS, int SETS>
 DEVICE void store_queries(const Queries& queries, Tiles<Q_HEADS, SETS> tiles, bool decoding) {
   if constexpr (TERMS > 0) {
-    Columns<TERMS> columns(tiles.template terms_of<TERMS>(queries.terms));
+    Columns<TERMS> columns(tiles.template terms_of<TERMS, SETS>(queries.terms));
     start(decoding);
     uint4 now[2][UNITS], next[2][UNITS];
     load_vectors(now, queries, tiles.tile(tiles.begin));
@@ -241,16 +262,16 @@ DEVICE void store_queries(const Queries& queries, Tiles<Q_HEADS, SETS> tiles, bo
 // Grid: blocks of ``span`` tiles of ``vectors`` keys, of as many values, of ``query_span`` tiles of VECTORS queries.
 extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
     Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors, int span, int query_span,
-    int decoding) {
-  __shared__ float tile_y[2 * VECTORS * Y_STRIDE];
-  int keys_end = blocks_of<KV_HEADS, K_SETS>(tokens, vectors, span), block = blockIdx.x;
+    int decoding, Points points) {
+  __shared__ float tile_y[2 * VECTORS * Y_STRIDE + INDEX_FLOATS];
+  int keys_end = blocks_of<KV_HEADS, K_TILE_SETS>(tokens, vectors, span), block = blockIdx.x;
   int values_end = keys_end + blocks_of<KV_HEADS, V_SETS>(tokens, vectors, span);
   if (block < keys_end)
-    store_tiles<KeyRows, K_TERMS, HAS_CENTER, K_FITTED>(
-        keys, slots, Tiles<KV_HEADS, K_SETS>(block, tokens, vectors, span), decoding, tile_y);
+    store_tiles<KeyRows, K_TERMS, K_SETS, HAS_CENTER, K_FITTED>(
+        keys, points, slots, Tiles<KV_HEADS, K_TILE_SETS>(block, tokens, vectors, span), decoding, tile_y);
   else if (block < values_end)
-    store_tiles<ValueRows, V_TERMS, false, V_FITTED>(
-        values, slots, Tiles<KV_HEADS, V_SETS>(block - keys_end, tokens, vectors, span), decoding, tile_y);
+    store_tiles<ValueRows, V_TERMS, V_SETS, false, V_FITTED>(
+        values, points, slots, Tiles<KV_HEADS, V_SETS>(block - keys_end, tokens, vectors, span), decoding, tile_y);
   else
     store_queries<Q_TERMS>(
         queries, Tiles<Q_HEADS, Q_SETS>(block - values_end, tokens, VECTORS, query_span), decoding);

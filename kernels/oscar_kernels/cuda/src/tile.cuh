@@ -57,10 +57,11 @@ struct Lane {
   int key, key_params, value_even, value_odd, value_params;
   int key_high, value_high;        // from the bytes of low bits of three to those of their high bits
   int key_shift, value_shift;      // what the latter are moved down by
+  u32 book;                        // this lane's points, where keys have a codebook
 
   DEVICE explicit Lane(int head) {
     int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4, token = token_of_row(row);
-    int codes = head * KeyRows::CODE_BYTES, at = (KeyRows::NARROW ? 4 : 8) * c;
+    int codes = head * KeyRows::CODE_BYTES, at = (KeyRows::NARROW || HAS_BOOK ? 4 : 8) * c;
     key = token * KeyRows::ROW_BYTES + codes + at;
     key_high = KeyRows::WIDTH + at / 8 * 4 - at;
     key_shift = at / 4 % 2;

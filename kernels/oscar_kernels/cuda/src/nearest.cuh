@@ -1,0 +1,120 @@
+// Keys as indexes of the nearest points of a codebook, see codebook.py: a tile of 16 vectors of one kv head, by all warps of
+// the block.
+//
+// The point p nearest to x has the largest x.p - |p|^2 / 2. For four channels and eight points that is one tensor-core product
+// of 16 vectors: lanes 0 to 2 of a row have the 16-bit terms that a float32 number is made of, times the same whole numbers,
+// and lane 3 has -1 times the terms of |p|^2 / 2, which are exact. A warp has four groups of four channels.
+#pragma once
+
+#include "quantize.cuh"
+#include "rotation.cuh"
+
+constexpr int BOOK_GROUPS = HEAD_DIM / 4;
+constexpr int GROUPS_OF_WARP = BOOK_GROUPS / STORE_WARPS;
+constexpr int Y_STRIDE = HEAD_DIM + 4;
+// Shared memory behind tiles: a scale of every vector, and its indexes.
+constexpr int INDEX_FLOATS = HAS_BOOK ? VECTORS + VECTORS * BOOK_GROUPS / 4 : 0;
+
+struct Points {
+  const uint2* terms;   // [kv_heads, groups, 256][2]: four bfloat16 numbers of a point, three of half its square, see books.py
+  const float* factor;  // [kv_heads, groups]
+
+  DEVICE const uint2* of(int head, int group, int point) const {
+    return terms + ((head * BOOK_GROUPS + group) * 256 + point) * 2;
+  }
+};
+
+// Term ``index`` of three bfloat16 ones that are x.
+DEVICE float term_of(float x, int index) {
+  float first = low_half<true>(pack_bfloat(x, 0));
+  float second = low_half<true>(pack_bfloat(x - first, 0));
+  return index == 0 ? first : index == 1 ? second : x - first - second;
+}
+
+// Indexes of the points nearest to the tile's vectors over their scales, to ``indexes`` [VECTORS, BOOK_GROUPS].
+DEVICE void find_nearest(const Points& points, int head, const float* tile_y, const float* scales, u8* indexes) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
+#pragma unroll 1
+  for (int own = 0; own < GROUPS_OF_WARP; own++) {
+    int group = GROUPS_OF_WARP * warp + own;
+    float factor = points.factor[head * BOOK_GROUPS + group];
+    u32 a[4];  // of both rows channels 0 and 1, then 2 and 3
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float4 y = *(const float4*)(tile_y + (row + 8 * i) * Y_STRIDE + 4 * group);
+      float unit = 1.0f / (scales[row + 8 * i] * factor);
+      a[i] = c == 3 ? pack_bfloat(-1, -1) : pack_bfloat(term_of(y.x * unit, c), term_of(y.y * unit, c));
+      a[2 + i] = c == 3 ? pack_bfloat(-1, 0) : pack_bfloat(term_of(y.z * unit, c), term_of(y.w * unit, c));
+    }
+    float best[2] = {minus_infinity(), minus_infinity()};
+    int found[2] = {0, 0};
+#pragma unroll 4
+    for (int first = 0; first < 256; first += 8) {
+      uint2 b = points.of(head, group, first + row)[c == 3];
+      float score[4] = {};
+      mma_k16<true>(score, a[0], a[1], a[2], a[3], b.x, b.y);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (score[i] > best[i / 2]) best[i / 2] = score[i], found[i / 2] = first + 2 * c + i % 2;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      for (int step = 1; step < 4; step *= 2) {
+        float other = __shfl_xor_sync(FULL_WARP, best[i], step);
+        int at = __shfl_xor_sync(FULL_WARP, found[i], step);
+        if (other > best[i] || (other == best[i] && at < found[i])) best[i] = other, found[i] = at;
+      }
+      if (c == 0) indexes[(row + 8 * i) * BOOK_GROUPS + group] = found[i];
+    }
+  }
+}
+
+// This warp's rows of the tile, every STORE_WARPS-th, are ``live`` or not; all threads of the block take part.
+template <bool FITTED, int ROWS>
+DEVICE void store_nearest(const Points& points, int head, float gain, u8* const (&rows)[ROWS], const bool (&live)[ROWS],
+                          const float* tile_y, float* memory) {
+  float* scales = memory;
+  u8* indexes = (u8*)(memory + VECTORS);
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  auto sum = [](float a, float b) { return a + b; };
+  float squares[ROWS], scale[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    squares[r] = 0;
+    for (int channel = lane; channel < HEAD_DIM; channel += 32) {
+      float y = tile_y[(warp + STORE_WARPS * r) * Y_STRIDE + channel];
+      squares[r] += y * y;
+    }
+  }
+  reduce(squares, sum);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    scale[r] = fmaxf(sqrtf(squares[r] / HEAD_DIM), 1e-8f);
+    if (lane == 0) scales[warp + STORE_WARPS * r] = scale[r];
+  }
+  __syncthreads();
+  find_nearest(points, head, tile_y, scales, indexes);
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    int row = warp + STORE_WARPS * r;
+    bool broken = squares[r] != squares[r];
+    float along[1] = {0};
+    for (int group = lane; group < BOOK_GROUPS; group += 32) {
+      int index = indexes[row * BOOK_GROUPS + group];
+      if (live[r]) rows[r][head * KeyRows::CODE_BYTES + group] = broken ? 0 : index;
+      if (FITTED) {
+        uint2 p = *points.of(head, group, index);
+        const float* y = tile_y + row * Y_STRIDE + 4 * group;
+        along[0] += points.factor[head * BOOK_GROUPS + group] *
+                    (y[0] * low_half<true>(p.x) + y[1] * high_half<true>(p.x) + y[2] * low_half<true>(p.y) + y[3] * high_half<true>(p.y));
+      }
+    }
+    if (FITTED) {
+      reduce(along, sum);
+      scale[r] = fitted_scale(scale[r], gain, squares[r], along[0]);
+    }
+    if (lane == 0 && live[r])
+      store_scale(rows[r] + KeyRows::PARAMS_OFFSET + head * KeyRows::PARAM_BYTES, broken ? as_float(0x7fc00000u) : storable(scale[r]));
+  }
+}
