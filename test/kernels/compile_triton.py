@@ -1,4 +1,6 @@
-"""Compile the Triton kernels for a GPU that is not there: ``compile_triton.py COMPUTE_CAPABILITY K_BITS V_BITS``.
+"""Compile the Triton kernels for a GPU that is not there: ``compile_triton.py COMPUTE_CAPABILITY KEYS VALUES``.
+
+Keys and values are said by their bits, or as ``2:codebook`` and ``2:symmetric``.
 
 Launches are turned into compilations, down to machine code, for a driver that only says what it would drive. What
 Hopper's tensor cores read must follow from what is known (:mod:`machine_code`). Prints the kernels. To be run without
@@ -21,6 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from oscar_kernels.cache import BatchTables, Copies, StoreSlots, Windows
+from oscar_kernels.layout import AFFINE
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
@@ -67,7 +70,10 @@ def check_descriptors(name: str, machine_code: bytes) -> None:
     assert not stray, f"{name} multiplies what nothing says: {stray}"
 
 
-def main(capability: int, k_bits: int, v_bits: int) -> None:
+def main(capability: int, keys: str, values: str) -> None:
+    (k_bits, k_coding), (v_bits, v_coding) = (
+        (int(bits), coding or AFFINE) for bits, _, coding in (side.partition(":") for side in (keys, values))
+    )
     driver.set_active(Absent(capability))
     run, compiled = JITFunction.run, {}
 
@@ -83,6 +89,7 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
     JITFunction.run = only_compile
     windows = Windows(64, 256, 256)
     shape = Shape(8, 4, 128, 128, windows=windows, page_size=64, k_bits=k_bits, v_bits=v_bits)
+    shape = replace(shape, k_coding=k_coding, v_coding=v_coding)
     cache = empty_cache(shape, 4, 2, CPU)
     ones = [torch.ones(2, dtype=torch.int32) for _ in range(4)]
     tables = BatchTables(shape.page_size, torch.zeros(2, 4, dtype=torch.int32), *ones)
@@ -117,4 +124,4 @@ def main(capability: int, k_bits: int, v_bits: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), *sys.argv[2:])

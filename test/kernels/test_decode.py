@@ -9,6 +9,7 @@ import torch
 from kernel_cases import (
     OF_16_BITS,
     OF_EVERY_WIDTH,
+    OF_OTHER_CODINGS,
     Shape,
     assert_as_good_as,
     assert_lse,
@@ -43,6 +44,7 @@ SHAPES = [
     Shape(windows=Windows(64, 256, 256, max_splits=2), page_size=64),
     *OF_EVERY_WIDTH,
     *OF_16_BITS,
+    *OF_OTHER_CODINGS,
 ]
 
 
@@ -139,7 +141,7 @@ def test_equal_values_count(group: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("side", ["k_rows", "v_rows"])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], OF_OTHER_CODINGS[0]], ids=str)
 def test_a_nan_reaches_the_heads_that_read_it(shape: Shape, side: str, device: torch.device) -> None:
     batch = filled_batch(shape, [75, 40], device)
     q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, device)

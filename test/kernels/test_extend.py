@@ -9,6 +9,7 @@ import torch
 from kernel_cases import (
     OF_16_BITS,
     OF_EVERY_WIDTH,
+    OF_OTHER_CODINGS,
     Batch,
     Shape,
     assert_as_good_as,
@@ -38,6 +39,7 @@ SHAPES = [
     Shape(windows=Windows(16, 0, 8), page_size=32),
     *OF_EVERY_WIDTH,
     *OF_16_BITS,
+    *OF_OTHER_CODINGS,
 ]
 
 

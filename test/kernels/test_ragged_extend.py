@@ -13,7 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import OF_16_BITS, OF_EVERY_WIDTH, Shape, assert_as_good_as, filled_batch, poison, sampled
+from kernel_cases import (
+    OF_16_BITS,
+    OF_EVERY_WIDTH,
+    OF_OTHER_CODINGS,
+    Shape,
+    assert_as_good_as,
+    filled_batch,
+    poison,
+    sampled,
+)
 from test_extend import Chunks, exact, make
 
 from oscar_kernels import extend_plan, ragged_plan, reference
@@ -160,7 +169,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", sampled([*SHAPES, *OF_16_BITS]), ids=str)
+@pytest.mark.parametrize("shape", sampled([*SHAPES, *OF_16_BITS, *OF_OTHER_CODINGS]), ids=str)
 def test_prefix_copies_equal_the_cache(shape: Shape, device: torch.device) -> None:
     """Spans that begin and end anywhere, in any order; rows around them stay as they were."""
     batch = filled_batch(shape, [150, 5, 90], device, ring_starts=[140, 0, 0])

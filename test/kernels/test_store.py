@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import (
     OF_16_BITS,
+    OF_OTHER_CODINGS,
     Shape,
     empty_cache,
     random_rotation,
@@ -38,7 +39,12 @@ from oscar_kernels.triton.store import store
 
 @pytest.mark.parametrize(
     ("shape", "clip"),
-    [*((shape, 0.96) for shape in SHAPES), (SHAPES[0], 0.7), (SHAPES[2], 0.7), (SHAPES[1], 1.0)],
+    [
+        *((shape, 0.96) for shape in (*SHAPES, *OF_OTHER_CODINGS[:4])),
+        (SHAPES[0], 0.7),
+        (SHAPES[2], 0.7),
+        (SHAPES[1], 1.0),
+    ],
     ids=str,
 )
 def test_store_matches_reference(shape: Shape, clip: float, device: torch.device) -> None:
@@ -46,7 +52,8 @@ def test_store_matches_reference(shape: Shape, clip: float, device: torch.device
     caches, slots, (q, k, v), (rk, rv), q_rot = run_both(shape, tokens, clip, device, rotate_v=clip != 1.0)
     for x, rotation, name in ((k, rk, "k"), (v, rv, "v")):
         rows, wanted = (getattr(cache, f"{name}_rows") for cache in caches)
-        assert_correctly_rounded(rows[slots.row], exact(x, rotation), shape.layout_of(name), clip)
+        book = caches[0].k_codebook if name == "k" else None
+        assert_correctly_rounded(rows[slots.row], exact(x, rotation), shape.layout_of(name), clip, book=book)
         codes = slice(0, shape.layout_of(name).params_offset)
         assert (rows[:, codes] != wanted[:, codes]).double().mean() < 2e-3
         untouched = torch.ones(len(rows), dtype=torch.bool, device=device)
@@ -112,7 +119,7 @@ def test_a_side_of_16_bits(shape: Shape, rotated: bool, device: torch.device) ->
 @pytest.mark.parametrize(
     ("shape", "clip"),
     [
-        *((shape, 0.96) for shape in (*SHAPES[:5], SHAPES[8], SHAPES[9])),
+        *((shape, 0.96) for shape in (*SHAPES[:5], SHAPES[8], SHAPES[9], *OF_OTHER_CODINGS[1:4])),
         *((SHAPES[number], clip) for number, clip in ((0, 0.88), (0, 1.0), (3, 0.88), (8, 1.0))),
     ],
     ids=str,
@@ -123,7 +130,8 @@ def test_fitted_rows_match_reference(shape: Shape, clip: float, device: torch.de
     plain, *_ = run_both(shape, 37, clip, device, rotate_v=True)
     for x, rotation, name in ((k, rk, "k"), (v, rv, "v")):
         rows, wanted, without = (getattr(cache, f"{name}_rows")[slots.row] for cache in (*caches, plain[0]))
-        assert_fitted(rows, without, exact(x, rotation), shape.layout_of(name), 0.98)
+        book = caches[0].k_codebook if name == "k" else None
+        assert_fitted(rows, without, exact(x, rotation), shape.layout_of(name), 0.98, book)
         (codes, *got), (wanted_codes, *want) = (
             split_rows(rows, shape.layout_of(name)),
             split_rows(wanted, shape.layout_of(name)),
@@ -214,12 +222,12 @@ def test_nan_stays_in_its_token(device: torch.device) -> None:
 
 @pytest.mark.parametrize("gain", [0.0, 0.98])
 @pytest.mark.parametrize("rotated", [True, False])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3], OF_OTHER_CODINGS[0]], ids=str)
 def test_a_nan_is_kept_in_its_vector(shape: Shape, rotated: bool, gain: float, device: torch.device) -> None:
     """One channel of one head: all of that head of that token is read back as NaN, nothing else changes."""
     tokens, d = 20, shape.head_dim
     rotation = random_rotation(d, 1, device) if rotated else None
-    layer = shape.format(*(SideTransform(rotation, clip=clip, gain=gain) for clip in (0.96, 0.92)))
+    layer = shape.format(*(SideTransform(rotation, clip=clip, gain=gain) for clip in (0.96, 0.92))).to(device)
     slots = StoreSlots(torch.arange(tokens, device=device), *(torch.full((tokens,), -1, device=device),) * 2)
     k = random_vectors((tokens, shape.kv_heads, d), shape.dtype, 1, device)
     broken = k.clone()

@@ -22,19 +22,26 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("capability", "bits"),
+    ("capability", "sides"),
     [
         (90, (2, 2)),
         *(
             pytest.param(*of, marks=pytest.mark.slow)
-            for of in [(80, (3, 2)), (90, (4, 16)), (90, (16, 4)), (100, (4, 4))]
+            for of in [
+                (80, (3, 2)),
+                (90, (4, 16)),
+                (90, (16, 4)),
+                (90, ("2:codebook", "2:symmetric")),
+                (100, (4, 4)),
+                (100, ("2:codebook", "3:symmetric")),
+            ]
         ),
     ],
     ids=str,
 )
-def test_kernels_compile(capability: int, bits: tuple[int, int], cache: Path) -> None:
+def test_kernels_compile(capability: int, sides: tuple[int | str, int | str], cache: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), str(capability), *map(str, bits)]
+    command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), str(capability), *map(str, sides)]
     done = subprocess.run(
         command,
         env=env | {"TRITON_CACHE_DIR": str(cache)},

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import (
     OF_16_BITS,
     OF_EVERY_WIDTH,
+    OF_OTHER_CODINGS,
     Batch,
     Shape,
     assert_as_good_as,
@@ -79,7 +80,7 @@ def test_triton(windows: Windows, tokens: int, device: torch.device) -> None:
     check(replace(SMALL, windows=windows), tokens, LENGTHS[3:6], device)
 
 
-@pytest.mark.parametrize("shape", sampled([*OF_EVERY_WIDTH, *OF_16_BITS[:2]]), ids=str)
+@pytest.mark.parametrize("shape", sampled([*OF_EVERY_WIDTH, *OF_16_BITS[:2], *OF_OTHER_CODINGS]), ids=str)
 def test_triton_with_rows_of_every_width(shape: Shape, device: torch.device) -> None:
     windows = shape.windows
     check(replace(shape, windows=Windows(windows.sink, windows.recent, windows.recent + 4)), 4, [50], device)

@@ -15,6 +15,9 @@ from oscar_kernels import layout
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 EXACT = tl.constexpr(layout.EXACT)
 """Bits of rows without codes."""
+AFFINE = tl.constexpr(layout.AFFINE)
+SYMMETRIC = tl.constexpr(layout.SYMMETRIC)
+CODEBOOK = tl.constexpr(layout.CODEBOOK)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 CODES_PER_UNIT = tl.constexpr(2.0**24)
@@ -34,6 +37,12 @@ def plane_count(bits):
 def code_bytes(head_dim, bits):
     """Bytes of a head's codes or numbers."""
     return head_dim * bits // 8
+
+
+@triton.constexpr_function
+def param_bytes(groups, dtype, coding):
+    """Bytes of a head's scales, and zero points where it has any."""
+    return groups * (2 if coding == layout.AFFINE else 1) * (dtype.primitive_bitwidth // 8)
 
 
 @triton.constexpr_function
@@ -64,9 +73,20 @@ def unit_group(unit, head_dim, bits, group):
 
 
 @triton.constexpr_function
-def unit_weight(unit, bits):
-    """What a unit's codes are multiplied by as :func:`unpack` gives them, 1 / CODES_PER_UNIT aside."""
+def unit_weight(unit, bits, coding=layout.AFFINE):
+    """What a unit's codes are multiplied by as :func:`unpack` gives them, 1 / CODES_PER_UNIT aside; 1 for points."""
+    if coding == layout.CODEBOOK:
+        return 1.0
     return 16.0 ** (unit % 2) if bits == 4 else 4.0 ** (unit % 4)
+
+
+@triton.jit
+def unit_channels(unit: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, CODING: tl.constexpr):
+    """Channels of a unit; unit j of a codebook, which has one group, holds channel j of every four."""
+    if CODING == CODEBOOK:
+        return tl.arange(0, D // 4) * 4 + unit
+    else:
+        return unit_start(unit, D, BITS, GROUP) + tl.arange(0, unit_size(D, BITS, GROUP))
 
 
 @triton.jit
@@ -202,17 +222,54 @@ def unpack(packed):
 
 
 @triton.jit
+def point_channel(word, channel):
+    """Number ``channel`` of points that are an int32 each."""
+    return (word << (24 - 8 * channel)) >> 24
+
+
+@triton.jit
+def load_points(rows, points, byte):
+    """Points by their indices: four fp16 tensors, one per channel of a point.
+
+    Args:
+        rows: pointers to the head's indices, of a shape that broadcasts with ``byte``.
+        points: int32 pointers to the head's points, likewise.
+        byte: 0 .. D / 4 - 1, along the axis of channels.
+    """
+    index = tl.load(rows + byte).to(tl.int32)
+    # A whole number n from -128 to 127 is the fp16 number whose bits are 0x6400 + n + 128, less 1152: no conversion.
+    word = tl.load(points + byte * 256 + index) ^ -0x7F7F7F80
+    channels = ()
+    for j in tl.static_range(4):
+        near = ((word >> (8 * j)) & 0xFF | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True)
+        channels = channels + (near - tl.full([], 1152.0, tl.float16),)
+    return channels
+
+
+@triton.jit
 def exact_channels(rows, head, D: tl.constexpr, DTYPE: tl.constexpr):
     """Pointers to the first channel of a head in rows of 16 bits at byte pointers, which broadcast with ``head``."""
     return rows.to(tl.pointer_type(DTYPE), bitcast=True) + head * D
 
 
 @triton.jit
-def load_params(params_ptrs, GROUPS: tl.constexpr, SCALE_DTYPE: tl.constexpr):
-    """Scales and zero points that begin at byte pointers: two tuples of GROUPS float32 tensors of that shape."""
+def load_params(
+    params_ptrs, GROUPS: tl.constexpr, SCALE_DTYPE: tl.constexpr, BITS: tl.constexpr, CODING: tl.constexpr
+):  # fmt: skip
+    """Scales and zero points that begin at byte pointers: two tuples of GROUPS float32 tensors of that shape.
+
+    Symmetric codes have a zero point in the middle of their levels, or NaN with the scale; points have 0.
+    """
     scales = ()
     zeros = ()
-    if SCALE_DTYPE == tl.float32:
+    if CODING != AFFINE:
+        middle: tl.constexpr = 0.5 * ((1 << BITS) - 1) if CODING == SYMMETRIC else 0.0
+        at = params_ptrs.to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
+        for g in tl.static_range(GROUPS):
+            scale = tl.load(at + g).to(tl.float32)
+            scales = scales + (scale,)
+            zeros = zeros + (tl.where(scale == scale, middle, scale),)
+    elif SCALE_DTYPE == tl.float32:
         at = params_ptrs.to(tl.pointer_type(tl.float32), bitcast=True)
         for g in tl.static_range(GROUPS):
             scales = scales + (tl.load(at + 2 * g),)

@@ -14,7 +14,7 @@ import triton
 from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries, check_visible
 from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.triton.decode_kernel import decode_kernel
-from oscar_kernels.triton.dtypes import row_constants
+from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
 from oscar_kernels.triton.merge import merge_kernel
 
 WINDOW_PART = 128
@@ -240,7 +240,8 @@ def _attend(
     }
     decode_kernel[(triton.cdiv(kv_heads, block_h), partials)](
         q_rot, q_rot.stride(0), q_rot.stride(1), q_rot if visible is None else visible, cache.k_rows, cache.v_rows,
-        cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table, tables.page_table.stride(0),
+        *codebook_tensors(cache.k_codebook, cache.k_layout.coding, q_rot), cache.k_sink, cache.v_sink, cache.k_ring,
+        cache.v_ring, tables.page_table, tables.page_table.stride(0),
         tables.kv_lens, tables.ring_row,
         tables.ring_start, tables.sink_block, workspace, partial_lse, batch, pieces, sm_scale,
         K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0), KV_HEADS=kv_heads,

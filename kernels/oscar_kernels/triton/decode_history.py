@@ -2,7 +2,8 @@
 
 A warp unpacks a tile's codes without converting them (see :mod:`arith`), and scale and zero point never touch a code:
 with c the codes, s and z scale and zero point of a token's group, ``q . k = s (q . c - z sum(q))`` and
-``sum p v = sum (p s) c - sum p s z``. So that p s fits float16 whatever the scale of the values, the running maximum of
+``sum p v = sum (p s) c - sum p s z``. Points of a codebook are codes, too: whole numbers, whose factor is multiplied
+into the queries. So that p s fits float16 whatever the scale of the values, the running maximum of
 the online softmax is that of log2(p s), not of log2(p).
 
 A side that is left exact is read as numbers of 16 bits, as windows are.
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.triton.arith import (
+    CODEBOOK,
     CODES_PER_UNIT,
     EXACT,
     LOG2_E,
@@ -23,10 +25,13 @@ from oscar_kernels.triton.arith import (
     exp2,
     load_codes,
     load_params,
+    load_points,
     log2,
     narrow,
+    param_bytes,
     plane_count,
     reciprocal,
+    unit_channels,
     unit_group,
     unit_size,
     unit_start,
@@ -37,27 +42,36 @@ Q_PEAK = tl.constexpr(2.0**13)
 """Queries enter the tensor cores as float16 with largest magnitude in [Q_PEAK, 2 Q_PEAK)."""
 Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
 """log2(e) * CODES_PER_UNIT / Q_PEAK: what makes a product of such queries with codes a logit in log2."""
+Q_UNSCALE_POINTS = tl.constexpr(1.4426950408889634 / 2.0**13)
+"""The same with points, which are no subnormals."""
 
 
 @triton.jit
-def _load_units(q_rows, mask, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """The queries by units of the keys (:func:`unit_start`): float32 [BLOCK_H, UNIT, BLOCK_G] each."""
+def _load_units(
+    q_rows, mask, factor_rows, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, CODING: tl.constexpr
+):  # fmt: skip
+    """The queries by units of the keys (:func:`unit_channels`): float32 [BLOCK_H, UNIT, BLOCK_G] each, with a codebook
+    times its factors at pointers [BLOCK_H].
+    """
     UNIT: tl.constexpr = unit_size(D, BITS, GROUP)
     units = ()
     for u in tl.static_range(D // UNIT):
-        channel = unit_start(u, D, BITS, GROUP) + tl.arange(0, UNIT)
-        q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=mask[:, None, :], other=0.0)
-        units = units + (q.to(tl.float32),)
+        channel = unit_channels(u, D, BITS, GROUP, CODING)
+        q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=mask[:, None, :], other=0.0).to(tl.float32)
+        if CODING == CODEBOOK:
+            q = q * tl.load(factor_rows[:, None] + tl.arange(0, UNIT)[None, :])[:, :, None]
+        units = units + (q,)
     return units
 
 
 @triton.jit
 def attend_history(
-    q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head,
+    q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, pages_ptr, head,
     tile_begin, tile_end, begin, end, sm_scale, o_rows, lse_ptrs,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
+    V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A piece of history: positions [begin, end) of tiles [tile_begin, tile_end); every tile has one at least."""
     K_UNIT: tl.constexpr = unit_size(D, K_BITS, K_GROUP)
@@ -75,7 +89,7 @@ def attend_history(
         q = narrow(q.to(tl.float32), EXACT_DTYPE)
     else:
         # Queries: normalized by one power of two, without the weight that its bit position gives to a plane.
-        wide = _load_units(q_rows, q_mask, D, K_BITS, K_GROUP)
+        wide = _load_units(q_rows, q_mask, k_factor_ptr + head * (D // 4), D, K_BITS, K_GROUP, K_CODING)
         largest = tl.full([], 1e-30, tl.float32)
         for u in tl.static_range(K_UNITS):
             # The queries share it: those of a draft that are no numbers keep it out of the others'.
@@ -84,10 +98,10 @@ def attend_history(
             largest = tl.maximum(largest, tl.max(tl.max(tl.max(size, 2), 1), 0))
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = Q_PEAK / power
-        unscale = power * (sm_scale * Q_UNSCALE)
+        unscale = power * (sm_scale * (Q_UNSCALE_POINTS if K_CODING == CODEBOOK else Q_UNSCALE))
         q = ()
         for u in tl.static_range(K_UNITS):
-            q = q + ((wide[u] * (factor * (1.0 / unit_weight(u, K_BITS)))).to(tl.float16),)
+            q = q + ((wide[u] * (factor * (1.0 / unit_weight(u, K_BITS, K_CODING)))).to(tl.float16),)
         q_sums = ()
         for g in tl.static_range(K_GROUPS):
             q_sum = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
@@ -108,9 +122,8 @@ def attend_history(
     for u in tl.static_range(V_UNITS):
         out = out + (tl.zeros([BLOCK_H, V_UNIT, BLOCK_G], tl.float32),)
 
-    PARAM: tl.constexpr = 2 * (SCALE_DTYPE.primitive_bitwidth // 8)
-    k_head_params = KV_HEADS * K_CODE_BYTES + head * (K_GROUPS * PARAM)
-    v_head_params = KV_HEADS * V_CODE_BYTES + head * (V_GROUPS * PARAM)
+    k_head_params = KV_HEADS * K_CODE_BYTES + head * param_bytes(K_GROUPS, SCALE_DTYPE, K_CODING)
+    v_head_params = KV_HEADS * V_CODE_BYTES + head * param_bytes(V_GROUPS, SCALE_DTYPE, V_CODING)
     for tile in range(tile_begin, tile_end):
         position = tile * BLOCK_N + offset
         live = (position >= begin) & (position < end)
@@ -130,11 +143,17 @@ def attend_history(
             at = exact_channels(k_row[None, :, None], head[:, None, None], D, EXACT_DTYPE) + channel[None, None, :]
             logits = dot(tl.load(at), q, tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)) * (sm_scale * LOG2_E)
         else:
-            scales, zeros = load_params(k_row[None, :] + k_head_params[:, None], K_GROUPS, SCALE_DTYPE)
+            scales, zeros = load_params(
+                k_row[None, :] + k_head_params[:, None], K_GROUPS, SCALE_DTYPE, K_BITS, K_CODING
+            )
             at = k_row[None, :, None] + (head * K_CODE_BYTES)[:, None, None]
             codes = ()
-            for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
-                codes = codes + load_codes(at, span, k_byte[None, None, :], D, K_BITS, K_UNIT)
+            if K_CODING == CODEBOOK:
+                points = k_points_ptr + (head * (D // 4 * 256))[:, None, None]
+                codes = load_points(at, points, k_byte[None, None, :])
+            else:
+                for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+                    codes = codes + load_codes(at, span, k_byte[None, None, :], D, K_BITS, K_UNIT)
             logits = tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)
             for g in tl.static_range(K_GROUPS):
                 product = tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)
@@ -142,12 +161,15 @@ def attend_history(
                     if unit_group(u, D, K_BITS, K_GROUP) == g:
                         product = dot(codes[u], q[u], product)
                 logits += product * (scales[g] * unscale)[:, :, None]
-                logits -= (scales[g] * zeros[g])[:, :, None] * q_sums[g]
+                if K_CODING != CODEBOOK:
+                    logits -= (scales[g] * zeros[g])[:, :, None] * q_sums[g]
         logits = tl.where(live[None, :, None], logits, float("-inf"))
 
         # Online softmax over log2(p * largest value scale); numbers of 16 bits have no scale.
         if V_BITS != EXACT:
-            scales, zeros = load_params(v_row[None, :] + v_head_params[:, None], V_GROUPS, SCALE_DTYPE)
+            scales, zeros = load_params(
+                v_row[None, :] + v_head_params[:, None], V_GROUPS, SCALE_DTYPE, V_BITS, V_CODING
+            )
             largest_scale = scales[0]
             for g in tl.static_range(1, V_GROUPS):
                 largest_scale = tl.maximum(largest_scale, scales[g])

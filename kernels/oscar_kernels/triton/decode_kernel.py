@@ -105,11 +105,12 @@ def first_token(request, DRAFTS: tl.constexpr, QUERIES: tl.constexpr, PASSES: tl
 
 @triton.jit(do_not_specialize=["batch", "pieces", "page_table_stride"])
 def decode_kernel(
-    q_ptr, q_stride_token, q_stride_head, visible_ptr, k_rows_ptr, v_rows_ptr,
+    q_ptr, q_stride_token, q_stride_head, visible_ptr, k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr,
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr,
     ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, SINK_PARTS: tl.constexpr, WINDOW_PARTS: tl.constexpr, PART: tl.constexpr,
     MIN_TILES: tl.constexpr, BATCH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -156,9 +157,10 @@ def decode_kernel(
             tiles = (end + BLOCK_N - 1) // BLOCK_N - first_tile
             attend_history(
                 q_rows + first_token(request, DRAFTS, QUERIES, PASSES) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr,
-                page_table_ptr + row.to(tl.int64) * page_table_stride, read_head,
+                k_points_ptr, k_factor_ptr, page_table_ptr + row.to(tl.int64) * page_table_stride, read_head,
                 first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
-                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_GROUP, V_GROUP, SCALE_DTYPE,
+                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_CODING, V_CODING, K_GROUP,
+                V_GROUP, SCALE_DTYPE,
                 EXACT_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
             )  # fmt: skip
     elif WINDOW_PARTS > 0:

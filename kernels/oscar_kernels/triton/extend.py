@@ -13,7 +13,7 @@ import torch
 import triton
 
 from oscar_kernels.cache import BatchTables, LayerCache, check_lse
-from oscar_kernels.triton.dtypes import row_constants
+from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
 from oscar_kernels.triton.extend_kernel import extend_kernel
 
 STAGES = 2
@@ -79,7 +79,8 @@ def extend(
     extend_kernel[(triton.cdiv(tokens, per_tile) + batch, kv_heads)](
         q, q.stride(0), q.stride(1), q_rot, q_rot.stride(0), q_rot.stride(1), k, k.stride(0), k.stride(1), v,
         v.stride(0), v.stride(1), cache.k_rows, cache.v_rows,
-        cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table, tables.page_table.stride(0),
+        *codebook_tensors(cache.k_codebook, cache.k_layout.coding, q_rot), cache.k_sink, cache.v_sink, cache.k_ring,
+        cache.v_ring, tables.page_table, tables.page_table.stride(0),
         tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, qo_indptr, out, out.stride(0),
         out.stride(1), qo_indptr if lse is None else lse, batch, sm_scale, K_STRIDE=cache.k_rows.stride(0),
         V_STRIDE=cache.v_rows.stride(0), KV_HEADS=kv_heads, GQA=gqa,

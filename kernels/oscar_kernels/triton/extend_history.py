@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.triton.arith import (
+    CODEBOOK,
     CODES_PER_UNIT,
     EXACT,
     LOG2_E,
@@ -18,16 +19,19 @@ from oscar_kernels.triton.arith import (
     exp2,
     load_codes,
     load_params,
+    load_points,
     log2,
     narrow,
+    param_bytes,
     plane_count,
     reciprocal,
+    unit_channels,
     unit_group,
     unit_size,
     unit_start,
     unit_weight,
 )
-from oscar_kernels.triton.decode_history import Q_PEAK, Q_UNSCALE
+from oscar_kernels.triton.decode_history import Q_PEAK, Q_UNSCALE, Q_UNSCALE_POINTS
 
 
 @triton.jit
@@ -37,11 +41,25 @@ def load_rows(rows, mask, start, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _load_unit(
+    q_rows, mask, factor_row, u: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    CODING: tl.constexpr,
+):  # fmt: skip
+    """The queries' channels of a unit of the keys, float32 [rows, UNIT], with a codebook times its factors."""
+    channel = unit_channels(u, D, BITS, GROUP, CODING)
+    q = tl.load(q_rows[:, None] + channel[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    if CODING == CODEBOOK:
+        q = q * tl.load(factor_row + tl.arange(0, D // 4))[None, :]
+    return q
+
+
+@triton.jit
 def attend_history(
-    state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, pages_ptr, head, begin, end, sm_scale,
+    state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, pages_ptr, head, begin, end, sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
+    V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold history positions [begin, end) into ``state``, which must be fresh; see decode for the arithmetic."""
     K_UNIT: tl.constexpr = unit_size(D, K_BITS, K_GROUP)
@@ -61,35 +79,35 @@ def attend_history(
         channel = tl.arange(0, D)
         q = narrow(load_rows(q_rows, q_mask, 0, D).to(tl.float32), EXACT_DTYPE)
     else:
+        factor_row = k_factor_ptr + head * (D // 4)
         largest = tl.full([], 1e-30, tl.float32)
         for u in tl.static_range(K_UNITS):
-            wide = load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
+            wide = _load_unit(q_rows, q_mask, factor_row, u, D, K_BITS, K_GROUP, K_CODING)
             # Tokens share it: one whose query is no number keeps it out of the others'.
             size = tl.abs(wide)
             size = tl.where(size < float("inf"), size, 0.0)
             largest = tl.maximum(largest, tl.max(tl.max(size, 1), 0))
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = Q_PEAK / power
-        unscale = power * (sm_scale * Q_UNSCALE)
+        unscale = power * (sm_scale * (Q_UNSCALE_POINTS if K_CODING == CODEBOOK else Q_UNSCALE))
         q = ()
         q_sums = ()
         for g in tl.static_range(K_GROUPS):
             q_sum = tl.zeros([BLOCK_M], tl.float32)
             for u in tl.static_range(K_UNITS):
                 if unit_group(u, D, K_BITS, K_GROUP) == g:
-                    wide = load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
+                    wide = _load_unit(q_rows, q_mask, factor_row, u, D, K_BITS, K_GROUP, K_CODING)
                     q_sum += tl.sum(wide, 1)
             q_sums = q_sums + (q_sum * (sm_scale * LOG2_E),)
         for u in tl.static_range(K_UNITS):
-            wide = load_rows(q_rows, q_mask, unit_start(u, D, K_BITS, K_GROUP), K_UNIT).to(tl.float32)
-            q = q + ((wide * (factor * (1.0 / unit_weight(u, K_BITS)))).to(tl.float16),)
+            wide = _load_unit(q_rows, q_mask, factor_row, u, D, K_BITS, K_GROUP, K_CODING)
+            q = q + ((wide * (factor * (1.0 / unit_weight(u, K_BITS, K_CODING)))).to(tl.float16),)
 
     offset = tl.arange(0, BLOCK_N)
     k_byte = tl.arange(0, K_UNIT)
     v_byte = tl.arange(0, V_UNIT)
-    PARAM: tl.constexpr = 2 * (SCALE_DTYPE.primitive_bitwidth // 8)
-    k_head_params = KV_HEADS * K_CODE_BYTES + head * (K_GROUPS * PARAM)
-    v_head_params = KV_HEADS * V_CODE_BYTES + head * (V_GROUPS * PARAM)
+    k_head_params = KV_HEADS * K_CODE_BYTES + head * param_bytes(K_GROUPS, SCALE_DTYPE, K_CODING)
+    v_head_params = KV_HEADS * V_CODE_BYTES + head * param_bytes(V_GROUPS, SCALE_DTYPE, V_CODING)
     for tile in range(begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N):
         position = tile * BLOCK_N + offset
         live = (position >= begin) & (position < end)
@@ -107,11 +125,14 @@ def attend_history(
             at = exact_channels(k_row, head, D, EXACT_DTYPE)[None, :] + channel[:, None]
             logits = dot(q, tl.load(at), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (sm_scale * LOG2_E)
         else:
-            scales, zeros = load_params(k_row + k_head_params, K_GROUPS, SCALE_DTYPE)
+            scales, zeros = load_params(k_row + k_head_params, K_GROUPS, SCALE_DTYPE, K_BITS, K_CODING)
             codes = ()
-            for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
-                at = k_row[None, :] + head * K_CODE_BYTES
-                codes = codes + load_codes(at, span, k_byte[:, None], D, K_BITS, K_UNIT)
+            at = k_row[None, :] + head * K_CODE_BYTES
+            if K_CODING == CODEBOOK:
+                codes = load_points(at, k_points_ptr + head * (D // 4 * 256), k_byte[:, None])
+            else:
+                for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+                    codes = codes + load_codes(at, span, k_byte[:, None], D, K_BITS, K_UNIT)
             logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for g in tl.static_range(K_GROUPS):
                 product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -119,11 +140,12 @@ def attend_history(
                     if unit_group(u, D, K_BITS, K_GROUP) == g:
                         product = dot(q[u], codes[u], product)
                 logits += product * (scales[g] * unscale)[None, :]
-                logits -= q_sums[g][:, None] * (scales[g] * zeros[g])[None, :]
+                if K_CODING != CODEBOOK:
+                    logits -= q_sums[g][:, None] * (scales[g] * zeros[g])[None, :]
         logits = tl.where(live[None, :], logits, float("-inf"))
 
         if V_BITS != EXACT:
-            scales, zeros = load_params(v_row + v_head_params, V_GROUPS, SCALE_DTYPE)
+            scales, zeros = load_params(v_row + v_head_params, V_GROUPS, SCALE_DTYPE, V_BITS, V_CODING)
             largest_scale = scales[0]
             for g in tl.static_range(1, V_GROUPS):
                 largest_scale = tl.maximum(largest_scale, scales[g])

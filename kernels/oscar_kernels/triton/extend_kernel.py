@@ -50,12 +50,13 @@ def _fold(
 @triton.jit(do_not_specialize=["batch", "page_table_stride"])
 def extend_kernel(
     q_ptr, q_stride_token, q_stride_head, q_rot_ptr, q_rot_stride_token, q_rot_stride_head, k_ptr, k_stride_token,
-    k_stride_head, v_ptr, v_stride_token, v_stride_head, k_rows_ptr, v_rows_ptr,
+    k_stride_head, v_ptr, v_stride_token, v_stride_head, k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr,
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr, ring_row_ptr,
     ring_start_ptr, sink_block_ptr, qo_indptr_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, batch,
     sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
+    V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_LSE: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -96,9 +97,10 @@ def extend_kernel(
     q_rows = q_rot_ptr + index * q_rot_stride_token + q_head * q_rot_stride_head
     if ring_begin > sink_end:
         top, total, out = attend_history(
-            (top, total, out), q_rows, q_mask, k_rows_ptr, v_rows_ptr,
+            (top, total, out), q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr,
             page_table_ptr + request.to(tl.int64) * page_table_stride, head, sink_end, ring_begin, sm_scale, K_STRIDE,
-            V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_GROUP, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, PAGE, BLOCK_M, BLOCK_N,
+            V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_CODING, V_CODING, K_GROUP, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, PAGE,
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
     offset = tl.arange(0, BLOCK_N)
     if SINK + RECENT > 0:

@@ -12,17 +12,20 @@ import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.triton.arith import (
+    CODEBOOK,
     EXACT,
     code_bytes,
     exact_channels,
     load_params,
     narrow,
+    param_bytes,
     plane_count,
+    point_channel,
     unit_group,
     unit_size,
     unit_start,
 )
-from oscar_kernels.triton.dtypes import TRITON_DTYPES, row_constants
+from oscar_kernels.triton.dtypes import TRITON_DTYPES, codebook_tensors, row_constants
 from oscar_kernels.triton.finite import finite_or_zero
 from oscar_kernels.triton.plan import split_lengths
 
@@ -44,16 +47,16 @@ def _copy_window(out_rows, window_rows, mask, D: tl.constexpr, FINITE: tl.conste
 
 @triton.jit
 def _decode_rows(
-    out_rows, rows, mask, head, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, FINITE: tl.constexpr, DTYPE: tl.constexpr,
+    out_rows, rows, mask, head, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, CODING: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FINITE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One head of the history rows of codes at byte pointers [BLOCK], dequantized, to the workspace."""
     CODE_BYTES: tl.constexpr = code_bytes(D, BITS)
     PLANES: tl.constexpr = plane_count(BITS)
     GROUPS: tl.constexpr = D // GROUP
     UNIT: tl.constexpr = unit_size(D, BITS, GROUP)
-    params = rows + (KV_HEADS * CODE_BYTES + head * (2 * GROUPS * (SCALE_DTYPE.primitive_bitwidth // 8)))
-    scales, zeros = load_params(params, GROUPS, SCALE_DTYPE)
+    params = rows + (KV_HEADS * CODE_BYTES + head * param_bytes(GROUPS, SCALE_DTYPE, CODING))
+    scales, zeros = load_params(params, GROUPS, SCALE_DTYPE, BITS, CODING)
     byte = tl.arange(0, UNIT)
     codes = rows[:, None] + head * CODE_BYTES
     for span in tl.static_range(D // UNIT // PLANES):
@@ -78,6 +81,24 @@ def _decode_rows(
 
 
 @triton.jit
+def _look_up_rows(
+    out_rows, rows, mask, head, points_ptr, factor_ptr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One head of the history rows of a codebook at byte pointers [BLOCK], as numbers, to the workspace."""
+    CODE_BYTES: tl.constexpr = D // 4
+    params = rows + (KV_HEADS * CODE_BYTES + head * param_bytes(1, SCALE_DTYPE, CODEBOOK))
+    scales, _ = load_params(params, 1, SCALE_DTYPE, 2, CODEBOOK)
+    byte = tl.arange(0, CODE_BYTES)
+    index = tl.load(rows[:, None] + (head * CODE_BYTES + byte)[None, :]).to(tl.int32)
+    word = tl.load(points_ptr + ((head * CODE_BYTES + byte) * 256)[None, :] + index)
+    factor = tl.load(factor_ptr + head * CODE_BYTES + byte)
+    for j in tl.static_range(4):
+        x = scales[0][:, None] * (factor[None, :] * point_channel(word, j).to(tl.float32))
+        tl.store(out_rows[:, None] + (4 * byte + j)[None, :], narrow(x, DTYPE), mask=mask[:, None])
+
+
+@triton.jit
 def _copy_exact(
     out_rows, rows, mask, head, D: tl.constexpr, EXACT_DTYPE: tl.constexpr, FINITE: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
@@ -87,8 +108,9 @@ def _copy_exact(
 
 @triton.jit
 def _copy_side(
-    out_ptr, rows_ptr, sink_ptr, ring_ptr, pages_ptr, position, out_row, live, head, sink_end, ring_begin, block, ring,
-    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    out_ptr, rows_ptr, points_ptr, factor_ptr, sink_ptr, ring_ptr, pages_ptr, position, out_row, live, head, sink_end,
+    ring_begin, block, ring, STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    CODING: tl.constexpr, GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
     RECENT: tl.constexpr, RING: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
@@ -105,8 +127,10 @@ def _copy_side(
         rows = rows_ptr + (page * PAGE + (position & (PAGE - 1))) * STRIDE
         if BITS == EXACT:
             _copy_exact(out_rows, rows, history, head, D, EXACT_DTYPE, FINITE, DTYPE)
+        elif CODING == CODEBOOK:
+            _look_up_rows(out_rows, rows, history, head, points_ptr, factor_ptr, KV_HEADS, D, SCALE_DTYPE, DTYPE)
         else:
-            _decode_rows(out_rows, rows, history, head, KV_HEADS, D, BITS, GROUP, SCALE_DTYPE, FINITE, DTYPE)
+            _decode_rows(out_rows, rows, history, head, KV_HEADS, D, BITS, CODING, GROUP, SCALE_DTYPE, FINITE, DTYPE)
     if SINK > 0:
         sink = live & (position < sink_end)
         if tl.max(sink.to(tl.int32), 0) > 0:
@@ -120,11 +144,12 @@ def _copy_side(
 
 @triton.jit(do_not_specialize=["spans", "page_table_stride"])
 def _prefix_kernel(
-    k_rows_ptr, v_rows_ptr, k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride,
+    k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr,
+    page_table_ptr, page_table_stride,
     kv_lens_ptr, ring_row_ptr, ring_start_ptr, sink_block_ptr, request_ptr, begin_ptr, indptr_ptr, k_out_ptr,
     v_out_ptr, spans,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
     RECENT: tl.constexpr, RING: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -151,14 +176,16 @@ def _prefix_kernel(
     pages_ptr = page_table_ptr + request.to(tl.int64) * page_table_stride
     if tl.program_id(2) == 0:
         _copy_side(
-            k_out_ptr, k_rows_ptr, k_sink_ptr, k_ring_ptr, pages_ptr, position, out_first + offset, live, head,
-            sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, K_BITS, K_GROUP, SCALE_DTYPE,
+            k_out_ptr, k_rows_ptr, k_points_ptr, k_factor_ptr, k_sink_ptr, k_ring_ptr, pages_ptr, position,
+            out_first + offset, live, head,
+            sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, K_BITS, K_CODING, K_GROUP, SCALE_DTYPE,
             EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, False,
         )  # fmt: skip
     else:
         _copy_side(
-            v_out_ptr, v_rows_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position, out_first + offset, live, head,
-            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_GROUP, SCALE_DTYPE,
+            v_out_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position,
+            out_first + offset, live, head,
+            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_CODING, V_GROUP, SCALE_DTYPE,
             EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, True,
         )  # fmt: skip
 
@@ -191,7 +218,8 @@ def copy_prefixes(
     if k_out.shape[0] == 0 or spans == 0:
         return
     _prefix_kernel[(kv_heads, triton.cdiv(k_out.shape[0], BLOCK) + spans, 2)](
-        cache.k_rows, cache.v_rows, cache.k_sink, cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
+        cache.k_rows, cache.v_rows, *codebook_tensors(cache.k_codebook, cache.k_layout.coding, k_out), cache.k_sink,
+        cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
         tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, requests,
         begins, indptr, k_out, v_out, spans, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
         KV_HEADS=kv_heads, D=head_dim, **row_constants(cache), DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,

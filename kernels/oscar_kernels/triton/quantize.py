@@ -5,10 +5,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from oscar_kernels.codec import STRETCH as CODEC_STRETCH
+from oscar_kernels import scales
 from oscar_kernels.triton.arith import narrow, plane_count
 
-STRETCH = tl.constexpr(CODEC_STRETCH)
+STRETCH = tl.constexpr(scales.STRETCH)
+MIN_RANGE = tl.constexpr(scales.MIN_RANGE)
+
+
+@triton.constexpr_function
+def symmetric_step(bits):
+    """Scale of symmetric codes relative to the rms of a group."""
+    return scales.STEP[bits]
+
+
+@triton.jit
+def fitted(length, along, scale, gain):
+    """The scale with which codes reach ``gain`` times what they stand for, within STRETCH of the one given.
+
+    ``length`` is <y, y>, ``along`` <codes, y>.
+    """
+    positive = along > 0
+    wanted = tl.div_rn(gain * length, tl.where(positive, along, 1.0))
+    wanted = tl.where(positive, wanted, scale)
+    return tl.minimum(tl.maximum(wanted, scale * (1.0 / STRETCH)), scale * STRETCH)
+
+
+@triton.jit
+def stored_scale(scale, SCALE_DTYPE: tl.constexpr):
+    """Scales in their dtype, in float16 normal and finite."""
+    if SCALE_DTYPE == tl.float16:
+        scale = tl.minimum(tl.maximum(scale, 0.00006103515625), 65504.0)
+    return narrow(scale, SCALE_DTYPE)
 
 
 @triton.jit
@@ -89,8 +116,8 @@ def quantize(
     if SCALE_DTYPE == tl.float16:
         # As in the codec: keep scale and zero = -low / scale within float16, and the scale normal.
         largest = tl.maximum(tl.abs(low), tl.abs(high))
-        scale = tl.minimum(tl.maximum(tl.maximum(scale, largest * (1.0 / 32768)), 0.00006103515625), 65504.0)
-    scale = narrow(scale, SCALE_DTYPE)
+        scale = tl.maximum(scale, largest * (1.0 / 32768))
+    scale = stored_scale(scale, SCALE_DTYPE)
     wide_scale = scale.to(tl.float32)
     zero = narrow(tl.div_rn(-low, wide_scale), SCALE_DTYPE)
     inverse = tl.div_rn(tl.full(low.shape, 1.0, tl.float32), wide_scale)
@@ -106,15 +133,35 @@ def quantize(
         mean_code = tl.sum(code, 2) * (1.0 / GROUP)
         rest = rest - mean[:, :, None]
         along = tl.sum((code - mean_code[:, :, None]) * rest, 2)
-        positive = along > 0
-        fitted = tl.div_rn(gain * tl.sum(rest * rest, 2), tl.where(positive, along, 1.0))
-        fitted = tl.where(positive, fitted, wide_scale)
-        fitted = tl.minimum(tl.maximum(fitted, wide_scale * (1.0 / STRETCH)), wide_scale * STRETCH)
-        if SCALE_DTYPE == tl.float16:
-            fitted = tl.minimum(tl.maximum(fitted, 0.00006103515625), 65504.0)
-        scale = narrow(fitted, SCALE_DTYPE)
+        scale = stored_scale(fitted(tl.sum(rest * rest, 2), along, wide_scale, gain), SCALE_DTYPE)
         zero = narrow(mean_code - tl.div_rn(middle + mean, scale.to(tl.float32)), SCALE_DTYPE)
     nan = narrow(tl.full(low.shape, float("nan"), tl.float32), SCALE_DTYPE)
     scale = tl.where(broken[:, None], nan, scale)
     zero = tl.where(broken[:, None], nan, zero)
     return tl.reshape(code, [BLOCK, D]), broken, scale, zero
+
+
+@triton.jit
+def quantize_symmetric(
+    y, whole, gain, BITS: tl.constexpr, GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, FITTED: tl.constexpr
+):  # fmt: skip
+    """Codes float32 [BLOCK, D], which vectors have a NaN, and scale [BLOCK, D/GROUP] in SCALE_DTYPE; see
+    :func:`quantize`.
+    """
+    LEVELS: tl.constexpr = 1 << BITS
+    BLOCK: tl.constexpr = y.shape[0]
+    D: tl.constexpr = y.shape[1]
+    grouped = tl.reshape(y, [BLOCK, D // GROUP, GROUP])
+    rms = tl.sqrt_rn(tl.sum(grouped * grouped, 2) * (1.0 / GROUP))
+    scale = stored_scale(tl.maximum(rms * symmetric_step(BITS), MIN_RANGE), SCALE_DTYPE)
+    wide_scale = scale.to(tl.float32)
+    inverse = tl.div_rn(tl.full(rms.shape, 1.0, tl.float32), wide_scale)
+    code = tl.floor(grouped * inverse[:, :, None] + 0.5 * LEVELS)
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS - 1)
+    broken = tl.max((whole != whole).to(tl.int32), 1) > 0
+    if FITTED:
+        rest = tl.reshape(whole, [BLOCK, D // GROUP, GROUP])
+        along = tl.sum((code - 0.5 * (LEVELS - 1)) * rest, 2)
+        scale = stored_scale(fitted(tl.sum(rest * rest, 2), along, wide_scale, gain), SCALE_DTYPE)
+    nan = narrow(tl.full(rms.shape, float("nan"), tl.float32), SCALE_DTYPE)
+    return tl.reshape(code, [BLOCK, D]), broken, tl.where(broken[:, None], nan, scale)

@@ -16,10 +16,12 @@ import triton.language as tl
 
 from oscar_kernels.cache import Copies, LayerCache, StoreSlots
 from oscar_kernels.codec import clip_rank
+from oscar_kernels.layout import CODEBOOK as CODEBOOK_CODING
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
-from oscar_kernels.triton.arith import EXACT, code_bytes, exact_channels, narrow
-from oscar_kernels.triton.dtypes import row_constants
-from oscar_kernels.triton.quantize import clip, pack, pack_high, quantize
+from oscar_kernels.triton.arith import AFFINE, CODEBOOK, EXACT, code_bytes, exact_channels, narrow, param_bytes
+from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
+from oscar_kernels.triton.nearest import store_nearest
+from oscar_kernels.triton.quantize import clip, pack, pack_high, quantize, quantize_symmetric, stored_scale
 from oscar_kernels.triton.rotate import (
     check_vectors,
     host_tile_count,
@@ -43,14 +45,19 @@ def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constex
 
 @triton.jit
 def _store_codes(
-    rows, y, mask, head, gain, x_ptr, HEADS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr,
+    rows, y, mask, head, gain, x_ptr, HEADS: tl.constexpr, BITS: tl.constexpr, CODING: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr,
+    HAS_CENTER: tl.constexpr,
 ):  # fmt: skip
     """Clip and quantize vectors, and write them to rows of codes at byte pointers [BLOCK]."""
     D: tl.constexpr = y.shape[1]
     # float32 has 13 bits of mantissa more than float16 and 16 more than bfloat16.
     ZERO_BITS: tl.constexpr = 0 if TERMS > 0 or HAS_CENTER else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
-    code, broken, scale, zero = quantize(clip(y, mask, RANK, ZERO_BITS), y, gain, BITS, GROUP, SCALE_DTYPE, FITTED)
+    clipped = clip(y, mask, RANK, ZERO_BITS)
+    if CODING == AFFINE:
+        code, broken, scale, zero = quantize(clipped, y, gain, BITS, GROUP, SCALE_DTYPE, FITTED)
+    else:
+        code, broken, scale = quantize_symmetric(clipped, y, gain, BITS, GROUP, SCALE_DTYPE, FITTED)
     CODE_BYTES: tl.constexpr = code_bytes(D, BITS)
     GROUPS: tl.constexpr = D // GROUP
     codes = rows + head * CODE_BYTES
@@ -62,25 +69,48 @@ def _store_codes(
         tl.store(codes[:, None] + tl.arange(0, D // 4)[None, :], low, mask=mask[:, None])
     else:
         tl.store(codes[:, None] + tl.arange(0, CODE_BYTES)[None, :], pack(code, broken, BITS), mask=mask[:, None])
-    params = (rows + HEADS * CODE_BYTES).to(tl.pointer_type(SCALE_DTYPE), bitcast=True) + head * (2 * GROUPS)
-    at = params[:, None] + 2 * tl.arange(0, GROUPS)[None, :]
-    tl.store(at, scale, mask=mask[:, None])
-    tl.store(at + 1, zero, mask=mask[:, None])
+    params = rows + (HEADS * CODE_BYTES + head * param_bytes(GROUPS, SCALE_DTYPE, CODING))
+    params = params.to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
+    group = tl.arange(0, GROUPS)[None, :]
+    if CODING == AFFINE:
+        at = params[:, None] + 2 * group
+        tl.store(at, scale, mask=mask[:, None])
+        tl.store(at + 1, zero, mask=mask[:, None])
+    else:
+        tl.store(params[:, None] + group, scale, mask=mask[:, None])
+
+
+@triton.jit
+def _store_indices(
+    rows, y, mask, head, gain, points_ptr, factor_ptr, HEADS: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    FITTED: tl.constexpr,
+):  # fmt: skip
+    """Find the nearest points of vectors, all of one head, and write them to rows at byte pointers [BLOCK]."""
+    CODE_BYTES: tl.constexpr = y.shape[1] // 4
+    codes = rows + head * CODE_BYTES
+    scale = store_nearest(codes, y, mask, head, gain, points_ptr, factor_ptr, SCALE_DTYPE, FITTED)
+    params = rows + (HEADS * CODE_BYTES + head * param_bytes(1, SCALE_DTYPE, CODEBOOK))
+    at = params.to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
+    tl.store(at[:, None], stored_scale(scale, SCALE_DTYPE), mask=mask[:, None])
 
 
 @triton.jit
 def _store_tile(
     x_ptr, stride_token, stride_head, r_ptr, center_ptr, rows_ptr, row_stride, ring_ptr, sink_ptr,
-    row_index_ptr, ring_index_ptr, sink_index_ptr, copy_ptr, copy_index_ptr, tile, tokens, gain,
-    HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    row_index_ptr, ring_index_ptr, sink_index_ptr, copy_ptr, copy_index_ptr, tile, tokens, gain, points_ptr, factor_ptr,
+    HEADS: tl.constexpr, SETS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, CODING: tl.constexpr,
+    GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, R_SCALE: tl.constexpr, TERMS: tl.constexpr,
     RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the places it goes to."""
+    # Heads that share a matrix may have points of their own, and then have tiles of their own.
     x_rows, mask, token, head, matrix = vectors_of_tile(
-        x_ptr, stride_token, stride_head, tile, tokens, HEADS, SETS, BLOCK
+        x_ptr, stride_token, stride_head, tile, tokens, HEADS, HEADS if CODING == CODEBOOK else SETS, BLOCK
     )
+    if SETS == 1:
+        matrix = 0
     if BITS == EXACT and TERMS == 0:
         # Nothing is worked out: what is not finite stays in its channel.
         y = tl.load(x_rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
@@ -98,8 +128,12 @@ def _store_tile(
     if BITS == EXACT:
         at = exact_channels(rows, head, D, EXACT_DTYPE)[:, None] + tl.arange(0, D)[None, :]
         tl.store(at, narrow(y, EXACT_DTYPE), mask=mask[:, None])
+    elif CODING == CODEBOOK:
+        _store_indices(rows, y, mask, head, gain, points_ptr, factor_ptr, HEADS, SCALE_DTYPE, FITTED)
     else:
-        _store_codes(rows, y, mask, head, gain, x_ptr, HEADS, BITS, GROUP, SCALE_DTYPE, TERMS, RANK, FITTED, HAS_CENTER)
+        _store_codes(
+            rows, y, mask, head, gain, x_ptr, HEADS, BITS, CODING, GROUP, SCALE_DTYPE, TERMS, RANK, FITTED, HAS_CENTER
+        )
 
 
 @triton.jit(do_not_specialize=["tokens", "k_gain", "v_gain"])
@@ -108,9 +142,10 @@ def _store_kernel(
     q_ptr, q_stride_token, q_stride_head, q_out_ptr, k_center_ptr,
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
     row_index_ptr, ring_index_ptr, sink_index_ptr, k_copy_ptr, v_copy_ptr, copy_index_ptr, tokens,
-    k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain,
+    k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain, k_points_ptr, k_factor_ptr,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr,
+    K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr,
     K_SETS: tl.constexpr, V_SETS: tl.constexpr, Q_SETS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
     K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
@@ -120,7 +155,7 @@ def _store_kernel(
 ):  # fmt: skip
     """Grid (key tiles + value tiles + query tiles); Q_HEADS = 0 has no queries."""
     tile = tl.program_id(0)
-    k_tiles = tile_count(tokens, HEADS, K_SETS, BLOCK)
+    k_tiles = tile_count(tokens, HEADS, HEADS if K_CODING == CODEBOOK else K_SETS, BLOCK)
     kv_tiles = k_tiles + tile_count(tokens, HEADS, V_SETS, BLOCK)
     if tile >= kv_tiles:
         if Q_HEADS > 0:
@@ -132,14 +167,16 @@ def _store_kernel(
         _store_tile(
             k_ptr, k_stride_token, k_stride_head, k_terms_ptr, k_center_ptr, k_rows_ptr, k_row_stride,
             k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, k_copy_ptr, copy_index_ptr, tile,
-            tokens, k_gain, HEADS, K_SETS, D, K_BITS, K_GROUP, SCALE_DTYPE, EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK,
+            tokens, k_gain, k_points_ptr, k_factor_ptr, HEADS, K_SETS, D, K_BITS, K_CODING, K_GROUP, SCALE_DTYPE,
+            EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK,
             K_FITTED, HAS_CENTER, HAS_RING, HAS_SINK, HAS_COPY, BLOCK,
         )  # fmt: skip
     else:
         _store_tile(
             v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
             v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, v_copy_ptr, copy_index_ptr,
-            tile - k_tiles, tokens, v_gain, HEADS, V_SETS, D, V_BITS, V_GROUP, SCALE_DTYPE, EXACT_DTYPE, V_SCALE,
+            tile - k_tiles, tokens, v_gain, k_points_ptr, k_factor_ptr, HEADS, V_SETS, D, V_BITS, V_CODING, V_GROUP,
+            SCALE_DTYPE, EXACT_DTYPE, V_SCALE,
             V_TERMS, V_RANK, V_FITTED, False, HAS_RING, HAS_SINK, HAS_COPY, BLOCK,
         )  # fmt: skip
 
@@ -188,18 +225,21 @@ def store(
     sides = _side("K", layer.key, heads, k) | _side("V", layer.value, heads, v)
     sides |= _terms("Q", None if q is None else layer.key.reading, q_heads, k)
     block, warps = tile_shape(tokens * (2 * heads + q_heads), head_dim)
-    counts = {"K": heads, "V": heads, "Q": q_heads}
-    tiles = sum(host_tile_count(tokens, count, sides[f"{name}_SETS"], block) for name, count in counts.items())
+    k_sets = heads if layer.key.coding == CODEBOOK_CODING else sides["K_SETS"]
+    counts = ((heads, k_sets), (heads, sides["V_SETS"]), (q_heads, sides["Q_SETS"]))
+    tiles = sum(host_tile_count(tokens, count, sets, block) for count, sets in counts)
     if tiles == 0:
         return q_out
     queries = (k, 0, 0, k) if q is None or q_out is None else (q, q.stride(0), q.stride(1), q_out)
     center = layer.key.center
+    points, factor = codebook_tensors(layer.key.codebook, layer.key.coding, k)
     copied = (k, v, slots.row) if copies is None else (copies.k, copies.v, copies.rows)
     _store_kernel[(tiles,)](
         k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), *queries, k if center is None else center,
         cache.k_rows, cache.v_rows, cache.k_rows.stride(0), cache.v_rows.stride(0),
         cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink, slots.row, slots.ring, slots.sink, *copied,
-        tokens, HEADS=heads, Q_HEADS=q_heads, D=head_dim, **row_constants(cache), **sides,
+        tokens, k_points_ptr=points, k_factor_ptr=factor, HEADS=heads, Q_HEADS=q_heads, D=head_dim,
+        **row_constants(cache), **sides,
         HAS_CENTER=center is not None, HAS_RING=cache.k_ring.numel() > 0, HAS_SINK=cache.k_sink.numel() > 0,
         HAS_COPY=copies is not None, BLOCK=block, num_warps=warps,
         # A product that is not rounded before it is added to moves codes that lie on a boundary.
