@@ -2,11 +2,12 @@
 
     python benchmark/kernels/bench_decode.py --kernels cuda,cuda:k3v2,cuda:k4v2,triton
     python benchmark/kernels/bench_decode.py --heads 16x2x256,32x2x256 --shapes 8x131072,32x32768
+    python benchmark/kernels/bench_decode.py --heads 28x4x128,12x2x128 --kernels cuda,cuda:k2bv2s --no-baseline
     python benchmark/kernels/bench_decode.py --baselines flashinfer,flashinfer_fp8,fa3,fa3_fp8
 
-A kernel reads codes of 2 bits unless widths of keys and values follow its name. Heads are query heads x kv heads x
-head_dim, by default those of Qwen3-8B; shapes are requests x tokens of each. Speedups are over the first baseline;
-those over another carry its name.
+A kernel reads codes of 2 bits unless widths of keys and values follow its name; s behind a width is coding symmetric, b
+codebook. Heads are query heads x kv heads x head_dim, by default those of Qwen3-8B; shapes are requests x tokens of
+each. Speedups are over the first baseline; those over another carry its name.
 """
 
 from __future__ import annotations

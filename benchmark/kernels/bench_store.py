@@ -19,7 +19,9 @@ FITTED = 0.98, 1.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--bits", default="k2v2", help="widths of keys and values, such as k3v2")
+    parser.add_argument(
+        "--bits", default="k2v2", help="widths of keys and values, such as k3v2; k2bv2s: codebook, symmetric"
+    )
     args = parser.parse_args()
     layouts = layouts_of(args.bits, QWEN3_8B.kv, QWEN3_8B.head_dim)
     limit = read_bandwidth()

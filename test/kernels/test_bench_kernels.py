@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from oscar_kernels.codec import decode_rows
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import SplitMatrix
+from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
 from oscar_tools.bench import decode as bench_decode
 from oscar_tools.bench import extend, measure, verify
 from oscar_tools.bench.loads import Load, Sizes
 from oscar_tools.bench.measure import Measurement
-from oscar_tools.bench.synthetic import Heads
+from oscar_tools.bench.store import prepared
+from oscar_tools.bench.synthetic import WINDOWS, Heads, layouts_of, random_cache
 from oscar_tools.bench.timing import read_bandwidth
 
 TINY = Sizes(Heads(2, 1, 128), (Load(1, 330),), (Load(1, 325),), 2, (3,), ((1, 20, 9),), read=1 << 19)
@@ -78,6 +82,17 @@ def test_outputs_are_multiplied_as_in_servers(kernel: str, monkeypatch: pytest.M
     for (_, first), (_, second) in zip(given[::2], given[1::2], strict=True):
         first.check(TINY.heads.kv, torch.bfloat16, arranged=kernel == "cuda")
         assert not torch.equal(first.terms, second.terms)
+
+
+def test_codings_follow_widths() -> None:
+    """Rows of such content are read back as numbers, and a layer has a codebook where they need one."""
+    layouts = key, value = layouts_of("k2bv3s", 2, 64)
+    assert [(of.coding, of.bits, of.group_size) for of in layouts] == [(CODEBOOK, 2, 64), (SYMMETRIC, 3, 64)]
+    cache = random_cache(64, 1, layouts, WINDOWS)
+    assert decode_rows(cache.k_rows, key, cache.k_codebook).isfinite().all()
+    assert decode_rows(cache.v_rows, value).isfinite().all()
+    assert prepared(layouts, SideTransform(), SideTransform()).key.codebook is not None
+    assert {of.coding for of in layouts_of("k3v2", 2, 64)} == {AFFINE}
 
 
 def test_the_bandwidth_is_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

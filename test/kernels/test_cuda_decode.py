@@ -30,6 +30,7 @@ from oscar_kernels.cache import StoreSlots, Windows
 from oscar_kernels.cuda.decode import arrange_reading, decode, make_workspace
 from oscar_kernels.cuda.store import arrange, store
 from oscar_kernels.cuda.variant import MAX_BATCH
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store as triton_store
@@ -64,6 +65,20 @@ WIDTHS = [
     if (k_bits, v_bits) != (2, 2)
 ]
 QWEN3 = [replace(SHAPES[0], windows=WINDOWS, k_bits=bits) for bits in (3, 4)]
+# Without zero points, and keys of codebooks: as many kv heads as fit, and one, whose rows are no whole words.
+CODINGS = [
+    *(replace(of, k_coding=SYMMETRIC, v_coding=SYMMETRIC) for of in (*WIDTHS[::4], *QWEN3, *SHAPES[4:])),
+    *(
+        Shape(kv_heads, gqa, head_dim, min(head_dim, 128), BF16, BF16, WINDOWS, 64, k_coding=CODEBOOK, v_coding=coding)
+        for kv_heads, gqa, head_dim, coding in (
+            *((4, gqa, 128, SYMMETRIC) for gqa in (1, 2, 4, 7, 16)),
+            (1, 5, 128, SYMMETRIC),
+            (2, 6, 128, AFFINE),
+            (8, 4, 64, SYMMETRIC),
+            (2, 12, 256, SYMMETRIC),
+        )
+    ),
+]
 
 
 def check(
@@ -101,7 +116,7 @@ def check(
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("shape", MATRIX + SHAPES + WIDTHS + QWEN3, ids=str)
+@pytest.mark.parametrize("shape", MATRIX + SHAPES + WIDTHS + QWEN3 + CODINGS, ids=str)
 def test_ragged_lengths(shape: Shape) -> None:
     """One token, fewer than the windows, borders of tiles and pages, several splits, and an empty request."""
     check(shape, [1, 64, 65, 0, 319, 320, 321, 385, 2000, 700])
@@ -109,7 +124,7 @@ def test_ragged_lengths(shape: Shape) -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("shape", MATRIX[::5] + SHAPES[::2] + WIDTHS[::6] + QWEN3, ids=str)
+@pytest.mark.parametrize("shape", MATRIX[::5] + SHAPES[::2] + WIDTHS[::6] + QWEN3 + CODINGS[::3], ids=str)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_outputs_are_multiplied(shape: Shape, per_head: bool) -> None:
     matrix = random_transform(shape.head_dim, 3, shape.kv_heads if per_head else None)[1]

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
+from oscar_kernels.codebook import GROUP, POINTS, Codebook
 from oscar_kernels.format import LayerFormat, SideFormat
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC, RowLayout
 from oscar_kernels.transform import SideTransform
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_tools.bench.timing import device, layers_of
@@ -49,21 +50,39 @@ class Heads(NamedTuple):
 QWEN3_8B = Heads(32, 8, 128)
 Layouts = tuple[RowLayout, RowLayout]
 """Rows of keys and of values."""
+CODINGS = {"s": SYMMETRIC, "b": CODEBOOK}
 
 
 def layouts_of(widths: str, kv_heads: int, head_dim: int, group_size: int = 128) -> Layouts:
-    """Rows of given widths in bits, such as k3v2 or k16v2."""
-    goal = BitGoal.parse(widths)
+    """Rows of given widths in bits, such as k3v2 or k16v2; in k2bv2s letters are codings: b codebook, s symmetric."""
+    goal = BitGoal.parse("".join(letter for letter in widths if letter not in CODINGS))
     assert goal.key is not None
     assert goal.value is not None
-    key, value = (RowLayout(kv_heads, head_dim, group_size, torch.bfloat16, bits) for bits in (goal.key, goal.value))
+    codings = (CODINGS.get(side[-1:], AFFINE) for side in widths.partition("v")[::2])
+    key, value = (
+        RowLayout(kv_heads, head_dim, min(group_size, head_dim), torch.bfloat16, bits, coding=coding)
+        for bits, coding in zip((goal.key, goal.value), codings, strict=True)
+    )
     return key, value
+
+
+def book_of(layout: RowLayout, seed: int = 0) -> Codebook | None:
+    """Random points where rows are indexes of points."""
+    if layout.coding != CODEBOOK:
+        return None
+    size = (layout.kv_heads, layout.head_dim // GROUP, POINTS, GROUP)
+    return Codebook.from_points(torch.randn(size, generator=torch.Generator().manual_seed(seed))).to(device())
 
 
 def layer_format(layouts: Layouts, key: SideTransform, value: SideTransform) -> LayerFormat:
     """Sides in rows of given layouts."""
     of_sides = zip(layouts, (key, value), strict=True)
-    sides = (SideFormat(layout.group_size, layout.scale_dtype, layout.bits, of) for layout, of in of_sides)
+    sides = (
+        SideFormat(
+            layout.group_size, layout.scale_dtype, layout.bits, of, coding=layout.coding, codebook=book_of(layout)
+        )
+        for layout, of in of_sides
+    )
     return LayerFormat(layouts[0].kv_heads, layouts[0].head_dim, *sides)
 
 
@@ -86,9 +105,14 @@ def random_cache(
             return data
         data.random_(generator=generator)
         params = torch.rand(
-            slots, layout.kv_heads * layout.groups, 2, device=where, generator=generator, dtype=torch.bfloat16
+            slots,
+            layout.kv_heads * layout.groups,
+            layout.group_params,
+            device=where,
+            generator=generator,
+            dtype=torch.bfloat16,
         )
-        params = params * 0.5 + torch.tensor([0.25, 1.25], device=where, dtype=torch.bfloat16)
+        params = params * 0.5 + torch.tensor([0.25, 1.25], device=where, dtype=torch.bfloat16)[: layout.group_params]
         data[:, layout.params_offset :] = params.to(layout.scale_dtype).flatten(1).view(torch.uint8)
         return data
 
@@ -96,7 +120,8 @@ def random_cache(
         return torch.randn((requests + 1, size, *heads), device=where, generator=generator).to(dtype)
 
     sinks, rings = ((window(size), window(size)) for size in (windows.sink, windows.ring))
-    return LayerCache(*layouts, windows, rows(layouts[0]), rows(layouts[1]), *sinks, *rings)
+    book = book_of(layouts[0], seed)
+    return LayerCache(*layouts, windows, rows(layouts[0]), rows(layouts[1]), *sinks, *rings, book)
 
 
 def shuffled_tables(lengths: list[int], page_size: int, seed: int = 0) -> tuple[BatchTables, int]:
