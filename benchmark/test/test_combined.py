@@ -17,7 +17,7 @@ from accuracy.calibration import Calibration, LayerActivations  # noqa: E402
 from accuracy.codebooks import GroupBooks, fitted_books, read_rows  # noqa: E402
 from accuracy.codes import Code, books_of, scalar  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
-from accuracy.methods.combined import Combined, planned  # noqa: E402
+from accuracy.methods.combined import Combined, allocated  # noqa: E402
 from oscar_rotation.fit.held_out import Request  # noqa: E402
 from oscar_rotation.math.attention_weights import attention_kl  # noqa: E402
 
@@ -78,10 +78,10 @@ def test_bits_go_where_they_save_most() -> None:
     """As many as the mean allows; zero points are counted."""
     losses = torch.tensor([[4.0, 1.0], [9.0, 1.0], [3.0, 2.9], [5.0, 1.0]])
     fours = (Code(256), Code(4096))
-    assert planned(losses, fours, 2.5, D).tolist() == [0, 1, 0, 1]
-    assert planned(losses, (Code(256), scalar(3)), 2.5, D).tolist() == [0, 1, 0, 0]
+    assert allocated(losses, fours, 2.5, D).tolist() == [0, 1, 0, 1]
+    assert allocated(losses, (Code(256), scalar(3)), 2.5, D).tolist() == [0, 1, 0, 0]
     with pytest.raises(ValueError, match="in the order of their bits"):
-        planned(losses, fours[::-1], 2.5, D)
+        allocated(losses, fours[::-1], 2.5, D)
 
 
 def test_points_are_moved_where_attention_loses_less() -> None:
