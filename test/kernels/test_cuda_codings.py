@@ -1,7 +1,8 @@
-"""The CUDA kernels with rows without zero points and with codebooks, thread by thread on the CPU."""
+"""The CUDA kernels with rows without zero points and with codebooks: on a Hopper GPU, or on a CPU thread by thread."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -36,13 +37,15 @@ from oscar_kernels.transform import SideTransform
 from oscar_kernels.visible import words_of
 from support.cuda_emulator import COMPILER, emulated
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernels themselves"),
+    pytest.mark.skipif(COMPILER is None and not HOPPER, reason="needs a C++ compiler"),
+    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0"),
 ]
 WINDOWS = Windows(16, 24, 32)
 FP16, FP32 = torch.float16, torch.float32
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if HOPPER else "cpu")
+running = nullcontext if HOPPER else emulated
 BOTH = Shape(
     kv_heads=2, gqa=4, head_dim=128, group=128, windows=WINDOWS, page_size=32, k_bits=3, k_coding=SYMMETRIC,
     v_coding=SYMMETRIC,
@@ -68,11 +71,11 @@ BOOKS = [
 def test_decode(shape: Shape) -> None:
     """Requests from nothing to several blocks' worth; rows that must not be read are NaN."""
     lengths = [1, 39, 0, 200]
-    batch = filled_batch(shape, lengths, CPU)
-    q = random_vectors((len(lengths), shape.q_heads, shape.head_dim), shape.dtype, 99, CPU)
+    batch = filled_batch(shape, lengths, DEVICE)
+    q = random_vectors((len(lengths), shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
     sm_scale = 0.4 * shape.head_dim**-0.5
-    lse = torch.full(q.shape[:2], float("nan"))
-    with emulated():
+    lse = torch.full(q.shape[:2], float("nan"), device=DEVICE)
+    with running():
         out = decode(batch.cache, batch.tables, q, sm_scale, lse=lse)
     assert_lse(lse, batch, q, sm_scale)
     wide = decode_exact(batch, q, sm_scale, torch.float64)
@@ -82,9 +85,9 @@ def test_decode(shape: Shape) -> None:
 @pytest.mark.parametrize("side", ["k_rows", "v_rows"])
 @pytest.mark.parametrize("shape", [SHAPES[1], BOOK], ids=str)
 def test_a_nan_reaches_the_heads_that_read_it(shape: Shape, side: str) -> None:
-    batch = filled_batch(shape, [170, 60], CPU)
-    q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, CPU)
-    with emulated():
+    batch = filled_batch(shape, [170, 60], DEVICE)
+    q = random_vectors((2, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
+    with running():
         clean = decode(batch.cache, batch.tables, q, 0.05)
         poison(batch, side, request=0, position=100)
         out = decode(batch.cache, batch.tables, q, 0.05)
@@ -96,12 +99,12 @@ def test_a_nan_reaches_the_heads_that_read_it(shape: Shape, side: str) -> None:
 @pytest.mark.parametrize("shape", [BOTH, BOOK], ids=str)
 def test_verify_with_outputs_multiplied(shape: Shape) -> None:
     lengths, tokens = [40, 1, 170], 5
-    batch, seen = with_new_tokens(filled_batch(shape, lengths, CPU), tokens), random_trees(len(lengths), tokens)
-    q = random_vectors((len(lengths) * tokens, shape.q_heads, shape.head_dim), shape.dtype, 99, CPU)
-    matrix = random_transform(shape.head_dim, 3, shape.kv_heads)[1]
+    batch, seen = with_new_tokens(filled_batch(shape, lengths, DEVICE), tokens), random_trees(len(lengths), tokens)
+    q = random_vectors((len(lengths) * tokens, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
+    matrix = random_transform(shape.head_dim, 3, shape.kv_heads)[1].to(DEVICE)
     reading = arrange_reading(split_matrix(matrix, shape.dtype))
-    with emulated():
-        out = verify(batch.cache, batch.tables, words_of(seen), q, 0.04, reading=reading)
+    with running():
+        out = verify(batch.cache, batch.tables, words_of(seen).to(DEVICE), q, 0.04, reading=reading)
     wide, plain = (
         multiplied(verify_exact(batch, seen, q, 0.04, dtype), matrix) for dtype in (torch.float64, shape.dtype)
     )
@@ -114,15 +117,15 @@ def test_verify_with_outputs_multiplied(shape: Shape) -> None:
 def test_store(shape: Shape, gain: float) -> None:
     """What is read back is as near as what the reference stores; bytes are its own but where rounding decides."""
     tokens, heads = 21, shape.q_heads + 2 * shape.kv_heads
-    slots = random_slots(tokens, shape.windows, 2 * shape.page_size, 5, CPU)
-    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, CPU)
+    slots = random_slots(tokens, shape.windows, 2 * shape.page_size, 5, DEVICE)
+    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, DEVICE)
     fused[3, -2] = 0.0
     fused[4, shape.q_heads, 7] = float("nan")
     q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
-    rk = random_rotation(shape.head_dim, 2, CPU)
-    layer = shape.format(SideTransform(rk, clip=0.96, gain=gain), SideTransform(clip=0.92, gain=gain))
-    caches = [empty_cache(shape, 2, 5, CPU, fill=7.0) for _ in range(2)]
-    with emulated():
+    rk = random_rotation(shape.head_dim, 2, DEVICE)
+    layer = shape.format(SideTransform(rk, clip=0.96, gain=gain), SideTransform(clip=0.92, gain=gain)).to(DEVICE)
+    caches = [empty_cache(shape, 2, 5, DEVICE, fill=7.0) for _ in range(2)]
+    with running():
         store(caches[0], slots, k, v, arrange(prepare(layer, shape.dtype)), q, shape.page_size)
     reference.store(caches[1], slots, k, v, layer)
     for x, name in ((exact(k, rk), "k"), (exact(v, None), "v")):

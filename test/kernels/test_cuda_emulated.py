@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.cuda.decode import arrange_reading, decode, make_workspace
 from oscar_kernels.cuda.store import arrange, store
 from oscar_kernels.cuda.variant import MAX_BATCH
+from oscar_kernels.layout import CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from support.cuda_emulator import COMPILER, emulated
@@ -54,6 +56,8 @@ SHAPES = [
         kv_heads=1, gqa=6, head_dim=128, group=64, windows=Windows(0, 0, 0), page_size=32, v_bits=3, scale_dtype=FP16
     ),
 ]
+CODED = replace(SHAPES[0], k_coding=CODEBOOK, v_coding=SYMMETRIC)
+"""See ``test_cuda_codings.py``."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -102,9 +106,9 @@ def test_outputs_are_multiplied(shape: Shape, per_head: bool, multiprocessors: i
     assert_as_good_as(runs[0], multiplied(wide, matrix), multiplied(plain, matrix))
 
 
-def test_a_request_does_not_depend_on_its_company() -> None:
+@pytest.mark.parametrize("shape", [SHAPES[1], CODED], ids=str)
+def test_a_request_does_not_depend_on_its_company(shape: Shape) -> None:
     """Alone it is cut into other pieces, which may move its last bits and nothing else."""
-    shape = SHAPES[1]
     batch = filled_batch(shape, [330, 170, 40, 60], CPU)
     q = random_vectors((4, shape.q_heads, shape.head_dim), shape.dtype, 99, CPU)
     names = ("page_table", "kv_lens", "ring_row", "ring_start", "sink_block")
@@ -156,8 +160,9 @@ def test_store(shape: Shape, gain: float) -> None:
     assert ((q_rot.double() - wide).abs() <= rounding * wide.abs() + 1e-5 * wide.norm(dim=-1, keepdim=True)).all()
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[5]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "per_head"), [*product((SHAPES[1], SHAPES[3], SHAPES[5]), (False, True)), (CODED, False)], ids=str
+)
 def test_store_is_the_same_on_any_gpu(shape: Shape, per_head: bool) -> None:
     """A block takes as many tiles as there are too many for the multiprocessors: all of them, some, or one."""
     tokens, heads = 37, shape.q_heads + 2 * shape.kv_heads
