@@ -94,7 +94,7 @@ def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
         forward_mode=ForwardMode.EXTEND,
         batch_size=count,
         input_ids=ids.to(device, non_blocking=True),
-        # Row 0 and page 0 are dummies; a page holds the whole sink, so no two tokens of a block share a slot.
+        # Seat 0 and page 0 are dummies; a page holds the whole sink, so no two tokens of a block share a slot.
         req_pool_indices=torch.zeros(count, dtype=beside.req_pool_indices.dtype, device=device),
         seq_lens=on_device.to(beside.seq_lens.dtype),
         out_cache_loc=positions.to(beside.out_cache_loc.dtype),
