@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.codebook import Codebook
+from oscar_kernels.cuda.books import arranged_book, searched_points
 from oscar_kernels.format import LayerFormat, SideFormat
-from oscar_kernels.layout import RowLayout
+from oscar_kernels.layout import CODEBOOK, RowLayout
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.attention import decode_choice
@@ -66,7 +70,11 @@ def test_matrices(sets: int | None) -> None:
     shape = (64, 64) if sets is None else (sets, 64, 64)
     matrix = torch.eye(64).expand(shape).contiguous()
     key = SideTransform(matrix, matrix * 2, torch.zeros(2, 64))
+    book = Codebook(torch.zeros(2, 16, 256, 4, dtype=torch.int8), torch.ones(2, 16))
+    points = book.points.nbytes + book.factor.nbytes + arranged_book(book).nbytes + searched_points(book).nbytes
     layer = LayerFormat(2, 64, SideFormat(64, transform=key), SideFormat(64, transform=SideTransform(matrix)))
+    coded = replace(layer, key=replace(layer.key, coding=CODEBOOK, codebook=book))
+    assert matrix_bytes({0: coded}, BF16) == matrix_bytes({0: layer}, BF16) + points
     made = prepare(layer, BF16)
     terms = sum(x.terms.nbytes for x in (made.key.matrix, made.key.reading, made.value.matrix) if x is not None)
     back = made.value.reading

@@ -8,9 +8,11 @@ from sglang.kernels.ops.kvcache import cache_move
 from sglang.srt.mem_cache import memory_pool
 
 from oscar_kernels import reference
-from oscar_kernels.cache import StoreSlots, Windows
+from oscar_kernels.cache import BatchTables, StoreSlots, Windows
+from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.build import cached_layers
 from sglang_oscar.memory.layer import CachedLayer
@@ -57,11 +59,26 @@ def test_what_servers_register_is_each_layers_own() -> None:
     assert addresses == [buffer.data_ptr() for buffer in (*pool.k_buffer, *pool.v_buffer)]
 
 
-@pytest.mark.parametrize("bits", [[(2, 2)] * 2, [(2, 4)] * 2, [(2, 2), (3, 2), (4, 16)]])
-def test_whole_rows_are_moved(bits: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's kernel, on a CPU in Triton's interpreter: also rows that are wider than the first keys."""
+@pytest.mark.parametrize(
+    ("bits", "heads", "coding"),
+    [
+        ([(2, 2)] * 2, 8, AFFINE),
+        ([(2, 4)] * 2, 8, AFFINE),
+        ([(2, 2), (3, 2), (4, 16)], 8, AFFINE),
+        ([(2, 2), (2, 3)], 1, SYMMETRIC),
+    ],
+)
+def test_whole_rows_are_moved(
+    bits: list[tuple[int, int]], heads: int, coding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SGLang's kernel, on a CPU in Triton's interpreter: also rows that are wider than the first keys or narrow."""
     formats = {
-        layer: LayerFormat(8, 128, SideFormat(128, bits=key), SideFormat(128, bits=value))
+        layer: LayerFormat(
+            heads,
+            128,
+            SideFormat(128, bits=key, coding=coding),
+            SideFormat(128, bits=value, coding=AFFINE if value == 16 else coding),
+        )
         for layer, (key, value) in enumerate(bits)
     }
     gpu = torch.cuda.is_available()
@@ -98,6 +115,28 @@ def set_up_as_on_a_gpu(pool: Int2TokenToKVPool, monkeypatch: pytest.MonkeyPatch)
         of_a_gpu.setattr(pool, "device", torch.device("cuda"))
         of_a_gpu.setattr(stock, "_init_kv_copy_and_warmup", on_the_cpu)
         pool._init_kv_copy_and_warmup()
+
+
+def test_codebooks_are_in_the_layers_tensors() -> None:
+    """As the format has them, and once: what is stored is read back by the reference."""
+    points = torch.randn(HEADS, D // 4, 256, 4, generator=torch.Generator().manual_seed(0))
+    key = SideFormat(64, coding=CODEBOOK, codebook=Codebook.from_points(points))
+    formats = {0: LayerFormat(HEADS, D, key, SideFormat(64, coding=SYMMETRIC)), 1: FORMATS[0]}
+    buffers = SideBuffers(Geometry(formats, WINDOWS, torch.bfloat16), 3, 4, "cpu")
+    pool = Int2TokenToKVPool(
+        SIZE, formats=formats, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=2
+    )
+    layers = cached_layers(formats, buffers.layer_caches(pool), "cpu")
+    layer, k = layers[0], torch.randn(PAGE, HEADS, D, generator=torch.Generator().manual_seed(1))
+    assert layer.cache.k_codebook is layer.format.key.codebook
+    assert layers[1].cache.k_codebook is None
+    none = torch.full((PAGE,), -1)
+    reference.store(layer.cache, StoreSlots(PAGE + torch.arange(PAGE), none, none), k, k, layer.format)
+    table, zeros = torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    tables = BatchTables(PAGE, table, torch.tensor([PAGE], dtype=torch.int32), zeros, zeros + PAGE, zeros)
+    for read, most in zip(reference.gather(layer.cache, tables, 0, PAGE), (0.2, 0.15), strict=True):
+        error = (read[WINDOWS.sink :] - k[WINDOWS.sink :]).square().mean()
+        assert error < most
 
 
 def test_layers_do_not_share_bytes() -> None:

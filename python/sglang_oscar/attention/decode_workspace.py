@@ -73,7 +73,7 @@ def without_rows(geometry: Geometry, device: str) -> list[LayerCache]:
 
 def matrix_bytes(formats: Mapping[int, LayerFormat], dtype: torch.dtype) -> int:
     """Bytes of the matrices of all layers: in float32, in terms of 16 bits, and in those once more in the order of the
-    CUDA kernel.
+    CUDA kernel; and of codebooks, as files have them and as both CUDA kernels read them.
     """
     terms = 2 * TERMS.get(dtype, max(TERMS.values()))
     total = 0
@@ -84,4 +84,7 @@ def matrix_bytes(formats: Mapping[int, LayerFormat], dtype: torch.dtype) -> int:
             total += 0 if side.center is None else 8 * side.center.numel()  # in either basis
         if (value := layer.value.transform.matrix) is not None:
             total += value.numel() * (4 + terms)  # what outputs are multiplied by
+        if (book := layer.key.codebook) is not None:
+            # The decode kernel's copy has its size, the store kernel's eight numbers of 16 bits for a point.
+            total += 2 * (book.points.nbytes + book.factor.nbytes) + 4 * book.points.nbytes
     return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oscar_kernels.cache import LayerCache
@@ -135,7 +135,13 @@ def cached_layers(
         caches: the tensors, of the same layers.
         device: of the tensors.
     """
-    return {layer_id: CachedLayer(caches[layer_id], layer.to(device)) for layer_id, layer in formats.items()}
+    layers = {}
+    for layer_id, layer in formats.items():
+        cache, moved = caches[layer_id], layer.to(device)
+        if moved.key.codebook is not None:
+            cache = replace(cache, k_codebook=moved.key.codebook)
+        layers[layer_id] = CachedLayer(cache, moved)
+    return layers
 
 
 def check_layers(model: Any, formats: Mapping[int, LayerFormat], windows: Collection[int] = ()) -> None:

@@ -39,10 +39,8 @@ class SideBuffers:
         for index, (layer_id, layer) in enumerate(self.geometry.formats.items()):
             own = slice(2 * index, 2 * index + 2)
             (k_sink, v_sink), (k_ring, v_ring), (k_rows, v_rows) = self.sink[own], self.ring[own], pool.rows(layer_id)
-            codebook = layer.key.codebook
             caches[layer_id] = LayerCache(
                 k_layout=layer.key_layout, v_layout=layer.value_layout, windows=self.geometry.windows, k_rows=k_rows,
                 v_rows=v_rows, k_sink=k_sink, v_sink=v_sink, k_ring=k_ring, v_ring=v_ring,
-                k_codebook=None if codebook is None else codebook.to(k_rows.device),
             )  # fmt: skip
         return caches
