@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import GIB, Geometry, row_layout
+from sglang_oscar.memory.part import Part
 from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, SIDE_SHARE, MemoryPlan, make_plan
 from sglang_oscar.settings import Settings
 
@@ -77,6 +79,28 @@ def test_derived_number_of_requests(geometry: Geometry, budget: int) -> None:
     if plan.max_running < DEFAULT_MAX_RUNNING:
         more = MemoryPlan(geometry, plan.max_running + 1, budget)
         assert more.side_bytes > SIDE_SHARE * budget
+
+
+@dataclass(frozen=True)
+class Beside(Part):
+    """Something of some bytes, and of more for every request."""
+
+    once: int
+    each: int
+
+    def fixed_bytes(self, requests: int) -> int:
+        """Both."""
+        return self.once + self.each * requests
+
+
+@given(geometries(), st.integers(16 * GIB, 400 * GIB), st.integers(0, GIB), st.integers(0, GIB // 16))
+def test_parts_count_as_side_buffers_do(geometry: Geometry, budget: int, once: int, each: int) -> None:
+    """No request more would leave the larger share of the budget to history, and none less is admitted."""
+    plan = make_plan(geometry, budget, None, 64, [Beside(once, each)])
+    if plan.max_running > 1:
+        assert plan.fixed_bytes <= SIDE_SHARE * budget
+    if plan.max_running < DEFAULT_MAX_RUNNING:
+        assert replace(plan, max_running=plan.max_running + 1).fixed_bytes > SIDE_SHARE * budget
 
 
 def test_more_memory_admits_more_requests() -> None:
