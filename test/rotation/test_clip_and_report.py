@@ -53,7 +53,7 @@ def test_several_ratios_at_once_equal_the_codec() -> None:
 
 def test_clip_ratio_minimizes_the_attention_error() -> None:
     samples = samples_of(0)
-    rotations = torch.eye(D).expand(2, -1, -1)
+    rotations = torch.linalg.qr(torch.randn(2, D, D, generator=torch.Generator().manual_seed(1)))[0]
     for side in ("k", "v"):
         ratio, errors = fit_clip_ratio(side, rotations, samples, D)  # type: ignore[arg-type]
         assert set(errors) == set(CLIP_GRID)
@@ -61,8 +61,8 @@ def test_clip_ratio_minimizes_the_attention_error() -> None:
         for candidate in CLIP_GRID:
             total = 0.0
             for sample in samples:
-                other = quantized(sample.k if side == "k" else sample.v, candidate, D)
-                exact = sample.k if side == "k" else sample.v
+                exact, rotation = sample.k if side == "k" else sample.v, rotations[sample.head]
+                other = quantized(exact @ rotation, candidate, D) @ rotation.mT
                 other = torch.cat([exact[: sample.sink], other[sample.sink :]])
                 k, v = (other, sample.v) if side == "k" else (sample.k, other)
                 scores = (sample.q.transpose(0, 1) @ k.T) * sample.sm_scale

@@ -49,7 +49,10 @@ ROTATED = 0.25
 TWO_HALVES = 0.1
 """With two ranks: each rounds its half of every sum to BF16."""
 PAGE, TURNS, TOKENS = 64, 3, 70
-TWO_TURNS = ("next_two_ranks", "oldest")
+EVERY = {"next_two_ranks": 2, "qwen3_5_text": 3, "qwen3_5_moe_text_chunked": 3}
+"""Configurations that are asked every second or third of the beginnings: two ranks take turns with two cores, and
+classes of text alone have the states and layers of other configurations."""
+TWO_TURNS = {*EVERY, "oldest"}
 """Configurations whose conversations end with the first hit: what later ones are is one rank's, in any release."""
 NO_OVERLAP = "--disable-overlap-schedule"
 MISTAKES_STATES = "0.5.17"
@@ -150,9 +153,7 @@ def test_every_turn_equals_stock(name: str, tmp_path: Path) -> None:
     text = [] if model_name == "qwen3_5" else ["--skip-tokenizer-init"]
     with serve(model, tmp_path / "log", *INT2, *text, *track, *args, env=env) as server:
         assert "states of linear layers" in server.text()
-        # Two ranks take turns with two cores: half of the beginnings, of every kind.
-        beginnings = opening()[:: 2 if "--tp-size" in args else 1]
-        turns = converse(server, beginnings, workers, 2 if name in TWO_TURNS else TURNS)
+        turns = converse(server, opening()[:: EVERY.get(name, 1)], workers, 2 if name in TWO_TURNS else TURNS)
         longest = max(turns[-1].prompts, key=len)
         again = Asked([longest] * 2, [answer for _ in range(2) for answer in ask(server, [longest])])
         assert refills(server) == 0

@@ -266,6 +266,29 @@ def test_missing_things_are_said_as_ever(tmp_path: Path) -> None:
     assert "No such file" in python(str(tmp_path / "none.py")).stderr
 
 
+class Unstarted:
+    """A warm process that is none, for whatever launch is like it."""
+
+    def __init__(self, launch: str) -> None:
+        self.warm, self.asked, self.closed = launch, 0, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_is_asked_least_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of warm processes there are four, and one for a server here and there takes no other's place for long."""
+    monkeypatch.setattr(pool, "Started", Unstarted)
+    monkeypatch.setattr(pool, "fits", lambda launch, warm: launch == warm)
+    monkeypatch.setattr(pool, "starts_workers", lambda launch: True)
+    monkeypatch.setattr(pool, "environment_for", lambda launch: launch)
+    own = pool.Pool()
+    often, once = [own.find(launch) for launch in "aabbcc"][::2], [own.find(launch) for launch in "defd"]
+    assert [one.closed for one in often] == [False] * 3
+    assert [one.closed for one in once] == [True, True, True, False]
+    assert own.find("a") is often[0]
+
+
 def test_dead_warm_process() -> None:
     """Nothing is started anew in silence when it is gone."""
     environment = dict(os.environ) | {"OF_A_DEAD_ONE": "1"}

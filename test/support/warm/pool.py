@@ -25,7 +25,9 @@ TESTS = Path(__file__).parents[2]
 
 
 class Started(Client):
-    """A warm process that was started by this one, with its log."""
+    """A warm process that was started by this one, with its log; ``asked`` counts what was forked from it."""
+
+    asked = 0
 
     def __init__(self, environment: dict[str, str]) -> None:
         link, other = socket.socketpair()
@@ -73,11 +75,14 @@ class Pool:
             fitting = next((client for client in self._started if fits(launch, client.warm)), None)
             if fitting is None and starts_workers(launch):
                 fitting = Started(environment_for(launch))
+                self._started.append(fitting)
             if fitting is not None:
-                # The one that was asked last stays longest.
-                self._started = [*(client for client in self._started if client is not fitting), fitting]
-                while len(self._started) > MOST:
-                    self._started.pop(0).close()
+                fitting.asked += 1
+            if len(self._started) > MOST:
+                # A release that has one server is not asked again; the installed one is, in most files.
+                least = min((client for client in self._started if client is not fitting), key=lambda one: one.asked)
+                self._started.remove(least)
+                least.close()
             return fitting
 
     def close(self) -> None:
