@@ -40,7 +40,7 @@ def lossless_cache(monkeypatch: pytest.MonkeyPatch, recent: int) -> LayerCache:
     monkeypatch.setattr(RowLayout, "param_bytes", property(lambda self: 0))
     monkeypatch.setattr(reference, "encode_rows", lambda y, *_: y.contiguous().view(len(y), -1).view(torch.uint8))
     monkeypatch.setattr(
-        reference, "decode_rows", lambda rows, _: rows.contiguous().view(torch.float32).view(-1, HEADS, D)
+        reference, "decode_rows", lambda rows, *_: rows.contiguous().view(torch.float32).view(-1, HEADS, D)
     )
     layout = RowLayout(HEADS, D, D)
     rows = [torch.zeros(SLOTS, layout.row_bytes, dtype=torch.uint8) for _ in range(2)]
