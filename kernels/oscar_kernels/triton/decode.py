@@ -12,6 +12,7 @@ import torch
 import triton
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries, check_visible
+from oscar_kernels.layout import CODEBOOK
 from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.triton.decode_kernel import decode_kernel
 from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
@@ -39,6 +40,8 @@ MOST_MERGED = 32
 """Query heads that a program merges and multiplies at most."""
 STAGES = 6
 """Tiles in flight, the one worked on included."""
+BOOK_STAGES = 4
+"""The same where keys have a codebook: points that are looked up are in flight, too, and 16 warps share the memory."""
 EXACT_TILE = 16
 """Tokens of a tile of history of which a side is left exact: such rows have up to eight times the bytes."""
 EXACT_BYTES = 64 * 1024
@@ -77,7 +80,7 @@ def tile_shape(cache: LayerCache, block_h: int) -> tuple[int, int, int | None]:
     registers = None if cache.head_dim == 256 else 128
     key, value = cache.k_layout, cache.v_layout
     if not (key.exact or value.exact):
-        return 32, STAGES, registers
+        return 32, BOOK_STAGES if key.coding == CODEBOOK else STAGES, registers
     tile_bytes = EXACT_TILE * block_h * (key.head_bytes + value.head_bytes)
     return EXACT_TILE, min(max(EXACT_BYTES // tile_bytes, 2), STAGES), registers
 
