@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from accuracy.codebooks import GroupBooks, read_rows
+from accuracy.codebooks import read_rows
 from oscar_rotation.fit.held_out import Request
 from oscar_rotation.math.attention_weights import attention_kl
+from oscar_rotation.math.group_books import GroupBooks
 
 EPOCHS, RATE, QUERIES = 4, 3e-3, 512
 """Times that every request is looked at; step of Adam, in root mean squares of a row; queries of a request, its last

@@ -4,20 +4,16 @@ channel as four levels each."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from oscar_kernels.codec import STRETCH
+from oscar_rotation.math.group_books import GroupBooks, fitted_books, rms
 
 POINTS, ROUNDS, EDGE, STEPS = 16, 120, 4.5, 161
 """Points of a codebook; rounds of Lloyd's algorithm; half the width of the grid that stands for a normal plane, and its
 values along an axis."""
-
-BLOCK_SCORES = 1 << 26
-"""Products of rows and points at a time: 256 MB in float32."""
 
 
 def nearest(pairs: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
@@ -70,86 +66,10 @@ def product_book(levels: tuple[float, ...]) -> torch.Tensor:
     return torch.cartesian_prod(axis, axis)
 
 
-@dataclass(frozen=True)
-class GroupBooks:
-    """A book for every kv head and every group of neighbouring channels.
-
-    Attributes:
-        points: float32 [heads, groups, points, channels].
-    """
-
-    points: torch.Tensor
-
-    @property
-    def bits(self) -> float:
-        """Of an index, per channel."""
-        return math.log2(self.points.shape[2]) / self.points.shape[3]
-
-    def nearest(self, x: torch.Tensor) -> torch.Tensor:
-        """Every group of channels replaced by the nearest point of its book: [heads, n, d] -> float32 of that shape."""
-        out = torch.empty_like(x, dtype=torch.float32)
-        for span, _, index in self._indices(x):
-            chosen = self.points.flatten(0, 1).gather(1, index[..., None].expand(-1, -1, self.points.shape[3]))
-            out[:, span] = chosen.unflatten(0, self.points.shape[:2]).transpose(1, 2).flatten(2)
-        return out
-
-    def refined(self, x: torch.Tensor, weights: torch.Tensor) -> GroupBooks:
-        """Every point moved to the mean of the rows nearest to it; a point that nothing is near to stays.
-
-        Args:
-            x: [heads, n, d].
-            weights: [heads, n], of the rows.
-        """
-        heads, groups, count, channels = self.points.shape
-        total = torch.zeros(heads * groups * count, channels + 1, device=x.device)
-        first = torch.arange(heads * groups, device=x.device)[:, None] * count
-        for span, rows, index in self._indices(x):
-            heavy = weights[:, None, span, None].expand(-1, groups, -1, 1).flatten(0, 1)
-            sums = torch.cat([rows * heavy, heavy], -1)
-            total.index_add_(0, (index + first).flatten(), sums.flatten(0, 1))
-        mass = total[:, -1:]
-        moved = torch.where(mass > 0, total[:, :-1] / mass.clamp_min(1e-30), self.points.reshape(-1, channels))
-        return GroupBooks(moved.view_as(self.points))
-
-    def rounded(self, dtype: torch.dtype) -> GroupBooks:
-        """Points as a float8 ``dtype`` holds them, with a factor per book that maps its largest to the largest."""
-        factor = self.points.abs().amax((-2, -1), keepdim=True).clamp_min(1e-12) / torch.finfo(dtype).max
-        return GroupBooks((self.points / factor).to(dtype).float() * factor)
-
-    def _indices(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Blocks of rows: their places, the rows [heads groups, rows, channels] and their points' numbers."""
-        heads, groups, count, channels = self.points.shape
-        books = self.points.flatten(0, 1)
-        # |x - p|^2 without |x|^2, which decides nothing.
-        half = -0.5 * books.square().sum(-1)[:, None]
-        step = max(1, BLOCK_SCORES // (heads * groups * count))
-        for begin in range(0, x.shape[1], step):
-            span = slice(begin, min(begin + step, x.shape[1]))
-            rows = x[:, span].float().unflatten(-1, (groups, channels)).transpose(1, 2).flatten(0, 1)
-            yield span, rows, torch.baddbmm(half, rows, books.mT).argmax(-1)
-
-
-def fitted_books(
-    x: torch.Tensor, weights: torch.Tensor, channels: int, points: int, rounds: int, seed: int = 0
-) -> GroupBooks:
-    """k-means of every kv head and group, all of them together, from rows that are drawn by their weights.
-
-    Args:
-        x: float32 [heads, n, d].
-        weights: [heads, n].
-        channels: of a group.
-        points: of a book.
-        rounds: of Lloyd's algorithm.
-        seed: of the draw.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    chances = weights.double().cpu() + 1e-12
-    drawn = torch.multinomial(chances, points, replacement=x.shape[1] < points, generator=generator).to(x.device)
-    rows = x.gather(1, drawn[..., None].expand(-1, -1, x.shape[2]))
-    books = GroupBooks(rows.unflatten(-1, (-1, channels)).transpose(1, 2).contiguous())
-    for _ in range(rounds):
-        books = books.refined(x, weights)
-    return books
+def in_float8(books: GroupBooks, dtype: torch.dtype) -> GroupBooks:
+    """Points as a float8 ``dtype`` holds them, with a factor per book that maps its largest to the largest."""
+    factor = books.points.abs().amax((-2, -1), keepdim=True).clamp_min(1e-12) / torch.finfo(dtype).max
+    return GroupBooks((books.points / factor).to(dtype).float() * factor)
 
 
 @cache
@@ -157,11 +77,6 @@ def gaussian_fours(points: int, samples: int = 40_000, rounds: int = 20) -> torc
     """Points for four standard normal channels, fitted to draws of them: float32 [points, 4]."""
     x = torch.randn(1, samples, 4, generator=torch.Generator().manual_seed(0))
     return fitted_books(x, torch.ones(1, samples), 4, points, rounds).points[0, 0]
-
-
-def rms(y: torch.Tensor) -> torch.Tensor:
-    """Root mean square of every row, [..., d] -> [..., 1]."""
-    return y.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-8)
 
 
 def read_rows(y: torch.Tensor, books: GroupBooks, gain: float, offset: bool = False) -> torch.Tensor:

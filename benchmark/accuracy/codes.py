@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from accuracy.codebooks import GroupBooks, fitted_books, gaussian_book, gaussian_fours, read_rows, rms
+from accuracy.codebooks import gaussian_book, gaussian_fours, read_rows
 from accuracy.quantizers import SIXTEEN, lloyd_max
 from oscar_rotation.math.fitted_rows import coded
+from oscar_rotation.math.group_books import GroupBooks, fitted_books, rms
 from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
 
 ROUNDS, SAMPLES = 20, 1 << 18

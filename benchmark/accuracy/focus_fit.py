@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from accuracy.focus_side import FocusLayer, FocusOptions, FocusSide, Request
-from oscar_rotation.math.attention_weights import Sensitivity, attention_kl, output_error, sensitivity
+from oscar_rotation.math.attention_weights import Sensitivity, attention_kl, mixed, output_error, sensitivity
 from oscar_rotation.math.balanced import SHRINKAGE, balance, shrunk
 from oscar_rotation.math.rotary_center import RotaryCenter, fit_center
 from oscar_rotation.recipes.plus import VALUE_GAIN
@@ -40,25 +40,6 @@ def split(requests: Sequence[Request], held_out: float) -> tuple[Sequence[Reques
         raise ValueError(f"the recipe focus needs two calibration requests or more, got {len(requests)}")
     count = min(len(requests) - 1, max(1, round(held_out * len(requests))))
     return requests[:-count], requests[-count:]
-
-
-def mixed(weights: Sequence[torch.Tensor], share: float, sink: int = 64) -> list[torch.Tensor]:
-    """``share`` of the weights and 1 - share of equal ones, both with mean 1 by head over all requests.
-
-    Args:
-        weights: [heads, n, ...] of every request.
-        share: 0 to 1.
-        sink: leading tokens that get none; at most an eighth of a request.
-    """
-    total = torch.stack([w.flatten(1).sum(1) for w in weights]).sum(0)
-    count = sum(w[0].numel() for w in weights)
-    out = []
-    for w in weights:
-        scaled = w * (count / total.clamp_min(1e-30)).view(-1, *[1] * (w.ndim - 1))
-        both = share * scaled + (1 - share) if share else torch.ones_like(w)
-        both[:, : min(sink, w.shape[1] // 8)] = 0
-        out.append(both)
-    return out
 
 
 def moment(xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,12 +14,13 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kerne
 from accuracy import scope  # noqa: E402
 from accuracy.book_refinement import refined  # noqa: E402
 from accuracy.calibration import Calibration, LayerActivations  # noqa: E402
-from accuracy.codebooks import GroupBooks, fitted_books, read_rows  # noqa: E402
+from accuracy.codebooks import read_rows  # noqa: E402
 from accuracy.codes import Code, books_of, scalar  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
 from accuracy.methods.combined import Combined, allocated  # noqa: E402
 from oscar_rotation.fit.held_out import Request  # noqa: E402
 from oscar_rotation.math.attention_weights import attention_kl  # noqa: E402
+from oscar_rotation.math.group_books import GroupBooks, fitted_books  # noqa: E402
 
 HEADS, D, LAYERS = 2, 16, 2
 

@@ -12,12 +12,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from accuracy.focus_fit import FocusFit, best, mixed, moment, split
+from accuracy.focus_fit import FocusFit, best, moment, split
 from accuracy.focus_side import FocusOptions, Request
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.layout import RowLayout
 from oscar_rotation.math import attention_weights
-from oscar_rotation.math.attention_weights import Exact, attention_kl, output_error, sensitivity
+from oscar_rotation.math.attention_weights import Exact, attention_kl, mixed, output_error, sensitivity
 from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.rotary_center import RotaryCenter, fit_center, turned
 

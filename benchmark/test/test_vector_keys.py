@@ -13,12 +13,14 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kerne
 
 from accuracy_figures import chart_names  # noqa: E402
 
-from accuracy import codebooks, scope  # noqa: E402
+from accuracy import scope  # noqa: E402
 from accuracy.calibration import Calibration, LayerActivations  # noqa: E402
-from accuracy.codebooks import GroupBooks, fitted_books, gaussian_fours, nearest, read_rows  # noqa: E402
+from accuracy.codebooks import gaussian_fours, in_float8, nearest, read_rows  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
 from accuracy.methods.nova import eigenbasis_of  # noqa: E402
 from accuracy.methods.vector_keys import weighted_keys  # noqa: E402
+from oscar_rotation.math import group_books  # noqa: E402
+from oscar_rotation.math.group_books import GroupBooks, fitted_books  # noqa: E402
 
 HEADS, D = 2, 16
 
@@ -39,7 +41,8 @@ def test_every_head_and_group_has_its_own_book(monkeypatch: pytest.MonkeyPatch) 
         for group in range(D // 4):
             book, span = found.points[head, group], slice(4 * group, 4 * group + 4)
             assert torch.equal(read[head, :, span], book[nearest(x[head, :, span], book)])
-    monkeypatch.setattr(codebooks, "BLOCK_SCORES", 7 * HEADS * (D // 4) * 8)
+    monkeypatch.setattr(group_books, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(group_books, "BLOCK_SCORES", {"cpu": 7 * 8 * 5})
     assert torch.equal(found.nearest(x), read)
     weights = torch.rand(HEADS, 50, generator=torch.Generator().manual_seed(3))
     moved = found.refined(x, weights)
@@ -74,7 +77,7 @@ def test_a_point_that_nothing_is_near_to_stays() -> None:
 def test_float8_points_use_the_whole_range(dtype: torch.dtype, error: float) -> None:
     """The largest of a book is exact, all others to half a step of the format, whatever the book's scale."""
     found = GroupBooks(books(64).points * torch.tensor([1e-4, 1e4])[:, None, None, None])
-    rounded = found.rounded(dtype)
+    rounded = in_float8(found, dtype)
     large = found.points.abs() > 0.01 * found.points.abs().amax((-2, -1), keepdim=True)
     assert float(((rounded.points - found.points) / found.points).abs()[large].max()) <= error
     torch.testing.assert_close(rounded.points.abs().amax((-2, -1)), found.points.abs().amax((-2, -1)))

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from oscar_kernels.codebook import Codebook
-from oscar_kernels.layout import AFFINE, AFFINE_VERSION, CODEBOOK, EXACT, FORMAT_VERSION, RowLayout
+from oscar_kernels.layout import AFFINE, AFFINE_VERSION, CODEBOOK, CODINGS, EXACT, FORMAT_VERSION, RowLayout
 from oscar_kernels.transform import SideTransform
 
 
@@ -155,16 +155,22 @@ def mean_bits(formats: Iterable[LayerFormat]) -> float:
 
 
 def code_widths(formats: Iterable[LayerFormat]) -> str:
-    """Bits of codes over all layers, in words; 16 is a side that is left exact.
+    """Bits of codes over all layers, in words, with codings where they are not all affine; 16 is a side that is left
+    exact.
 
-    >>> side = SideFormat(64)
+    >>> side, symmetric = SideFormat(64), SideFormat(64, coding="symmetric")
     >>> code_widths([LayerFormat(1, 64, SideFormat(64, bits=3), side), LayerFormat(1, 64, side, side)])
     'keys 2 to 3, values 2'
+    >>> code_widths([LayerFormat(1, 64, side, symmetric)])
+    'keys 2, values 2 (symmetric)'
     """
     said = []
-    widths = zip(*((of.key.bits, of.value.bits) for of in formats), strict=True)
-    for name, bits in zip(("keys", "values"), widths, strict=True):
-        said.append(f"{name} {min(bits)}" + (f" to {max(bits)}" if max(bits) > min(bits) else ""))
+    sides = zip(*((of.key, of.value) for of in formats), strict=True)
+    for name, of_layers in zip(("keys", "values"), sides, strict=True):
+        bits = sorted({side.bits for side in of_layers})
+        codings = [coding for coding in CODINGS if any(side.coding == coding for side in of_layers)]
+        more = f" to {bits[-1]}" if len(bits) > 1 else ""
+        said.append(f"{name} {bits[0]}{more}" + (f" ({', '.join(codings)})" if codings != [AFFINE] else ""))
     return ", ".join(said)
 
 

@@ -20,6 +20,8 @@ from sglang_oscar.names import CHOSEN_ROTATIONS, is_int2
 PREFIXES = ("SGLANG_OSCAR_", "SGLANG_MIXED_KV_", "SGLANG_ENABLE_MIXED_KV_")
 DEFAULT_K_CLIP, DEFAULT_V_CLIP = DEFAULT_CLIP_RATIOS["k"], DEFAULT_CLIP_RATIOS["v"]
 Bits = Annotated[Literal[2, 3, 4, 16], BeforeValidator(lambda text: int(text) if str(text).isdigit() else text)]
+KeyCoding = Literal["affine", "codebook"]
+ValueCoding = Literal["affine", "symmetric"]
 FloatName = Literal["bfloat16", "float16", "float32"]
 
 
@@ -31,6 +33,8 @@ UNSET = {
     "recipe": "(from the rotation files)",
     "k_bits": "(from the rotation file, else 2)",
     "v_bits": "(from the rotation file, else 2)",
+    "k_coding": "(from the rotation file, else affine)",
+    "v_coding": "(from the rotation file, else affine)",
     "k_clip_ratio": f"(from the rotation file, else {DEFAULT_K_CLIP})",
     "v_clip_ratio": f"(from the rotation file, else {DEFAULT_V_CLIP})",
 }
@@ -50,7 +54,8 @@ class Settings(BaseModel):
     """Settings of int2 mode; field aliases are the environment variables, descriptions are for docs/reference.md.
 
     ``recipe`` stays None where the variable is unset: then the rotation files say it. So do ``k_bits`` and ``v_bits``,
-    bits of a code or 16 for none, which are for built-in recipes: those have 2 unless told otherwise. ``k_clip_ratio``
+    bits of a code or 16 for none, and ``k_coding`` and ``v_coding``, which are for calibrations and built-in recipes:
+    those have affine codes of 2 bits unless told otherwise. ``k_clip_ratio``
     and ``v_clip_ratio`` stay None too: then the ratios stored in the rotation file apply, and after them the defaults
     0.96 and 0.92 (paper, section 5.1).
     """
@@ -113,6 +118,12 @@ class Settings(BaseModel):
         description="bits of a code of keys, for calibration on the spot, `hadamard`, `identity`; 16 keeps keys exact",
     )
     v_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_V_BITS", description="the same for values")
+    k_coding: KeyCoding | None = Field(
+        None,
+        alias="SGLANG_OSCAR_K_CODING",
+        description="codes of 2-bit keys, for calibration on the spot",
+    )
+    v_coding: ValueCoding | None = Field(None, alias="SGLANG_OSCAR_V_CODING", description="the same for values")
     allow_other_model: bool = Field(
         False, alias="SGLANG_OSCAR_ALLOW_OTHER_MODEL", description="accept a file that was fitted for another model"
     )

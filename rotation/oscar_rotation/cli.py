@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from oscar_kernels.layout import AFFINE
 from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.file_commands import add_file_commands
 from oscar_rotation.files.rotation_file import SUFFIXES
 from oscar_rotation.fit.device import choose_device
-from oscar_rotation.fit.options import SHARES, FitOptions, OptionError
+from oscar_rotation.fit.options import KEY_CODINGS, SHARES, VALUE_CODINGS, FitOptions, OptionError
 from oscar_rotation.fit.result import FitResult
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
 from oscar_rotation.fit.texts import read_documents
@@ -27,8 +28,10 @@ from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
 from oscar_rotation.math.eigenbasis import EIGEN_ORDERS
 from oscar_rotation.recipe_options import (
     BITS_HELP,
+    KEY_CODING_HELP,
     OVERRIDES_HELP,
     TEXT_HELP,
+    VALUE_CODING_HELP,
     bit_goal,
     given,
     model_overrides,
@@ -99,6 +102,8 @@ def fit_command(
             help=TEXT_HELP,
         ),
     ] = None,
+    key_coding: Annotated[str, _choice(KEY_CODING_HELP, KEY_CODINGS)] = AFFINE,
+    value_coding: Annotated[str, _choice(VALUE_CODING_HELP, VALUE_CODINGS)] = AFFINE,
     method: Annotated[str, _choice("Pair of covariance targets.", METHODS)] = DEFAULT_METHOD,
     key_target: Annotated[str | None, _choice("Instead of the method's.", KEY_TARGETS)] = None,
     value_target: Annotated[str | None, _choice("Instead of the method's.", VALUE_TARGETS)] = None,
@@ -146,6 +151,8 @@ def fit_command(
             context=positions,
             overrides=model_overrides(overrides),
             bits=goal,
+            key_coding=key_coding,
+            value_coding=value_coding,
             **{name: value for name, value in targets.items() if value is not None},
         )
     except OptionError as error:
@@ -165,7 +172,7 @@ def fit_command(
             with progress_bar() as progress:
                 result = chosen.run(replace(request, progress=progress))
         except OptionError as error:
-            raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
+            raise typer.BadParameter(error.fault, param_hint=f"--{error.option.replace('_', '-')}") from error
         paths = result.save(out, suffixes)
         if result.report:
             paths.append(write_report(out, result.report))

@@ -27,7 +27,10 @@ from support.reference import MODEL, ROOT
         ),
         (["--bits", "3.0", "--recipe", "paper"], "has no meaning for --recipe paper"),
         (["--recipe", "quarot::3.0"], "has no meaning for --recipe quarot, which has two"),
-        (["--recipe", "plus:many"], "'plus:many' is not NAME, NAME:GROUP, NAME:GROUP:BITS or NAME::BITS"),
+        (
+            ["--recipe", "plus:many"],
+            "'plus:many' is not NAME, NAME:GROUP, NAME:GROUP:BITS, NAME::BITS or NAME:GROUP:BITS:CODINGS",
+        ),
         (["--recipe", "plus:48"], "--recipe: group_size must be a power of two"),
         (["--recipe", "plus:128:2.3", "--recipe", "plus:128:2.0"], "must be from 2.25 to 16 with groups of 128, got 2"),
         (["--chunk-sizes", "many"], "'many' is not numbers with commas"),

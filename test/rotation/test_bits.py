@@ -23,9 +23,10 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_rotation.fit.bit_goal import BitGoal
-from oscar_rotation.fit.bits import layer_losses, measure, reading, with_bits
+from oscar_rotation.fit.bits import layer_losses, measure
 from oscar_rotation.fit.held_out import Request, held_out_requests, plan_held_out
 from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.fit.side_codes import SideCodes, reading, with_bits
 from oscar_rotation.math.bit_plan import spend
 from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS, fit_plus
 
@@ -170,7 +171,10 @@ def test_more_bits_lose_less(make_dump: Callable[..., Path], weights: Path, tmp_
     fitted = fit_plus(dump, OutputWeights(weights))
     held = plan_held_out(dump, dump.fit_chunks(), "this")
     for layer in range(2):
-        sides = (reading(side, layer, rows, 32) for side, rows in ((fitted.key, KEY_ROWS), (fitted.value, VALUE_ROWS)))
+        sides = (
+            reading(side, layer, SideCodes(rows), 32)
+            for side, rows in ((fitted.key, KEY_ROWS), (fitted.value, VALUE_ROWS))
+        )
         held_out = held_out_requests(dump, layer, held, torch.device("cpu"))
         losses = layer_losses(held_out, *sides, D**-0.5, OutputWeights(weights).reader(layer, KV_HEADS, D))
         ratios = losses[:, :-1] / losses[:, 1:]
@@ -191,8 +195,8 @@ def test_files_state_their_bits(tmp_path: Path) -> None:
             assert file.metadata()["format_version"] == version
     with pytest.raises(RotationFileError, match=r"codes of 2 bits.*save them as \.safetensors"):
         save_rotation_file(tmp_path / "k.pt", identity((3, 2, 4)))
-    assert with_bits(identity(None), (2, 2, 2), KEY_ROWS).bits is None
-    mixed = with_bits(identity(None), (2, 4, 3), KEY_ROWS)
+    assert with_bits(identity(None), (2, 2, 2), SideCodes(KEY_ROWS)).bits is None
+    mixed = with_bits(identity(None), (2, 4, 3), SideCodes(KEY_ROWS))
     assert (mixed.bits, mixed.clip_ratios, mixed.gains) == ((2, 4, 3), (0.88, 1.0, 0.97), (0.98, 1.0, 0.995))
 
 
@@ -207,7 +211,7 @@ def test_layers_left_exact_are_left_alone(per_head: bool, tmp_path: Path) -> Non
         bases * spread, duals=bases / spread, centers=torch.randn(3, 2, D, generator=generator),
         metadata=RotationMetadata(side="k", recipe="plus"),
     )  # fmt: skip
-    found = with_bits(fitted, (2, 16, 4), KEY_ROWS)
+    found = with_bits(fitted, (2, 16, 4), SideCodes(KEY_ROWS))
     save_rotation_file(tmp_path / "k.safetensors", found)
     for mixed in (found, read_rotation_file(tmp_path / "k.safetensors")):
         assert (mixed.bits, mixed.clip_ratios, mixed.gains) == ((2, 16, 4), (0.88, 1.0, 1.0), (0.98, 1.0, 1.0))

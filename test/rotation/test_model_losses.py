@@ -24,6 +24,7 @@ from oscar_rotation.fit import model_losses as measuring
 from oscar_rotation.fit.bits import by_model
 from oscar_rotation.fit.model_losses import model_losses, stored_attention
 from oscar_rotation.fit.result import FitResult
+from oscar_rotation.fit.side_codes import SideCodes
 from oscar_rotation.fit.texts import LENGTH, SEQUENCES, read_documents, sequences
 from oscar_rotation.math.hadamard import sylvester_hadamard
 from oscar_rotation.math.positions import Positions
@@ -144,7 +145,7 @@ def test_wider_codes_save_what_they_save_of_the_output(model: Any, ids: torch.Te
     """At two bits the loss is the model's. Rows are clipped so hard that every side loses more than float32 does."""
     rows = dict.fromkeys(BITS, (0.2, 0.0))
     dump = torch.rand(LAYERS, 2, len(BITS), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = by_model(dump, files(), (rows, rows), model, ids[:, :460], None, 64)
+    found = by_model(dump, files(), (SideCodes(rows), SideCodes(rows)), model, ids[:, :460], None, 64)
     assert torch.allclose(found / found[..., :1], dump / dump[..., :1])
     assert float(found[..., 0].min()) > 0
     # The same, the codec spelled out.
@@ -158,7 +159,7 @@ def test_wider_codes_save_what_they_save_of_the_output(model: Any, ids: torch.Te
 
 def test_another_model_is_refused(model: Any, ids: torch.Tensor) -> None:
     with pytest.raises(DumpError, match="the dump has 3 layers, the model that --text measures with has 4"):
-        by_model(torch.ones(3, 2, 3), files(3), (KEY_ROWS, VALUE_ROWS), model, ids, None, 64)
+        by_model(torch.ones(3, 2, 3), files(3), (SideCodes(KEY_ROWS), SideCodes(VALUE_ROWS)), model, ids, None, 64)
 
 
 def test_attention_that_is_more_than_this_one_is_refused(
@@ -167,7 +168,7 @@ def test_attention_that_is_more_than_this_one_is_refused(
     """A sliding window, for instance: reading past it would measure another model."""
     monkeypatch.setattr(model.model.layers[1].self_attn, "sliding_window", 256)
     with pytest.raises(DumpError, match="its attention has sliding_window, which --text does not know"):
-        by_model(torch.ones(LAYERS, 2, 3), files(), (KEY_ROWS, VALUE_ROWS), model, ids, None, 64)
+        by_model(torch.ones(LAYERS, 2, 3), files(), (SideCodes(KEY_ROWS), SideCodes(VALUE_ROWS)), model, ids, None, 64)
     assert measuring._stored is None
 
 

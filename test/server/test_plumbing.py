@@ -18,8 +18,8 @@ import torch
 from oscar_rotation.dump import DumpWriter
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
-from oscar_rotation.fit.bits import with_bits
 from oscar_rotation.fit.output_weights import OutputWeights
+from oscar_rotation.fit.side_codes import SideCodes, with_bits
 from oscar_rotation.recipes.focus import fit_focus
 from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
 from support.api import retracted
@@ -166,9 +166,9 @@ def test_recipe_focus_equals_stock(qwen3: Path, expected: list[dict], tmp_path: 
         q, k, v = (torch.randn(700, n, 64, generator=generator) * scales for n in (heads, 2, 2))
         writer.write(layer, 1, q.bfloat16(), (k + 2).bfloat16(), v.bfloat16(), [400, 300])
     fitted = fit_focus(tmp_path / "dump", OutputWeights(qwen3))
-    key = with_bits(fitted.key, (3, 2, 4), KEY_ROWS)
+    key = with_bits(fitted.key, (3, 2, 4), SideCodes(KEY_ROWS))
     # The values of one layer are left exact.
-    value = with_bits(fitted.value, (2, 16, 3), VALUE_ROWS)
+    value = with_bits(fitted.value, (2, 16, 3), SideCodes(VALUE_ROWS))
     replace(fitted, key=key, value=value).save(tmp_path, (".safetensors",))
     files = {"K": "k_rotation_focused_u_h_br.safetensors", "V": "v_rotation_balanced_u_h_br.safetensors"}
     env = {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(tmp_path / name) for side, name in files.items()}

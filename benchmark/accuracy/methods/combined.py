@@ -10,7 +10,7 @@ import torch
 
 from accuracy.book_refinement import refined
 from accuracy.calibration import Calibration
-from accuracy.codebooks import GroupBooks
+from accuracy.codebooks import in_float8
 from accuracy.codes import Code, Read, Rows, books_of, scalar
 from accuracy.methods.focus import ServedFocus
 from accuracy.methods.vector_keys import weighted_keys
@@ -20,6 +20,7 @@ from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, Request, moved, request
 from oscar_rotation.fit.samples import plan_samples
 from oscar_rotation.math.attention_weights import attention_kl, output_error
 from oscar_rotation.math.bit_plan import spend
+from oscar_rotation.math.group_books import GroupBooks
 
 SHARE = 0.5
 """Of attention in what a key counts when points are placed."""
@@ -75,7 +76,7 @@ class Combined(ServedFocus):
             found = books_of(code, layers, partial(self._key_rows if keys else self._value_rows, calibration))
             if code.refined:
                 found = [self._refined(calibration, n, found[n], code) for n in range(layers)]
-            return [book and book.rounded(torch.float8_e4m3fn) for book in found]
+            return [book and in_float8(book, torch.float8_e4m3fn) for book in found]
 
         return calibration.once(("books", self.context, code, keys), fit)  # type: ignore[no-any-return]
 

@@ -9,14 +9,14 @@ from functools import partial
 import torch
 
 from accuracy.calibration import Calibration
-from accuracy.codebooks import GroupBooks, fitted_books, gaussian_fours, read_rows, rms
-from accuracy.focus_fit import mixed
+from accuracy.codebooks import gaussian_fours, in_float8, read_rows
 from accuracy.methods.base import RowMethod
 from accuracy.methods.focus import ServedFocus
 from accuracy.quantizers import SIXTEEN
 from oscar_rotation.dump import DumpChunk
+from oscar_rotation.fit import books as served
 from oscar_rotation.fit.held_out import requests
-from oscar_rotation.math.attention_weights import key_weights
+from oscar_rotation.math.group_books import GroupBooks, fitted_books, rms
 from oscar_rotation.math.positions import Positions
 from oscar_rotation.math.rotary_center import turned
 
@@ -54,7 +54,7 @@ class VectorKeys(RowMethod):
             if by_energy:
                 weights = weights * size[..., 0].square()
             books = fitted_books(y / size, weights, CHANNELS, POINTS, ROUNDS, layer)
-            self.books.append(books.rounded(self.float8) if self.float8 else books)
+            self.books.append(in_float8(books, self.float8) if self.float8 else books)
 
     def keys(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """See :class:`accuracy.methods.base.Method`."""
@@ -82,26 +82,15 @@ def weighted_keys(
     x = calibration.layers[layer]
     found = list(requests(DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))))
     scale = calibration.head_dim**-0.5
-
-    def weigh() -> torch.Tensor:
-        attention = [key_weights(r.q, r.k, scale) if share else torch.ones_like(r.k[..., 0]) for r in found]
-        return torch.cat(mixed(attention, share), 1)
-
-    keys, weights = torch.cat([r.k for r in found], 1), calibration.once((layer, "key weights", share), weigh)
+    keys = torch.cat([r.k for r in found], 1)
+    weights = calibration.once((layer, "key weights", share), lambda: served.weighted_keys(found, scale, share)[1])
     if positions is not None:
-        keys = turned(
-            keys, *calibration.once(("key places", positions.context), lambda: places(calibration, positions))
+        tables = calibration.once(
+            ("key places", positions.context),
+            lambda: served.places(positions, max(calibration.seq_lens), sum(calibration.seq_lens)),
         )
+        keys = turned(keys, *(table.to(calibration.device) for table in tables))
     return keys, weights
-
-
-def places(calibration: Calibration, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of how far each calibration token is moved along, float32 [tokens, r]: as often to every place
-    as the moments of the transforms are, in no order."""
-    count = sum(calibration.seq_lens)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    cos, sin = positions.tables(positions.offsets(max(calibration.seq_lens), count)[order])
-    return cos.float().to(calibration.device), sin.float().to(calibration.device)
 
 
 @dataclass

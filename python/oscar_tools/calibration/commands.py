@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from oscar_kernels.layout import AFFINE
 from oscar_rotation.fit.options import FitOptions, OptionError
 from oscar_rotation.fit.targets import DEFAULT_METHOD
 from oscar_rotation.fit.texts import read_documents
@@ -99,6 +100,8 @@ def rotate_command(
     ] = DEFAULT,
     bits: Annotated[str | None, typer.Option(envvar="BITS", help=BITS_HELP)] = None,
     text: Annotated[Path | None, typer.Option(envvar="BITS_TEXT", exists=True, dir_okay=False, help=TEXT_HELP)] = None,
+    key_coding: Annotated[str, typer.Option(envvar="KEY_CODING", help="As in `oscar fit`.")] = AFFINE,
+    value_coding: Annotated[str, typer.Option(envvar="VALUE_CODING", help="As in `oscar fit`.")] = AFFINE,
     positions: Annotated[
         int | None,
         typer.Option("--context", envvar="FIT_CONTEXT", min=0, help="Positions, as in `oscar fit`."),
@@ -121,14 +124,14 @@ def rotate_command(
         needs_mean(goal, "--text")
     with driver_errors():
         folder = CalibrationFolder.of_dump(dump_dir) if dump_dir else calibration.latest(settings, tokens)
-        options = FitOptions.of_method(
-            method, composition=composition, fit_clip=clip == "fit", report=report,
-            group_size=settings.group_size, context=positions, bits=goal,
-            text=None if text is None else read_documents(text),
-        )  # fmt: skip
-        typer.echo(f"fitting {folder.dump}")
         try:
+            options = FitOptions.of_method(
+                method, composition=composition, fit_clip=clip == "fit", report=report,
+                group_size=settings.group_size, context=positions, bits=goal, key_coding=key_coding,
+                value_coding=value_coding, text=None if text is None else read_documents(text),
+            )  # fmt: skip
+            typer.echo(f"fitting {folder.dump}")
             out = run_fit(folder, recipe, options, device)
         except OptionError as error:
-            raise typer.BadParameter(error.fault, param_hint=f"--{error.option}") from error
+            raise typer.BadParameter(error.fault, param_hint=f"--{error.option.replace('_', '-')}") from error
     typer.echo(f"rotations: {out}")

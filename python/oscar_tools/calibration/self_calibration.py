@@ -126,7 +126,10 @@ def _check_room(task: SelfCalibration, out: Path, prompts: list[list[int]]) -> N
 def _fit(task: SelfCalibration, dump: Path, out: Path) -> list[Path]:
     wanted, recipe = task.wanted, FITTED[task.wanted.recipe]
     goal = BitGoal.parse(wanted.bits) if "bits" in recipe.options else None
-    options = FitOptions(group_size=wanted.group_size, context=wanted.context, bits=goal)
+    options = FitOptions(
+        group_size=wanted.group_size, context=wanted.context, bits=goal, key_coding=wanted.key_coding,
+        value_coding=wanted.value_coding,
+    )  # fmt: skip
     # The first GPU of the server: others may be somebody else's.
     device = f"cuda:{task.args.base_gpu_id}" if has_gpu() else "cpu"
     weights = str(places.checkpoint(task.args))

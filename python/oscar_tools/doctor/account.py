@@ -44,11 +44,12 @@ def configured_bytes(config: Any) -> int:
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
     """Costs on one rank of the model of :func:`oscar_tools.doctor.model.model_checks`; where there are no rotations,
-    with the bits that a calibration gives it."""
+    with the bits and codings that a calibration gives it."""
     from oscar_kernels.format import LayerFormat, SideFormat
-    from oscar_rotation.defaults import BITS
+    from oscar_kernels.layout import AFFINE, CODEBOOK
     from oscar_rotation.fit.bit_goal import BitGoal
     from sglang_oscar.formats.geometry import Geometry
+    from sglang_oscar.rotation_source.cache import bits_of
 
     settings, layers = loaded["settings"], cached_layer_ids(loaded["model"])
     windows = settings.windows, settings.window_torch_dtype
@@ -56,12 +57,25 @@ def estimated_geometry(loaded: dict[str, Any]) -> Any:
     if "formats" in loaded:
         of_rank = {layer: found.of_heads(slice(0, heads)) for layer, found in loaded["formats"].items()}
         return Geometry(of_rank, *windows)
-    layout, goal = loaded["layout"], BitGoal.parse(BITS)
+    layout, goal = loaded["layout"], BitGoal.parse(bits_of(settings))
+    of_sides = (goal.key, settings.k_coding or AFFINE), (goal.value, settings.v_coding or AFFINE)
     sides = (
-        SideFormat(layout.group_size, layout.scale_dtype, bits or layout.bits, exact_dtype=layout.exact_dtype)
-        for bits in (goal.key, goal.value)
-    )
+        SideFormat(
+            layout.group_size, layout.scale_dtype, bits or layout.bits, exact_dtype=layout.exact_dtype, coding=coding,
+            codebook=empty_codebook(heads, layout.head_dim) if coding == CODEBOOK else None,
+        )
+        for bits, coding in of_sides
+    )  # fmt: skip
     return Geometry(dict.fromkeys(layers, LayerFormat(heads, layout.head_dim, *sides)), *windows)
+
+
+def empty_codebook(heads: int, head_dim: int) -> Any:
+    """A codebook that says how large rows are, of points that are all zero."""
+    import torch
+
+    from oscar_kernels.codebook import GROUP, POINTS, Codebook
+
+    return Codebook.from_points(torch.zeros(heads, head_dim // GROUP, POINTS, GROUP))
 
 
 def account_of(loaded: dict[str, Any], models: tuple[str, str], memory: int) -> str:

@@ -67,9 +67,9 @@ class Geometry:
 
     @property
     def group_sizes(self) -> list[int]:
-        """Channels that share a scale, over all layers, ascending; empty where all are left exact."""
+        """Channels that share a scale, over all layers, ascending; none of sides left exact or with a codebook."""
         sides = [side for layer in self.formats.values() for _, side in layer.sides]
-        return sorted({side.group_size for side in sides if side.bits != EXACT})
+        return sorted({side.group_size for side in sides if side.bits != EXACT and side.codebook is None})
 
     @property
     def ring_bytes(self) -> int:

@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oscar_kernels.format import LayerFormat, SideFormat
-from oscar_kernels.layout import EXACT, RowLayout
+from oscar_kernels.layout import AFFINE, CODEBOOK, EXACT, RowLayout
 from oscar_kernels.transform import SideTransform
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity
 from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.fit.bit_goal import coding_at
 from oscar_rotation.load import load_rotation
 from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.errors import Int2Error
@@ -61,11 +62,15 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
         source = getattr(settings, f"{side}_rotation")
         found = _read(side, settings, layers, layout, model)
         bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
+        codings = _codings(side, source, getattr(settings, f"{side}_coding"), found, bits)
         transforms = _transforms(found, source, bits, override, default)
         sides = [
-            SideFormat(layout.group_size, layout.scale_dtype, *of, layout.exact_dtype)
-            for of in zip(bits, transforms, strict=True)
-        ]
+            SideFormat(
+                layout.group_size, layout.scale_dtype, bits[n], transforms[n], layout.exact_dtype, codings[n],
+                found.codebooks.of_layer(n) if found.codebooks and codings[n] == CODEBOOK else None,
+            )
+            for n in range(found.num_layers)
+        ]  # fmt: skip
         return sides, found.recipe
 
     keys, key_recipe = of_side("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
@@ -134,7 +139,12 @@ def _read(
             f"{named}: {source} is of the recipe {found.recipe}, SGLANG_OSCAR_RECIPE asks for {recipe}; "
             f"fit one with `oscar fit --recipe {recipe}`, or unset SGLANG_OSCAR_RECIPE"
         )
-    for name, x in (("rotations", found.rotations if found.per_head else None), ("centers", found.centers)):
+    books = found.codebooks
+    for name, x in (
+        ("rotations", found.rotations if found.per_head else None),
+        ("centers", found.centers),
+        ("codebooks", None if books is None else books.points),
+    ):
         if x is not None and x.shape[1] != layout.kv_heads:
             raise Int2Error(
                 f"{named}: {source} has {name} of {x.shape[1]} kv heads, the model has {layout.kv_heads}; use this "
@@ -142,6 +152,8 @@ def _read(
             )
     if found.centers is not None and side == "v":
         raise Int2Error(f"{named}: {source} centers values, which is not served; use this model's value file")
+    if books is not None and side == "v":
+        raise Int2Error(f"{named}: {source} has codebooks of values, which are not served; use this model's value file")
     return found
 
 
@@ -157,6 +169,28 @@ def _bits(side: Literal["k", "v"], source: str | None, asked: int | None, found:
             "for others with `oscar fit --bits`"
         )
     return (asked,) * found.num_layers
+
+
+def _codings(
+    side: Literal["k", "v"], source: str | None, asked: str | None, found: RotationSet, bits: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Codings by layer: what the file says, of a built-in recipe what the variable says."""
+    stated = found.codings or (AFFINE,) * found.num_layers
+    # A codebook stands for two bits, and 16 bits are no codes: other layers are affine whatever is asked for.
+    if asked is None or stated == tuple(coding_at(asked, width) for width in bits):
+        return stated
+    variable = f"SGLANG_OSCAR_{side.upper()}_CODING"
+    if source not in BUILT_IN:
+        flag = "--key-coding" if side == "k" else "--value-coding"
+        raise Int2Error(
+            f"{variable}={asked}: {source} has codes that are {' and '.join(sorted(set(stated)))}; unset the variable, "
+            f"or fit a file with `oscar fit {flag} {asked}`"
+        )
+    if asked == CODEBOOK:
+        raise Int2Error(
+            f"{variable}={asked}: {source} has no codebooks; fit a file with `oscar fit --key-coding {asked}`"
+        )
+    return tuple(coding_at(asked, width) for width in bits)
 
 
 def _transforms(

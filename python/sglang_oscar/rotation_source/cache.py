@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from oscar_kernels.layout import AFFINE
 from oscar_rotation.defaults import BITS, RECIPE
-from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bit_goal import BitGoal, coding_at
 from oscar_rotation.math.rope import rope_of
+from oscar_rotation.recipes import FITTED
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.content import attention_digest
 from sglang_oscar.formats.geometry import row_layout
@@ -45,6 +47,7 @@ class Calibration:
         context: positions.
         group_size: channels.
         bits: as ``oscar fit --bits`` takes them.
+        key_coding, value_coding: of :class:`oscar_rotation.fit.options.FitOptions`.
         recipe: name.
         version: :data:`VERSION`.
     """
@@ -55,6 +58,8 @@ class Calibration:
     context: int
     group_size: int
     bits: str = BITS
+    key_coding: str = AFFINE
+    value_coding: str = AFFINE
     recipe: str = RECIPE
     version: int = VERSION
 
@@ -69,7 +74,8 @@ class Calibration:
             folder: with the weights, or the one file of them.
 
         Raises:
-            Int2Error: there are no weights in the folder, or the group size does not fit the model.
+            Int2Error: there are no weights in the folder, the group size does not fit the model, or codings fit neither
+                bits nor recipe.
         """
         layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
         return cls(
@@ -78,22 +84,43 @@ class Calibration:
             rope=rope_of(model.hf_text_config.to_dict(), model.head_dim),
             context=model.context_len,
             group_size=layout.group_size,
-            bits=_bits(settings),
+            bits=bits_of(settings),
+            **_codings(settings),  # type: ignore[arg-type]
             recipe=settings.recipe or RECIPE,
         )
 
     @property
     def key(self) -> str:
-        """Name of its folder, in hex."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:20]
+        """Name of its folder, in hex; affine codes are left out, as they were before there were others."""
+        facts = {name: value for name, value in asdict(self).items() if value != AFFINE}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def _bits(settings: Settings) -> str:
+def bits_of(settings: Settings) -> str:
     """Bits to fit for: the default, or what the variables for keys and values say."""
     if settings.k_bits is None and settings.v_bits is None:
         return BITS
     usual = BitGoal.parse(BITS)
     return f"k{settings.k_bits or usual.key}v{settings.v_bits or usual.value}"
+
+
+def _codings(settings: Settings) -> dict[str, str]:
+    """Codings to fit for, by their fields.
+
+    Raises:
+        Int2Error: they do not fit the bits or the recipe.
+    """
+    goal, recipe = BitGoal.parse(bits_of(settings)), settings.recipe or RECIPE
+    asked = {"key_coding": settings.k_coding, "value_coding": settings.v_coding}
+    for side, (name, coding), bits in zip("KV", asked.items(), (goal.key, goal.value), strict=True):
+        variable = f"SGLANG_OSCAR_{side}_CODING={coding}"
+        if coding in (None, AFFINE):
+            continue
+        if name not in FITTED[recipe].options:
+            raise Int2Error(f"{variable} has no meaning for the recipe {recipe}; unset it or SGLANG_OSCAR_RECIPE")
+        if coding_at(str(coding), bits or 2) != coding:
+            raise Int2Error(f"{variable} is not of codes of {bits} bits; set SGLANG_OSCAR_{side}_BITS=2")
+    return {name: coding or AFFINE for name, coding in asked.items()}
 
 
 def _weights(folder: Path) -> str:

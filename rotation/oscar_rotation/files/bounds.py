@@ -63,3 +63,17 @@ def numbers(text: str) -> tuple[float, ...]:
         return tuple(float(x) for x in content)
     except OverflowError:
         raise ValueError("a number out of range") from None
+
+
+def strings(text: str) -> tuple[str, ...]:
+    """A JSON list of strings, one per layer.
+
+    Raises:
+        ValueError: anything else, or more than :data:`MAX_LAYERS`.
+    """
+    content = parsed(text)
+    if not isinstance(content, list) or not all(type(x) is str for x in content):
+        raise ValueError("expected a list of strings")
+    if len(content) > MAX_LAYERS:
+        raise ValueError(f"{len(content)} strings, at most {MAX_LAYERS} layers")
+    return tuple(content)

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from oscar_kernels.layout import EXACT, WIDTHS
+from oscar_kernels.layout import AFFINE, EXACT, WIDTHS
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.bounds import parsed, shown
+from oscar_rotation.files.codebooks import Codebooks, check_codings
 
 Side = Literal["k", "v"]
 
@@ -109,6 +110,8 @@ class RotationSet:
             for nothing. Keys only.
         layer_ids: which layers of the model these are, ascending, for a model of which only some have a cache to
             rotate; None where they are all of its layers.
+        codings: what codes stand for, one of :data:`oscar_kernels.layout.CODINGS` per layer; None for affine in all.
+        codebooks: of the layers with that coding; None where there is none.
     """
 
     rotations: torch.Tensor
@@ -120,6 +123,8 @@ class RotationSet:
     gains: tuple[float, ...] | None = None
     bits: tuple[int, ...] | None = None
     layer_ids: tuple[int, ...] | None = None
+    codings: tuple[str, ...] | None = None
+    codebooks: Codebooks | None = None
 
     @property
     def recipe(self) -> str:
@@ -129,8 +134,9 @@ class RotationSet:
 
     @property
     def only_rotations(self) -> bool:
-        """Whether matrices are orthogonal, nothing is centered, scales are of the range, and codes have 2 bits."""
-        return self.duals is None and self.centers is None and self.gains is None and self.bits is None
+        """Whether matrices are orthogonal, nothing is centered, scales are of the range, codes affine and of 2 bits."""
+        others = (self.duals, self.centers, self.gains, self.bits, self.codings, self.codebooks)
+        return all(other is None for other in others)
 
     @property
     def num_layers(self) -> int:
@@ -147,9 +153,17 @@ class RotationSet:
         """Channels per head."""
         return self.rotations.shape[-1]
 
+    def width(self, layer: int) -> int:
+        """Bits of a code of a layer, or 16 where it is left exact."""
+        return 2 if self.bits is None else self.bits[layer]
+
     def exact(self, layer: int) -> bool:
         """Whether a layer is left exact: 16 bits, no codes."""
-        return self.bits is not None and self.bits[layer] == EXACT
+        return self.width(layer) == EXACT
+
+    def coding(self, layer: int) -> str:
+        """What codes of a layer stand for."""
+        return AFFINE if self.codings is None else self.codings[layer]
 
     @property
     def per_head(self) -> bool:
@@ -179,8 +193,8 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
 
     Raises:
         RotationFileError: wrong shape or dtype, no layers, NaN or infinite entries, not orthogonal (beyond
-            :data:`ORTHOGONALITY_TOLERANCE`), clip ratios or gains that do not fit, or a text of the metadata that is
-            no line.
+            :data:`ORTHOGONALITY_TOLERANCE`), clip ratios, gains, bits, codings or codebooks that do not fit, or a text
+            of the metadata that is no line.
     """
     try:
         loaded.metadata.check_lines()
@@ -212,6 +226,7 @@ def check_rotation_set(loaded: RotationSet, source: str) -> None:
     if loaded.recipe == "paper" and not replace(loaded, bits=None).only_rotations:
         raise RotationFileError(f"{source}: states the recipe paper, but holds more than rotations; fit it again")
     _check_companions(loaded, source)
+    check_codings(loaded, source)
 
 
 def _check_duals(loaded: RotationSet, source: str) -> None:

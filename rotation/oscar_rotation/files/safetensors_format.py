@@ -4,8 +4,11 @@ Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` floa
 [layers, d, d] and ``centers`` float32 [layers, kv_heads, d] (see ``RotationSet``). Header strings:
 ``format`` = "oscar-rotation", ``format_version`` = "1", the fields of ``RotationMetadata``, and ``clip_ratios`` and
 ``gains`` (JSON lists, one number per layer). Files of format version "2" have ``bits``, another such list: whoever does
-not know it must not read them as codes of two bits. ``layer_ids``, one more, says which layers of the model these are
-where they are not all: whoever does not know it sees a file of too few layers.
+not know it must not read them as codes of two bits. Those of version "3" have ``codings``, a JSON list of strings,
+perhaps ``bits``, and, where a layer is coded by a codebook, tensors ``codebook_points`` int8 [layers, kv_heads, d / 4,
+256, 4] and ``codebook_factors`` float32 [layers, kv_heads, d / 4], zeros in other layers. ``layer_ids``, one more list
+of numbers, says which layers of the model these are where they are not all: whoever does not know it sees a file of too
+few layers.
 """
 
 from __future__ import annotations
@@ -19,14 +22,17 @@ from safetensors.torch import save
 
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.bounds import MAX_HEAD_DIM, MAX_LAYERS, first_line, numbers, shown
+from oscar_rotation.files.bounds import MAX_HEAD_DIM, MAX_LAYERS, first_line, numbers, shown, strings
+from oscar_rotation.files.codebooks import Codebooks
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 
 FORMAT = "oscar-rotation"
-FORMAT_VERSIONS = ("1", "2")
+FORMAT_VERSIONS = ("1", "2", "3")
 _OPTIONAL = ("eigenvalues", "duals", "centers")
+_BOOKS = ("codebook_points", "codebook_factors")
 _PER_LAYER = ("clip_ratios", "gains")
 _BITS = "bits"
+_CODINGS = "codings"
 _LAYER_IDS = "layer_ids"
 
 
@@ -45,9 +51,11 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
         tensor = getattr(rotation_set, name)
         if tensor is not None:
             tensors[name] = tensor.detach().cpu().contiguous()
+    if (books := rotation_set.codebooks) is not None:
+        tensors |= dict(zip(_BOOKS, (books.points.cpu().contiguous(), books.factors.cpu().contiguous()), strict=True))
     header = {
         "format": FORMAT,
-        "format_version": FORMAT_VERSIONS[rotation_set.bits is not None],
+        "format_version": FORMAT_VERSIONS[2 if rotation_set.codings is not None else rotation_set.bits is not None],
         **rotation_set.metadata.to_strings(),
     }
     for name in _PER_LAYER:
@@ -56,6 +64,8 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
             header[name] = json.dumps(list(numbers))
     if rotation_set.bits is not None:
         header[_BITS] = json.dumps(list(rotation_set.bits))
+    if rotation_set.codings is not None:
+        header[_CODINGS] = json.dumps(list(rotation_set.codings))
     if rotation_set.layer_ids is not None:
         header[_LAYER_IDS] = json.dumps(list(rotation_set.layer_ids))
 
@@ -91,12 +101,18 @@ def read_safetensors(path: Path) -> RotationSet:
     try:
         metadata = RotationMetadata.from_strings(header)
         per_layer = {name: numbers(header[name]) for name in _PER_LAYER if name in header}
-        bits = None if version == FORMAT_VERSIONS[0] else _whole(numbers(header.get(_BITS, "")))
+        with_bits = version == FORMAT_VERSIONS[1] or (version == FORMAT_VERSIONS[2] and _BITS in header)
+        bits = _whole(numbers(header.get(_BITS, ""))) if with_bits else None
+        codings = strings(header.get(_CODINGS, "")) if version == FORMAT_VERSIONS[2] else None
         layer_ids = _whole(numbers(header[_LAYER_IDS])) if _LAYER_IDS in header else None
     except ValueError as error:
         raise RotationFileError(f"{path}: the header cannot be read ({first_line(error)})") from error
     optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL} | per_layer
-    return RotationSet(tensors["rotations"], metadata=metadata, bits=bits, layer_ids=layer_ids, **optional)
+    if _BOOKS[0] in tensors:
+        optional["codebooks"] = Codebooks(*(tensors[name] for name in _BOOKS))
+    return RotationSet(
+        tensors["rotations"], metadata=metadata, bits=bits, layer_ids=layer_ids, codings=codings, **optional
+    )
 
 
 def _whole(numbers: tuple[float, ...]) -> tuple[int, ...]:
@@ -122,18 +138,21 @@ def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Pa
         )
     version = header.get("format_version")
     if version not in FORMAT_VERSIONS:
-        known = " and ".join(map(repr, FORMAT_VERSIONS))
+        known = ", ".join(map(repr, FORMAT_VERSIONS))
         raise RotationFileError(
             f"{path}: format_version is {shown(version)}, this release reads {known}; update sglang-oscar"
         )
-    if "rotations" not in shapes or set(shapes) - {"rotations", *_OPTIONAL}:
-        expected = f"'rotations' and perhaps {', '.join(_OPTIONAL)}"
+    books = _BOOKS if version == FORMAT_VERSIONS[2] else ()
+    alone = len(shapes.keys() & set(books)) == 1
+    if "rotations" not in shapes or set(shapes) - {"rotations", *_OPTIONAL, *books} or alone:
+        expected = f"'rotations' and perhaps {', '.join((*_OPTIONAL, *books))}"
         found = (
             f"{sorted(shapes)}" if len(shapes) <= 4 and all(len(name) <= 60 for name in shapes) else f"{len(shapes)}"
         )
         raise RotationFileError(f"{path}: holds tensors {found}, expected {expected}")
     for name, shape in shapes.items():
-        if len(shape) > 4 or max(shape[:1], default=0) > MAX_LAYERS or max(shape[1:], default=0) > MAX_HEAD_DIM:
+        large = max(shape[:1], default=0) > MAX_LAYERS or max(shape[1:], default=0) > MAX_HEAD_DIM
+        if large or len(shape) > 4 + (name in books):
             raise RotationFileError(
                 f"{path}: {name} have shape {shown(shape)}; at most {MAX_LAYERS} layers and head_dim {MAX_HEAD_DIM}"
             )

@@ -9,11 +9,14 @@ from fractions import Fraction
 
 import torch
 
-from oscar_kernels.layout import BITS, EXACT, WIDTHS
+from oscar_kernels.layout import AFFINE, BITS, CODEBOOK, EXACT, SYMMETRIC, WIDTHS
 from oscar_rotation.math.bit_plan import spend
 
-PARAMETER_BITS = 32
-"""Of a group's scale and zero point, in 16 bits each."""
+PARAMETER_BITS = {AFFINE: 32, SYMMETRIC: 16, CODEBOOK: 16}
+"""Of a group's scale and, where its coding has one, zero point, in 16 bits each."""
+
+Codings = tuple[str, str]
+"""Of keys and of values."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class BitGoal:
         widths = " or ".join(map(str, WIDTHS))
         raise ValueError(f"must be a mean such as 2.5, or widths of {widths} such as k3v2, got {text!r}")
 
-    def widths(self, head_dim: int, group_size: int) -> tuple[int, ...]:
+    def widths(self, head_dim: int, group_size: int, codings: Codings = (AFFINE, AFFINE)) -> tuple[int, ...]:
         """What a mean may be spent on.
 
         Sides are left exact only for means that codes cannot spend: twelve bits more for one side are one bit more for
@@ -57,46 +60,66 @@ class BitGoal:
         Args:
             head_dim: channels of a head.
             group_size: channels that share a scale; head_dim where larger.
+            codings: that are asked for.
 
         Raises:
             ValueError: the mean is out of reach.
         """
         assert self.mean is not None
         group = min(group_size, head_dim)
-        low, high = (stored_bits(width, group) for width in (BITS[0], BITS[-1]))
+        low, high = (
+            sum(stored_bits(width, group, coding, head_dim) for coding in codings) / 2 for width in (BITS[0], BITS[-1])
+        )
         if not low <= self.mean <= EXACT:
             raise ValueError(f"must be from {float(low):g} to {EXACT} with groups of {group}, got {self.mean:g}")
         return BITS if self.mean <= high else WIDTHS
 
-    def plan(self, losses: torch.Tensor, head_dim: int, group_size: int) -> tuple[int, ...]:
+    def plan(
+        self, losses: torch.Tensor, head_dim: int, group_size: int, codings: Codings = (AFFINE, AFFINE)
+    ) -> tuple[int, ...]:
         """The width of every side with the least sum of losses that a mean allows.
 
         Args:
-            losses: [sides, 3], of each side at each width of :data:`oscar_kernels.layout.BITS`; a side that is left
-                exact loses nothing.
-            head_dim, group_size: as for :meth:`widths`.
+            losses: [sides, 3], of each side at each width of :data:`oscar_kernels.layout.BITS`; keys and values by
+                turns. A side that is left exact loses nothing.
+            head_dim, group_size, codings: as for :meth:`widths`.
 
         Raises:
             ValueError: the mean is out of reach, or a loss is not finite.
         """
-        widths, group = self.widths(head_dim, group_size), min(group_size, head_dim)
+        widths, group = self.widths(head_dim, group_size, codings), min(group_size, head_dim)
         assert self.mean is not None
         if EXACT in widths:
             losses = torch.cat([losses, torch.zeros(len(losses), 1, dtype=losses.dtype)], 1)
-        least = stored_bits(widths[0], group)
-        more = [stored_bits(width, group) - least for width in widths]
-        # In the largest steps that all widths are multiples of: without sides that are left exact, in bits.
-        parts = math.lcm(*(x.denominator for x in more))
-        step = math.gcd(*(int(x * parts) for x in more))
-        costs = [int(x * parts) // step for x in more]
-        room = int(len(losses) * (self.mean - least) * parts / step + 1e-6)
-        return tuple(widths[costs.index(cost)] for cost in spend(losses, costs, room))
+        bits = [[stored_bits(width, group, coding, head_dim) for width in widths] for coding in codings]
+        more = [[x - side[0] for x in side] for side in bits]
+        # In the largest steps that all of them are multiples of: without sides that are left exact, in bits.
+        parts = math.lcm(*(x.denominator for side in more for x in side))
+        step = math.gcd(*(int(x * parts) for side in more for x in side))
+        costs = [[int(x * parts) // step for x in side] for side in more]
+        sides = [n % 2 for n in range(len(losses))]
+        room = int((len(losses) * self.mean - sum(bits[side][0] for side in sides)) * parts / step + 1e-6)
+        chosen = spend(losses, [costs[side] for side in sides], room)
+        return tuple(widths[costs[side].index(cost)] for side, cost in zip(sides, chosen, strict=True))
 
 
-def stored_bits(width: int, group: int) -> Fraction:
-    """Bits of a channel in groups of ``group``, scale and zero point included; a side that is left exact has neither.
+def coding_at(coding: str, width: int) -> str:
+    """The coding that a side has at a width where ``coding`` is asked for: a codebook stands for two bits, and 16 bits
+    are no codes.
 
-    >>> float(stored_bits(3, 128)), float(stored_bits(16, 128))
-    (3.25, 16.0)
+    >>> coding_at("codebook", 2), coding_at("codebook", 3), coding_at("symmetric", 16)
+    ('codebook', 'affine', 'affine')
     """
-    return Fraction(width) + (0 if width == EXACT else Fraction(PARAMETER_BITS, group))
+    return AFFINE if width == EXACT or (coding == CODEBOOK and width != BITS[0]) else coding
+
+
+def stored_bits(width: int, group: int, coding: str = AFFINE, head_dim: int = 0) -> Fraction:
+    """Bits of a channel in groups of ``group``, scale and zero point included; a side that is left exact has neither,
+    a head of ``head_dim`` with a codebook one scale.
+
+    >>> float(stored_bits(3, 128)), float(stored_bits(16, 128)), float(stored_bits(2, 32, "codebook", 128))
+    (3.25, 16.0, 2.125)
+    """
+    coding = coding_at(coding, width)
+    parameters = Fraction(PARAMETER_BITS[coding], head_dim if coding == CODEBOOK else group)
+    return Fraction(width) + (0 if width == EXACT else parameters)

@@ -17,57 +17,20 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.layout import BITS, EXACT
+from oscar_kernels.layout import BITS
 from oscar_rotation.dump import DumpError, DumpReader
-from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_rotation.files.rotation_set import RotationMetadata
 from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
 from oscar_rotation.fit.held_out import QUERIES, Request, held_out_requests, moved
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.model_losses import load_model, model_losses
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult
+from oscar_rotation.fit.side_codes import Reading, SideCodes, reading, with_bits
 from oscar_rotation.fit.texts import TAIL
 from oscar_rotation.math.attention_weights import Exact, attention_of, scores_of
-from oscar_rotation.math.fitted_rows import coded
 from oscar_rotation.math.positions import Positions
 from oscar_rotation.threads import one_thread
-
-Row = tuple[float, float]
-"""Clip ratio and gain of a row."""
-
-NOTHING: Row = (1.0, 1.0)
-"""What a file states for a layer that is left exact, of which neither is read."""
-
-Reading = Callable[[torch.Tensor, int], torch.Tensor]
-"""Vectors and bits of a code -> the vectors as a cache gives them back."""
-
-
-def with_bits(rotations: RotationSet, bits: Sequence[int], rows: Mapping[int, Row]) -> RotationSet:
-    """The same for codes of other widths: clip ratios and gains follow. Layers that are left exact have the identity.
-
-    Args:
-        rotations: of one side.
-        bits: by layer.
-        rows: clip ratio and gain by bits of a code.
-    """
-    clips, gains = zip(*(NOTHING if width == EXACT else rows[width] for width in bits), strict=True)
-    exact = torch.tensor([width == EXACT for width in bits])
-    if bool(exact.any()):
-        rotations = _left_alone(rotations, exact)
-    return replace(rotations, clip_ratios=clips, gains=gains, bits=None if set(bits) == {2} else tuple(bits))
-
-
-def _left_alone(rotations: RotationSet, layers: torch.Tensor) -> RotationSet:
-    """The same with nothing done to the vectors of some layers, bool [layers]."""
-    unit = torch.eye(rotations.head_dim)
-
-    def other(x: torch.Tensor | None, to: torch.Tensor) -> torch.Tensor | None:
-        return None if x is None else torch.where(layers.view(-1, *[1] * (x.ndim - 1)), to, x)
-
-    matrices = other(rotations.rotations, unit)
-    assert matrices is not None
-    duals, centers = other(rotations.duals, unit), other(rotations.centers, torch.zeros(()))
-    return replace(rotations, rotations=matrices, duals=duals, centers=centers)
 
 
 def measure(
@@ -112,29 +75,6 @@ def measure(
     return errors, float(whole)
 
 
-def reading(rotations: RotationSet, layer: int, rows: Mapping[int, Row], group: int) -> Reading:
-    """How a cache gives back the keys or values of one layer.
-
-    Args:
-        rotations: of one side.
-        layer: which one.
-        rows: clip ratio and gain by bits.
-        group: channels that share a scale.
-    """
-
-    def of_layer(tensors: torch.Tensor, device: torch.device) -> torch.Tensor:
-        found = tensors[layer].to(device)
-        return found if rotations.per_head else found[None]
-
-    def read(x: torch.Tensor, bits: int) -> torch.Tensor:
-        into = of_layer(rotations.rotations, x.device)
-        back = into.mT if rotations.duals is None else of_layer(rotations.duals, x.device).mT
-        center = 0.0 if rotations.centers is None else rotations.centers[layer].to(x.device)[:, None]
-        return (coded(x @ into - center, group, *rows[bits], levels=1 << bits) + center) @ back
-
-    return read
-
-
 def layer_losses(
     held_out: Sequence[Request], key: Reading, value: Reading, scale: float, reader: torch.Tensor
 ) -> torch.Tensor:
@@ -157,7 +97,7 @@ def layer_losses(
 def by_model(
     losses: torch.Tensor,
     result: FitResult,
-    rows: tuple[Mapping[int, Row], Mapping[int, Row]],
+    codes: tuple[SideCodes, SideCodes],
     model: Any,
     ids: torch.Tensor,
     positions: Positions | None,
@@ -169,7 +109,7 @@ def by_model(
     Args:
         losses: of :func:`layer_losses`, [layers, 2, widths].
         result: the fit.
-        rows: clip ratio and gain by bits, of keys and of values.
+        codes: of keys and of values.
         model: a causal language model of transformers.
         ids: text, int64 [sequences, n].
         positions: that keys may have.
@@ -185,7 +125,7 @@ def by_model(
     layers = len(losses)
     if (found := int(model.config.get_text_config().num_hidden_layers)) != layers:
         raise DumpError(f"the dump has {layers} layers, the model that --text measures with has {found}")
-    sides = ((result.key, rows[0]), (result.value, rows[1]))
+    sides = ((result.key, codes[0]), (result.value, codes[1]))
     keys, values = ([_two_bits(reading(side, n, of, group)) for n in range(layers)] for side, of in sides)
     try:
         two = model_losses(model, ids, list(zip(keys, values, strict=True)), TAIL, positions, progress)
@@ -211,7 +151,7 @@ def from_two_bits(two: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
 def apply_goal(
     goal: BitGoal,
     result: FitResult,
-    rows: tuple[Mapping[int, Row], Mapping[int, Row]],
+    codes: tuple[SideCodes, SideCodes],
     dump: DumpReader,
     weights: OutputWeights,
     held: Mapping[int, int],
@@ -227,7 +167,7 @@ def apply_goal(
     Args:
         goal: what is asked for.
         result: the fit.
-        rows: clip ratio and gain by bits, of keys and of values.
+        codes: of keys and of values.
         dump, weights: what it was fitted to.
         held: held-out requests, chunk -> first; read for a mean only.
         context: positions that keys may have, as of the fit.
@@ -247,7 +187,6 @@ def apply_goal(
         bits: tuple[tuple[int, ...], tuple[int, ...]] = (goal.key,) * layers, (goal.value,) * layers
         facts: dict[str, object] = {"bits": f"k{goal.key}v{goal.value}"}
     else:
-        goal.widths(head_dim, group_size)  # raises where the mean is out of reach, before anything is measured
         positions = weights.positions(head_dim, context)
         scale = (dump.manifest.sm_scale if dump.manifest else None) or head_dim**-0.5
         losses = torch.empty(layers, 2, len(BITS), dtype=torch.float64)
@@ -257,27 +196,28 @@ def apply_goal(
             with one_thread():
                 key, value = (
                     reading(side, layer, of, group_size)
-                    for side, of in zip((result.key, result.value), rows, strict=True)
+                    for side, of in zip((result.key, result.value), codes, strict=True)
                 )
                 losses[layer] = layer_losses(held_out, key, value, scale, reader)
         if ids is not None:
             try:
                 model = load_model(weights.folder, device, weights.overrides)
-                losses = by_model(losses, result, rows, model, ids, positions, group_size, progress)
+                losses = by_model(losses, result, codes, model, ids, positions, group_size, progress)
             except torch.OutOfMemoryError:
                 raise DumpError(f"{weights.folder}: --text needs room for the model on {device}; free some") from None
             if model.dtype != torch.float32:
                 said = f"there is no room for the model in float32: its losses were measured in {model.dtype}"
                 result = replace(result, remarks=(*result.remarks, said))
-        plan = goal.plan(losses.flatten(0, 1), head_dim, group_size)
+        codings, group = (codes[0].coding, codes[1].coding), min(group_size, head_dim)
+        plan = goal.plan(losses.flatten(0, 1), head_dim, group, codings)
         bits = plan[::2], plan[1::2]
-        mean = float(sum(stored_bits(width, min(group_size, head_dim)) for width in plan) / len(plan))
-        facts = {"bits": goal.mean, "mean_bits": round(mean, 4), "bits_group_size": min(group_size, head_dim)}
+        spent = (stored_bits(width, group, codings[n % 2], head_dim) for n, width in enumerate(plan))
+        facts = {"bits": goal.mean, "mean_bits": round(float(sum(spent) / len(plan)), 4), "bits_group_size": group}
         if ids is not None:
             facts["bits_text_tokens"] = ids.numel()
     sides = [
         replace(with_bits(side, width, of), metadata=_stated(side.metadata, facts))
-        for side, width, of in zip((result.key, result.value), bits, rows, strict=True)
+        for side, width, of in zip((result.key, result.value), bits, codes, strict=True)
     ]
     return replace(result, key=sides[0], value=sides[1])
 

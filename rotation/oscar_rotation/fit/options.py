@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from oscar_kernels.layout import AFFINE, CODEBOOK, EXACT, SYMMETRIC
 from oscar_rotation.defaults import GROUP_SIZE
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
@@ -15,6 +16,8 @@ from oscar_rotation.math.eigenbasis import EIGEN_ORDERS, EigenOrder
 
 Share = Literal["layer", "kv_head"]
 SHARES: tuple[str, ...] = get_args(Share)
+KEY_CODINGS, VALUE_CODINGS = (AFFINE, CODEBOOK), (AFFINE, SYMMETRIC)
+"""Of :data:`oscar_kernels.layout.CODINGS`, what a fit gives keys and values."""
 
 
 class OptionError(ValueError):
@@ -50,8 +53,10 @@ class FitOptions:
             dump's server had.
         bits: of codes; None for 2 everywhere.
         text: documents on which the model says what bits cost, for a mean of ``bits``; None to ask attention alone.
-            This one, ``bits``, ``overrides`` and ``context`` are options of the recipes that read the model, the others
-            of the recipe ``paper``; ``group_size`` is of both.
+        key_coding: "affine", or "codebook" for keys of two bits.
+        value_coding: "affine", or "symmetric" for values that have codes. These two, ``text``, ``bits``, ``overrides``
+            and ``context`` are options of the recipes that read the model, the others of the recipe ``paper``;
+            ``group_size`` is of both.
 
     Raises:
         OptionError: for an unknown name or a number out of range.
@@ -71,6 +76,8 @@ class FitOptions:
     overrides: Mapping[str, Any] | None = None
     bits: BitGoal | None = None
     text: tuple[Document, ...] | None = None
+    key_coding: str = AFFINE
+    value_coding: str = AFFINE
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -79,6 +86,8 @@ class FitOptions:
             ("order", EIGEN_ORDERS),
             ("composition", COMPOSITIONS),
             ("share", SHARES),
+            ("key_coding", KEY_CODINGS),
+            ("value_coding", VALUE_CODINGS),
         ):
             if getattr(self, name) not in known:
                 raise OptionError(name, f"must be one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -88,6 +97,13 @@ class FitOptions:
             raise OptionError("holdout_tokens", f"must be at least 1, got {self.holdout_tokens}")
         if self.context is not None and self.context < 0:
             raise OptionError("context", f"must not be negative, got {self.context}")
+        bits = self.bits or BitGoal(2, 2)
+        if self.key_coding == CODEBOOK and bits.key not in (None, 2):
+            raise OptionError(
+                "key_coding", f"{CODEBOOK} is of keys of 2 bits, not {bits.key}; add --bits k2v2, or a mean"
+            )
+        if self.value_coding == SYMMETRIC and bits.value == EXACT:
+            raise OptionError("value_coding", f"{SYMMETRIC} is of values that have codes, not of {EXACT} bits")
 
     @classmethod
     def of_method(cls, method: str, **overrides: Any) -> FitOptions:
@@ -100,6 +116,11 @@ class FitOptions:
             raise OptionError("method", f"must be one of {', '.join(METHODS)}, got {method!r}")
         key_target, value_target = METHODS[method]
         return cls(**{"key_target": key_target, "value_target": value_target, **overrides})
+
+    @property
+    def codings(self) -> tuple[str, str]:
+        """Of keys and of values."""
+        return self.key_coding, self.value_coding
 
     @property
     def needs_samples(self) -> bool:

@@ -18,7 +18,7 @@ of readers of its key, so that the end of a calibration request is worth as much
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,6 +172,25 @@ def key_weights(q: torch.Tensor, k: torch.Tensor, scale: float, sinks: torch.Ten
     reading = torch.arange(first, n, stride, device=q.device)
     readers = len(reading) - torch.searchsorted(reading, positions + exact.recent)
     return out.clamp_min_(0) / (readers.clamp_min(1) * group)
+
+
+def mixed(weights: Sequence[torch.Tensor], share: float, sink: int = SINK) -> list[torch.Tensor]:
+    """``share`` of the weights and 1 - share of equal ones, both with mean 1 by head over all requests.
+
+    Args:
+        weights: [heads, n, ...] of every request.
+        share: 0 to 1.
+        sink: leading tokens that get none; at most an eighth of a request.
+    """
+    total = torch.stack([w.flatten(1).sum(1) for w in weights]).sum(0)
+    count = sum(w[0].numel() for w in weights)
+    out = []
+    for w in weights:
+        scaled = w * (count / total.clamp_min(1e-30)).view(-1, *[1] * (w.ndim - 1))
+        both = share * scaled + (1 - share) if share else torch.ones_like(w)
+        both[:, : min(sink, w.shape[1] // 8)] = 0
+        out.append(both)
+    return out
 
 
 def attention_kl(

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 
 
-def spend(losses: torch.Tensor, widths: Sequence[int], budget: int) -> tuple[int, ...]:
+def spend(losses: torch.Tensor, widths: Sequence[int] | Sequence[Sequence[int]], budget: int) -> tuple[int, ...]:
     """The width of every item.
 
     Args:
         losses: [items, widths], of each item at each width; finite.
-        widths: what each choice costs, ascending.
+        widths: what each choice costs, ascending: of all items, or of each its own.
         budget: most that all items may cost together.
 
     Returns:
-        one of ``widths`` per item. Of plans that lose as much the cheapest.
+        one of its ``widths`` per item. Of plans that lose as much the cheapest.
 
     Raises:
         ValueError: the budget is below the cheapest plan, or a loss is not finite.
@@ -31,22 +31,24 @@ def spend(losses: torch.Tensor, widths: Sequence[int], budget: int) -> tuple[int
     items = len(losses)
     if not bool(losses.isfinite().all()):
         raise ValueError("losses must be finite")
-    if budget < items * widths[0]:
-        raise ValueError(f"{items} items cost {items * widths[0]} at least, the budget is {budget}")
-    extra = [width - widths[0] for width in widths]
-    room = min(budget - items * widths[0], items * extra[-1])
+    costs: list[Sequence[int]] = [widths if isinstance(widths[0], int) else widths[n] for n in range(items)]  # type: ignore[misc]
+    cheapest = sum(row[0] for row in costs)
+    if budget < cheapest:
+        raise ValueError(f"{items} items cost {cheapest} at least, the budget is {budget}")
+    room = min(budget, sum(row[-1] for row in costs)) - cheapest
     least = torch.full((room + 1,), torch.inf, dtype=torch.float64)
     least[0] = 0
     taken = torch.zeros(items, room + 1, dtype=torch.int64)
     for item, row in enumerate(losses.double()):
-        trials = torch.full((len(extra), room + 1), torch.inf, dtype=torch.float64)
-        for choice, cost in enumerate(extra):
-            if cost <= room:
-                trials[choice, cost:] = least[: room + 1 - cost] + row[choice]
+        trials = torch.full((len(row), room + 1), torch.inf, dtype=torch.float64)
+        for choice, cost in enumerate(costs[item]):
+            more = cost - costs[item][0]
+            if more <= room:
+                trials[choice, more:] = least[: room + 1 - more] + row[choice]
         least, taken[item] = trials.min(0)
     at, chosen = int(least.argmin()), []
     for item in reversed(range(items)):
         choice = int(taken[item, at])
-        chosen.append(widths[choice])
-        at -= extra[choice]
+        chosen.append(costs[item][choice])
+        at -= costs[item][choice] - costs[item][0]
     return tuple(reversed(chosen))

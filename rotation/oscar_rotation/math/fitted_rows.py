@@ -1,14 +1,16 @@
-"""Rows of any number of levels with scales fitted to the codes: the server's codec, and beyond its powers of two."""
+"""What stored rows give back: the server's codec, and affine codes of any number of levels beyond its powers of two."""
 
 from __future__ import annotations
 
 import torch
 
+from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import clip, dequantize, fitted_parameters, quantize
+from oscar_kernels.scales import MIN_RANGE, dequantize_symmetric, fitted_scale, quantize_symmetric, rms
 
 
 def coded(y: torch.Tensor, group: int, ratio: float, gain: float, levels: int = 4) -> torch.Tensor:
-    """What a stored row gives back.
+    """Of affine codes.
 
     Args:
         y: [..., d], behind its transform.
@@ -24,3 +26,27 @@ def coded(y: torch.Tensor, group: int, ratio: float, gain: float, levels: int = 
     if gain:
         scale, zero = fitted_parameters(y, codes, scale, gain)
     return dequantize(codes, scale, zero)
+
+
+def coded_symmetric(y: torch.Tensor, group: int, gain: float, bits: int = 2) -> torch.Tensor:
+    """Of symmetric codes that are not clipped; arguments and result as of :func:`coded`."""
+    codes, scale = quantize_symmetric(y, min(group, y.shape[-1]), bits=bits)
+    levels = dequantize_symmetric(codes, torch.ones_like(scale), bits)
+    return dequantize_symmetric(codes, fitted_scale(y, levels, scale, gain).to(scale.dtype), bits)
+
+
+def coded_by_book(y: torch.Tensor, book: Codebook, gain: float) -> torch.Tensor:
+    """Of indexes into a codebook.
+
+    Args:
+        y: [kv_heads, n, d], behind its transform.
+        book: of these heads.
+        gain: as of :func:`coded`.
+
+    Returns:
+        float32 [kv_heads, n, d].
+    """
+    rows = y.float().transpose(0, 1)
+    scale = rms(rows)[..., None].clamp_min(MIN_RANGE)
+    points = book.look_up(book.nearest(rows / scale))
+    return (fitted_scale(rows, points, scale, gain).bfloat16().float() * points).transpose(0, 1)

@@ -10,17 +10,21 @@ from pathlib import Path
 
 import torch
 
+from oscar_kernels.layout import AFFINE, CODEBOOK
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.dump.stream import stream_chunks
 from oscar_rotation.errors import of_layer
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
-from oscar_rotation.fit.bits import Row, apply_goal
+from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bits import apply_goal
+from oscar_rotation.fit.books import fit_books
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.held_out import plan_held_out
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.options import OptionError
 from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.result import FitResult, package_version, reach, remarks
+from oscar_rotation.fit.side_codes import Row, SideCodes
 from oscar_rotation.fit.texts import sequences
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
@@ -249,20 +253,28 @@ def spend_bits(
     held: Mapping[int, int],
     ids: torch.Tensor | None,
 ) -> FitResult:
-    """A fit of two bits with the widths that a request asks for; see :func:`oscar_rotation.fit.bits.apply_goal`.
+    """A fit of two bits with the widths and codings that a request asks for; see
+    :func:`oscar_rotation.fit.bits.apply_goal`.
 
     Raises:
         DumpError: the dump is broken, or the model cannot be asked.
         OptionError: the mean that is asked for is out of reach.
     """
-    options = request.options
-    if options.bits is None:
+    options, head_dim = request.options, result.key.head_dim
+    if options.bits is None and options.codings == (AFFINE, AFFINE):
         return result
+    goal, device = options.bits or BitGoal(2, 2), choose_device(request.device)
     try:
+        if goal.mean is not None:
+            goal.widths(head_dim, options.group_size, options.codings)  # refuses before anything is measured
+        books = None
+        if options.key_coding == CODEBOOK:
+            positions = weights.positions(head_dim, options.context)
+            books = fit_books(dump, result.key, positions, device, held, request.progress)
         return apply_goal(
-            options.bits, result, (KEY_ROWS, VALUE_ROWS), dump, weights, held,
-            context=options.context, group_size=options.group_size, device=choose_device(request.device),
-            ids=ids, progress=request.progress,
+            goal, result, (SideCodes(KEY_ROWS, options.key_coding, books), SideCodes(VALUE_ROWS, options.value_coding)),
+            dump, weights, held, context=options.context, group_size=options.group_size, device=device, ids=ids,
+            progress=request.progress,
         )  # fmt: skip
     except DumpError:
         raise
@@ -270,7 +282,7 @@ def spend_bits(
         raise OptionError("bits", str(error)) from None
 
 
-OPTIONS = frozenset({"context", "overrides", "bits", "group_size", "text"})
+OPTIONS = frozenset({"context", "overrides", "bits", "group_size", "text", "key_coding", "value_coding"})
 """What this recipe and those built on it read."""
 
 RECIPE = FittedRecipe(

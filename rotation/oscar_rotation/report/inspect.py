@@ -58,7 +58,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         layer and kv head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error``
         (largest of all layers; of transforms with duals, how far they are from inverting each other) and ``layers``:
         one dict per layer with ``layer`` (its id in the model), ``orthogonality_error``, ``clip_ratio``, ``gain``,
-        ``bits``, ``spectrum`` (see :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see
+        ``bits``, ``coding``, ``spectrum`` (see :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see
         :mod:`oscar_rotation.report.sharing`); the last five None where the file does not tell.
 
     Raises:
@@ -76,7 +76,8 @@ def describe(path: str | Path) -> dict[str, Any]:
             "orthogonality_error": errors[layer],
             "clip_ratio": loaded.clip_ratios[layer] if loaded.clip_ratios else None,
             "gain": loaded.gains[layer] if loaded.gains else None,
-            "bits": loaded.bits[layer] if loaded.bits else 2,
+            "bits": loaded.width(layer),
+            "coding": loaded.coding(layer),
             "spectrum": None if loaded.eigenvalues is None else spectrum_summary(_spectrum(loaded.eigenvalues[layer])),
             "sharing_loss": _sharing_loss(loaded, layer),
             "overlap": _overlap(loaded, layer),
@@ -156,6 +157,7 @@ def render(description: dict[str, Any]) -> Group:
         "clip",
         "gain",
         "bits",
+        "coding",
         "largest eigenvalues",
         "top 8 share",
         "condition",
@@ -171,6 +173,7 @@ def render(description: dict[str, Any]) -> Group:
             _number(entry["clip_ratio"], ".3f"),
             _number(entry["gain"], ".3f"),
             f"{entry['bits']} {BAR * entry['bits']}",
+            entry["coding"],
             " ".join(f"{value:.3g}" for value in spectrum.get("top", [])[:4]) or "-",
             _number(spectrum.get("top_share"), ".1%"),
             _number(spectrum.get("condition"), ".2g"),

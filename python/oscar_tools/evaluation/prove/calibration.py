@@ -116,7 +116,10 @@ class Calibration:
         except RotationFileError:  # There is none, or one that was interrupted.
             # Of the calibration's part, as all that is fitted: nothing is measured on text that decided about bits.
             text = read_documents(self.prepare()) if spec.by_model else None
-            options = FitOptions(group_size=group, bits=spec.goal, text=text, context=self.context)
+            options = FitOptions(
+                group_size=group, bits=spec.goal, text=text, context=self.context, key_coding=spec.key_coding,
+                value_coding=spec.value_coding,
+            )  # fmt: skip
             run_fit(self.dumped, spec.recipe, options, out=folder)
         return folder
 

@@ -42,8 +42,8 @@ class CacheOptions:
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Of the int2 cache, of {', '.join(NAMES)}; NAME:GROUP:BITS gives it a group size and bits of its "
-            f"own (paper:64, focus::2.5); repeatable; default: {DEFAULT}."
+            help=f"Of the int2 cache, of {', '.join(NAMES)}; NAME:GROUP:BITS:CODINGS gives it a group size, bits and "
+            f"codings (paper:64, focus::2.5, focus::k2v2:codebook+symmetric); repeatable; default: {DEFAULT}."
         ),
     ] = None
     bits: Annotated[
@@ -145,7 +145,7 @@ class CacheOptions:
                     RowLayout(1, head_dim, group, torch.bfloat16)
                 option = "--bits"
                 if self.given() is None and spec.goal is not None and spec.goal.mean is not None:
-                    spec.goal.widths(head_dim, group)
+                    spec.goal.widths(head_dim, group, spec.codings)
             except ValueError as error:
                 raise typer.BadParameter(str(error), param_hint=option) from error
 

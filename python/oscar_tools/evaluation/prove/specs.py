@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import typer
 
+from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.options import FitOptions, OptionError
 from oscar_rotation.recipe_options import bit_goal, needs_mean, refuse_bits
 from oscar_rotation.recipes import DEFAULT_BITS, FITTED
 from oscar_tools.evaluation.methods import RECIPE_OF
@@ -15,7 +17,9 @@ from oscar_tools.evaluation.methods import RECIPE_OF
 UNFITTED = ("hadamard", "quarot")
 """Methods that need no data: a Hadamard matrix with our windows and clipping, and without both, as QuaRot has it."""
 NAMES = (*FITTED, *UNFITTED)
-FORM = "NAME, NAME:GROUP, NAME:GROUP:BITS or NAME::BITS"
+FORM = "NAME, NAME:GROUP, NAME:GROUP:BITS, NAME::BITS or NAME:GROUP:BITS:CODINGS"
+CODINGS = {CODEBOOK: "key_coding", SYMMETRIC: "value_coding"}
+"""What a cache may have in the place of affine codes, joined by ``+``, and the option of a fit that it is."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,15 @@ class Spec:
         bits: what is asked of bits; None for the default.
         by_model: whether the model itself says, on the calibration texts, where a mean of ``bits`` is needed.
         group: channels that share a scale; None for the run's.
+        key_coding, value_coding: of :class:`oscar_rotation.fit.options.FitOptions`.
     """
 
     recipe: str
     bits: str | None = None
     by_model: bool = False
     group: int | None = None
+    key_coding: str = AFFINE
+    value_coding: str = AFFINE
 
     @property
     def fitted(self) -> bool:
@@ -58,13 +65,19 @@ class Spec:
         """What is asked besides the recipe, for tables; empty without."""
         group = "" if self.group is None else f", groups of {self.group}"
         bits = "" if self.bits is None else f", --bits {self.bits}" + (", by the model" if self.by_model else "")
-        return group + bits
+        return group + bits + "".join(f", {coding}" for coding in self.codings if coding != AFFINE)
+
+    @property
+    def codings(self) -> tuple[str, str]:
+        """Of keys and of values."""
+        return self.key_coding, self.value_coding
 
     @property
     def suffix(self) -> str:
         """The same for names."""
         group = "" if self.group is None else f"-g{self.group}"
-        return group + ("" if self.bits is None else f"-{self.bits}" + ("-by-model" if self.by_model else ""))
+        bits = "" if self.bits is None else f"-{self.bits}" + ("-by-model" if self.by_model else "")
+        return group + bits + "".join(f"-{coding}" for coding in self.codings if coding != AFFINE)
 
     @property
     def title(self) -> str:
@@ -88,11 +101,13 @@ def parse_specs(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> 
     """
     found = []
     for text in recipes:
-        name, group, own = _parts(text)
+        name, group, own, codings = _parts(text)
         wishes: Sequence[str | None] = [own] if own else bits or [None]
         for wish in wishes:
             # The default by its name is the default, whose answers an earlier run may have left.
-            spec = Spec(name, None if wish == DEFAULT_BITS else wish, group=group)
+            asked = None if wish == DEFAULT_BITS else wish
+            spec = Spec(name, asked, group=group, **codings)  # type: ignore[arg-type]
+            _check_codings(spec)
             mean = spec.goal is not None and spec.goal.mean is not None
             if wish is not None and spec.fitted:
                 refuse_bits(FITTED[name])
@@ -104,11 +119,23 @@ def parse_specs(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> 
     return tuple(dict.fromkeys(found))
 
 
-def _parts(text: str) -> tuple[str, int | None, str | None]:
+def _check_codings(spec: Spec) -> None:
+    if spec.codings == (AFFINE, AFFINE):
+        return
+    if not spec.fitted or "key_coding" not in FITTED[spec.recipe].options:
+        raise typer.BadParameter(f"{spec.recipe} has affine codes alone", param_hint="--recipe")
+    try:
+        FitOptions(bits=spec.goal, key_coding=spec.key_coding, value_coding=spec.value_coding)
+    except OptionError as error:
+        raise typer.BadParameter(f"{spec.title}: {error.fault}", param_hint="--recipe") from error
+
+
+def _parts(text: str) -> tuple[str, int | None, str | None, dict[str, str]]:
     name, *rest = text.split(":")
     if name not in NAMES:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}", param_hint="--recipe")
-    group, bits = (*rest, "", "")[:2]
-    if len(rest) > 2 or (group and not group.isdecimal()):
+    group, bits, codings = (*rest, "", "", "")[:3]
+    asked = codings.split("+") if codings else []
+    if len(rest) > 3 or (group and not group.isdecimal()) or not set(asked) <= set(CODINGS):
         raise typer.BadParameter(f"{text!r} is not {FORM}", param_hint="--recipe")
-    return name, int(group) if group else None, bits or None
+    return name, int(group) if group else None, bits or None, {CODINGS[coding]: coding for coding in asked}

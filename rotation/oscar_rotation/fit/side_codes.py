@@ -1,0 +1,139 @@
+"""How codes of one side are made at every width: what they stand for, clip ratio and gain, and the books of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from oscar_kernels.layout import AFFINE, CODEBOOK, EXACT
+from oscar_rotation.files.codebooks import Codebooks
+from oscar_rotation.files.rotation_set import RotationSet
+from oscar_rotation.fit.bit_goal import coding_at
+from oscar_rotation.math.fitted_rows import coded, coded_by_book, coded_symmetric
+
+Row = tuple[float, float]
+"""Clip ratio and gain of a row."""
+
+NOTHING: Row = (1.0, 1.0)
+"""What a file states for a layer that is left exact, of which neither is read."""
+
+Reading = Callable[[torch.Tensor, int], torch.Tensor]
+"""Vectors and bits of a code -> the vectors as a cache gives them back."""
+
+
+@dataclass(frozen=True)
+class SideCodes:
+    """Codes of the keys, or of the values, of all layers.
+
+    Attributes:
+        rows: clip ratio and gain of affine codes, by bits.
+        coding: asked for; widths that do not have it are affine (:func:`oscar_rotation.fit.bit_goal.coding_at`).
+        books: of all layers where the coding is codebook.
+    """
+
+    rows: Mapping[int, Row]
+    coding: str = AFFINE
+    books: Codebooks | None = None
+
+    def row(self, bits: int) -> Row:
+        """Clip ratio and gain; only affine codes are clipped, others have no range that a large number would widen."""
+        if bits == EXACT:
+            return NOTHING
+        clip, gain = self.rows[bits]
+        return (clip if coding_at(self.coding, bits) == AFFINE else 1.0), gain
+
+    def coded(self, y: torch.Tensor, layer: int, bits: int, group: int) -> torch.Tensor:
+        """What stored rows of a layer give back.
+
+        Args:
+            y: [kv_heads, n, head_dim], behind the transform.
+            layer: which one.
+            bits: of a code.
+            group: channels that share a scale.
+        """
+        coding = coding_at(self.coding, bits)
+        if coding == AFFINE:
+            return coded(y, group, *self.rows[bits], levels=1 << bits)
+        if coding == CODEBOOK:
+            assert self.books is not None
+            return coded_by_book(y, self.books.of_layer(layer).to(y.device), self.row(bits)[1])
+        return coded_symmetric(y, group, self.row(bits)[1], bits)
+
+
+def with_bits(rotations: RotationSet, bits: Sequence[int], codes: SideCodes) -> RotationSet:
+    """The same for codes of other widths: clip ratios, gains and codings follow. Layers that are left exact have the
+    identity.
+
+    Args:
+        rotations: of one side.
+        bits: by layer.
+        codes: of that side.
+    """
+    clips, gains = zip(*(codes.row(width) for width in bits), strict=True)
+    exact = torch.tensor([width == EXACT for width in bits])
+    if bool(exact.any()):
+        rotations = _left_alone(rotations, exact)
+    codings = tuple(coding_at(codes.coding, width) for width in bits)
+    return replace(
+        rotations,
+        clip_ratios=clips,
+        gains=gains,
+        bits=None if set(bits) == {2} else tuple(bits),
+        codings=None if set(codings) == {AFFINE} else codings,
+        codebooks=_books_of(codes, codings),
+    )
+
+
+def _books_of(codes: SideCodes, codings: Sequence[str]) -> Codebooks | None:
+    used = [coding == CODEBOOK for coding in codings]
+    if codes.books is None or not any(used):
+        return None
+    books = codes.books
+    return Codebooks.of_layers([books.of_layer(layer) if taken else None for layer, taken in enumerate(used)])
+
+
+def _left_alone(rotations: RotationSet, layers: torch.Tensor) -> RotationSet:
+    """The same with nothing done to the vectors of some layers, bool [layers]."""
+    unit = torch.eye(rotations.head_dim)
+
+    def other(x: torch.Tensor | None, to: torch.Tensor) -> torch.Tensor | None:
+        return None if x is None else torch.where(layers.view(-1, *[1] * (x.ndim - 1)), to, x)
+
+    matrices = other(rotations.rotations, unit)
+    assert matrices is not None
+    duals, centers = other(rotations.duals, unit), other(rotations.centers, torch.zeros(()))
+    return replace(rotations, rotations=matrices, duals=duals, centers=centers)
+
+
+def of_layer(tensors: torch.Tensor, layer: int, per_head: bool, device: torch.device) -> torch.Tensor:
+    """Matrices of a layer, [kv_heads, d, d], or [1, d, d] where heads share one."""
+    found = tensors[layer].to(device)
+    return found if per_head else found[None]
+
+
+def into(rotations: RotationSet, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """Vectors of one layer behind its transform and center: [kv_heads, n, d] -> float32 of that shape."""
+    y = x @ of_layer(rotations.rotations, layer, rotations.per_head, x.device)
+    return y if rotations.centers is None else y - rotations.centers[layer].to(x.device)[:, None]
+
+
+def reading(rotations: RotationSet, layer: int, codes: SideCodes, group: int) -> Reading:
+    """How a cache gives back the keys or values of one layer.
+
+    Args:
+        rotations: of one side.
+        layer: which one.
+        codes: of that side.
+        group: channels that share a scale.
+    """
+
+    def read(x: torch.Tensor, bits: int) -> torch.Tensor:
+        y = codes.coded(into(rotations, layer, x), layer, bits, group)
+        if rotations.centers is not None:
+            y = y + rotations.centers[layer].to(x.device)[:, None]
+        back = rotations.rotations if rotations.duals is None else rotations.duals
+        return y @ of_layer(back, layer, rotations.per_head, x.device).mT
+
+    return read
