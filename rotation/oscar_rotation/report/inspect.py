@@ -9,6 +9,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
+from oscar_kernels.layout import AFFINE
 from oscar_rotation.files.reach import reach
 from oscar_rotation.files.rotation_file import read_rotation_file, recorded_side
 from oscar_rotation.files.rotation_set import RotationSet, inversion_errors, orthogonality_errors
@@ -151,13 +152,14 @@ def render(description: dict[str, Any]) -> Group:
         facts.add_row(name.replace("_", " "), f"{shown:.2e}" if isinstance(shown, float) else str(shown))
     layers = Table(box=None, header_style="bold")
     shared = ("shared",) if description["sharing"] else ()
+    coding = ("coding",) if {entry["coding"] for entry in description["layers"]} != {AFFINE} else ()
     for name in (
         "layer",
         "orthogonality error",
         "clip",
         "gain",
         "bits",
-        "coding",
+        *coding,
         "largest eigenvalues",
         "top 8 share",
         "condition",
@@ -173,7 +175,7 @@ def render(description: dict[str, Any]) -> Group:
             _number(entry["clip_ratio"], ".3f"),
             _number(entry["gain"], ".3f"),
             f"{entry['bits']} {BAR * entry['bits']}",
-            entry["coding"],
+            *(entry[name] for name in coding),
             " ".join(f"{value:.3g}" for value in spectrum.get("top", [])[:4]) or "-",
             _number(spectrum.get("top_share"), ".1%"),
             _number(spectrum.get("condition"), ".2g"),
