@@ -148,7 +148,8 @@ RECIPE = FittedRecipe(
     name=PUBLISHED,
     summary="the published method: orthogonal rotations U H P from covariance targets",
     fit=_fit_request,
-    options=frozenset(field.name for field in fields(FitOptions)) - {"context", "overrides", "bits", "text"},
+    options=frozenset(field.name for field in fields(FitOptions))
+    - {"context", "overrides", "bits", "text", "key_coding", "value_coding"},
     needs_activations=False,
     needs_weights=False,
     suffixes=(".pt", ".safetensors"),
