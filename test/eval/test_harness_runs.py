@@ -263,15 +263,16 @@ def test_how_answers_end(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     thought = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": ""}]
     ends = [("stop", "yes"), ("stop", ""), ("max_tokens", "so long\u2028"), ("stop", thought), ("tool_calls", "f")]
+    ends += [("model_length", "half"), ("length", "half")]
     rows = [
         {"index": i, "model_output": {"choices": [{"stop_reason": reason, "message": {"content": content}}]}}
         for i, (reason, content) in enumerate(ends)
     ]
-    rows += [rows[0], {"index": 5, "model_output": {"choices": []}}]
+    rows += [rows[0], {"index": 7, "model_output": {"choices": []}}]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "set_default.jsonl").write_text(text, encoding="utf-8")
-    answers = count(tmp_path, 6)
-    assert (answers.asked, answers.answered, answers.cut_off) == (6, 2, 1)
+    answers = count(tmp_path, 8)
+    assert (answers.asked, answers.answered, answers.cut_off) == (8, 2, 3)
     assert Answers(100, 99, 1).warning is None
     assert Answers(100, 98, 2).warning is not None
     assert "none was answered (3 asked, 0 answered, 1 cut off)" in (Answers(3, 0, 1).warning or "")
