@@ -33,7 +33,10 @@ def request(prompt: int, answer: int = 0, first: int = 7) -> SimpleNamespace:
     return SimpleNamespace(rid="r", origin_input_ids=[first, *range(1, prompt)], output_ids=list(range(answer)), **none)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(7, 9)), max_size=4))
+LENGTHS = st.sampled_from([SINK - 1, SINK, SINK + 1]) | st.integers(1, 40)
+
+
+@given(st.lists(st.tuples(LENGTHS, st.integers(7, 9)), max_size=4))
 def test_every_waiting_request_gets_its_sink(requests: list[tuple[int, int]]) -> None:
     """A block of its own below a whole sink, filled with what there is; shared with its like from there on."""
     cache = small_cache(WINDOWS, blocks=9)
