@@ -40,7 +40,8 @@ def test_the_published_recipe_asks_for_least() -> None:
     paper = FITTED[PUBLISHED]
     assert not paper.needs_activations
     assert not paper.needs_weights
-    assert paper.options == set(vars(FitOptions())) - {"context", "overrides", "bits", "text"}
+    others = {"context", "overrides", "bits", "text", "key_coding", "value_coding"}
+    assert paper.options == set(vars(FitOptions())) - others
     assert set(paper.suffixes) == set(SUFFIXES)
 
 

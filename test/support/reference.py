@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.recipes import FITTED, PUBLISHED, FitRequest
 from support.activations import write_dump
 
@@ -38,11 +39,13 @@ def document(length: int, seed: int, facts: int = 4) -> Document:
     return build_document(lambda text: len(token_ids(text)), length, facts, seed)
 
 
-def fit_rotations(folder: Path, documents: int = 6, recipe: str = PUBLISHED) -> dict[str, str]:
+def fit_rotations(
+    folder: Path, documents: int = 6, recipe: str = PUBLISHED, options: FitOptions | None = None
+) -> dict[str, str]:
     """Fit rotations to the model's activations on documents; returns the variables that name the files."""
     texts = [document(1800, CALIBRATION_SEED + number) for number in range(documents)]
     prompts = [token_ids(text.text + question(next(iter(text.facts)))) for text in texts]
     dump = write_dump(MODEL, prompts, folder / "dump")
     chosen = FITTED[recipe]
-    files = chosen.run(FitRequest(dump, model=str(MODEL))).save(folder, chosen.suffixes[:1])
+    files = chosen.run(FitRequest(dump, options or FitOptions(), str(MODEL))).save(folder, chosen.suffixes[:1])
     return {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(path) for side, path in zip("KV", files, strict=True)}
