@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,35 @@ def test_a_token_that_is_not_computed_yet_is_in_no_sink() -> None:
     waiting.acquire_block(cache, request(SINK - 2, answer=2), SINK - 1)
     (refill,) = cache.refills.take()
     assert len(refill.token_ids) == SINK - 1
+
+
+@pytest.mark.parametrize("prompt", [SINK - 1, SINK + 1])
+def test_an_adapter_computes_its_sinks(prompt: int) -> None:
+    cache, req = small_cache(WINDOWS), request(prompt)
+    req.lora_id = "one"
+    waiting.acquire_block(cache, req, prompt)
+    (refill,) = cache.refills.take()
+    assert refill.adapter == "one"
+
+
+class Said:
+    """What SGLang's servers tell each other: lists of whatever name."""
+
+    def __getattr__(self, name: str) -> list[Any]:
+        setattr(self, name, [])
+        found: list[Any] = getattr(self, name)
+        return found
+
+
+def test_rings_are_sent_position_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor whole, as so many rings of so many positions."""
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    seats, said, pool = 4, Said(), SimpleNamespace(k_buffer=[], v_buffer=[])
+    cache = small_cache(WINDOWS, seats, pool=pool)
+    handshake.around_setup_state(lambda *unused: None, said, pool)
+    (lengths,), (items,) = said.state_data_lens, said.state_item_lens
+    assert sum(lengths) == cache.side.ring.nbytes
+    assert lengths == [seats * WINDOWS.ring * item for item in items]
 
 
 def test_no_sink_no_block() -> None:
