@@ -14,11 +14,13 @@ from oscar_rotation.cli import app
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
-from oscar_rotation.fit import books
+from oscar_rotation.fit import book_gains, books
+from oscar_rotation.fit.bits import measure
 from oscar_rotation.fit.held_out import held_out_requests, plan_held_out
+from oscar_rotation.fit.output_weights import OutputWeights
 from oscar_rotation.fit.side_codes import SideCodes, reading
 from oscar_rotation.math.attention_weights import attention_kl
-from oscar_rotation.recipes.plus import KEY_ROWS
+from oscar_rotation.recipes.plus import KEY_ROWS, fit_plus
 
 KV_HEADS, GROUP, D = 2, 2, 32
 ROUNDS = 4
@@ -67,7 +69,10 @@ def test_books_save_of_what_affine_codes_lose(
     dump = DumpReader(root)
     held = plan_held_out(dump, dump.fit_chunks(), "this")
     for layer in range(2):
-        forms = {"books": SideCodes(KEY_ROWS, "codebook", key.codebooks), "affine": SideCodes(KEY_ROWS)}
+        forms = {
+            "books": SideCodes(KEY_ROWS, "codebook", key.codebooks, key.gains or ()),
+            "affine": SideCodes(KEY_ROWS),
+        }
         found = {
             name: sum(
                 attention_kl(r.q, r.k, reading(key, layer, codes, D)(r.k, 2), D**-0.5)
@@ -85,9 +90,8 @@ def test_widths_say_which_keys_have_books(
     root = make_dump(tmp_path / "dump", requests=[[5], [300, 280], [130, 200]])
     key, value = fitted(root, weights, tmp_path / "two", "--bits", "k2v3", *CODINGS)
     assert (key.codings, value.codings, value.bits) == (("codebook",) * 2, ("symmetric",) * 2, (3, 3))
-    # Only affine codes are clipped; gains are the recipe's.
+    # Only affine codes are clipped.
     assert (set(key.clip_ratios or ()), set(value.clip_ratios or ())) == ({1.0}, {1.0})
-    assert set(key.gains or ()) == {KEY_ROWS[2][1]}
     # Of 2.5 bits (2 and 16 / 32) to 4.75 (4 and 32 / 32, 4 and 16 / 32).
     key, value = fitted(root, weights, tmp_path / "mean", "--bits", "3.5", "--group-size", "32", *CODINGS)
     for layer, width in enumerate(key.bits or (2, 2)):
@@ -129,3 +133,26 @@ def test_keys_are_taken_evenly(monkeypatch: pytest.MonkeyPatch, make_dump: Calla
     assert torch.equal(some, keys[:, ::5])
     assert torch.equal(of_some, weights[:, ::5])
     assert not weights[:, :8].any()
+
+
+def test_every_layer_has_the_gain_that_loses_least(
+    make_dump: Callable[..., Path], weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the output's error on held-out requests; each layer by itself, and with one gain alone that one."""
+    monkeypatch.setattr(books, "ROUNDS", 1)
+    dump = DumpReader(make_dump(tmp_path / "dump", requests=[[5], [300, 280], [330, 200]]))
+    output, cpu = OutputWeights(weights), torch.device("cpu")
+    fitted = fit_plus(dump, output).key
+    held = plan_held_out(dump, dump.fit_chunks(), "this")
+    points = books.fit_books(dump, fitted, None, cpu, held)
+    found = book_gains.fit_gains(dump, fitted, points, output, held, None, cpu)
+    for layer in range(2):
+        reader, (request, *_) = output.reader(layer, KV_HEADS, D), held_out_requests(dump, layer, held, cpu)
+        losses = []
+        for gain in book_gains.GAINS:
+            codes = SideCodes(KEY_ROWS, "codebook", points, (gain, gain))
+            read = reading(fitted, layer, codes, D)(request.k, 2)
+            losses.append(float(measure(request, [read], [], D**-0.5, reader)[0][0]))
+        assert found[layer] == book_gains.GAINS[losses.index(min(losses))]
+    monkeypatch.setattr(book_gains, "GAINS", (0.7,))
+    assert book_gains.fit_gains(dump, fitted, points, output, held, None, cpu) == (0.7, 0.7)

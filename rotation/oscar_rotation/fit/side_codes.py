@@ -31,18 +31,22 @@ class SideCodes:
         rows: clip ratio and gain of affine codes, by bits.
         coding: asked for; widths that do not have it are affine (:func:`oscar_rotation.fit.bit_goal.coding_at`).
         books: of all layers where the coding is codebook.
+        gains: of codebooks, by layer; empty for those of the rows.
     """
 
     rows: Mapping[int, Row]
     coding: str = AFFINE
     books: Codebooks | None = None
+    gains: tuple[float, ...] = ()
 
-    def row(self, bits: int) -> Row:
+    def row(self, bits: int, layer: int) -> Row:
         """Clip ratio and gain; only affine codes are clipped, others have no range that a large number would widen."""
         if bits == EXACT:
             return NOTHING
-        clip, gain = self.rows[bits]
-        return (clip if coding_at(self.coding, bits) == AFFINE else 1.0), gain
+        (clip, gain), coding = self.rows[bits], coding_at(self.coding, bits)
+        if coding == CODEBOOK and self.gains:
+            gain = self.gains[layer]
+        return (clip if coding == AFFINE else 1.0), gain
 
     def coded(self, y: torch.Tensor, layer: int, bits: int, group: int) -> torch.Tensor:
         """What stored rows of a layer give back.
@@ -58,8 +62,8 @@ class SideCodes:
             return coded(y, group, *self.rows[bits], levels=1 << bits)
         if coding == CODEBOOK:
             assert self.books is not None
-            return coded_by_book(y, self.books.of_layer(layer).to(y.device), self.row(bits)[1])
-        return coded_symmetric(y, group, self.row(bits)[1], bits)
+            return coded_by_book(y, self.books.of_layer(layer).to(y.device), [self.row(bits, layer)[1]])[0]
+        return coded_symmetric(y, group, self.row(bits, layer)[1], bits)
 
 
 def with_bits(rotations: RotationSet, bits: Sequence[int], codes: SideCodes) -> RotationSet:
@@ -71,7 +75,7 @@ def with_bits(rotations: RotationSet, bits: Sequence[int], codes: SideCodes) -> 
         bits: by layer.
         codes: of that side.
     """
-    clips, gains = zip(*(codes.row(width) for width in bits), strict=True)
+    clips, gains = zip(*(codes.row(width, layer) for layer, width in enumerate(bits)), strict=True)
     exact = torch.tensor([width == EXACT for width in bits])
     if bool(exact.any()):
         rotations = _left_alone(rotations, exact)
@@ -119,6 +123,14 @@ def into(rotations: RotationSet, layer: int, x: torch.Tensor) -> torch.Tensor:
     return y if rotations.centers is None else y - rotations.centers[layer].to(x.device)[:, None]
 
 
+def out_of(rotations: RotationSet, layer: int, y: torch.Tensor) -> torch.Tensor:
+    """Inverse of :func:`into`."""
+    if rotations.centers is not None:
+        y = y + rotations.centers[layer].to(y.device)[:, None]
+    back = rotations.rotations if rotations.duals is None else rotations.duals
+    return y @ of_layer(back, layer, rotations.per_head, y.device).mT
+
+
 def reading(rotations: RotationSet, layer: int, codes: SideCodes, group: int) -> Reading:
     """How a cache gives back the keys or values of one layer.
 
@@ -130,10 +142,6 @@ def reading(rotations: RotationSet, layer: int, codes: SideCodes, group: int) ->
     """
 
     def read(x: torch.Tensor, bits: int) -> torch.Tensor:
-        y = codes.coded(into(rotations, layer, x), layer, bits, group)
-        if rotations.centers is not None:
-            y = y + rotations.centers[layer].to(x.device)[:, None]
-        back = rotations.rotations if rotations.duals is None else rotations.duals
-        return y @ of_layer(back, layer, rotations.per_head, x.device).mT
+        return out_of(rotations, layer, codes.coded(into(rotations, layer, x), layer, bits, group))
 
     return read

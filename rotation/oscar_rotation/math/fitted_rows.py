@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from oscar_kernels.codebook import Codebook
@@ -35,18 +37,19 @@ def coded_symmetric(y: torch.Tensor, group: int, gain: float, bits: int = 2) -> 
     return dequantize_symmetric(codes, fitted_scale(y, levels, scale, gain).to(scale.dtype), bits)
 
 
-def coded_by_book(y: torch.Tensor, book: Codebook, gain: float) -> torch.Tensor:
+def coded_by_book(y: torch.Tensor, book: Codebook, gains: Sequence[float]) -> list[torch.Tensor]:
     """Of indexes into a codebook.
 
     Args:
         y: [kv_heads, n, d], behind its transform.
         book: of these heads.
-        gain: as of :func:`coded`.
+        gains: each as of :func:`coded`.
 
     Returns:
-        float32 [kv_heads, n, d].
+        float32 [kv_heads, n, d] for every gain.
     """
     rows = y.float().transpose(0, 1)
     scale = rms(rows)[..., None].clamp_min(MIN_RANGE)
     points = book.look_up(book.nearest(rows / scale))
-    return (fitted_scale(rows, points, scale, gain).bfloat16().float() * points).transpose(0, 1)
+    scales = (fitted_scale(rows, points, scale, gain).bfloat16().float() for gain in gains)
+    return [(fitted * points).transpose(0, 1) for fitted in scales]

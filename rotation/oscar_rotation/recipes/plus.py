@@ -17,6 +17,7 @@ from oscar_rotation.errors import of_layer
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.bits import apply_goal
+from oscar_rotation.fit.book_gains import fit_gains
 from oscar_rotation.fit.books import fit_books
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.held_out import plan_held_out
@@ -267,12 +268,15 @@ def spend_bits(
     try:
         if goal.mean is not None:
             goal.widths(head_dim, options.group_size, options.codings)  # refuses before anything is measured
-        books = None
+        keys, values = SideCodes(KEY_ROWS), SideCodes(VALUE_ROWS, options.value_coding)
         if options.key_coding == CODEBOOK:
+            held = plan_held_out(dump, dump.fit_chunks(), "a codebook")
             positions = weights.positions(head_dim, options.context)
             books = fit_books(dump, result.key, positions, device, held, request.progress)
+            gains = fit_gains(dump, result.key, books, weights, held, positions, device)
+            keys = SideCodes(KEY_ROWS, CODEBOOK, books, gains)
         return apply_goal(
-            goal, result, (SideCodes(KEY_ROWS, options.key_coding, books), SideCodes(VALUE_ROWS, options.value_coding)),
+            goal, result, (keys, values),
             dump, weights, held, context=options.context, group_size=options.group_size, device=device, ids=ids,
             progress=request.progress,
         )  # fmt: skip
