@@ -13,7 +13,7 @@
 #
 # Without a GPU, servers and other Python processes that tests start are forked from a process that has imported the
 # third-party libraries and most of SGLang already (test/support/warm); OSCAR_TEST_WARM=0 starts every process anew. A
-# file named by OSCAR_TEST_WARM_LOG lists what was forked, and why the rest was not.
+# file named by OSCAR_TEST_WARM_LOG lists what was forked, why the rest was not, and why one more such process was made.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"

@@ -280,6 +280,7 @@ def test_what_is_asked_least_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
     """Of warm processes there are four, and one for a server here and there takes no other's place for long."""
     monkeypatch.setattr(pool, "Started", Unstarted)
     monkeypatch.setattr(pool, "fits", lambda launch, warm: launch == warm)
+    monkeypatch.setattr(pool, "misfits", lambda launch, warm: "another")
     monkeypatch.setattr(pool, "starts_workers", lambda launch: True)
     monkeypatch.setattr(pool, "environment_for", lambda launch: launch)
     own = pool.Pool()

@@ -106,8 +106,12 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 def _note(what: str, arguments: tuple[Any, ...]) -> None:
-    path = os.environ.get(LOG)
-    if path and what != OTHER_PROGRAM:
-        command = b" ".join(os.fsencode(part) for part in arguments[0])
+    if what != OTHER_PROGRAM:
+        log(what, b" ".join(os.fsencode(part) for part in arguments[0]))
+
+
+def log(what: str, of: bytes) -> None:
+    """Add a line to the file that :data:`LOG` names."""
+    if path := os.environ.get(LOG):
         with open(path, "ab") as file:
-            file.write(b"%d %s: %s\n" % (os.getpid(), what.encode(), command[:300].replace(b"\n", b" ")))
+            file.write(b"%d %s: %s\n" % (os.getpid(), what.encode(), of[:300].replace(b"\n", b" ")))

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from support.warm import channel, preload
-from support.warm.client import Client, install
+from support.warm.client import Client, install, log
 from support.warm.launch import Launch
 from support.warm.rule import BOOT, READ, Warm, counted, misfits, replacing
 
@@ -74,6 +74,7 @@ class Pool:
         with self._starting:
             fitting = next((client for client in self._started if fits(launch, client.warm)), None)
             if fitting is None and starts_workers(launch):
+                log("a warm process more", "; ".join(str(misfits(launch, one.warm)) for one in self._started).encode())
                 fitting = Started(environment_for(launch))
                 self._started.append(fitting)
             if fitting is not None:
