@@ -132,6 +132,11 @@ class Settings(BaseModel):
         alias="SGLANG_OSCAR_ALLOW_NEWER",
         description="serve on a release of SGLang newer than what was tested, where every touch point reads back",
     )
+    allow_untried: bool = Field(
+        False,
+        alias="SGLANG_OSCAR_ALLOW_UNTRIED",
+        description="serve a class of models that was not tried",
+    )
     recompute_recent: bool = Field(
         True,
         alias="SGLANG_OSCAR_RECOMPUTE_RECENT",

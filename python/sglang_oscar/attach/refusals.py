@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_oscar.attach import model_classes
 from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal, features
 from sglang_oscar.attach.releases import argument, switched_on
@@ -142,6 +143,13 @@ MODELS: list[Refusal] = [
 ]
 
 
+CLASSES = (
+    "classes that [this table](../python/sglang_oscar/attach/model_classes.csv) does not have as served; those that "
+    f"were not tried serve with {model_classes.ALLOW}=1 (`oscar try-class` tries one)"
+)
+"""What the reference says of :mod:`sglang_oscar.attach.model_classes`."""
+
+
 ATTENTION: list[Refusal] = [
     (lambda layer: layer.logit_cap != 0, "logit soft-capping"),
     (lambda layer: layer.sliding_window_size not in (-1, None), "sliding-window attention"),
@@ -165,7 +173,7 @@ def rows() -> dict[str, list[str]]:
     for feature in features():
         found |= {title: [what for _, what in table] for title, table in feature.refused_with}
     found["Models that see images"] = [what for _, what in VISION]
-    models = [what for _, what in [*MODELS, *ATTENTION]]
+    models = [what for _, what in [*MODELS, *ATTENTION]] + [CLASSES]
     return found | {"Models": models + [line for feature in features() for line in feature.refused_models]}
 
 
@@ -199,6 +207,7 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
     for refused, what in VISION:
         if server_args is not None and model_config.is_multimodal and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")
+    model_classes.check(model_config.hf_config.architectures, name)
 
 
 def check_attention_layer(layer: Any) -> None:

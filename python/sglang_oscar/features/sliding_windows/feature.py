@@ -15,7 +15,7 @@ FEATURE = Feature(
         Touchpoint(at(MEM + "common.free_swa_out_of_window_slots"), AROUND, prefix_hits.around_free_out_of_window),
     ],
     refused_with=[(f"gpt-oss ({', '.join(models.SERVED)})", models.REFUSED)],
-    refused_models=models.others(),
+    refused_models=["other models with sliding windows"],
     check_model=models.check,
     attends=models.is_served,
     configure=models.configure,

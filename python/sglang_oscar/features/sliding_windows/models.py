@@ -49,12 +49,6 @@ REFUSED: list[Refusal] = [
 """Arguments that are refused with these models only. Without chunks a prompt would need a window pool of its length."""
 
 
-def others() -> list[str]:
-    """A line for every kind of model with sliding windows that is not served."""
-    reasons = dict.fromkeys(ONE_POOL, "SGLang keeps all layers in one pool") | REASONS
-    return [f"{name}: {why}" for name, why in reasons.items()] + [f"others with sliding windows: {UNTRIED}"]
-
-
 def is_served(model: Any) -> bool:
     """Whether a model has sliding-window layers beside others, and is served.
 

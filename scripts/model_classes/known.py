@@ -1,0 +1,63 @@
+"""What is known of classes without a trial: kinds that int2 mode refuses, and those that tests of servers try."""
+
+from __future__ import annotations
+
+import re
+
+from sglang_oscar.attach.model_classes import REFUSED, SERVED, UNTRIED, Row
+from sglang_oscar.attach.refusals import VISION_MODELS
+from sglang_oscar.features.hybrids.refusals import MODELS as HYBRIDS
+from sglang_oscar.features.sliding_windows.models import SERVED as WINDOWS
+
+DRAFT = re.compile(r"NextN|MTP|Eagle|DSpark|DFlash|Draft|Assistant")
+NO_ANSWERS = re.compile(
+    r"^Bert|^XLMRoberta|Contriever|Embedding|Reward|Classification|^CLIP|Bidirectional|VisionModel$"
+)
+LATENT = """DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
+GlmMoeDsaForCausalLM Glm4MoeLiteForCausalLM MiniCPM3ForCausalLM LongcatFlashForCausalLM SarvamMLAForCausalLM
+KimiLinearForCausalLM KimiK3LinearForCausalLM BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM GigaChat35ForCausalLM
+MistralLarge3ForCausalLM Dots3NoteForCausalLM""".split()  # noqa: SIM905
+
+OTHERS = {
+    "logit soft-capping": "Grok1ForCausalLM Grok1ModelForCausalLM",
+    "no attention": "MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM",
+    "block-sparse attention": "MiniMaxM3SparseForCausalLM MiniCPMSALAForCausalLM Phi3SmallForCausalLM",
+    "this hybrid linear attention": "NemotronHForCausalLM NemotronHPuzzleForCausalLM ZayaForCausalLM "
+    "FalconH1ForCausalLM GraniteMoeHybridForCausalLM JetNemotronForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM",
+    "iRoPE": "Llama4ForCausalLM",
+    "models of MindSpore": "MindSporeForCausalLM",
+    "diffusion": "LLaDA2MoeModelLM DiffusionGemmaForBlockDiffusion",
+    "several modalities": "YiVLForCausalLM MuseGlimmerForCausalLM",
+    "heads of keys and values that differ in size": "MiMoV2ForCausalLM MiMoV2FlashForCausalLM",
+    "layers with a window that have other heads": "Step3p5ForCausalLM Gemma4ForCausalLM LagunaForCausalLM",
+    "an attention backend that SGLang insists on": "Exaone4ForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM",
+    "sliding-window attention, which has not been tried": "IQuestQ1ForCausalLM Spark2_5ForCausalLM Gemma3nForCausalLM "
+    "GraniteMoeSWAForCausalLM GraniteSWAForCausalLM MellumForCausalLM Cohere2MoeForCausalLM",
+}
+"""What stands in the way of classes that no trial is needed for."""
+NEEDS_GPU = """MiniMaxM2ForCausalLM DbrxForCausalLM DeepseekForCausalLM XverseMoeForCausalLM
+HrmTextForCausalLM""".split()  # noqa: SIM905
+"""Classes that call kernels which SGLang has for GPUs only."""
+
+
+def known(name: str) -> Row | None:
+    """The row of a class that is not tried; None for others."""
+    from sglang.srt.configs.model_config import is_generation_model, multimodal_model_archs
+
+    if name in VISION_MODELS | HYBRIDS | WINDOWS:
+        return Row(SERVED, "tests of servers")
+    for kind, what in (
+        (bool(DRAFT.search(name)), "a draft model, which drafts for others"),
+        (bool(NO_ANSWERS.search(name)) or not is_generation_model([name]), "does not generate"),
+        (name in LATENT, "multi-head latent attention (MLA)"),
+        (name in multimodal_model_archs or name.endswith("ForConditionalGeneration"), "several modalities"),
+        (name.startswith("Transformers"), "models of transformers"),
+    ):
+        if kind:
+            return Row(REFUSED, what)
+    if name in NEEDS_GPU:
+        return Row(UNTRIED, "its kernels need a GPU")
+    for what, names in OTHERS.items():
+        if name in names.split():
+            return Row(REFUSED, what)
+    return None

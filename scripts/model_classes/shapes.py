@@ -1,0 +1,136 @@
+"""A small configuration of every class of models that is tried."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "torch_dtype": "bfloat16",
+}
+HEADS: dict[str, Any] = {"hidden_size": 256}
+"""For classes whose head_dim is hidden_size over heads."""
+ALL_HEADS: dict[str, Any] = HEADS | {"num_key_value_heads": 4}
+"""For classes without grouped queries."""
+MOE: dict[str, Any] = {
+    "num_experts": 2,  # all are asked: rounding must not choose between them
+    "num_local_experts": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+BAILING = HEADS | MOE
+BAILING |= {"num_shared_experts": 1, "norm_topk_prob": True, "use_bias": False, "use_qkv_bias": False}
+BAILING |= {"first_k_dense_replace": 1, "score_function": None, "embedding_dropout": 0.0, "use_qk_norm": False}
+CHATGLM = HEADS | {"multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 64, "num_layers": 2}
+CHATGLM |= {"ffn_hidden_size": 256, "padded_vocab_size": 2048, "seq_length": 4096, "layernorm_epsilon": 1e-5}
+CHATGLM |= {"rmsnorm": True, "add_bias_linear": False, "add_qkv_bias": True, "post_layer_norm": True}
+CHATGLM |= {"original_rope": True, "apply_residual_connection_post_layernorm": False}
+CHATGLM |= {"fp32_residual_connection": False, "hidden_dropout": 0.0}
+ERNIE = {"moe_num_experts": 2, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_interval": 1, "use_bias": False}
+ERNIE |= {"moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_intermediate_size": 64}
+QWEN = ALL_HEADS | {"kv_channels": 64, "layer_norm_epsilon": 1e-6, "seq_length": 4096, "rotary_emb_base": 10000.0}
+GPT = ALL_HEADS | {"n_positions": 4096}
+EXAONE = {"num_layers": 2, "layer_norm_epsilon": 1e-5, "activation_function": "silu"}
+NO_WINDOW: dict[str, Any] = {"sliding_window": None}
+BAICHUAN = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "AfmoeForCausalLM": ("afmoe", MOE),
+    "ApertusForCausalLM": ("apertus", {}),
+    "ArceeForCausalLM": ("arcee", {}),
+    "BaichuanForCausalLM": ("llama", BAICHUAN),
+    "BailingMoEForCausalLM": ("llama", BAILING),
+    "BailingMoeForCausalLM": ("llama", BAILING),
+    "BailingMoeV2ForCausalLM": (
+        "llama",
+        BAILING | {"use_qk_norm": True, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    ),
+    "ChatGLMModel": ("llama", CHATGLM),
+    "Cohere2ForCausalLM": ("cohere2", HEADS),
+    "CohereForCausalLM": ("cohere", HEADS | {"logit_scale": 1.0}),
+    "Ernie4_5_ForCausalLM": ("llama", {"use_bias": False}),
+    "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", HEADS | ERNIE),
+    "ExaoneForCausalLM": (
+        "llama",
+        HEADS | {"num_layers": 2, "layer_norm_epsilon": 1e-5, "activation_function": "silu"},
+    ),
+    "GPT2LMHeadModel": ("gpt2", GPT),
+    "GPTBigCodeForCausalLM": ("gpt_bigcode", GPT | {"num_key_value_heads": 1, "multi_query": True}),
+    "GPTJForCausalLM": ("gptj", GPT | {"rotary_dim": 32}),
+    "Gemma2ForCausalLM": ("gemma2", {"query_pre_attn_scalar": 64}),
+    "Gemma3ForCausalLM": ("gemma3_text", {}),
+    "GemmaForCausalLM": ("gemma", {}),
+    "Glm4ForCausalLM": ("glm4", {}),
+    "Glm4MoeForCausalLM": ("glm4_moe", MOE | {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}),
+    "GraniteForCausalLM": ("granite", HEADS),
+    "GraniteMoeForCausalLM": ("granitemoe", HEADS | MOE),
+    "GraniteMoeSharedForCausalLM": ("granitemoeshared", HEADS | MOE | {"shared_intermediate_size": 64}),
+    "HYV3ForCausalLM": ("hy_v3", MOE | {"route_norm": True}),
+    "HYV4ForCausalLM": ("hy_v4", MOE),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", {}),
+    "HunYuanMoEV1ForCausalLM": (
+        "hunyuan_v1_moe",
+        MOE | {"moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True},
+    ),
+    "IQuestCoderForCausalLM": ("llama", {}),
+    "InternLM2ForCausalLM": ("llama", HEADS | {"bias": False}),
+    "InternLM3ForCausalLM": ("llama", {}),
+    "LlamaForCausalLM": ("llama", {}),
+    "MiMoForCausalLM": ("llama", HEADS | {"num_nextn_predict_layers": 1}),
+    "MiniCPMForCausalLM": ("llama", HEADS | {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 256}),
+    "Ministral3ForCausalLM": ("ministral3", {}),
+    "MistralForCausalLM": ("mistral", NO_WINDOW),
+    "MixtralForCausalLM": ("mixtral", HEADS | MOE | NO_WINDOW),
+    "OPTForCausalLM": ("opt", ALL_HEADS | {"word_embed_proj_dim": 256, "ffn_dim": 256, "do_layer_norm_before": True}),
+    "Olmo2ForCausalLM": ("olmo2", HEADS),
+    "OlmoForCausalLM": ("olmo", ALL_HEADS),
+    "OlmoeForCausalLM": ("olmoe", ALL_HEADS | MOE),
+    "OrionForCausalLM": ("llama", HEADS),
+    "PersimmonForCausalLM": ("persimmon", ALL_HEADS | {"partial_rotary_factor": 0.5}),
+    "Phi3ForCausalLM": ("phi3", HEADS | NO_WINDOW),
+    "PhiForCausalLM": ("phi", ALL_HEADS | {"partial_rotary_factor": 0.5}),
+    "PhiMoEForCausalLM": ("phimoe", HEADS | MOE | NO_WINDOW),
+    "QWenLMHeadModel": ("llama", QWEN | {"intermediate_size": 512}),
+    "QuantMixtralForCausalLM": ("mixtral", HEADS | MOE | NO_WINDOW),
+    "Qwen2ForCausalLM": ("qwen2", HEADS),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", HEADS | MOE | {"shared_expert_intermediate_size": 64}),
+    "Qwen3ForCausalLM": ("qwen3", {}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", MOE),
+    "SDARForCausalLM": ("qwen3", {}),
+    "SDARMoeForCausalLM": ("qwen3_moe", MOE),
+    "SarvamMoEForCausalLM": ("llama", BAILING | {"use_qk_norm": True}),
+    "SolarForCausalLM": ("llama", {f"bskcn_{n}": [] for n in (1, 2, 3, 4)} | {"bskcn_tv": [0.9, 0.8]}),
+    "StableLmForCausalLM": ("stablelm", HEADS | {"partial_rotary_factor": 0.25}),
+    "Starcoder2ForCausalLM": ("starcoder2", HEADS | NO_WINDOW),
+    "TeleFLMForCausalLM": ("llama", {"input_mult": 1.0, "output_mult": 1.0, "mup_scale_factor": 1.0, "use_mup": False}),
+    "TorchNativeLlamaForCausalLM": ("llama", {}),
+    "TorchNativePhi3ForCausalLM": ("phi3", HEADS | NO_WINDOW),
+    "XverseForCausalLM": ("llama", HEADS),
+}
+"""By class: a type of model that transformers knows, and what a configuration has besides ``COMMON``."""
+
+
+def save(name: str, folder: Path) -> Path:
+    """Write the configuration of a class to ``folder`` and return it."""
+    model_type, own = SHAPES[name]
+    config = AutoConfig.for_model(model_type, **COMMON | own)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = config.to_dict() | {"architectures": [name]}
+    (folder / "config.json").write_text(json.dumps(text, default=str))
+    return folder
