@@ -53,7 +53,7 @@ def check(architectures: Iterable[str], name: str) -> None:
         return
     if found[0].int2 == REFUSED:
         raise Int2Error(f"--kv-cache-dtype int2 does not support {name}: {found[0].known}; use --kv-cache-dtype auto")
-    if os.environ.get(ALLOW) != "1":
+    if os.environ.get(ALLOW, "").lower() not in ("1", "true", "t", "yes", "y", "on"):
         raise Int2Error(
             f"--kv-cache-dtype int2 has not been tried with {name}: {found[0].known}; try it with `oscar try-class` "
             f"and set {ALLOW}=1, or use --kv-cache-dtype auto"
