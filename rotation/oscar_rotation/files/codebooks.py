@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -12,9 +12,6 @@ from oscar_kernels.codebook import GROUP, LARGEST, POINTS, Codebook
 from oscar_kernels.layout import AFFINE, CODEBOOK, CODINGS, EXACT
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.bounds import shown
-
-if TYPE_CHECKING:
-    from oscar_rotation.files.rotation_set import RotationSet
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,11 @@ class Codebooks:
         return Codebook(self.points[layer].contiguous(), self.factors[layer].contiguous())
 
 
-def check_codings(loaded: RotationSet, source: str) -> None:
+def check_codings(loaded: Any, source: str) -> None:
     """Refuse codings that no server could use, and codebooks that do not belong to them.
 
     Args:
-        loaded: what was read; its rotations and bits are checked.
+        loaded: the RotationSet that was read; its rotations and bits are checked.
         source: the file's path, for the message.
 
     Raises:
@@ -80,7 +77,7 @@ def check_codings(loaded: RotationSet, source: str) -> None:
         _check_books(books, with_books, loaded, source)
 
 
-def _check_books(books: Codebooks, with_books: Sequence[int], loaded: RotationSet, source: str) -> None:
+def _check_books(books: Codebooks, with_books: Sequence[int], loaded: Any, source: str) -> None:
     if loaded.metadata.side == "v":
         raise RotationFileError(f"{source}: holds codebooks of values, only keys have them; fit it again")
     points, factors = books.points, books.factors
