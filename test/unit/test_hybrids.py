@@ -185,7 +185,7 @@ def test_verification_leaves_the_window_behind_its_token(length: int, accepted: 
 
 
 ALLOWED = {
-    "speculative_algorithm": None, "enable_torch_compile": False,
+    "enable_torch_compile": False,
     "mamba_radix_cache_strategy": "auto", "linear_attn_backend": "triton", "enable_mixed_chunk": False,
     "enable_hierarchical_cache": False, "disaggregation_mode": "null", "disable_radix_cache": False,
     "disable_overlap_schedule": True,
@@ -200,7 +200,7 @@ def refused(**changed: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("speculative_algorithm", "NGRAM"), ("enable_torch_compile", True),
+        ("enable_torch_compile", True),
         ("mamba_radix_cache_strategy", "no_buffer"), ("mamba_radix_cache_strategy", "extra_buffer_lazy"),
         ("linear_attn_backend", "cutedsl"), ("linear_attn_prefill_backend", "cutedsl"),
         ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),

@@ -34,8 +34,8 @@ def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
 
 
 def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-    """As PyTorch's, of such a machine."""
-    return _zeros(*args, **kwargs)
+    """As PyTorch's, of such a machine: up to 0.5.19 SGLang has states behind drafts on CUDA, whatever the device is."""
+    return _zeros(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
 
 
 setattr(torch, "zeros", zeros)  # noqa: B010

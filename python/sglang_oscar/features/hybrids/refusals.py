@@ -29,7 +29,6 @@ def _mistakes_states(args: Any) -> bool:
 
 
 ARGUMENTS: list[Refusal] = [
-    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (
         # States would come back from the host without the windows beside them.
