@@ -35,7 +35,9 @@ OTHERS = {
     "GraniteMoeSWAForCausalLM GraniteSWAForCausalLM MellumForCausalLM Cohere2MoeForCausalLM",
 }
 """What stands in the way of classes that no trial is needed for."""
-NEEDS_GPU = """MiniMaxM2ForCausalLM DbrxForCausalLM DeepseekForCausalLM XverseMoeForCausalLM
+ON_A_GPU = {"MiniMaxM2ForCausalLM": "served on an H200 with random weights, not compared with stock"}
+"""Classes that servers ran with on a GPU, where no trial on a CPU can."""
+NEEDS_GPU = """DbrxForCausalLM DeepseekForCausalLM XverseMoeForCausalLM
 HrmTextForCausalLM""".split()  # noqa: SIM905
 """Classes that call kernels which SGLang has for GPUs only."""
 
@@ -46,6 +48,8 @@ def known(name: str) -> Row | None:
 
     if name in VISION_MODELS | HYBRIDS | WINDOWS:
         return Row(SERVED, "tests of servers")
+    if name in ON_A_GPU:
+        return Row(SERVED, ON_A_GPU[name])
     for kind, what in (
         (bool(DRAFT.search(name)), "a draft model, which drafts for others"),
         (bool(NO_ANSWERS.search(name)) or not is_generation_model([name]), "does not generate"),
