@@ -167,8 +167,12 @@ def test_a_hybrid_model(apart: bool, hybrid: Path, monkeypatch: pytest.MonkeyPat
     assert "states of linear layers" in checks["memory"].detail
 
 
-def test_what_a_hybrid_model_is_not_served_with(hybrid: Path) -> None:
-    assert "--speculative-algorithm" in failed(model_checks(str(hybrid), None, 8 * GIB, str(hybrid)), "model")
+def test_what_a_hybrid_model_is_served_with(hybrid: Path) -> None:
+    """Its own draft layer, not a host tier."""
+    checks = by_name(model_checks(str(hybrid), None, 8 * GIB, str(hybrid)))
+    assert checks["model"].ok
+    assert checks["draft model"].ok
+    assert "states behind drafts" in checks["memory"].detail
     assert "--enable-hierarchical-cache" in failed(model_checks(str(hybrid), None, 8 * GIB, host_size=1), "model")
 
 

@@ -118,8 +118,8 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
 
     geometry, linear = estimated_geometry(loaded), linear_config(loaded["model"])
-    slots = None if linear is None else estimate(linear, geometry, budget, loaded["ranks"])
-    budget -= 0 if slots is None else slots.bytes
+    slots = None if linear is None else estimate(linear, geometry, budget, loaded["ranks"], _drafts(loaded))
+    budget -= 0 if slots is None else slots.bytes + slots.verified_bytes
     model, settings = loaded["model"], loaded["settings"]
     draft = DraftCache(loaded["draft bytes"]) if "draft bytes" in loaded else None
     windows = window_pool(
@@ -129,6 +129,13 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, parts)
     loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
     return "; ".join(plan.lines(loaded["tokens"]))
+
+
+def _drafts(loaded: dict[str, Any]) -> int:
+    """Tokens of a request that are verified at once; 0 without a draft model."""
+    from sglang_oscar.features.speculation.arguments import CHAIN
+
+    return CHAIN["speculative_num_draft_tokens"] if "draft bytes" in loaded else 0
 
 
 def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any, Any]:
@@ -142,7 +149,6 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
     from sglang_oscar.attention import extend_choice
     from sglang_oscar.attention.decode_choice import DecodeTask
     from sglang_oscar.attention.decode_workspace import decode_workspace, without_rows
-    from sglang_oscar.features.speculation.arguments import CHAIN
     from sglang_oscar.names import DEFAULT_PAGE_SIZE
 
     if not torch.cuda.is_available():
@@ -152,9 +158,10 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
     backend = extend_choice.choose(settings.extend_backend, "cuda", model.head_dim, model.has_attention_sinks)
     if backend is not None and backend != "triton":
         extend = extend_choice.workspace(backend, geometry.any_layer, q_heads, model.dtype, budget)
-    drafts = CHAIN["speculative_num_draft_tokens"] if "draft bytes" in loaded else 0
     kinds, short_chunks = without_rows(geometry, "cuda"), extend is not None
-    task = DecodeTask(settings.decode_backend, kinds, DEFAULT_PAGE_SIZE, q_heads, model.dtype, short_chunks, drafts)
+    task = DecodeTask(
+        settings.decode_backend, kinds, DEFAULT_PAGE_SIZE, q_heads, model.dtype, short_chunks, _drafts(loaded)
+    )
     return extend, decode_workspace(task, geometry.formats, model.context_len, loaded["ranks"])
 
 

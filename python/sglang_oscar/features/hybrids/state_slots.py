@@ -23,6 +23,8 @@ from sglang_oscar.memory.plan import MemoryPlan
 PER_REQUEST = 5
 """State slots that SGLang reckons with for a running request: what it reads and writes, two to keep states in while it
 runs, and two of prefixes; with overlap scheduling."""
+DRAFTING = 48
+"""Requests that run at once on servers that draft, unless --max-running-requests says: SGLang's own default."""
 RATIO = 0.9
 """SGLang's own memory of states over memory of the cache. Who asks for just that is not told from who asks for none."""
 
@@ -56,6 +58,11 @@ class StateSlots(Part):
     def most_requests(self) -> int:
         """Requests that may run as far as states go."""
         return self.slots // self.per_request
+
+    @property
+    def verified_bytes(self) -> int:
+        """Bytes of the states behind drafts, of :data:`DRAFTING` requests, or as many as slots allow, and one more."""
+        return self.verified * self.state_bytes * (min(self.most_requests, DRAFTING) + 1)
 
     def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
         """For the start-up account."""
@@ -110,7 +117,7 @@ def copy_bytes(geometry: Geometry, prefix_cache: bool) -> int:
     return geometry.ring_bytes + geometry.sink_bytes if prefix_cache else 0
 
 
-def estimate(linear: Any, geometry: Geometry, budget_bytes: int, ranks: int = 1) -> StateSlots:
+def estimate(linear: Any, geometry: Geometry, budget_bytes: int, ranks: int = 1, verified: int = 0) -> StateSlots:
     """The state slots of a rank of a server with the defaults of SGLang.
 
     Args:
@@ -118,6 +125,7 @@ def estimate(linear: Any, geometry: Geometry, budget_bytes: int, ranks: int = 1)
         geometry: of the rank.
         budget_bytes: for states and cache.
         ranks: that share the heads.
+        verified: tokens of a request that are verified at once.
     """
     # SGLang's own figure needs its ranks set up.
     keys, values = linear.linear_num_key_heads // ranks, linear.linear_num_value_heads // ranks
@@ -125,5 +133,6 @@ def estimate(linear: Any, geometry: Geometry, budget_bytes: int, ranks: int = 1)
     past = (2 * keys * k_dim + values * v_dim) * (linear.linear_conv_kernel_dim - 1) * torch.bfloat16.itemsize
     state = len(linear.linear_layer_ids) * (past + values * v_dim * k_dim * torch.float32.itemsize)
     copy = copy_bytes(geometry, prefix_cache=True)
-    slots = slots_within(budget_bytes, balanced_ratio(geometry), state + copy)
-    return StateSlots(max(slots, 0), state, copy, PER_REQUEST)
+    running = DRAFTING if verified else 0
+    slots = slots_within(budget_bytes, balanced_ratio(geometry), state + copy, PER_REQUEST, verified * state, running)
+    return StateSlots(max(slots, 0), state, copy, PER_REQUEST, verified)
