@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -35,17 +34,11 @@ from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.visible import words_of
-from support.cuda_emulator import COMPILER, emulated
+from support.hopper import DEVICE, MARKS, running
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None and not HOPPER, reason="needs a C++ compiler"),
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0"),
-]
+pytestmark = MARKS
 WINDOWS = Windows(16, 24, 32)
 FP16, FP32 = torch.float16, torch.float32
-DEVICE = torch.device("cuda" if HOPPER else "cpu")
-running = nullcontext if HOPPER else emulated
 BOTH = Shape(
     kv_heads=2, gqa=4, head_dim=128, group=128, windows=WINDOWS, page_size=32, k_bits=3, k_coding=SYMMETRIC,
     v_coding=SYMMETRIC,

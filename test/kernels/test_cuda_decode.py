@@ -34,10 +34,10 @@ from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store as triton_store
+from support.hopper import HOPPER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WINDOWS = Windows(64, 256, 256)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 
 # Every head_dim with every group and every ratio of query to kv heads; the other choices alternate.

@@ -20,10 +20,10 @@ from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
+from support.hopper import HOPPER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WINDOWS = Windows(64, 256, 256)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 
 SHAPES = [

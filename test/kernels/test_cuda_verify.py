@@ -4,7 +4,6 @@ by thread.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -28,16 +27,10 @@ from oscar_kernels.cuda.decode import arrange_reading, decode, variant_of, verif
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.visible import words_of
-from support.cuda_emulator import COMPILER, emulated
+from support.hopper import DEVICE, MARKS, running
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None and not HOPPER, reason="needs a C++ compiler"),
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0"),
-]
+pytestmark = MARKS
 WINDOWS = Windows(16, 24, 32)
-DEVICE = torch.device("cuda" if HOPPER else "cpu")
-running = nullcontext if HOPPER else emulated
 BF16, FP16 = torch.bfloat16, torch.float16
 QWEN3 = Shape(kv_heads=2, gqa=4, head_dim=128, group=128, windows=WINDOWS, page_size=32)
 CASES = [

@@ -46,15 +46,16 @@ struct KeyWords {
   }
 };
 
-template <bool BOOK>
-struct KeysOf {
-  using type = KeyWords;
+template <bool FIRST, class One, class Other>
+struct Either {
+  using type = One;
 };
-template <>
-struct KeysOf<true> {
-  using type = BookWords;
+template <class One, class Other>
+struct Either<false, One, Other> {
+  using type = Other;
 };
-using Keys = KeysOf<HAS_BOOK>::type;
+
+using Keys = Either<HAS_BOOK, BookWords, KeyWords>::type;
 
 // Products of 16 tokens with all queries over the channels of a group, per nibble of the keys' bytes; points have none.
 struct KeyProducts {
@@ -89,15 +90,7 @@ struct KeyProducts {
 };
 
 // Values of up to four query heads are summed in integers, of more in floats.
-template <bool FIXED>
-struct ValuesOf {
-  using type = FixedValues;
-};
-template <>
-struct ValuesOf<false> {
-  using type = FloatValues;
-};
-using Values = ValuesOf<PAIRED>::type;
+using Values = Either<PAIRED, FixedValues, FloatValues>::type;
 
 // What a tile's keys say, before anything is weighed.
 struct Scores {

@@ -259,11 +259,11 @@ DEVICE void quantize(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N
       float high = extremes[2 * n], low = -extremes[2 * n + 1];
       scale[n] = __fdiv_rn(fmaxf(high - low, 1e-8f), STEPS);
       if (SCALE_BYTES == 2 && !SCALE_BF16) {
-        // Keeps the scale and zero = -low / scale within float16, and the scale normal.
+        // Keeps zero = -low / scale within float16.
         float largest = fmaxf(fabsf(low), fabsf(high));
-        scale[n] = fminf(fmaxf(fmaxf(scale[n], largest * (1.0f / 32768)), 0.00006103515625f), 65504.0f);
+        scale[n] = fmaxf(scale[n], largest * (1.0f / 32768));
       }
-      scale[n] = stored(scale[n]);
+      scale[n] = stored(storable(scale[n]));
       zero[n] = stored(__fdiv_rn(-low, scale[n]));
       // Sums of what is left without the middle of the range: small numbers, whatever the group's mean.
       middle[n] = 0.5f * (low + high);
@@ -297,9 +297,7 @@ DEVICE void quantize(const Vectors<Rows> (&v)[N], const Vectors<Rows> (&whole)[N
         float mean = rest / GROUP, mean_code = codes / GROUP;
         along -= mean_code * rest;
         float fitted = along > 0 ? gain * (squares - mean * rest) / along : scale[n];
-        fitted = fminf(fmaxf(fitted, scale[n] * (1 / STRETCH)), scale[n] * STRETCH);
-        if (SCALE_BYTES == 2 && !SCALE_BF16) fitted = fminf(fmaxf(fitted, 0.00006103515625f), 65504.0f);
-        scale[n] = stored(fitted);
+        scale[n] = stored(storable(fminf(fmaxf(fitted, scale[n] * (1 / STRETCH)), scale[n] * STRETCH)));
         zero[n] = stored(mean_code - (middle[n] + mean) / scale[n]);
       }
       if (broken[n]) scale[n] = zero[n] = as_float(0x7fc00000u);
