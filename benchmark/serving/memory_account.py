@@ -41,7 +41,7 @@ def account(log: str) -> dict[str, float]:
     said = {
         "pool_tokens": number(r"history pool: (\d+) tokens"),
         "pool_gib": number(r"history pool: .*? bytes = ([\d.]+) GiB"),
-        "windows_gib": number(r"side buffers: ([\d.]+) GiB"),
+        "windows_gib": number(r"window buffers: ([\d.]+) GiB"),
         "extend_gib": number(r"extend workspace: ([\d.]+) GiB", otherwise=0.0),  # none with the Triton kernel
         "max_running": number(r"for at most (\d+) running requests"),
     }

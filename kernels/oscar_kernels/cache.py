@@ -1,6 +1,6 @@
 """What attention reads: the tensors of one layer's cache and the tables of one batch.
 
-Every token has its quantized row in the *history pool*. Two BF16 side buffers overlay it, both in the rotated
+Every token has its quantized row in the *history pool*. Two BF16 window buffers overlay it, both in the rotated
 basis: the *sink store* with the first ``sink`` tokens of a request and the *recent ring* with its last ``recent``
 ones. :func:`split_positions` says which of the three a position is read from; every kernel follows it.
 """

@@ -303,5 +303,5 @@ def test_start_up_account(client: OpenAI, server: Server) -> None:
     assert text.count("int2 settings: ") == 1
     for name in ("SGLANG_OSCAR_K_CLIP_RATIO", "SGLANG_MIXED_KV_RECENT_TOKENS=256", "SGLANG_MIXED_KV_HP_MAX_SPLITS=8"):
         assert name in text
-    for what in ("history pool: 24576 tokens", "2.50 bits per element, group 64", "side buffers: ", "at 8K"):
+    for what in ("history pool: 24576 tokens", "2.50 bits per element, group 64", "window buffers: ", "at 8K"):
         assert text.count(what) == 1, what

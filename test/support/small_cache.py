@@ -13,8 +13,8 @@ from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.owned import of_every_server
 from sglang_oscar.memory.seat_tables import SeatTables
-from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.memory.sink_store import SinkStore
+from sglang_oscar.memory.window_buffers import WindowBuffers
 
 LONGEST = 64
 """Tokens of a request at most."""
@@ -35,7 +35,7 @@ def small_cache(
     cache = Int2Cache(
         settings=SimpleNamespace(), plan=plan, page_size=page_size, req_to_token_pool=requests,
         seats=SeatTables(seats, "cpu"), sinks=SinkStore(blocks), layers={}, fingerprint="",
-        side=SideBuffers(geometry, seats + copies, blocks + copies, "cpu"),
+        window_buffers=WindowBuffers(geometry, seats + copies, blocks + copies, "cpu"),
     )  # fmt: skip
     cache.attach(pool)
     cache.holdings |= of_every_server(SimpleNamespace(cache=cache, pool=pool))

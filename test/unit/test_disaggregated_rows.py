@@ -20,8 +20,8 @@ from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
-from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.memory.sink_refill import Refill
+from sglang_oscar.memory.window_buffers import WindowBuffers
 from support.small_cache import small_cache
 
 SINK = 16
@@ -123,7 +123,7 @@ def test_rings_are_sent_position_by_position(monkeypatch: pytest.MonkeyPatch) ->
     cache = small_cache(WINDOWS, seats, pool=pool)
     handshake.around_setup_state(lambda *unused: None, said, pool)
     (lengths,), (items,) = said.state_data_lens, said.state_item_lens
-    assert sum(lengths) == cache.side.ring.nbytes
+    assert sum(lengths) == cache.window_buffers.ring.nbytes
     assert lengths == [seats * WINDOWS.ring * item for item in items]
 
 
@@ -167,7 +167,7 @@ def test_waiting_requests_are_in_the_account(waiting: int, running: int) -> None
     """As many bytes as the buffers take that are built from the plan."""
     budget = 1 << 30
     plan = make_plan(GEOMETRY, budget, running, 64, [WaitingRequests(waiting)])
-    side = SideBuffers(GEOMETRY, plan.rings, plan.sink_blocks, "cpu")
-    assert plan.side_bytes == side.ring.nbytes + side.sink.nbytes
+    buffers = WindowBuffers(GEOMETRY, plan.rings, plan.sink_blocks, "cpu")
+    assert plan.window_bytes == buffers.ring.nbytes + buffers.sink.nbytes
     assert plan.rings == running + waiting + 1
     assert make_plan(GEOMETRY, budget, None, 64, [WaitingRequests(waiting)]).fixed_bytes <= budget

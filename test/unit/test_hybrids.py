@@ -91,7 +91,7 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
     prefix, tracked = 8 * prefix, min(tracked, length)
     cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS, layers=1)
     kept, seat, block, slot = KeptWindows(cache), 1, 2, 3
-    rings, sinks = cache.side.ring.flatten(3), cache.side.sink.flatten(3)
+    rings, sinks = cache.window_buffers.ring.flatten(3), cache.window_buffers.sink.flatten(3)
     for position in range(prefix):
         rings[:, seat, position % 8] = position + 1
         if position < 4:
@@ -127,8 +127,8 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
 
 def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
     cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS)
-    kept, side = KeptWindows(cache), cache.side
-    side.ring.copy_(torch.arange(side.ring.numel()).view(side.ring.shape) % 251)
+    kept, buffers = KeptWindows(cache), cache.window_buffers
+    buffers.ring.copy_(torch.arange(buffers.ring.numel()).view(buffers.ring.shape) % 251)
     mode = SimpleNamespace(is_decode=lambda: True)
     batch = SimpleNamespace(
         forward_mode=mode,
@@ -138,14 +138,14 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
         mamba_track_mask=torch.tensor([True, False]),
         mamba_track_indices=torch.tensor([2, 3]),
     )
-    rings = side.ring.clone()
+    rings = buffers.ring.clone()
     kept.keep_decoded(batch)
-    assert torch.equal(side.ring[:, ROWS + 2], rings[:, 1])
-    assert torch.equal(side.ring[:, ROWS + 3], rings[:, ROWS + 3])
+    assert torch.equal(buffers.ring[:, ROWS + 2], rings[:, 1])
+    assert torch.equal(buffers.ring[:, ROWS + 3], rings[:, ROWS + 3])
     batch.seq_lens_cpu = torch.tensor([9, 13])
-    before = side.ring.clone()
+    before = buffers.ring.clone()
     kept.keep_decoded(batch)
-    assert torch.equal(side.ring, before)
+    assert torch.equal(buffers.ring, before)
 
 
 NEW = 4
@@ -158,7 +158,7 @@ def test_verification_leaves_the_window_behind_its_token(length: int, accepted: 
     windows = with_room(WINDOWS, NEW)
     cache = small_cache(windows, ROWS, BLOCKS, SLOTS, layers=1)
     cache.kept = KeptWindows(cache)
-    rings, ring = cache.side.ring.flatten(3), windows.ring
+    rings, ring = cache.window_buffers.ring.flatten(3), windows.ring
     rings[:, 2] = 99
     path = [0, *sorted(accepted[: data.draw(st.integers(0, NEW - 1))])]
     tracked = data.draw(st.integers(1, len(path)))

@@ -1,4 +1,4 @@
-"""Pool and side buffers of layers whose rows, or heads, differ: every byte is one layer's and side's own."""
+"""Pool and window buffers of layers whose rows, or heads, differ: every byte is one layer's and side's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.build import cached_layers
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.pool import Int2TokenToKVPool
-from sglang_oscar.memory.side_buffers import SideBuffers
+from sglang_oscar.memory.window_buffers import WindowBuffers
 
 D, HEADS, PAGE, SIZE = 64, 2, 16, 64
 WINDOWS = Windows(sink=8, recent=12, ring=12)
@@ -29,13 +29,13 @@ FORMATS = {
 }
 
 
-def made() -> tuple[Int2TokenToKVPool, dict[int, CachedLayer], SideBuffers]:
+def made() -> tuple[Int2TokenToKVPool, dict[int, CachedLayer], WindowBuffers]:
     """A pool of three layers with rows of four kinds, and its windows."""
     geometry = Geometry(FORMATS, WINDOWS, torch.bfloat16)
     pool = Int2TokenToKVPool(
         SIZE, formats=FORMATS, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=3
     )
-    buffers = SideBuffers(geometry, 3, 4, "cpu")
+    buffers = WindowBuffers(geometry, 3, 4, "cpu")
     return pool, cached_layers(FORMATS, buffers.layer_caches(pool), "cpu"), buffers
 
 
@@ -122,7 +122,7 @@ def test_codebooks_are_in_the_layers_tensors() -> None:
     points = torch.randn(HEADS, D // 4, 256, 4, generator=torch.Generator().manual_seed(0))
     key = SideFormat(64, coding=CODEBOOK, codebook=Codebook.from_points(points))
     formats = {0: LayerFormat(HEADS, D, key, SideFormat(64, coding=SYMMETRIC)), 1: FORMATS[0]}
-    buffers = SideBuffers(Geometry(formats, WINDOWS, torch.bfloat16), 3, 4, "cpu")
+    buffers = WindowBuffers(Geometry(formats, WINDOWS, torch.bfloat16), 3, 4, "cpu")
     pool = Int2TokenToKVPool(
         SIZE, formats=formats, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=2
     )

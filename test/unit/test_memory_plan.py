@@ -16,7 +16,7 @@ from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import GIB, Geometry, row_layout
 from sglang_oscar.memory.part import Part
-from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, SIDE_SHARE, MemoryPlan, make_plan
+from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, WINDOW_SHARE, MemoryPlan, make_plan
 from sglang_oscar.settings import Settings
 
 QWEN3_8B = Geometry.uniform(RowLayout(8, 128, 128), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=36)
@@ -55,14 +55,14 @@ def test_effective_bits(tokens: int, bits: float) -> None:
 
 @given(geometries(), st.integers(0, 200 * GIB), st.none() | st.integers(1, 4096), st.sampled_from([64, 128, 256]))
 def test_plan_fits_its_budget(geometry: Geometry, budget: int, max_running: int | None, page_size: int) -> None:
-    """Side buffers and two pages of history fit, or the plan is refused; never anything in between."""
+    """Window buffers and two pages of history fit, or the plan is refused; never anything in between."""
     fewest = MemoryPlan(geometry, max_running or 1, budget)
-    if fewest.side_bytes + 2 * page_size * geometry.cell_bytes > budget:
+    if fewest.window_bytes + 2 * page_size * geometry.cell_bytes > budget:
         with pytest.raises(Int2Error, match=f"{budget / GIB:.3f} GiB is too small"):
             make_plan(geometry, budget, max_running, page_size)
         return
     plan = make_plan(geometry, budget, max_running, page_size)
-    assert plan.side_bytes + 2 * page_size * geometry.cell_bytes <= budget
+    assert plan.window_bytes + 2 * page_size * geometry.cell_bytes <= budget
     assert plan.sink_blocks >= plan.max_running + 1
     assert plan.rings == plan.max_running + 1
     if max_running is not None:
@@ -75,10 +75,10 @@ def test_derived_number_of_requests(geometry: Geometry, budget: int) -> None:
     plan = make_plan(geometry, budget, None, 64)
     assert 1 <= plan.max_running <= DEFAULT_MAX_RUNNING
     if plan.max_running > 1:
-        assert plan.side_bytes <= SIDE_SHARE * budget
+        assert plan.window_bytes <= WINDOW_SHARE * budget
     if plan.max_running < DEFAULT_MAX_RUNNING:
         more = MemoryPlan(geometry, plan.max_running + 1, budget)
-        assert more.side_bytes > SIDE_SHARE * budget
+        assert more.window_bytes > WINDOW_SHARE * budget
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class Beside(Part):
 
 
 @given(geometries(), st.integers(16 * GIB, 400 * GIB), st.integers(0, GIB), st.integers(0, GIB // 16))
-def test_parts_count_as_side_buffers_do(geometry: Geometry, budget: int, once: int, each: int) -> None:
+def test_parts_count_as_window_buffers_do(geometry: Geometry, budget: int, once: int, each: int) -> None:
     """No request more would leave the larger share of the budget to history, and none less is admitted."""
     plan = make_plan(geometry, budget, None, 64, [Beside(once, each)])
     if plan.max_running > 1:
-        assert plan.fixed_bytes <= SIDE_SHARE * budget
+        assert plan.fixed_bytes <= WINDOW_SHARE * budget
     if plan.max_running < DEFAULT_MAX_RUNNING:
-        assert replace(plan, max_running=plan.max_running + 1).fixed_bytes > SIDE_SHARE * budget
+        assert replace(plan, max_running=plan.max_running + 1).fixed_bytes > WINDOW_SHARE * budget
 
 
 def test_more_memory_admits_more_requests() -> None:
@@ -167,5 +167,5 @@ def test_the_models_dtype_is_that_of_exact_sides() -> None:
 def test_without_windows_nothing_is_set_aside() -> None:
     geometry = Geometry(QWEN3_8B.formats, Windows(sink=0, recent=0, ring=0), torch.bfloat16)
     plan = make_plan(geometry, GIB, None, 64)
-    assert plan.side_bytes == 0
+    assert plan.window_bytes == 0
     assert plan.max_running == DEFAULT_MAX_RUNNING

@@ -79,7 +79,7 @@ def test_gpt_oss_20b() -> None:
 def test_sizes_fit_the_budget(
     running: int, ratio: float | None, window: int, recent: int, page: int, gibibytes: int
 ) -> None:
-    """Side buffers and both pools fit; every running request has its windows, or the operator's ratio holds."""
+    """Window buffers and both pools fit; every running request has its windows, or the operator's ratio holds."""
     windows = replace(WINDOWS, ratio=ratio, window=window, recent=recent, page_size=page)
     budget = gibibytes * GIB
     try:
@@ -88,7 +88,7 @@ def test_sizes_fit_the_budget(
         swa = pool_sizes(plan, full, page)["swa_max_total_num_tokens"]
     except (Int2Error, ValueError):
         return
-    assert plan.side_bytes + full * GPT_OSS_20B.cell_bytes + swa * windows.token_bytes <= budget
+    assert plan.window_bytes + full * GPT_OSS_20B.cell_bytes + swa * windows.token_bytes <= budget
     assert full % page == 0
     assert swa % page == 0
     if ratio is None:

@@ -21,7 +21,7 @@ from sglang_oscar.attention.batch import Batch, DecodeTables
 from sglang_oscar.attention.verification import visible_words
 from sglang_oscar.features.speculation import arguments, commit
 from sglang_oscar.formats.geometry import with_room
-from sglang_oscar.memory.side_buffers import SideBuffers
+from sglang_oscar.memory.window_buffers import WindowBuffers
 from support.small_cache import small_cache
 
 HEADS, D = 2, 64
@@ -58,13 +58,13 @@ def test_a_row_less_is_too_few(tokens: int) -> None:
     assert not all(ring_survives(Windows(16, 24, 24 + tokens - 1), tokens, seed) for seed in range(20))
 
 
-def made_cache(windows: Windows) -> tuple[Any, SideBuffers]:
+def made_cache(windows: Windows) -> tuple[Any, WindowBuffers]:
     cache = small_cache(windows)
     cache.seats.sink_block.copy_(torch.tensor([0, 3, 1, 4]))
-    return cache, cache.side
+    return cache, cache.window_buffers
 
 
-def numbered(buffers: SideBuffers, rings: int, ring: int) -> torch.Tensor:
+def numbered(buffers: WindowBuffers, rings: int, ring: int) -> torch.Tensor:
     """The ring as [layers * 2, rings, ring], each entry a number of its own, written to all channels."""
     numbers = torch.arange(4 * rings * ring).view(4, rings, ring) % 251
     view = buffers.ring.view(4, rings, ring, HEADS * D)

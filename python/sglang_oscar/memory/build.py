@@ -1,4 +1,4 @@
-"""Allocating an INT2 pool, its side buffers and its cache object."""
+"""Allocating an INT2 pool, its window buffers and its cache object."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.seat_tables import SeatTables
-from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.memory.sink_store import SinkStore
+from sglang_oscar.memory.window_buffers import WindowBuffers
 from sglang_oscar.settings import of_this_process
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         enable_kv_cache_copy=new_tokens(args) > 0,
     )
     seats = req_to_token_pool.req_to_token.shape[0]
-    buffers = SideBuffers(geometry, seats + plan.copies, plan.sink_blocks + plan.copies, device)
+    buffers = WindowBuffers(geometry, seats + plan.copies, plan.sink_blocks + plan.copies, device)
     cache = Int2Cache(
         settings=settings,
         plan=plan,
@@ -86,7 +86,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         sinks=SinkStore(plan.sink_blocks),
         layers=cached_layers(geometry.formats, buffers.layer_caches(pool), device),
         fingerprint=fingerprint(whole),
-        side=buffers,
+        window_buffers=buffers,
         recipe=recipe,
     )
     cache.attach(pool)

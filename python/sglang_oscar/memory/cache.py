@@ -19,9 +19,9 @@ from sglang_oscar.memory.logits_column import LogitsColumn
 from sglang_oscar.memory.owned import Holding, Owned
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.seat_tables import SeatTables
-from sglang_oscar.memory.side_buffers import SideBuffers
 from sglang_oscar.memory.sink_refill import SinkRefills
 from sglang_oscar.memory.sink_store import SinkStore
+from sglang_oscar.memory.window_buffers import WindowBuffers
 from sglang_oscar.settings import Settings
 
 _ATTRIBUTE = "oscar_cache"
@@ -51,9 +51,9 @@ class Int2Cache:
     the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``seats`` says
     which ring and sink block a request's seat has, ``sinks`` who owns which block, ``refills`` which blocks are to be
     computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows, None where prefix hits
-    compute the newest tokens again; ``logits`` are of the last forward pass, until its result takes them; ``side``
-    holds the tensors of rings and sinks; ``holdings`` are what requests own units of, by name; ``req_to_token_pool``
-    and ``page_size`` (tokens) are SGLang's.
+    compute the newest tokens again; ``logits`` are of the last forward pass, until its result takes them;
+    ``window_buffers`` holds the tensors of rings and sinks; ``holdings`` are what requests own units of, by name;
+    ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -64,7 +64,7 @@ class Int2Cache:
     sinks: SinkStore
     layers: dict[int, CachedLayer]
     fingerprint: str
-    side: SideBuffers
+    window_buffers: WindowBuffers
     recipe: str = ""
     refills: SinkRefills = field(default_factory=SinkRefills)
     kept: Kept | None = None

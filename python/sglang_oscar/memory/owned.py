@@ -95,11 +95,13 @@ def by_slot(buffers: Sequence[torch.Tensor], req_to_token: torch.Tensor) -> Hold
 
 def of_every_server(built: Any) -> dict[str, Holding]:
     """Ring, sink block and rows of history, of a :class:`sglang_oscar.memory.build.Built`."""
-    cache, seats, side = built.cache, built.cache.seats, built.cache.side
+    cache, seats, buffers = built.cache, built.cache.seats, built.cache.window_buffers
     return {
-        RING: Holding(units=Units([side.ring]), of=lambda seat, tokens: [seat], carried=True, copies=cache.plan.copies),
+        RING: Holding(
+            units=Units([buffers.ring]), of=lambda seat, tokens: [seat], carried=True, copies=cache.plan.copies
+        ),
         SINK: Holding(
-            units=Units([side.sink]),
+            units=Units([buffers.sink]),
             of=lambda seat, tokens: [seats.block_of(seat)] if seats.block_of(seat) else [],
             free=cache.sinks.release,
             copies=cache.plan.copies,

@@ -1,4 +1,4 @@
-"""Where the KV budget goes: INT2 rows, BF16 side buffers for as many requests as may run, and what rooms add to it.
+"""Where the KV budget goes: INT2 rows, BF16 window buffers for as many requests as may run, and what rooms add to it.
 
 Stock SGLang would admit 2,048 and more requests; each takes a BF16 window here (36 MiB on Qwen3-8B), so the number
 of running requests is derived from the budget before the history pool is sized from what is left.
@@ -16,8 +16,8 @@ from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.part import Part
 
 DEFAULT_MAX_RUNNING = 256
-SIDE_SHARE = 0.2
-"""Largest share of the budget that side buffers take when --max-running-requests is not given."""
+WINDOW_SHARE = 0.2
+"""Largest share of the budget that window buffers take when --max-running-requests is not given."""
 
 Kind = TypeVar("Kind", bound=Part)
 
@@ -71,14 +71,14 @@ class MemoryPlan:
         return sum(part.copies for part in self.parts)
 
     @property
-    def side_bytes(self) -> int:
+    def window_bytes(self) -> int:
         """Bytes of ring and sink store, copies not counted."""
         return self.rings * self.geometry.ring_bytes + self.sink_blocks * self.geometry.sink_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of all that is not the history pool."""
-        return self.side_bytes + sum(part.fixed_bytes(self.requests) for part in self.parts)
+        return self.window_bytes + sum(part.fixed_bytes(self.requests) for part in self.parts)
 
     def lines(self, tokens: int) -> list[str]:
         """The start-up account.
@@ -95,7 +95,7 @@ class MemoryPlan:
             f"history pool: {tokens} tokens x {geometry.cell_bytes} bytes = {tokens * geometry.cell_bytes / GIB:.3f} "
             f"GiB ({mean_bits(geometry.formats.values()):.2f} bits per element, {groups}"
             f"16 bits would take {full / GIB:.3f} GiB)",
-            f"side buffers: {self.side_bytes / GIB:.3f} GiB of a {self.budget_bytes / GIB:.3f} GiB budget: "
+            f"window buffers: {self.window_bytes / GIB:.3f} GiB of a {self.budget_bytes / GIB:.3f} GiB budget: "
             f"{self.rings} recent rings of {geometry.windows.ring} tokens, {self.sink_blocks} sink blocks of "
             f"{geometry.windows.sink} tokens, for at most {self.max_running} running requests"
             + (f" and {self.waiting} whose prompts are on their way" if self.waiting else ""),
@@ -117,7 +117,7 @@ def make_plan(
         parts: what else takes of the budget.
 
     Raises:
-        Int2Error: the side buffers leave no room for history.
+        Int2Error: the window buffers leave no room for history.
     """
     per_request = geometry.ring_bytes + 2 * geometry.sink_bytes
     fixed = geometry.ring_bytes + geometry.sink_bytes + sum(part.waiting for part in parts) * per_request
@@ -127,7 +127,7 @@ def make_plan(
         fixed += least - more
         per_request += more
     if max_running is None:
-        room = SIDE_SHARE * budget_bytes - fixed
+        room = WINDOW_SHARE * budget_bytes - fixed
         limit = int(room // per_request) if per_request else DEFAULT_MAX_RUNNING
         max_running = max(1, min(limit, DEFAULT_MAX_RUNNING))
     for bound in (part.most_requests for part in parts):
@@ -143,7 +143,7 @@ def make_plan(
 def _too_small(plan: MemoryPlan) -> str:
     """What takes the budget, and what would make it less."""
     owners = f"{plan.max_running} running requests" + (f" and {plan.waiting} waiting ones" if plan.waiting else "")
-    said = [f"BF16 windows of {owners} take {plan.side_bytes / GIB:.3f} GiB"]
+    said = [f"BF16 windows of {owners} take {plan.window_bytes / GIB:.3f} GiB"]
     remedies = ["--max-running-requests", "SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_MIXED_KV_PREFIX_TOKENS"]
     for part in plan.parts:
         if size := part.fixed_bytes(plan.requests):

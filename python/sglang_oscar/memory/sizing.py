@@ -85,7 +85,7 @@ def plan_for(configurator: Any, budget_bytes: int) -> MemoryPlan:
 
     Args:
         configurator: SGLang's KVCacheConfigurator.
-        budget_bytes: for cache, side buffers and workspaces.
+        budget_bytes: for cache, window buffers and workspaces.
 
     Raises:
         Int2Error: the budget is too small, or the rotations cannot be loaded.
@@ -112,7 +112,7 @@ def after_post_capture_kv_sizing_planned(planned: bool, server_args: Any, /) -> 
 
 
 def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """Build the INT2 pool with its side buffers, and its cache object; of a draft model, SGLang's own pool."""
+    """Build the INT2 pool with its window buffers, and its cache object; of a draft model, SGLang's own pool."""
     if not is_int2(self.server_args):
         return original(self, **kwargs)
     try:

@@ -43,9 +43,9 @@ class KeptWindows:
         request = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=tokens)
         end = forward_batch.extend_prefix_lens.long() + releases.tracked_tokens(forward_batch).long()
         end = torch.where(mask, end, 0)[request]
-        positions, plan, side = forward_batch.positions[:tokens].long(), self.cache.plan, self.cache.side
+        positions, plan, buffers = forward_batch.positions[:tokens].long(), self.cache.plan, self.cache.window_buffers
         windows, slots = plan.geometry.windows, slots[request]
-        first_ring, first_block = (buffer.shape[1] - plan.copies for buffer in (side.ring, side.sink))
+        first_ring, first_block = (buffer.shape[1] - plan.copies for buffer in (buffers.ring, buffers.sink))
         ring, sink = window_slots(positions, slots + first_ring, slots + first_block, windows)
         before = positions < end
         return StoreSlots(

@@ -42,7 +42,7 @@ def move_accepted(
     """Move what the ring holds of accepted tokens to their positions, and to the sink block where it belongs there.
 
     Args:
-        cache: whose side buffers are written.
+        cache: whose window buffers are written.
         seats: int64 [batch], of the requests.
         seq_lens: int64 [batch], tokens before the step's new ones.
         accepted: int64 [batch, path], index of each accepted token among all new tokens of the batch; -1 behind the
@@ -62,7 +62,7 @@ def move_accepted(
     block = cache.seats.sink_block[seats].long()[:, None]
     sink = torch.where(position < windows.sink, block * windows.sink + position, 0)
     # A unit is a token here. All are read before any is written.
-    rings, sinks = (Units([buffer.flatten(1, 2)]) for buffer in (cache.side.ring, cache.side.sink))
+    rings, sinks = (Units([buffer.flatten(1, 2)]) for buffer in (cache.window_buffers.ring, cache.window_buffers.sink))
     moved = rings.read(source.flatten())
     rings.write(target.flatten(), moved)
     if windows.sink:

@@ -10,7 +10,7 @@ from oscar_kernels.cache import LayerCache
 from sglang_oscar.formats.geometry import Geometry
 
 
-class SideBuffers:
+class WindowBuffers:
     """Rotated BF16 (or FP16) keys and values of sink and recent tokens.
 
     ``sink`` is [2 * layers, sink_blocks, sink, kv_heads, head_dim] and ``ring`` [2 * layers, rings, ring, kv_heads,
