@@ -61,23 +61,28 @@ class Spec:
         return next((method for method, recipe in RECIPE_OF.items() if recipe == self.recipe), self.recipe)
 
     @property
-    def wish(self) -> str:
-        """What is asked besides the recipe, for tables; empty without."""
-        group = "" if self.group is None else f", groups of {self.group}"
-        bits = "" if self.bits is None else f", --bits {self.bits}" + (", by the model" if self.by_model else "")
-        return group + bits + "".join(f", {coding}" for coding in self.codings if coding != AFFINE)
-
-    @property
     def codings(self) -> tuple[str, str]:
         """Of keys and of values."""
         return self.key_coding, self.value_coding
 
     @property
+    def _asked(self) -> list[tuple[str, str]]:
+        """What is asked besides the recipe: in names and in words."""
+        found = [] if self.group is None else [(f"g{self.group}", f"groups of {self.group}")]
+        if self.bits is not None:
+            found.append((self.bits, f"--bits {self.bits}"))
+            found += [("by-model", "by the model")] * self.by_model
+        return found + [(coding, coding) for coding in self.codings if coding != AFFINE]
+
+    @property
+    def wish(self) -> str:
+        """What is asked besides the recipe, for tables; empty without."""
+        return "".join(f", {words}" for _, words in self._asked)
+
+    @property
     def suffix(self) -> str:
         """The same for names."""
-        group = "" if self.group is None else f"-g{self.group}"
-        bits = "" if self.bits is None else f"-{self.bits}" + ("-by-model" if self.by_model else "")
-        return group + bits + "".join(f"-{coding}" for coding in self.codings if coding != AFFINE)
+        return "".join(f"-{name}" for name, _ in self._asked)
 
     @property
     def title(self) -> str:
