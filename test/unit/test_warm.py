@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from oscar_tools import local_server
-from support.warm import client, pool, rule, stand_in
+from support.warm import client, pool, preload, rule, stand_in
 
 pytestmark = pytest.mark.skipif(not pool.wanted(), reason="every process is started anew here")
 PROPERTIES = (pool.TESTS / "support" / "process_properties.py").read_text()
@@ -264,6 +264,16 @@ def test_missing_things_are_said_as_ever(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         python("-c", "pass", cwd=tmp_path / "none")
     assert "No such file" in python(str(tmp_path / "none.py")).stderr
+
+
+def test_variables_that_imports_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who goes through all of them has read none, but SGLang, which renames old ones."""
+    for name in ("SGLANG_OF_THIS_TEST", "SGL_OF_THIS_TEST"):
+        monkeypatch.setenv(name, "1")
+    with preload.reads() as names:
+        assert dict(os.environ.items())["SGLANG_OF_THIS_TEST"] == "1"
+        os.environ.get("SGLANG_ASKED_FOR")
+    assert names == {"SGL_OF_THIS_TEST", "SGLANG_ASKED_FOR"} | {name for name in os.environ if name.startswith("SGL_")}
 
 
 class Unstarted:

@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 
 MODULES = tuple(
     """
@@ -32,6 +32,8 @@ SGLANG = ("sglang.srt.managers.detokenizer_manager", "sglang.srt.models.registry
 """What every worker imports, and the models. These have read variables of SGLang, which then count."""
 SERVER = "SGLANG_USE_CPU_ENGINE"
 """Environment variable of servers on a CPU."""
+OLD = "SGL_"
+"""Old beginning of SGLang's variables, which it renames while it is imported."""
 OWN = ("sglang_oscar", "oscar_", "reference_model", "prometheus_client")
 """Beginnings of modules that every process must import itself: what is tested, and what reads more variables."""
 
@@ -73,7 +75,10 @@ def load() -> tuple[dict[str, str], set[str]]:
 
 @contextlib.contextmanager
 def reads() -> Iterator[set[str]]:
-    """Names of the environment variables that are looked for, set or not, in the ``with`` block."""
+    """Names of the environment variables that are looked for, set or not, in the ``with`` block.
+
+    Who goes through all of them looks for a beginning: libraries for one of their own, and SGLang for :data:`OLD`.
+    """
     names: set[str] = set()
     kind = type(os.environ)
     stock = kind.__getitem__
@@ -82,8 +87,14 @@ def reads() -> Iterator[set[str]]:
         names.add(name)
         return stock(environment, name)
 
+    def items(environment: os._Environ[str]) -> ItemsView[str, str]:
+        names.update(name for name in environment if name.startswith(OLD))
+        return {name: stock(environment, name) for name in environment}.items()
+
     kind.__getitem__ = getitem  # type: ignore[method-assign]
+    kind.items = items  # type: ignore[assignment, method-assign]
     try:
         yield names
     finally:
         kind.__getitem__ = stock  # type: ignore[method-assign]
+        del kind.items

@@ -15,7 +15,8 @@ READ = ("SGLANG_", "SGL_", "TLLM_", "DG_JIT_", "MODELSCOPE_")
 """Beginnings of names of variables that count only where a warm process has read them while it imported."""
 FREE = (
     # Read by this project and plugins of its tests, which a warm process has not imported.
-    *("OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS"),
+    *("OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS", "EMBEDDING_FAULT", "LATE_HOST_", "LOSSLESS_ROWS_"),
+    "ORACLE_",
     # Read by SGLang and ModelScope, mostly when they are used.
     *READ,
     # Read by libraries when they are used, not when they are imported; SGLang sets them for its workers.
