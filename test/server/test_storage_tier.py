@@ -128,10 +128,10 @@ def test_name_spaces_part_what_is_stored(version: str, model: Path, tmp_path: Pa
     def found(server: Server, **space: str) -> int:
         return stored([server.generate(ids, TOKENS, **space, **LOGPROBS)])[0]
 
-    with server_on(folder, model, tmp_path / "first", version=version) as server:
+    with server_on(folder, model, tmp_path / "log", version=version) as server:
         server.generate(ids, TOKENS, extra_key="a")
         wait_for(lambda: len(list(folder.glob("*.bin"))) >= LENGTH // PAGE, "pages in storage")
-    with server_on(folder, model, tmp_path / "second", version=version) as server:
+        server.flush()
         server.generate(ids[: 5 * PAGE], 1, extra_key="b")
         assert [found(server, extra_key="b"), found(server)] == [0, 0]
         server.generate(ids[: 5 * PAGE], 1, extra_key="a")
@@ -166,13 +166,13 @@ def test_settings_share_a_folder_and_nothing_in_it(model: Path, tmp_path: Path) 
     folder, asked = tmp_path / "store", prompts(1)
     with server_on(folder, model, tmp_path / "own") as server:
         write(folder, server, asked)
-    pages = LENGTH // PAGE
-    for number, (name, (args, env)) in enumerate(OTHERS.items(), start=2):
-        with server_on(folder, model, tmp_path / name, *args, **env) as server:
-            answers = write(folder, server, asked)
-        assert answers[0]["meta_info"]["cached_tokens"] == 0, name
-        assert len(list(folder.glob("*.bin"))) == number * pages, name
-    with server_on(folder, model, tmp_path / "again") as server:
+        pages = LENGTH // PAGE
+        for number, (name, (args, env)) in enumerate(OTHERS.items(), start=2):
+            with server_on(folder, model, tmp_path / name, *args, **env) as other:
+                answers = write(folder, other, asked)
+            assert answers[0]["meta_info"]["cached_tokens"] == 0, name
+            assert len(list(folder.glob("*.bin"))) == number * pages, name
+        server.flush()
         again = ask(server, asked)
         assert stored(again) == [STORED]
 
