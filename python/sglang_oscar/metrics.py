@@ -7,6 +7,7 @@ from typing import Any
 PREFIX = "sglang:oscar_"
 COUNTED = {
     "sink_refills": "Sink blocks of prefix hits that were computed again because none of the idle blocks held them.",
+    "late_kernels": "Kernels that were built while requests waited; the log names them.",
     "broken_requests": "Requests that came out as NaN and were ended.",
     "damaged_pages": "Pages of storage that were read, found damaged and computed again.",
     "nan_pages": "Pages that were not stored because they, or pages before them, hold NaN.",

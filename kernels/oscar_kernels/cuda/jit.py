@@ -9,11 +9,13 @@ import hashlib
 import importlib
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from oscar_kernels import builds
 from oscar_kernels.errors import KernelError
 
 SOURCES = Path(__file__).parent / "src"
@@ -168,6 +170,7 @@ def load(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_
     Raises:
         KernelError: it does not compile, or the driver refuses it.
     """
+    begin = time.monotonic()
     driver = _bindings("driver")
     code = compile_source(name, dict(defines))
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
@@ -175,4 +178,5 @@ def load(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_
     device = check(driver.cuCtxGetDevice())
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
+    builds.report(name, time.monotonic() - begin)
     return driver.CUfunction(int(kernel))

@@ -7,8 +7,8 @@ from typing import Any
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.attach.feature import Feature
-from sglang_oscar.attach.touchpoint import AROUND, SRT, Touchpoint, at
-from sglang_oscar.attention import decode_choice, extend_choice, refill_pass
+from sglang_oscar.attach.touchpoint import AROUND, BEFORE, SCHEDULER, SRT, Touchpoint, at
+from sglang_oscar.attention import decode_choice, extend_choice, late_kernels, refill_pass
 from sglang_oscar.attention.decode_workspace import decode_workspace, without_rows
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.settings import Settings, of_this_process
@@ -64,6 +64,7 @@ FEATURE = Feature(
         Touchpoint(
             at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward
         ),
+        Touchpoint(at(SCHEDULER + "run_event_loop"), BEFORE, late_kernels.before_run_event_loop),
     ],
     check=check,
     prepare_worker=prepare_worker,
