@@ -1,4 +1,4 @@
-"""Store: rotation, quantization and writing of new tokens, with query rotation, Qwen3-8B heads, one layer."""
+"""Store: rotation, quantization and writing of new tokens, with query rotation, one layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from oscar_kernels.transform import SideTransform
 from oscar_tools.bench.report import report
 from oscar_tools.bench.store import StoreCase, prepared
-from oscar_tools.bench.synthetic import QWEN3_8B, layouts_of, rotation_of
+from oscar_tools.bench.synthetic import Heads, layouts_of, rotation_of
 from oscar_tools.bench.timing import read_bandwidth
 
 TOKENS = [1, 8, 32, 64, 128, 256, 512, 2048, 8192]
@@ -22,18 +22,20 @@ def main() -> None:
     parser.add_argument(
         "--bits", default="k2v2", help="widths of keys and values, such as k3v2; k2bv2s: codebook, symmetric"
     )
+    parser.add_argument("--heads", default="32x8x128", help="query heads x kv heads x head_dim")
     args = parser.parse_args()
-    layouts = layouts_of(args.bits, QWEN3_8B.kv, QWEN3_8B.head_dim)
+    heads = Heads.parse(args.heads)
+    layouts = layouts_of(args.bits, heads.kv, heads.head_dim)
     limit = read_bandwidth()
-    rotation = rotation_of(QWEN3_8B.head_dim)
+    rotation = rotation_of(heads.head_dim)
     keys, values = SideTransform(rotation, clip=0.96), SideTransform(clip=0.92)
     keys_only = prepared(layouts, keys, values)
     online = prepared(layouts, keys, replace(values, matrix=rotation))
     fitted = prepared(layouts, *(replace(side, gain=gain) for side, gain in zip((keys, values), FITTED, strict=True)))
-    per_head = prepared(layouts, replace(keys, matrix=rotation.repeat(QWEN3_8B.kv, 1, 1)), values)
+    per_head = prepared(layouts, replace(keys, matrix=rotation.repeat(heads.kv, 1, 1)), values)
     rows: list[dict[str, object]] = []
     for tokens in TOKENS:
-        case = StoreCase(tokens, layouts)
+        case = StoreCase(tokens, layouts, heads)
         us = case.triton_us(keys_only)
         rows.append({
             "tokens": tokens, "cuda_us": case.cuda_us(keys_only), "cuda_us_rotating_v": case.cuda_us(online),

@@ -8,6 +8,7 @@ import torch
 
 from oscar_kernels.cache import StoreSlots
 from oscar_kernels.cuda import store as cuda_store
+from oscar_kernels.cuda.decode import unsupported
 from oscar_kernels.prepared import PreparedLayer, prepare
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.store import store
@@ -58,8 +59,8 @@ class StoreCase:
         ])  # fmt: skip
 
     def cuda_us(self, layer: PreparedLayer) -> float | None:
-        """The CUDA kernel; None where it is not used."""
-        if self.tokens > MOST_CUDA_TOKENS or device().type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        """The CUDA kernel; None where it is not used: servers take both CUDA kernels or neither."""
+        if self.tokens > MOST_CUDA_TOKENS or unsupported(self.caches[0], PAGE, self.heads.query, torch.bfloat16):
             return None
         arranged = cuda_store.arrange(layer)
         return time_us([
