@@ -80,7 +80,10 @@ ARGUMENTS: list[Refusal] = [
     (lambda a: a.enable_pdmux, "PD multiplexing; drop --enable-pdmux"),
     (lambda a: a.enable_two_batch_overlap, "two-batch overlap; drop --enable-two-batch-overlap"),
     (lambda a: a.dllm_algorithm is not None, "diffusion language models; drop --dllm-algorithm"),
-    (lambda a: a.enable_memory_saver, "the memory saver; drop --enable-memory-saver"),
+    (
+        lambda a: a.enable_memory_saver and (a.device == "cpu" or a.enable_hierarchical_cache or disaggregated(a)),
+        "the memory saver on a CPU, with hierarchical caching or disaggregation; drop --enable-memory-saver",
+    ),
     (_compiles_nothing, "torch.compile without full CUDA graphs of decode steps; drop --enable-torch-compile"),
     (lambda a: a.enable_torch_compile and a.device == "cpu", "torch.compile on a CPU; drop --enable-torch-compile"),
     (_records_preparation, "steps whose preparation is recorded; unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),

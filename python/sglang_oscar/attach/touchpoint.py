@@ -14,6 +14,7 @@ ARGS = SRT + "server_args."
 MEM = SRT + "mem_cache."
 CONFIGURATOR = MEM + "kv_cache_configurator.KVCacheConfigurator."
 SCHEDULER = SRT + "managers.scheduler.Scheduler."
+UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 REQUEST = SRT + "managers.schedule_batch.Req."
 BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 

@@ -21,6 +21,7 @@ from sglang_oscar.memory.facts import facts
 from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
+from sglang_oscar.memory.saver import kv_region
 from sglang_oscar.memory.seat_tables import SeatTables
 from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.memory.window_buffers import WindowBuffers
@@ -70,13 +71,14 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         formats=geometry.formats,
         page_size=configurator.pool_page_size,
         device=device,
-        enable_memory_saver=False,
+        enable_memory_saver=args.enable_memory_saver,
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
         enable_kv_cache_copy=new_tokens(args) > 0,
     )
     seats = req_to_token_pool.req_to_token.shape[0]
-    buffers = WindowBuffers(geometry, seats + plan.copies, plan.sink_blocks + plan.copies, device)
+    with kv_region(pool):
+        buffers = WindowBuffers(geometry, seats + plan.copies, plan.sink_blocks + plan.copies, device)
     cache = Int2Cache(
         settings=settings,
         plan=plan,

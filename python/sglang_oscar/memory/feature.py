@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
-from sglang_oscar.attach.touchpoint import AFTER, ARGS, AROUND, CONFIGURATOR, MEM, SCHEDULER, SRT, Touchpoint, at
-from sglang_oscar.memory import facts, owned, sizing
+from sglang_oscar.attach.touchpoint import (
+    AFTER,
+    ARGS,
+    AROUND,
+    CONFIGURATOR,
+    MEM,
+    SCHEDULER,
+    SRT,
+    UPDATER,
+    Touchpoint,
+    at,
+)
+from sglang_oscar.memory import facts, owned, saver, sizing
 
 FEATURE = Feature(
     name="memory",
@@ -26,6 +37,7 @@ FEATURE = Feature(
             sizing.around_create_configurator,
         ),
         Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
+        Touchpoint(at(UPDATER + "resume_memory_occupation"), AFTER, saver.after_resume),
         Touchpoint(at(SCHEDULER + "get_internal_state"), AFTER, facts.after_get_internal_state),
     ],
     owns=owned.of_every_server,

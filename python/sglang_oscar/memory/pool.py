@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from oscar_kernels.format import LayerFormat
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.memory.owned import Owned
+from sglang_oscar.memory.saver import kv_region
 
 
 class Int2TokenToKVPool(MHATokenToKVPool):
@@ -58,7 +58,7 @@ class Int2TokenToKVPool(MHATokenToKVPool):
     def _create_buffers_normal(self) -> None:
         """Stock, but for the size of rows, which is each layer's own."""
         in_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
-        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), in_pool:
+        with kv_region(self), in_pool:
             self.k_buffer, self.v_buffer = (
                 [
                     torch.zeros(

@@ -10,6 +10,7 @@
 one of the lengths that requests had in all passes so far, those that verify drafts included.
 ``memory``: prints what PyTorch holds of the GPU at start, when the backend is ready, when graphs are captured, and now
 and then while it serves; and what the memory account says that pools and all beside them take.
+``resume``: memory that a memory saver has brought back is NaN until the plugin clears it, and a line is printed.
 ``padding``: a pass over a prompt whose tokens are padded for exchange between ranks prints a line.
 """
 
@@ -71,6 +72,15 @@ def poison(state) -> None:
             buffer[pages].fill_(0xFF)  # NaN in every scale
         for window in (cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink):
             window[rows].fill_(float("nan"))
+
+
+def back(original, cache, *args):
+    """Around the clearing of memory that is back."""
+    for of in cache.holdings.values():
+        for group in of.units.groups:
+            group.fill_(float("nan") if group.is_floating_point() else 0xFF)
+    print("gpu_checks: resumed", flush=True)
+    return original(cache, *args)
 
 
 def poison_new_sinks(cache) -> None:
@@ -164,6 +174,8 @@ def register():
     if "memory" in CHECKS:
         HookRegistry.register("sglang_oscar.memory.build.build_pool", building, HookType.AROUND)
         HookRegistry.register(BACKEND + "__init__", made, HookType.AROUND)
+    if "resume" in CHECKS:
+        HookRegistry.register("sglang_oscar.memory.saver.clear", back, HookType.AROUND)
     for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
         HookRegistry.register(BACKEND + name, metadata, HookType.AROUND)
     for name in ("forward_decode", "forward_extend"):

@@ -35,12 +35,13 @@ def pair_with_windows(configurator: Any, sizes: Any, int2: Int2TokenToKVPool) ->
     """
     from sglang.srt.runtime_context import get_parallel
 
-    model = configurator.model_config
+    model, saver = configurator.model_config, int2.memory_saver_adapter.enabled
     # It builds both from one class: the pool without windows first.
     makers: Iterator[Callable[..., Any]] = iter([lambda **_: int2, MHATokenToKVPool])
 
     def make(**kwargs: Any) -> Any:
-        return next(makers)(**kwargs)
+        # Older releases keep both out of the memory saver's region.
+        return next(makers)(**kwargs | {"enable_memory_saver": saver})
 
     pool = SWAKVPool(
         size=sizes.full_max_total_num_tokens,

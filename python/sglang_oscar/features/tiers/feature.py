@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
-from sglang_oscar.attach.touchpoint import AROUND, MEM, SRT, Touchpoint, at
+from sglang_oscar.attach.touchpoint import AROUND, MEM, SRT, UPDATER, Touchpoint, at
 from sglang_oscar.features.tiers import arguments, hooks, weights
 
 STORAGE = MEM + "storage.backend_factory.StorageBackendFactory."
-UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 CONTROLLER = SRT + "managers.cache_controller.HiCacheController."
 
 FEATURE = Feature(
