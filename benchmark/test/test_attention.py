@@ -27,7 +27,7 @@ from accuracy.attention import (  # noqa: E402
 from accuracy.methods.base import RowMethod, Transforms  # noqa: E402
 from accuracy.session import Session  # noqa: E402
 from oscar_kernels import reference  # noqa: E402
-from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions  # noqa: E402
+from oscar_kernels.cache import BatchTables, Chunks, LayerCache, StoreSlots, Windows, split_positions  # noqa: E402
 from oscar_kernels.format import LayerFormat, SideFormat  # noqa: E402
 from oscar_kernels.layout import RowLayout  # noqa: E402
 from oscar_kernels.transform import SideTransform  # noqa: E402
@@ -107,7 +107,8 @@ class ServerCache:
             out = reference.decode(cache, tables, q, dual, D**-0.5)
         else:
             rotated = v @ value.forward[layer]
-            out = reference.extend(cache, tables, q, k - center, rotated, [count], dual, D**-0.5)
+            chunks = Chunks.of(q, k - center, rotated, [count])
+            out = reference.extend(cache, tables, chunks, dual, D**-0.5)
             reference.store(cache, slots, k, v, stored)
         if layer == LAYERS - 1:
             self.cached += count

@@ -216,6 +216,26 @@ class Copies:
             raise ValueError(f"rows of copies must be int64 [{tokens}]")
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """New tokens of prompts, a chunk per request, one after the other.
+
+    Shapes: q [tokens, q_heads, head_dim], not rotated; k and v [tokens, kv_heads, head_dim], k not rotated, v in the
+    basis of the cached values. starts is int32 [batch + 1] on the device: the first token of every chunk, then the
+    number of tokens; a chunk may be empty. Channels are contiguous; tokens and heads may have any stride.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> Chunks:
+        """Chunks of these numbers of tokens."""
+        return cls(q, k, v, torch.tensor([0, *lengths]).cumsum(0).int().to(q.device))
+
+
 def split_positions(kv_len: int, ring_start: int, windows: Windows) -> tuple[int, int]:
     """Borders between sink store, history pool and recent ring for a request of ``kv_len`` cached tokens.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from oscar_kernels.cache import BatchTables, Copies, LayerCache
+from oscar_kernels.cache import BatchTables, Chunks, Copies, LayerCache
 from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined, Pass
 from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton.extend import extend
@@ -47,10 +47,7 @@ class RaggedExtend:
         plan: ExtendPlan,
         cache: LayerCache,
         tables: BatchTables,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        qo_indptr: torch.Tensor,
+        chunks: Chunks,
         q_rot: torch.Tensor | None,
         sm_scale: float,
         lse: torch.Tensor | None = None,
@@ -61,25 +58,23 @@ class RaggedExtend:
             plan: of this forward pass, not joined.
             cache: the layer's cache, without the chunks.
             tables: the batch.
-            q: [tokens, q_heads, head_dim], not rotated.
-            k, v: [tokens, kv_heads, head_dim]; ``k`` not rotated, ``v`` in the basis of the cached values unless
-                nothing is cached.
-            qo_indptr: int32 [batch + 1], first token of every chunk, then the number of tokens; on the device.
-            q_rot: ``q`` rotated; None only where ``plan.has_prefix`` is false.
+            chunks: the new tokens; ``v`` in the model's own basis where nothing is cached.
+            q_rot: their queries rotated; None only where ``plan.has_prefix`` is false.
             sm_scale: factor on the logits.
             lse: float32 [tokens, q_heads]; takes the log2 of the sum of exp2 of the logits (times log2 e). None for
                 nothing.
 
         Returns:
-            [tokens, q_heads, head_dim] in the basis of ``v``; of ``plan.decoding``, without the prefix.
+            [tokens, q_heads, head_dim] in the basis of ``chunks.v``; of ``plan.decoding``, without the prefix.
         """
         assert plan.joined is None
+        q, k, v = chunks.q, chunks.k, chunks.v
         if not plan.has_prefix and lse is None:
             return self.planner.chunk.forward(q, k, v, causal=True, sm_scale=sm_scale)
         out, sums = self.planner.chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
         if plan.has_prefix:
             assert q_rot is not None
-            self._add_prefixes(plan, cache, tables, out, sums, qo_indptr, q_rot, sm_scale)
+            self._add_prefixes(plan, cache, tables, out, sums, chunks, q_rot, sm_scale)
         if lse is not None:
             lse.copy_(sums)
         return out
@@ -129,7 +124,7 @@ class RaggedExtend:
         tables: BatchTables,
         out: torch.Tensor,
         lse: torch.Tensor,
-        qo_indptr: torch.Tensor,
+        chunks: Chunks,
         q_rot: torch.Tensor,
         sm_scale: float,
     ) -> None:
@@ -148,7 +143,5 @@ class RaggedExtend:
             out[short.tokens], lse[short.tokens] = own, own_lse
         if plan.in_place is not None:
             part_lse = torch.empty_like(lse)
-            part_out = extend(
-                cache, plan.in_place, q_rot, None, None, qo_indptr, q_rot, sm_scale, lse=part_lse, prefix_only=True
-            )
+            part_out = extend(cache, plan.in_place, chunks, q_rot, sm_scale, lse=part_lse, prefix_only=True)
             merge_states_(out, lse, part_out, part_lse)

@@ -12,6 +12,7 @@ import torch
 
 from oscar_kernels.cache import (
     BatchTables,
+    Chunks,
     LayerCache,
     StoreSlots,
     check_layouts,
@@ -179,10 +180,7 @@ def verify(
 def extend(
     cache: LayerCache,
     tables: BatchTables,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extend_lens: list[int],
+    chunks: Chunks,
     reading: torch.Tensor | None,
     sm_scale: float,
     lse: torch.Tensor | None = None,
@@ -194,9 +192,7 @@ def extend(
     Args:
         cache: the layer's cache, without the chunk.
         tables: the batch; ``kv_lens`` counts the cached tokens before the chunk.
-        q: [tokens, q_heads, head_dim] of all chunks one after the other, not rotated.
-        k, v: [tokens, kv_heads, head_dim]; ``k`` not rotated, ``v`` in the basis of the cached values.
-        extend_lens: tokens of each request's chunk; they sum to ``tokens``.
+        chunks: the new tokens.
         reading: what queries of stored keys are multiplied by
             (:attr:`oscar_kernels.transform.SideTransform.reading`), as :func:`rotate` takes it.
         sm_scale: factor on the logits.
@@ -206,9 +202,10 @@ def extend(
         float32 [tokens, q_heads, head_dim] in the basis of the cached values.
     """
     kv_heads, head_dim = cache.k_layout.kv_heads, cache.k_layout.head_dim
+    q, k, v, lengths = chunks.q, chunks.k, chunks.v, chunks.starts.diff().tolist()
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     begin = 0
-    for request, (prefix_len, length) in enumerate(zip(tables.kv_lens.tolist(), extend_lens, strict=True)):
+    for request, (prefix_len, length) in enumerate(zip(tables.kv_lens.tolist(), lengths, strict=True)):
         span = slice(begin, begin + length)
         chunk_k, chunk_v = k[span].float(), v[span].float()
         prefix_k, prefix_v = gather(cache, tables, request, prefix_len)

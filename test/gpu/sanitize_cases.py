@@ -7,7 +7,7 @@ import sys
 import torch
 from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_slots, random_vectors
 
-from oscar_kernels.cache import Copies, Windows
+from oscar_kernels.cache import Chunks, Copies, Windows
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
@@ -48,7 +48,7 @@ def run(shape: Shape, device: torch.device) -> None:
     decode(batch.cache, batch.tables, few, 0.1, lse=torch.empty(few.shape[:2], device=device))
     starts = torch.tensor([0, 1, 10, 30, tokens], dtype=torch.int32, device=device)
     lse = torch.empty(tokens, shape.q_heads, device=device)
-    out = extend(batch.cache, batch.tables, q, k, v, starts, q_rot, 0.1, lse=lse)
+    out = extend(batch.cache, batch.tables, Chunks(q, k, v, starts), q_rot, 0.1, lse=lse)
     copies = Copies(torch.zeros_like(k), torch.zeros_like(v), torch.arange(tokens, device=device))
     store(cache, slots, k, v, layer, q=q, copies=copies)
     requests = torch.arange(len(LENGTHS), dtype=torch.int32, device=device)

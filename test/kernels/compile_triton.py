@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from oscar_kernels.cache import BatchTables, Copies, StoreSlots, Windows
+from oscar_kernels.cache import BatchTables, Chunks, Copies, StoreSlots, Windows
 from oscar_kernels.layout import AFFINE
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.tables import Requests
@@ -111,7 +111,7 @@ def main(capability: int, keys: str, values: str) -> None:
     store(cache, slots, k, k, made, q=q, copies=Copies(k.clone(), k.clone(), slots.row))
     rotate(q, split_matrix(random_rotation(shape.head_dim, 1, CPU), q.dtype))
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    extend(cache, tables, q, k, k, starts, q, 1.0, lse=lse)
+    extend(cache, tables, Chunks(q, k, k, starts), q, 1.0, lse=lse)
     make_values_finite_(k, k.clone())
     zero_broken_rows_(torch.zeros(2, 5))
     scale_by_sinks_(q.clone(), lse, lse[0].bfloat16(), q, torch.zeros(shape.kv_heads, shape.head_dim), 1.0)

@@ -22,7 +22,7 @@ from kernel_cases import (
 )
 
 from oscar_kernels import reference
-from oscar_kernels.cache import Windows
+from oscar_kernels.cache import Chunks, Windows
 from oscar_kernels.codec import encode_rows
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton.extend import extend
@@ -44,7 +44,7 @@ SHAPES = [
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Case:
     batch: Batch
     lengths: list[int]
     indptr: torch.Tensor
@@ -54,18 +54,22 @@ class Chunks:
     rotation: torch.Tensor
     q_rot: torch.Tensor
 
+    @property
+    def chunks(self) -> Chunks:
+        return Chunks(self.q, self.k, self.v, self.indptr)
 
-def make(shape: Shape, prefixes: list[int], lengths: list[int], device: torch.device, ring_starts=None) -> Chunks:
+
+def make(shape: Shape, prefixes: list[int], lengths: list[int], device: torch.device, ring_starts=None) -> Case:
     batch = filled_batch(shape, prefixes, device, ring_starts)
     tokens, heads = sum(lengths), shape.q_heads + 2 * shape.kv_heads
     fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 50, device)
     q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
     rotation = random_rotation(shape.head_dim, 4, device)
     indptr = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    return Chunks(batch, lengths, indptr, q, k, v, rotation, rotate(q, split_matrix(rotation, q.dtype)))
+    return Case(batch, lengths, indptr, q, k, v, rotation, rotate(q, split_matrix(rotation, q.dtype)))
 
 
-def exact(case: Chunks, sm_scale: float, dtype: torch.dtype, chunk: bool = True) -> torch.Tensor:
+def exact(case: Case, sm_scale: float, dtype: torch.dtype, chunk: bool = True) -> torch.Tensor:
     """Attention in ``dtype``: rotated queries on the prefix, plain ones on the chunk, by joining both halves.
 
     [q_rot, q] . [k, 0] scores a cached key, [q_rot, q] . [0, k] one of the chunk.
@@ -89,11 +93,9 @@ def exact(case: Chunks, sm_scale: float, dtype: torch.dtype, chunk: bool = True)
     return torch.cat(out)
 
 
-def check(case: Chunks, **options) -> torch.Tensor:
+def check(case: Case, **options) -> torch.Tensor:
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
-    out = extend(
-        case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale, **options
-    )
+    out = extend(case.batch.cache, case.batch.tables, case.chunks, case.q_rot, sm_scale, **options)
     assert out.dtype == case.q.dtype
     assert_as_good_as(out, exact(case, sm_scale, torch.float64), exact(case, sm_scale, case.q.dtype))
     return out
@@ -111,11 +113,9 @@ def test_ring_holds_only_what_this_request_wrote(device: torch.device) -> None:
 
 def test_agrees_with_the_reference(device: torch.device) -> None:
     case = make(Shape(), [0, 100], [40, 20], device)
-    want = reference.extend(
-        case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.lengths, case.rotation, 0.1
-    )
+    want = reference.extend(case.batch.cache, case.batch.tables, case.chunks, case.rotation, 0.1)
     out = torch.full_like(case.q, 7.0)
-    got = extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, 0.1, out=out)
+    got = extend(case.batch.cache, case.batch.tables, case.chunks, case.q_rot, 0.1, out=out)
     torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
 
 
@@ -125,12 +125,12 @@ def test_prefix_only_merges_with_the_chunk(device: torch.device) -> None:
     cache, tables, q = case.batch.cache, case.batch.tables, case.q
     both = check(case).float()
     part = torch.full(q.shape[:2], float("nan"), device=device)
-    prefix = extend(cache, tables, q, None, None, case.indptr, case.q_rot, 0.05, lse=part, prefix_only=True)
+    prefix = extend(cache, tables, case.chunks, case.q_rot, 0.05, lse=part, prefix_only=True)
     assert (prefix[:20] == 0).all()
     assert (part[:20] == float("-inf")).all()
     empty = filled_batch(case.batch.shape, [0, 0, 0], device)
     own_lse = torch.full(q.shape[:2], float("nan"), device=device)
-    own = extend(empty.cache, empty.tables, q, case.k, case.v, case.indptr, case.q_rot, 0.05, lse=own_lse)
+    own = extend(empty.cache, empty.tables, case.chunks, case.q_rot, 0.05, lse=own_lse)
     weight = torch.exp2(part - torch.logaddexp2(part, own_lse))[..., None]
     merged = weight * prefix.float() + (1 - weight) * own.float()
     torch.testing.assert_close(merged, both, rtol=4e-3, atol=4e-3)
@@ -156,7 +156,7 @@ def test_a_nan_reaches_the_heads_that_read_it(side: str, device: torch.device) -
     clean = check(case)
     poison(case.batch, side, request=0, position=60)
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
-    out = extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale)
+    out = extend(case.batch.cache, case.batch.tables, case.chunks, case.q_rot, sm_scale)
     heads = slice(-case.batch.shape.gqa, None)
     assert out[:5, heads].isnan().all()
     out[:5, heads] = clean[:5, heads]
@@ -171,17 +171,11 @@ def test_a_chunk_token_that_is_no_number_is_told_to_later_ones_only(number: floa
     case.v[6, -1, 3] = case.q_rot[6, -1, 3] = number
     make_values_finite_(case.k, case.v)
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
-    out = extend(case.batch.cache, case.batch.tables, case.q, case.k, case.v, case.indptr, case.q_rot, sm_scale)
+    out = extend(case.batch.cache, case.batch.tables, case.chunks, case.q_rot, sm_scale)
     assert out[6:9, -case.batch.shape.gqa :].isnan().all()
     others = torch.arange(14, device=device) < 6
     others[9:] = True
     torch.testing.assert_close(out[others], clean[others], rtol=2**-7, atol=1e-3)
-
-
-def test_rejects_missing_chunk(device: torch.device) -> None:
-    case = make(Shape(), [0], [3], device)
-    with pytest.raises(ValueError, match="prefix_only"):
-        extend(case.batch.cache, case.batch.tables, case.q, None, None, case.indptr, case.q_rot, 0.1)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import pytest
 import test_ragged_extend
 import torch
 from kernel_cases import Shape
-from test_extend import Chunks, make
+from test_extend import Case, make
 from test_ragged_extend import JOINED, LIMITS, SHAPES, TorchRagged
 
 from oscar_kernels import extend_plan
@@ -53,7 +53,7 @@ def _kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
 
 
-def check(case: Chunks, device: torch.device, limits: Limits = LIMITS) -> None:
+def check(case: Case, device: torch.device, limits: Limits = LIMITS) -> None:
     test_ragged_extend.check(case, device, limits, attention=lambda: FlashAttention3(device))
 
 

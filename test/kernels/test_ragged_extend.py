@@ -23,7 +23,7 @@ from kernel_cases import (
     poison,
     sampled,
 )
-from test_extend import Chunks, exact, make
+from test_extend import Case, exact, make
 
 from oscar_kernels import extend_plan, ragged_plan, reference
 from oscar_kernels.cache import Windows
@@ -90,7 +90,7 @@ def attention_kernel(device: torch.device) -> Any:
 
 
 def ragged_extend_of(
-    case: Chunks, limits: Limits, device: torch.device, kernel: Decode = decode, attention: Any = None
+    case: Case, limits: Limits, device: torch.device, kernel: Decode = decode, attention: Any = None
 ) -> RaggedExtend:
     shape, attention = case.batch.shape, attention or attention_kernel(device)
     planner = RaggedPlanner(shape.key_layout, shape.q_heads, shape.dtype, limits, device, attention, 132)
@@ -98,7 +98,7 @@ def ragged_extend_of(
 
 
 def run(
-    case: Chunks, limits: Limits, device: torch.device, sm_scale: float, kernel: Decode, attention: Any
+    case: Case, limits: Limits, device: torch.device, sm_scale: float, kernel: Decode, attention: Any
 ) -> torch.Tensor:
     tables = case.batch.tables
     ragged = ragged_extend_of(case, limits, device, kernel, attention)
@@ -112,11 +112,11 @@ def run(
         copies.v[copies.rows] = case.v
         return ragged.run_joined(copies, case.q_rot, sm_scale)
     q_rot = case.q_rot if plan.has_prefix else None
-    return ragged.run(plan, case.batch.cache, tables, case.q, case.k, case.v, case.indptr, q_rot, sm_scale)
+    return ragged.run(plan, case.batch.cache, tables, case.chunks, q_rot, sm_scale)
 
 
 def check(
-    case: Chunks, device: torch.device, limits: Limits = LIMITS, kernel: Decode = decode, attention: Any = None
+    case: Case, device: torch.device, limits: Limits = LIMITS, kernel: Decode = decode, attention: Any = None
 ) -> None:
     sm_scale = 0.4 * case.q.shape[-1] ** -0.5
     out = run(case, limits, device, sm_scale, kernel, attention)

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_transform, random_vectors
 
 from oscar_kernels import reference
-from oscar_kernels.cache import BatchTables, LayerCache, StoreSlots, Windows, split_positions
+from oscar_kernels.cache import BatchTables, Chunks, LayerCache, StoreSlots, Windows, split_positions
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.layout import CODEBOOK, SYMMETRIC
@@ -141,7 +141,7 @@ def test_extend_is_causal_and_exact_within_the_chunk(name: str) -> None:
     k, v = (random_vectors((9, shape.kv_heads, shape.head_dim), shape.dtype, seed, CPU) for seed in (7, 8))
     chunk = k if key.plain_center is None else k.float() - key.plain_center
     carried = reference.rotate(v, value.matrix)
-    out = reference.extend(cache, tables, q, chunk, carried, lengths, key.reading, 0.1)
+    out = reference.extend(cache, tables, Chunks.of(q, chunk, carried, lengths), key.reading, 0.1)
     out = reference.rotate(out, value.back)
     begin = 0
     for request, length in enumerate(lengths):
@@ -168,9 +168,10 @@ def test_blocks_of_queries_do_not_change_extend(monkeypatch: pytest.MonkeyPatch)
     reading = layer.key.transform.reading
     q = random_vectors((30, shape.q_heads, shape.head_dim), shape.dtype, 9, CPU)
     k = random_vectors((30, shape.kv_heads, shape.head_dim), shape.dtype, 7, CPU)
-    whole = reference.extend(cache, tables, q, k, k, [30], reading, 0.1)
+    chunks = Chunks.of(q, k, k, [30])
+    whole = reference.extend(cache, tables, chunks, reading, 0.1)
     monkeypatch.setattr(reference, "QUERY_BLOCK", 7)
-    torch.testing.assert_close(reference.extend(cache, tables, q, k, k, [30], reading, 0.1), whole)
+    torch.testing.assert_close(reference.extend(cache, tables, chunks, reading, 0.1), whole)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,8 @@ def test_a_value_that_is_no_number_is_told_to_those_that_see_it() -> None:
     q, k, v = (random_vectors((tokens, heads, shape.head_dim), torch.float32, 7, CPU) for heads in counts)
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        return reference.extend(batch.cache, batch.tables, q, k, v, [tokens], None, 0.1), attend(q, k, v, 0.1, window=2)
+        chunks = Chunks.of(q, k, v, [tokens])
+        return reference.extend(batch.cache, batch.tables, chunks, None, 0.1), attend(q, k, v, 0.1, window=2)
 
     clean = both()
     v[4, -1, 3] = float("nan")

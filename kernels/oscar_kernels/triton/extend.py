@@ -4,7 +4,7 @@ A program owns a tile of query rows of one kv head (neighbouring tokens times th
 and walks once over everything they see with one online softmax: the cached history, whose codes it unpacks as the
 decode kernel does, the sinks, the recent ring, and the chunk itself (:mod:`oscar_kernels.triton.extend_kernel`).
 Nothing is dequantized to memory, so memory does not grow with the prefix. Which request and which tokens a program
-works on follows from ``qo_indptr`` on the device; the grid depends on shapes only.
+works on follows from the chunks' ``starts`` on the device; the grid depends on shapes only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from oscar_kernels.cache import BatchTables, LayerCache, check_lse
+from oscar_kernels.cache import BatchTables, Chunks, LayerCache, check_lse
 from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
 from oscar_kernels.triton.extend_kernel import extend_kernel
 
@@ -23,10 +23,7 @@ STAGES = 2
 def extend(
     cache: LayerCache,
     tables: BatchTables,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    qo_indptr: torch.Tensor,
+    chunks: Chunks,
     q_rot: torch.Tensor,
     sm_scale: float,
     out: torch.Tensor | None = None,
@@ -35,22 +32,18 @@ def extend(
 ) -> torch.Tensor:
     """Causal attention of a chunk per request: exact within the chunk, over the cache before it.
 
-    Runs before the chunk is stored: the ring may hold positions that the chunk is about to overwrite. Channels of
-    every tensor are contiguous; tokens and heads may have any stride.
+    Runs before the chunk is stored: the ring may hold positions that the chunk is about to overwrite.
 
     Args:
         cache: the layer's cache, without the chunk.
         tables: the batch; ``kv_lens`` counts the cached tokens before the chunk and may be 0.
-        q: [tokens, q_heads, head_dim] of all chunks one after the other, not rotated.
-        k, v: [tokens, kv_heads, head_dim]; ``k`` not rotated, ``v`` in the basis of the cached values.
-        qo_indptr: int32 [batch + 1], first token of every chunk, then the number of tokens; on the device. A chunk
-            may be empty.
-        q_rot: ``q`` rotated (:func:`oscar_kernels.triton.rotate.rotate`).
+        chunks: the new tokens.
+        q_rot: their queries rotated (:func:`oscar_kernels.triton.rotate.rotate`).
         sm_scale: factor on the logits.
-        out: [tokens, q_heads, head_dim]; like ``q`` where None. Rows beyond the last chunk are not written.
+        out: [tokens, q_heads, head_dim]; like ``q_rot`` where None. Rows beyond the last chunk are not written.
         lse: float32 [tokens, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e),
             which FlashInfer's merge_state expects. -inf where nothing was attended to.
-        prefix_only: attend to the cache only, every query to all of it; ``k`` and ``v`` are not used.
+        prefix_only: attend to the cache only, every query to all of it; of ``chunks`` only ``starts`` is used.
 
     Returns:
         ``out``, in the basis of the cached values.
@@ -59,18 +52,15 @@ def extend(
     tokens, q_heads, head_dim = q_rot.shape
     if head_dim != cache.head_dim or q_heads % kv_heads:
         raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {kv_heads} kv heads of {cache.head_dim}")
-    if not prefix_only and (k is None or v is None):
-        raise ValueError("keys and values of the chunk are needed unless prefix_only")
     if cache.k_sink.dtype != cache.k_ring.dtype:
         raise ValueError("sink store and ring must have one dtype")
-    if k is None or v is None or prefix_only:
-        q = k = v = q_rot
+    q, k, v = (q_rot,) * 3 if prefix_only else (chunks.q, chunks.k, chunks.v)
     for name, x in (("q", q), ("q_rot", q_rot), ("k", k), ("v", v)):
         if x.stride(2) != 1:
             raise ValueError(f"{name} must have contiguous channels")
     check_lse(lse, tokens, q_heads)
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
-    batch = qo_indptr.shape[0] - 1
+    batch = chunks.starts.shape[0] - 1
     if tokens == 0 or batch == 0:
         return out
     gqa = q_heads // kv_heads
@@ -81,8 +71,8 @@ def extend(
         v.stride(0), v.stride(1), cache.k_rows, cache.v_rows,
         *codebook_tensors(cache.k_codebook, cache.k_layout.coding, q_rot), cache.k_sink, cache.v_sink, cache.k_ring,
         cache.v_ring, tables.page_table, tables.page_table.stride(0),
-        tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, qo_indptr, out, out.stride(0),
-        out.stride(1), qo_indptr if lse is None else lse, batch, sm_scale, K_STRIDE=cache.k_rows.stride(0),
+        tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, chunks.starts, out, out.stride(0),
+        out.stride(1), chunks.starts if lse is None else lse, batch, sm_scale, K_STRIDE=cache.k_rows.stride(0),
         V_STRIDE=cache.v_rows.stride(0), KV_HEADS=kv_heads, GQA=gqa,
         D=head_dim, **row_constants(cache), PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1), HAS_CHUNK=not prefix_only,

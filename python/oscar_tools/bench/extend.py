@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from oscar_kernels.cache import StoreSlots
+from oscar_kernels.cache import Chunks, StoreSlots
 from oscar_kernels.extend_plan import Decode
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.prepared import prepare
@@ -68,7 +68,8 @@ class Case:
     def triton(self) -> object:
         """All of it by our own kernel."""
         rotated, values = self.rotated()
-        return self.back(extend(self.cache, self.tables, self.q, self.k, values, self.indptr, rotated, SM_SCALE))
+        chunks = Chunks(self.q, self.k, values, self.indptr)
+        return self.back(extend(self.cache, self.tables, chunks, rotated, SM_SCALE))
 
     def rotated(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and values as they meet what is cached."""
@@ -90,7 +91,8 @@ class Case:
 
         def call() -> object:
             rotated, values = self.rotated() if plan.has_prefix else (None, self.v)
-            out = ragged.run(plan, self.cache, self.tables, self.q, self.k, values, self.indptr, rotated, SM_SCALE)
+            chunks = Chunks(self.q, self.k, values, self.indptr)
+            out = ragged.run(plan, self.cache, self.tables, chunks, rotated, SM_SCALE)
             if plan.decoding is not None:
                 assert rotated is not None
                 own = plan.decoding.tokens

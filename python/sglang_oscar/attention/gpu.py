@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from oscar_kernels.cache import StoreSlots
+from oscar_kernels.cache import Chunks, StoreSlots
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.books import arranged_book
 from oscar_kernels.errors import KernelError
@@ -179,12 +179,13 @@ class GpuKernels:
         chunk = call.k
         if cached and prepared.key.plain_center is not None:
             chunk = (call.k - prepared.key.plain_center).to(call.k.dtype)
+        chunks = Chunks(call.q, chunk, values, starts)
         if plan is None:
             assert rotated is not None
-            out = extend(cache, tables, call.q, chunk, values, starts, rotated, sm_scale, lse=lse)
+            out = extend(cache, tables, chunks, rotated, sm_scale, lse=lse)
         else:
             assert self._ragged is not None
-            out = self._ragged.run(plan, cache, tables, call.q, chunk, values, starts, rotated, sm_scale, lse)
+            out = self._ragged.run(plan, cache, tables, chunks, rotated, sm_scale, lse)
         store(cache, batch.slots, call.k, call.v, prepared)
         if plan is not None and plan.decoding is not None:
             assert rotated is not None

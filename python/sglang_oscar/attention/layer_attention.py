@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from oscar_kernels import reference
-from oscar_kernels.cache import StoreSlots
+from oscar_kernels.cache import Chunks, StoreSlots
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.sink_logits import scale_by_sinks
 from sglang_oscar.attention.batch import Batch
@@ -50,8 +50,8 @@ class TorchKernels:
         rotated = reference.rotate(call.v, value.matrix)
         chunk = call.k if key.plain_center is None else call.k.float() - key.plain_center
         lse = call.sums()
-        tables, lens = batch.tables, batch.extend_lens
-        out = reference.extend(layer.cache, tables, call.q, chunk, rotated, lens, key.reading, call.sm_scale, lse)
+        chunks = Chunks.of(call.q, chunk, rotated, batch.extend_lens)
+        out = reference.extend(layer.cache, batch.tables, chunks, key.reading, call.sm_scale, lse)
         out = call.with_sinks(out, lse, key.plain_center, scale_by_sinks)
         reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
         return reference.rotate(out, value.back)

@@ -12,7 +12,7 @@ which the model measured every width, in a third of the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -148,18 +148,32 @@ def from_two_bits(two: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
     return two[..., None] * losses / losses[..., :1].clamp_min(torch.finfo(torch.float64).tiny)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What losses are measured on.
+
+    Attributes:
+        dump, weights: what rotations were fitted to.
+        held: held-out requests, chunk -> first.
+        context: positions that keys may have, as of the fit.
+        device: to measure on.
+        ids: text that the model says losses on, int64 [sequences, n]; None for those of the attention output.
+    """
+
+    dump: DumpReader
+    weights: OutputWeights
+    held: Mapping[int, int]
+    context: int | None
+    device: torch.device
+    ids: torch.Tensor | None = None
+
+
 def apply_goal(
     goal: BitGoal,
     result: FitResult,
     codes: tuple[SideCodes, SideCodes],
-    dump: DumpReader,
-    weights: OutputWeights,
-    held: Mapping[int, int],
-    *,
-    context: int | None,
+    on: Measured,
     group_size: int,
-    device: torch.device,
-    ids: torch.Tensor | None = None,
     progress: Progress | None = None,
 ) -> FitResult:
     """A fit of two bits with the widths that are asked for.
@@ -168,30 +182,26 @@ def apply_goal(
         goal: what is asked for.
         result: the fit.
         codes: of keys and of values.
-        dump, weights: what it was fitted to.
-        held: held-out requests, chunk -> first; read for a mean only.
-        context: positions that keys may have, as of the fit.
+        on: what losses are measured on, for a mean only.
         group_size: channels that share a scale, for a mean.
-        device: to measure on.
-        ids: text that the model says losses on, int64 [sequences, n]; None for those of the attention output.
         progress: told about every side of every layer, where the model is asked.
 
     Raises:
         DumpError: the dump is broken, or the model cannot be asked.
         ValueError: the mean is out of reach.
     """
-    layers, head_dim = result.key.num_layers, result.key.head_dim
+    layers, head_dim, weights = result.key.num_layers, result.key.head_dim, on.weights
     if goal.mean is None:
         assert goal.key is not None
         assert goal.value is not None
         bits: tuple[tuple[int, ...], tuple[int, ...]] = (goal.key,) * layers, (goal.value,) * layers
         facts: dict[str, object] = {"bits": f"k{goal.key}v{goal.value}"}
     else:
-        positions = weights.positions(head_dim, context)
-        scale = (dump.manifest.sm_scale if dump.manifest else None) or head_dim**-0.5
+        positions = weights.positions(head_dim, on.context)
+        scale = (on.dump.manifest.sm_scale if on.dump.manifest else None) or head_dim**-0.5
         losses = torch.empty(layers, 2, len(BITS), dtype=torch.float64)
         for layer in range(layers):
-            held_out = moved(held_out_requests(dump, layer, held, device), positions)
+            held_out = moved(held_out_requests(on.dump, layer, on.held, on.device), positions)
             reader = weights.reader(layer, held_out[0].k.shape[0], head_dim)
             with one_thread():
                 key, value = (
@@ -199,12 +209,14 @@ def apply_goal(
                     for side, of in zip((result.key, result.value), codes, strict=True)
                 )
                 losses[layer] = layer_losses(held_out, key, value, scale, reader)
-        if ids is not None:
+        if on.ids is not None:
             try:
-                model = load_model(weights.folder, device, weights.overrides)
-                losses = by_model(losses, result, codes, model, ids, positions, group_size, progress)
+                model = load_model(weights.folder, on.device, weights.overrides)
+                losses = by_model(losses, result, codes, model, on.ids, positions, group_size, progress)
             except torch.OutOfMemoryError:
-                raise DumpError(f"{weights.folder}: --text needs room for the model on {device}; free some") from None
+                raise DumpError(
+                    f"{weights.folder}: --text needs room for the model on {on.device}; free some"
+                ) from None
             if model.dtype != torch.float32:
                 said = f"there is no room for the model in float32: its losses were measured in {model.dtype}"
                 result = replace(result, remarks=(*result.remarks, said))
@@ -213,8 +225,8 @@ def apply_goal(
         bits = plan[::2], plan[1::2]
         spent = (stored_bits(width, group, codings[n % 2], head_dim) for n, width in enumerate(plan))
         facts = {"bits": goal.mean, "mean_bits": round(float(sum(spent) / len(plan)), 4), "bits_group_size": group}
-        if ids is not None:
-            facts["bits_text_tokens"] = ids.numel()
+        if on.ids is not None:
+            facts["bits_text_tokens"] = on.ids.numel()
     sides = [
         replace(with_bits(side, width, of), metadata=_stated(side.metadata, facts))
         for side, width, of in zip((result.key, result.value), bits, codes, strict=True)

@@ -16,7 +16,7 @@ from oscar_rotation.dump.stream import stream_chunks
 from oscar_rotation.errors import of_layer
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.bit_goal import BitGoal
-from oscar_rotation.fit.bits import apply_goal
+from oscar_rotation.fit.bits import Measured, apply_goal
 from oscar_rotation.fit.book_gains import fit_gains
 from oscar_rotation.fit.books import fit_books
 from oscar_rotation.fit.device import choose_device
@@ -275,11 +275,8 @@ def spend_bits(
             books = fit_books(dump, result.key, positions, device, held, request.progress)
             gains = fit_gains(dump, result.key, books, weights, held, positions, device)
             keys = SideCodes(KEY_ROWS, CODEBOOK, books, gains)
-        return apply_goal(
-            goal, result, (keys, values),
-            dump, weights, held, context=options.context, group_size=options.group_size, device=device, ids=ids,
-            progress=request.progress,
-        )  # fmt: skip
+        on = Measured(dump, weights, held, options.context, device, ids)
+        return apply_goal(goal, result, (keys, values), on, options.group_size, request.progress)
     except DumpError:
         raise
     except ValueError as error:
