@@ -29,9 +29,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.param(*of, marks=pytest.mark.slow)
             for of in [
                 (80, (3, 2)),
-                (90, (4, 16)),
-                (90, (16, 4)),
-                (90, ("2:codebook", "2:symmetric")),
+                (90, (16, "2:symmetric")),
+                (90, ("2:codebook", 16)),
                 (100, (4, 4)),
                 (100, ("2:codebook", "3:symmetric")),
             ]
