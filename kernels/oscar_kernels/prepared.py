@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -65,6 +66,15 @@ class SplitMatrix:
             raise ValueError(
                 f"a matrix for {self.sets} kv heads of {self.terms.dtype} does not fit {heads} heads of {dtype}"
             )
+
+
+class Output(NamedTuple):
+    """Where attention writes: outputs and log-sum-exps, and what outputs are multiplied by before; each None for the
+    kernel's own, for nothing, and for nothing."""
+
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    reading: SplitMatrix | None
 
 
 @dataclass(frozen=True, eq=False)

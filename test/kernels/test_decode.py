@@ -107,7 +107,8 @@ def test_ring_holds_only_what_this_request_wrote(ring_starts: list[int], device:
 @pytest.mark.parametrize("splits", [1, 3, 20])
 def test_every_split_gives_the_same(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "MIN_TILES", 1)
-    check(Shape(), [500, 5, 130], device, max_kv_splits=splits)
+    monkeypatch.setattr(decode_module, "default_pieces", lambda cache: splits)
+    check(Shape(), [500, 5, 130], device)
 
 
 def test_values_of_any_magnitude(device: torch.device) -> None:
@@ -159,8 +160,8 @@ def test_padded_rows_are_harmless(device: torch.device) -> None:
     batch = filled_batch(shape, [300, 45], device)
     q = random_vectors((4, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     padded = with_padding(batch.tables, 2)
-    out = decode(batch.cache, padded, q, 0.1, max_kv_splits=8)
-    assert torch.equal(out[:2], decode(batch.cache, batch.tables, q[:2], 0.1, max_kv_splits=8))
+    out = decode(batch.cache, padded, q, 0.1)
+    assert torch.equal(out[:2], decode(batch.cache, batch.tables, q[:2], 0.1))
     assert out[2:].isnan().all()
 
 

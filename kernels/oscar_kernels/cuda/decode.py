@@ -15,7 +15,7 @@ from oscar_kernels.cuda.books import arranged_book
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
-from oscar_kernels.prepared import SplitMatrix
+from oscar_kernels.prepared import Output, SplitMatrix
 
 READING_TERMS = 2
 """16-bit terms at most of what outputs are multiplied by: outputs have 16 bits, so the third would not be seen."""
@@ -186,7 +186,7 @@ def decode(
         ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
         KernelError: the kernel cannot be built, loaded or launched.
     """
-    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, lse, reading)
+    return _attend(cache, tables, None, q_rot, sm_scale, workspace, Output(out, lse, reading))
 
 
 def verify(
@@ -222,7 +222,7 @@ def verify(
         ValueError, KernelError: as :func:`decode`.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, None, reading)
+    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, None, reading))
 
 
 def _attend(
@@ -231,11 +231,10 @@ def _attend(
     visible: torch.Tensor | None,
     q_rot: torch.Tensor,
     sm_scale: float,
-    out: torch.Tensor | None,
     workspace: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    reading: SplitMatrix | None,
+    output: Output,
 ) -> torch.Tensor:
+    out, lse, reading = output
     tokens, q_heads, head_dim = q_rot.shape
     batch, drafts = (tokens, 0) if visible is None else visible.shape
     check_queries(cache, q_rot)

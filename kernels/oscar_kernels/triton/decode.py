@@ -13,7 +13,7 @@ import triton
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows, check_lse, check_queries, check_visible
 from oscar_kernels.layout import CODEBOOK
-from oscar_kernels.prepared import SplitMatrix
+from oscar_kernels.prepared import Output, SplitMatrix
 from oscar_kernels.triton.decode_kernel import decode_kernel
 from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
 from oscar_kernels.triton.merge import merge_kernel
@@ -96,19 +96,19 @@ def default_pieces(cache: LayerCache) -> int:
     return max(1, WAVES * _processors(cache) * 16 // max(cache.kv_heads, 1))
 
 
-def workspace_numel(
-    cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None = None, drafts: int = 0
-) -> int:
+def workspace_numel(cache: LayerCache, q_heads: int, batch: int, drafts: int = 0) -> int:
     """float32 elements that :func:`decode`, or :func:`verify` with ``drafts``, needs for partial results of up to
     ``batch`` requests.
     """
     queries, _ = passes_of(drafts, q_heads // cache.kv_heads)
-    return partials_of(cache, q_heads, batch, max_kv_splits, drafts) * q_heads * queries * (cache.head_dim + 1)
+    partials = partials_of(cache, q_heads, batch, default_pieces(cache), drafts)
+    return partials * q_heads * queries * (cache.head_dim + 1)
 
 
-def partials_of(cache: LayerCache, q_heads: int, batch: int, max_kv_splits: int | None, drafts: int) -> int:
-    """Partial results of up to ``batch`` requests: as many programs of every block of heads."""
-    pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
+def partials_of(cache: LayerCache, q_heads: int, batch: int, pieces: int, drafts: int) -> int:
+    """Partial results of up to ``batch`` requests with ``pieces`` of history besides one per request: as many
+    programs of every block of heads.
+    """
     _, passes = passes_of(drafts, q_heads // cache.kv_heads)
     return pieces + batch * passes * (1 + sum(window_parts(cache.windows, drafts)[:2]))
 
@@ -130,7 +130,6 @@ def decode(
     sm_scale: float,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    max_kv_splits: int | None = None,
     lse: torch.Tensor | None = None,
     reading: SplitMatrix | None = None,
 ) -> torch.Tensor:
@@ -146,7 +145,6 @@ def decode(
         sm_scale: factor on the logits.
         out: [batch, q_heads, head_dim] with contiguous channels; like ``q_rot`` where None.
         workspace: float32 of :func:`workspace_numel` elements or more; allocated where None.
-        max_kv_splits: pieces that the history of the whole batch is cut into, besides one per request.
         lse: float32 [batch, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e), -inf
             for requests of length 0. Nothing of the kind is written where None.
         reading: what outputs are multiplied by before they are written; in rows.
@@ -154,7 +152,7 @@ def decode(
     Returns:
         ``out``, in the basis of the cached values, or of what ``reading`` makes of it.
     """
-    return _attend(cache, tables, None, q_rot, sm_scale, out, workspace, max_kv_splits, lse, reading)
+    return _attend(cache, tables, None, q_rot, sm_scale, workspace, Output(out, lse, reading))
 
 
 def verify(
@@ -165,7 +163,6 @@ def verify(
     sm_scale: float,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    max_kv_splits: int | None = None,
     reading: SplitMatrix | None = None,
 ) -> torch.Tensor:
     """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
@@ -178,7 +175,7 @@ def verify(
         visible: int64 [batch, tokens], contiguous: which new tokens each of them sees
             (:mod:`oscar_kernels.visible`).
         q_rot: [batch * tokens, q_heads, head_dim], otherwise as for :func:`decode`.
-        sm_scale, out, workspace, max_kv_splits, reading: as for :func:`decode`.
+        sm_scale, out, workspace, reading: as for :func:`decode`.
 
     Returns:
         ``out``, as :func:`decode`.
@@ -187,7 +184,7 @@ def verify(
         ValueError: the ring is too small, or ``visible`` does not fit the queries.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, out, workspace, max_kv_splits, None, reading)
+    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, None, reading))
 
 
 def _attend(
@@ -196,12 +193,10 @@ def _attend(
     visible: torch.Tensor | None,
     q_rot: torch.Tensor,
     sm_scale: float,
-    out: torch.Tensor | None,
     workspace: torch.Tensor | None,
-    max_kv_splits: int | None,
-    lse: torch.Tensor | None,
-    reading: SplitMatrix | None,
+    output: Output,
 ) -> torch.Tensor:
+    out, lse, reading = output
     kv_heads, windows = cache.kv_heads, cache.windows
     tokens, q_heads, head_dim = q_rot.shape
     batch, drafts = (tokens, 0) if visible is None else visible.shape
@@ -214,9 +209,9 @@ def _attend(
         reading.check(kv_heads, q_rot.dtype, arranged=False)
     if batch == 0:
         return out
-    pieces = default_pieces(cache) if max_kv_splits is None else max_kv_splits
+    pieces = default_pieces(cache)
     sink_parts, ring_parts, part = window_parts(windows, drafts)
-    numel = workspace_numel(cache, q_heads, batch, pieces, drafts)
+    numel = workspace_numel(cache, q_heads, batch, drafts)
     # From here on a request is a pass over one, and heads are those of all tokens of a pass.
     batch, rows = batch * passes, q_heads * queries
     partials = pieces + batch * (1 + sink_parts + ring_parts)
