@@ -171,10 +171,11 @@ def unpack(packed: torch.Tensor, bits: int = 2) -> torch.Tensor:
     """Inverse of :func:`pack`: uint8 [..., code_bytes] -> uint8 [..., head_dim]."""
     if bits == 3:
         low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
-        at = torch.tensor(HIGH_BITS, dtype=torch.uint8, device=packed.device)[:, None] + _halves(packed)
-        spread = high.unflatten(-1, (-1, 4))[..., None, :, None, :] >> at[:, None, :, None] & 1
-        return unpack(low) | spread.flatten(-4) << 2
-    return (packed.unsqueeze(-2) >> _shifts(bits, packed) & (1 << bits) - 1).flatten(-2)
+        words = high.unflatten(-1, (-1, 4))
+        spread = [torch.stack([words >> at + half & 1 for half in range(2)], -2) for at in HIGH_BITS]
+        return unpack(low) | torch.stack(spread, -4).flatten(-4) << 2
+    # By numbers, of which a CPU makes far shorter work than of a tensor of shifts.
+    return torch.stack([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -2).flatten(-2)
 
 
 def _shifts(bits: int, like: torch.Tensor) -> torch.Tensor:
