@@ -125,7 +125,7 @@ def refused() -> Iterator[str]:
 def published() -> Iterator[tuple[str, str]]:
     """A row for every metric."""
     yield from ((f"`{metrics.PREFIX}{name}_total`", text) for name, text in metrics.COUNTED.items())
-    yield from ((f"`{metrics.PREFIX}{name}`", text) for name, text in metrics.GAUGES.items())
+    yield from ((f"`{metrics.PREFIX}{name}`", text) for name, text in (metrics.GAUGES | metrics.LAYERS).items())
 
 
 def page() -> str:

@@ -19,6 +19,11 @@ GAUGES = {
     "cache_info": "Always 1; its labels are the facts that /server_info shows, but for bits.",
 }
 """What says how the cache is stored, by name: ``sglang:oscar_<name>``."""
+LAYERS = {
+    "key_error": "Relative error of logits by codes of keys, by layer, with `SGLANG_OSCAR_KEY_ERRORS=1`.",
+    "key_error_growth": "The same over that of the first chunks.",
+}
+"""What is said of every layer, by name: ``sglang:oscar_<name>`` with the label ``layer``."""
 
 _labels: dict[str, str] | None = None
 """Of this process's scheduler; None where it publishes nothing."""
@@ -68,6 +73,15 @@ def publish(facts: dict[str, Any]) -> None:
         labels = _labels | more
         gauge = _metric("Gauge", name, text, tuple(labels), multiprocess_mode="mostrecent")
         gauge.labels(**labels).set(float(value))
+
+
+def publish_layers(name: str, values: dict[int, float]) -> None:
+    """Set one of :data:`LAYERS`, by layer id."""
+    if _labels is None:
+        return
+    gauge = _metric("Gauge", name, LAYERS[name], (*_labels, "layer"), multiprocess_mode="mostrecent")
+    for layer, value in values.items():
+        gauge.labels(**_labels, layer=str(layer)).set(value)
 
 
 def _metric(kind: str, name: str, text: str, labels: tuple[str, ...], **options: Any) -> Any:

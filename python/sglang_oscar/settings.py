@@ -119,9 +119,7 @@ class Settings(BaseModel):
     )
     v_bits: Bits | None = Field(None, alias="SGLANG_OSCAR_V_BITS", description="the same for values")
     k_coding: KeyCoding | None = Field(
-        None,
-        alias="SGLANG_OSCAR_K_CODING",
-        description="codes of 2-bit keys, for calibration on the spot",
+        None, alias="SGLANG_OSCAR_K_CODING", description="codes of 2-bit keys, for calibration on the spot"
     )
     v_coding: ValueCoding | None = Field(None, alias="SGLANG_OSCAR_V_CODING", description="the same for values")
     allow_other_model: bool = Field(
@@ -137,6 +135,7 @@ class Settings(BaseModel):
         alias="SGLANG_OSCAR_ALLOW_UNTRIED",
         description="serve a class of models that was not tried",
     )
+    key_errors: bool = Field(False, alias="SGLANG_OSCAR_KEY_ERRORS", description="measure errors of keys on traffic")
     recompute_recent: bool = Field(
         True,
         alias="SGLANG_OSCAR_RECOMPUTE_RECENT",

@@ -19,6 +19,7 @@ from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, largest_batch, refill_batch
 from sglang_oscar.attention.call import Call
+from sglang_oscar.attention.key_errors import KeyErrors
 from sglang_oscar.attention.verification import unread_mask
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.cache import cache_of
@@ -59,6 +60,7 @@ class OscarAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.cache = cache
+        self.key_errors = KeyErrors(cache) if cache.settings.key_errors else None
         self.has_sink_logits = model_runner.model_config.has_attention_sinks
         server_args = releases.resolved(model_runner.server_args)
         self.new_tokens = new_tokens(server_args)
@@ -109,7 +111,8 @@ class OscarAttentionBackend(AttentionBackend):
             self.cache.seats.upload()
             kept = None if self.cache.kept is None else self.cache.kept.keep_chunk(forward_batch)
             batch = extend_batch(self.cache, forward_batch)
-            self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept)
+            measured = self.key_errors is not None and self.key_errors.begin(batch.tokens)
+            self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept, measured=measured)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Refresh the fixed tables that a graph of decode or verification reads."""
@@ -193,6 +196,8 @@ class OscarAttentionBackend(AttentionBackend):
         out = attend(layer, batch, call)
         if batch.kept is not None:
             self.kernels.store(layer, replace(batch.kept, row=call.out_cache_loc), call.k, call.v)
+        if batch.measured and self.key_errors is not None:
+            self.key_errors.add(call, batch.tokens)
         return out.to(call.q.dtype).view(call.q.shape[0], -1)
 
     def _wait_for_rows(self, layer_id: int) -> None:

@@ -27,7 +27,8 @@ class Batch:
     and what is cached before them; None in decode. ``extend_plan`` is what the kernels planned for the batch.
     ``visible`` int64 [batch, tokens] says in verification which new tokens of a request see which
     (:mod:`oscar_kernels.visible`); there ``kv_lens`` counts the tokens before the new ones. ``kept`` says where tokens
-    of chunks go a second time, where windows are kept (:class:`sglang_oscar.memory.cache.Kept`).
+    of chunks go a second time, where windows are kept (:class:`sglang_oscar.memory.cache.Kept`). ``measured`` says
+    whether errors of its keys are (:class:`sglang_oscar.attention.key_errors.KeyErrors`).
     """
 
     tables: BatchTables
@@ -38,6 +39,7 @@ class Batch:
     extend_plan: ExtendPlan | None = None
     visible: torch.Tensor | None = None
     kept: StoreSlots | None = None
+    measured: bool = False
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,95 @@
+"""How much of what queries read of keys their codes get wrong, layer by layer, on the traffic of a running server.
+
+Matrices are fitted to the weights of the fit. A trainer's weights move away, and answers get worse without a word: so
+errors are compared with those of the first chunks that the server has read.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from oscar_kernels.codec import decode_rows
+from oscar_kernels.reference import rotate
+from sglang_oscar import metrics
+from sglang_oscar.attention.call import Call
+from sglang_oscar.memory.cache import Int2Cache
+
+logger = logging.getLogger(__name__)
+
+LEAST, MOST = 128, 256
+"""Tokens of a pass that is measured at least, and those at its end that are."""
+EVERY, CHUNKS = 4, 8
+"""One of so many such passes is measured; so many make a result."""
+TOO_MUCH = 2.0
+
+
+class KeyErrors:
+    """Relative squared error of logits by the codes of keys, what all keys have in common left out, as softmax does.
+
+    Args:
+        cache: of the server's model. Layers whose keys are exact are not measured.
+    """
+
+    def __init__(self, cache: Int2Cache) -> None:
+        self._cache = cache
+        coded = [layer_id for layer_id, layer in cache.layers.items() if not layer.format.key_layout.exact]
+        self._place = {layer_id: index for index, layer_id in enumerate(coded)}
+        self._sums = torch.zeros(2, len(coded), device=cache.seats.device)
+        self._passes = self._chunks = 0
+        self._first: list[float] | None = None
+        self._warned = False
+
+    def begin(self, tokens: int) -> bool:
+        """Whether a pass over so many tokens is to be measured; says what the ones before it gave.
+
+        Waits for the device once in ``EVERY * CHUNKS`` passes.
+        """
+        if not self._place or tokens < LEAST:
+            return False
+        self._passes += 1
+        if (self._passes - 1) % EVERY:
+            return False
+        if self._chunks == CHUNKS:
+            errors, energies = self._sums.tolist()
+            self._say([error / max(energy, 1e-30) for error, energy in zip(errors, energies, strict=True)])
+            self._sums.zero_()
+            self._chunks = 0
+        self._chunks += 1
+        return True
+
+    def add(self, call: Call, tokens: int) -> None:
+        """Measure a layer, whose rows are stored.
+
+        Args:
+            call: of the layer.
+            tokens: of the batch, without padding.
+        """
+        if (at := self._place.get(call.layer_id)) is None:
+            return
+        layer, of = self._cache.layers[call.layer_id], slice(max(tokens - MOST, 0), tokens)
+        transform = layer.format.key.transform
+        y = rotate(call.k[of], transform.matrix)
+        y = y if transform.center is None else y - transform.center
+        rows = layer.cache.k_rows[call.out_cache_loc[of].long()]
+        error = y - decode_rows(rows, layer.format.key_layout, layer.format.key.codebook)
+        queries = rotate(call.q[of], transform.reading).unflatten(1, (y.shape[1], -1))
+        logits = (torch.einsum("qhgd,khd->hgqk", queries, x) for x in (error, y))
+        sums = torch.stack([(x - x.mean(-1, keepdim=True)).square().sum() for x in logits])
+        # A request that is NaN, or endless, does not count.
+        self._sums[:, at] += torch.where(sums.isfinite().all(), sums, 0)
+
+    def _say(self, errors: list[float]) -> None:
+        """Publish errors by layer, and warn once when that of a layer has doubled."""
+        self._first = self._first or errors
+        growth = [error / max(first, 1e-30) for error, first in zip(errors, self._first, strict=True)]
+        for name, values in (("key_error", errors), ("key_error_growth", growth)):
+            metrics.publish_layers(name, dict(zip(self._place, values, strict=True)))
+        worst = max(range(len(growth)), key=growth.__getitem__)
+        if growth[worst] > TOO_MUCH and not self._warned:
+            self._warned = True
+            logger.warning(
+                "int2 key error: layer %d has %.4f, %.1f times that of the first chunks (%.4f): fit rotations again to "
+                "these weights", list(self._place)[worst], errors[worst], growth[worst], self._first[worst],
+            )  # fmt: skip
