@@ -20,7 +20,9 @@ from support.reference import MODEL
 
 pytestmark = pytest.mark.server
 
-TINY = Size("reduced", 1024, 3, 64, 2, 2, 1, 10, 1, 2, 8192, 2)
+TURNS = 8
+"""As few as a session may have."""
+TINY = Size("reduced", 1024, 3, 64, 2, 2, 1, TURNS, 1, 2, 8192, 2, cold=3)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_facts_are_found_but_for_the_bad_cache(figures: dict[str, Any]) -> None:
 def test_sessions_reuse_their_beginning(figures: dict[str, Any]) -> None:
     for name, row in figures.items():
         turns = row["session"]["by_turn"]
-        assert len(turns) == 10
+        assert len(turns) == TURNS
         last = turns[-1]
         # An int2 server computes the last 256 tokens anew; pages are of 64 tokens or more.
         assert last["cached"] >= last["known"] - (512 if name != "bf16" else 1), name
