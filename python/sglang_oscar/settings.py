@@ -141,6 +141,13 @@ class Settings(BaseModel):
         alias="SGLANG_OSCAR_RECOMPUTE_RECENT",
         description="on a prefix hit compute the newest tokens of the prompt again, so that the recent window is exact",
     )
+    kept_windows: int = Field(
+        0,
+        alias="SGLANG_OSCAR_KEPT_WINDOWS",
+        ge=0,
+        le=65536,
+        description="recent windows kept for prefix hits, which then compute nothing again",
+    )
     decode_backend: Literal["auto", "cuda", "triton"] = Field(
         "auto",
         alias="SGLANG_OSCAR_DECODE_BACKEND",

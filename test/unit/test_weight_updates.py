@@ -54,7 +54,7 @@ def test_an_update_changes_keys(breaks_off: bool) -> None:
 def test_a_flush_changes_keys_behind_an_update_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind it the cache may still hold what older weights computed, and store it; before it storage is shared."""
     of = SimpleNamespace(clear=lambda: None)
-    monkeypatch.setattr(lifecycle, "cache_of", lambda pool: SimpleNamespace(seats=of, sinks=of, refills=of))
+    monkeypatch.setattr(lifecycle, "cache_of", lambda pool: SimpleNamespace(seats=of, sinks=of, refills=of, resumed=of))
     pool = type("Pool", (lifecycle.ObservedSeats, Stock), {})()
     first = key()
     pool.clear()

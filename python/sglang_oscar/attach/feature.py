@@ -76,6 +76,7 @@ class Feature:
             None for that one.
         draft_pool_built: (draft model's pool, the model's cache) checks it.
         restores_windows: whether prefix hits of this process's server bring their recent windows along.
+        covered: (request, its tokens) up to which token of a request a prefix hit brings the recent window along.
         any_server: what it does without int2.
     """
 
@@ -101,6 +102,7 @@ class Feature:
     built: Callable[[Any], Any] = _nothing
     draft_pool_built: Callable[[Any, Any], None] = _nothing
     restores_windows: Callable[[], bool] = _no
+    covered: Callable[[Any, int], int] = lambda req, input_len: 0
     any_server: OfAnyServer | None = None
 
 

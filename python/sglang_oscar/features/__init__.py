@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 
 CORE = ("attention", "rotation_source", "formats", "memory", "requests")
-FEATURES = ("speculation", "tiers", "disaggregation", "sliding_windows", "hybrids", "recording")
+FEATURES = ("speculation", "tiers", "disaggregation", "sliding_windows", "hybrids", "resuming", "recording")
 _registered = False
 
 

@@ -43,17 +43,34 @@ class Kept(Protocol):
         """The same again, once accepted tokens have moved."""
 
 
+class Resumed(Protocol):
+    """Keeps recent windows for requests that go on from them (:mod:`sglang_oscar.features.resuming`)."""
+
+    def take(self, req: Any, seat: int, prefix: int) -> int:
+        """A request gains a seat; the first position that its ring holds."""
+
+    def prompt(self, req: Any, tokens: int) -> None:
+        """A batch is about to compute a request up to so many tokens."""
+
+    def left(self, req: Any, seat: int, tokens: int) -> None:
+        """A request is about to leave its seat."""
+
+    def clear(self) -> None:
+        """None is left."""
+
+
 @dataclass
 class Int2Cache:
     """Everything that belongs to one INT2 pool.
 
-    ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of
-    the formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``seats`` says
-    which ring and sink block a request's seat has, ``sinks`` who owns which block, ``refills`` which blocks are to be
+    ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of the
+    formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``seats`` says which
+    ring and sink block a request's seat has, ``sinks`` who owns which block, ``refills`` which blocks are to be
     computed again; ``recipe`` is what the rotations are of; ``kept`` are copies of windows, None where prefix hits
-    compute the newest tokens again; ``logits`` are of the last forward pass, until its result takes them;
-    ``window_buffers`` holds the tensors of rings and sinks; ``holdings`` are what requests own units of, by name;
-    ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    compute the newest tokens again; ``resumed`` keeps windows of plain models, None where it is not asked to;
+    ``logits`` are of the last forward pass, until its result takes them; ``window_buffers`` holds the tensors of rings
+    and sinks; ``holdings`` are what requests own units of, by name; ``req_to_token_pool`` and ``page_size`` (tokens)
+    are SGLang's.
     """
 
     settings: Settings
@@ -68,6 +85,7 @@ class Int2Cache:
     recipe: str = ""
     refills: SinkRefills = field(default_factory=SinkRefills)
     kept: Kept | None = None
+    resumed: Resumed | None = None
     logits: LogitsColumn | None = None
     holdings: dict[str, Holding] = field(default_factory=dict)
 

@@ -7,6 +7,8 @@ host and are uploaded by the next batch, in stream order before that batch's ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang_oscar.memory.owned import Holding
@@ -26,6 +28,8 @@ class SeatTables:
         self._block_of_seat: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._uploads = 0
+        self.moves: Callable[[], None] | None = None
+        """What else is queued for the next upload."""
         self._brought: dict[Holding, list[tuple[torch.Tensor, int]]] = {}
 
     def assign(self, seat: int, ring_start: int, sink_block: int) -> None:
@@ -63,6 +67,8 @@ class SeatTables:
         Once per batch, as :meth:`may_be_written` counts batches by it: the backend does it before it builds tables.
         """
         self._uploads += 1
+        if self.moves is not None:
+            self.moves()
         if self._pending:
             # A fresh pinned tensor each time: reusing one could overwrite it while an earlier copy is in flight.
             seats, values = zip(*self._pending.items(), strict=True)

@@ -23,7 +23,8 @@ NO_STATE = "a prefix hit, but no state to go on from"
 def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int | None:
     """Cap a prefix hit so that what it leaves to compute fills the recent window: the last ``recent`` prompt tokens.
 
-    Where windows come back with a hit, as they do with the states of a hybrid model, nothing is computed again.
+    Where windows come back with a hit, as they do with the states of a hybrid model, nothing is computed again; where
+    that of this request does, it may reach as far as that.
     A request whose embeddings are not those of its token ids must not hit: its sinks could not be computed again.
     """
     active = settings.active()
@@ -32,7 +33,8 @@ def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int
     if has_own_embeddings(self):
         return 0
     if active.recompute_recent and not any(feature.restores_windows() for feature in features()):
-        longest = min(longest, input_len - active.windows.recent)
+        covered = max(feature.covered(self, input_len) for feature in features())
+        longest = min(longest, max(input_len - active.windows.recent, covered))
     return max(longest, 0)
 
 
@@ -59,9 +61,14 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
                 for of in cache.holdings.values():
                     if of.carried and of.copies:
                         cache.seats.bring(of, state, releases.seat(req))
-        cache.seats.assign(releases.seat(req), ring_start=max(prefix - kept, 0), sink_block=block)
+        start = max(prefix - kept, 0)
+        if cache.resumed is not None:
+            start = cache.resumed.take(req, releases.seat(req), prefix)
+        cache.seats.assign(releases.seat(req), ring_start=start, sink_block=block)
     for req, kv_len in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
         publish_sinks(cache, req, kv_len)
+        if cache.resumed is not None:
+            cache.resumed.prompt(req, kv_len)
     return result
 
 
@@ -130,6 +137,8 @@ class ObservedSeats:
         if cache is not None and seat is not None:
             tokens = releases.committed_tokens(req)
             publish_sinks(cache, req, tokens)
+            if cache.resumed is not None:
+                cache.resumed.left(req, seat, tokens)
             cache.owned(seat, tokens).free()
             cache.seats.unassign(seat)
         return super().free(req, *args, **kwargs)  # type: ignore[misc]
@@ -139,6 +148,8 @@ class ObservedSeats:
         if (cache := cache_of(self)) is not None:
             for of in (cache.seats, cache.sinks, cache.refills):
                 of.clear()
+            if cache.resumed is not None:
+                cache.resumed.clear()
             origin.note_flushed()
         return super().clear(*args, **kwargs)  # type: ignore[misc]
 

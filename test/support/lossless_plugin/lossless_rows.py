@@ -84,6 +84,12 @@ def register():
         reference.decode_rows = decode_rows
     reference.gather = poisoned(reference.gather)
     poison_windows()
+    if os.environ.get("LOSSLESS_ROWS_BRING_NO_WINDOW"):
+        # Another: what a prefix hit was promised does not come.
+        from sglang_oscar.features.resuming.resumed import Resumed
+
+        move = Resumed.move
+        Resumed.move = lambda self: (self._brought.clear(), move(self))
     if os.environ.get("LOSSLESS_ROWS_IGNORE_WINDOWS"):
         # A deliberate fault, to prove that poison is noticed: read everything but the newest token from rows.
         reference.split_positions = lambda kv_len, ring_start, windows: (0, max(kv_len - 1, 0))

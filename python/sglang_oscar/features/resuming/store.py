@@ -1,0 +1,77 @@
+"""Which recent windows are kept, found by the tokens that they belong to: on the host, the same on every rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+TAIL = 32
+"""Tokens that are compared before all are: windows of other beginnings differ in them, as a rule."""
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A copy of the ring of a request with the tokens ``ids``, whole pages, of name space ``space``: in ``slot``, from
+    position ``start`` to the last of them. What the ring held behind it is not read.
+    """
+
+    slot: int
+    space: Hashable
+    ids: Sequence[int]
+    start: int
+
+
+class WindowStore:
+    """At most ``slots`` windows; the least recently used one makes room for another."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._windows: OrderedDict[int, Window] = OrderedDict()
+        self._free = list(range(self.slots - 1, -1, -1))
+
+    def add(self, space: Hashable, ids: Sequence[int], start: int) -> Window | None:
+        """A window that is about to be copied to its slot, in place of one of the same tokens that begins later; None
+        where one is there that begins no later.
+        """
+        for one in [one for one in self._windows.values() if one.space == space and one.ids == ids]:
+            if one.start <= start:
+                self.holds(one)
+                return None
+            self.drop(one)
+        slot = self._free.pop() if self._free else self._windows.popitem(last=False)[0]
+        window = Window(slot, space, ids, start)
+        self._windows[slot] = window
+        return window
+
+    def find(self, space: Hashable, ids: Sequence[int], latest_start: int) -> Window | None:
+        """The longest window that a request with these tokens can go on from.
+
+        Args:
+            space: name space of the request.
+            ids: its tokens.
+            latest_start: position at which the window has to begin at the latest.
+        """
+        fitting = [one for one in self._windows.values() if one.space == space and one.start <= latest_start]
+        for one in sorted(fitting, key=lambda one: -len(one.ids)):
+            end = len(one.ids)
+            if end <= len(ids) and one.ids[-TAIL:] == ids[max(end - TAIL, 0) : end] and one.ids == ids[:end]:
+                return one
+        return None
+
+    def holds(self, window: Window) -> bool:
+        """Whether a window is still there; it is used from now on."""
+        if self._windows.get(window.slot) is not window:
+            return False
+        self._windows.move_to_end(window.slot)
+        return True
+
+    def drop(self, window: Window) -> None:
+        """Forget a window, if it is still there."""
+        if self._windows.get(window.slot) is window:
+            del self._windows[window.slot]
+            self._free.append(window.slot)
