@@ -3,6 +3,7 @@
     python benchmark/rotation/bench_fit.py
     python benchmark/rotation/bench_fit.py --layers 2 --device cpu
     python benchmark/rotation/bench_fit.py --recipe focus
+    python benchmark/rotation/bench_fit.py --recipe focus --bits 2.5 --key-coding auto --value-coding auto
 
 The default is 30K tokens of 36 layers with 32 query heads, 8 kv heads and head_dim 128. The dump is written first and
 is not part of the time; reading it is. It lies in the page cache as far as memory goes (13 GB by default) unless --cold
@@ -30,6 +31,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
+from oscar_kernels.layout import AFFINE
 from oscar_rotation.dump import DumpWriter
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.device import choose_device
@@ -119,6 +121,8 @@ def main(
     report: Annotated[bool, typer.Option(help="Measure errors, too.")] = False,
     cold: Annotated[bool, typer.Option(help="Drop the dump from the page cache before the fit.")] = False,
     bits: Annotated[str | None, typer.Option(help="As in `oscar fit`.")] = None,
+    key_coding: Annotated[str, typer.Option(help="As in `oscar fit`.")] = AFFINE,
+    value_coding: Annotated[str, typer.Option(help="As in `oscar fit`.")] = AFFINE,
     folder: Annotated[Path | None, typer.Option(help="Where the dump goes; a temporary folder by default.")] = None,
     rotations: Annotated[Path | None, typer.Option(help="Keep the rotation files in this folder.")] = None,
     out: Annotated[Path, typer.Option(help="JSON with the result.")] = Path("results/bench_fit.json"),
@@ -149,7 +153,10 @@ def main(
         reset_peak_memory()
         before = time.process_time()
         begin = time.perf_counter()
-        options = FitOptions.of_method(method, fit_clip=clip, report=report, bits=BitGoal.parse(bits) if bits else None)
+        options = FitOptions.of_method(
+            method, fit_clip=clip, report=report, bits=BitGoal.parse(bits) if bits else None, key_coding=key_coding,
+            value_coding=value_coding,
+        )  # fmt: skip
         request = FitRequest(root, options, str(model) if model else None, device)
         fitted.fit(request).save(rotations or Path(temporary) / "rotations", fitted.suffixes[:1])
         seconds = time.perf_counter() - begin

@@ -47,8 +47,11 @@ def bit_goal(text: str | None, recipe: FittedRecipe) -> BitGoal | None:
         raise typer.BadParameter(str(error), param_hint="--bits") from error
 
 
-KEY_CODING_HELP = "Codes of keys of two bits; codebook fits 256 points to every four channels. Not for paper."
-VALUE_CODING_HELP = "Codes of values; symmetric leaves the zero point out. Not for paper."
+KEY_CODING_HELP = (
+    "Codes of keys of two bits; codebook fits 256 points to every four channels; auto takes by layer what a mean of "
+    "--bits is best spent on. Not for paper."
+)
+VALUE_CODING_HELP = "Codes of values; symmetric leaves the zero point out; auto as for keys. Not for paper."
 
 OVERRIDES_HELP = "Of the model's configuration, as for SGLang (YaRN, say), not for paper; default: the dump's server's."
 

@@ -22,7 +22,7 @@ from oscar_rotation.dump import DumpReader
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
-from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
 from oscar_rotation.fit.bits import layer_losses, measure
 from oscar_rotation.fit.held_out import Request, held_out_requests, plan_held_out
 from oscar_rotation.fit.output_weights import OutputWeights
@@ -98,6 +98,42 @@ def test_sides_are_left_exact_where_codes_cannot_spend_a_mean(
     plans = [plan for plan in itertools.product(widths, repeat=len(losses)) if cost(plan)[1] <= mean * len(losses)]
     assert cost(found)[1] <= mean * len(losses) + 1e-5
     assert cost(found)[0] <= min(cost(plan)[0] for plan in plans) + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    losses=st.lists(st.lists(st.floats(0, 10), min_size=6, max_size=6), min_size=1, max_size=3),
+    mean=st.floats(2.125, 5),
+    group=st.sampled_from([16, 32, 128]),
+)
+def test_no_choice_of_codings_is_better(losses: list[list[float]], mean: float, group: int) -> None:
+    """Against all there are, so never worse than scalars; of codings that cost as much the one that loses less."""
+    table = torch.tensor(losses, dtype=torch.float64)
+    table[::2, 4:] = table[::2, 1:3]  # keys of three and four bits have no codebook
+    goal, auto = BitGoal(mean=mean), ("auto", "auto")
+    forms = [
+        [(width, "codebook" if other and width == 2 else "affine") for other in (0, 1) for width in BITS],
+        [(width, "symmetric" if other else "affine") for other in (0, 1) for width in BITS],
+    ]
+
+    def spent(plan: tuple[tuple[int, str], ...]) -> float:
+        return sum(float(stored_bits(width, group, coding, 128)) for width, coding in plan) / len(plan)
+
+    def lost(plan: tuple[tuple[int, str], ...]) -> float:
+        ways = (zip(forms[n % 2], table[n], strict=True) for n in range(len(plan)))
+        return sum(
+            min(0.0 if choice[0] == 16 else float(loss) for way, loss in row if way == choice or choice[0] == 16)
+            for row, choice in zip(ways, plan, strict=True)
+        )
+
+    try:
+        found = goal.choices(table, 128, group, auto)
+    except ValueError:
+        return
+    assert spent(found) <= mean + 1e-5
+    choices = [[*dict.fromkeys(forms[n % 2])] for n in range(len(losses))]
+    best = min(lost(plan) for plan in itertools.product(*choices) if spent(plan) <= mean)
+    assert lost(found) <= best + 1e-9
 
 
 @settings(max_examples=60, deadline=None)

@@ -101,12 +101,30 @@ def test_widths_say_which_keys_have_books(
     assert key.metadata.calibration["mean_bits"] == sum(spent) / 4 <= 3.5
 
 
+def test_a_mean_is_spent_among_all_codings(
+    make_dump: Callable[..., Path], weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files state by layer what was chosen."""
+    monkeypatch.setattr(books, "ROUNDS", ROUNDS)
+    root = make_dump(tmp_path / "dump", requests=[[5], [900, 800], [900], [300, 500]])
+    auto = ("--key-coding", "auto", "--value-coding", "auto", "--bits", "2.8", "--group-size", "32")
+    key, value = fitted(root, weights, tmp_path / "auto", *auto)
+    spent = [side.width(n) + (1 if side.coding(n) == "affine" else 0.5) for side in (key, value) for n in range(2)]
+    assert key.metadata.calibration["mean_bits"] == sum(spent) / 4 <= 2.8
+    # Two bits of affine codes are 3 a side: only what has no zero point fits this mean.
+    assert {key.coding(n) for n in range(2)} == {"codebook"}
+    assert "symmetric" in {value.coding(n) for n in range(2)}
+    key, value = fitted(root, weights, tmp_path / "keys", "--key-coding", "auto", "--bits", "5", "--group-size", "32")
+    assert (key.bits, value.bits, key.codings, value.codings) == ((4, 4), (4, 4), None, None)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--key-coding", "codebook"], "codebook is of keys of 2 bits, not 3; add --bits k2v2, or a mean"),
         (["--bits", "k2v16", "--value-coding", "symmetric"], "symmetric is of values that have codes, not of 16 bits"),
-        (["--value-coding", "codebook"], "'codebook' is not one of affine, symmetric"),
+        (["--value-coding", "codebook"], "'codebook' is not one of affine, symmetric, auto"),
+        (["--bits", "k2v2", "--key-coding", "auto"], "auto chooses what a mean is spent on; add a mean such as"),
         (["--recipe", "paper", "--key-coding", "codebook"], "--recipe plus or focus takes it"),
         (["--bits", "2.2", "--group-size", "32", *CODINGS], "from 2.5 to 16 with groups of 32, got 2.2"),
     ],

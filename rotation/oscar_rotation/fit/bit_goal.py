@@ -15,6 +15,13 @@ from oscar_rotation.math.bit_plan import spend
 PARAMETER_BITS = {AFFINE: 32, SYMMETRIC: 16, CODEBOOK: 16}
 """Of a group's scale and, where its coding has one, zero point, in 16 bits each."""
 
+AUTO = "auto"
+"""Instead of a coding: whichever is worth most, by layer."""
+
+FORMS = ((AFFINE, CODEBOOK), (AFFINE, SYMMETRIC))
+"""What keys and values may be where a fit chooses. All heads of a layer have the same width and coding: rows of a side
+have one layout."""
+
 Codings = tuple[str, str]
 """Of keys and of values."""
 
@@ -67,9 +74,9 @@ class BitGoal:
         """
         assert self.mean is not None
         group = min(group_size, head_dim)
-        low, high = (
-            sum(stored_bits(width, group, coding, head_dim) for coding in codings) / 2 for width in (BITS[0], BITS[-1])
-        )
+        bits = [[stored_bits(width, group, of, head_dim) for of in side] for width in (BITS[0], BITS[-1])
+                for side in forms(codings)]  # fmt: skip
+        low, high = sum(map(min, bits[:2])) / 2, sum(map(max, bits[2:])) / 2
         if not low <= self.mean <= EXACT:
             raise ValueError(f"must be from {float(low):g} to {EXACT} with groups of {group}, got {self.mean:g}")
         return BITS if self.mean <= high else WIDTHS
@@ -87,20 +94,46 @@ class BitGoal:
         Raises:
             ValueError: the mean is out of reach, or a loss is not finite.
         """
+        return tuple(width for width, _ in self.choices(losses, head_dim, group_size, codings))
+
+    def choices(
+        self, losses: torch.Tensor, head_dim: int, group_size: int, codings: Codings = (AFFINE, AFFINE)
+    ) -> tuple[tuple[int, str], ...]:
+        """Width and coding of every side; arguments and errors as of :meth:`plan`, but losses [sides, 3 f] where sides
+        have f :func:`forms`: form after form."""
         widths, group = self.widths(head_dim, group_size, codings), min(group_size, head_dim)
         assert self.mean is not None
+        sides = [[(width, coding_at(form, width)) for form in side for width in BITS] for side in forms(codings)]
         if EXACT in widths:
             losses = torch.cat([losses, torch.zeros(len(losses), 1, dtype=losses.dtype)], 1)
-        bits = [[stored_bits(width, group, coding, head_dim) for width in widths] for coding in codings]
+            sides = [[*side, (EXACT, AFFINE)] for side in sides]
+        order = [sorted(range(len(x)), key=lambda n: stored_bits(x[n][0], group, x[n][1], head_dim)) for x in sides]
+        sides = [[side[n] for n in by] for side, by in zip(sides, order, strict=True)]
+        rows = torch.stack([losses[n, order[n % 2]] for n in range(len(losses))])
+        bits = [[stored_bits(width, group, coding, head_dim) for width, coding in side] for side in sides]
         more = [[x - side[0] for x in side] for side in bits]
         # In the largest steps that all of them are multiples of: without sides that are left exact, in bits.
         parts = math.lcm(*(x.denominator for side in more for x in side))
         step = math.gcd(*(int(x * parts) for side in more for x in side))
         costs = [[int(x * parts) // step for x in side] for side in more]
-        sides = [n % 2 for n in range(len(losses))]
-        room = int((len(losses) * self.mean - sum(bits[side][0] for side in sides)) * parts / step + 1e-6)
-        chosen = spend(losses, [costs[side] for side in sides], room)
-        return tuple(widths[costs[side].index(cost)] for side, cost in zip(sides, chosen, strict=True))
+        cheapest = sum(bits[n % 2][0] for n in range(len(rows)))
+        room = int((len(rows) * self.mean - cheapest) * parts / step + 1e-6)
+        found = []
+        for n, cost in enumerate(spend(rows, [costs[n % 2] for n in range(len(rows))], room)):
+            equal = [choice for choice, x in enumerate(costs[n % 2]) if x == cost]
+            found.append(sides[n % 2][min(equal, key=lambda choice: float(rows[n, choice]))])
+        return tuple(found)
+
+
+def forms(codings: Codings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Codings of keys and of values to choose from, as many of both.
+
+    >>> forms(("auto", "affine")), forms(("codebook", "symmetric"))
+    ((('affine', 'codebook'), ('affine', 'affine')), (('codebook',), ('symmetric',)))
+    """
+    count = 2 if AUTO in codings else 1
+    key, value = (of if coding == AUTO else (coding,) * count for coding, of in zip(codings, FORMS, strict=True))
+    return key, value
 
 
 def coding_at(coding: str, width: int) -> str:

@@ -20,7 +20,7 @@ import torch
 from oscar_kernels.layout import BITS
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.files.rotation_set import RotationMetadata
-from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
+from oscar_rotation.fit.bit_goal import BitGoal, Codings, forms, stored_bits
 from oscar_rotation.fit.held_out import QUERIES, Request, held_out_requests, moved
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.model_losses import load_model, model_losses
@@ -107,7 +107,7 @@ def by_model(
     """Losses as the whole model has them: what it loses by two bits, and by more as much less as the output's error.
 
     Args:
-        losses: of :func:`layer_losses`, [layers, 2, widths].
+        losses: of :func:`layer_losses`, [layers, 2, widths], or more of them, those of ``codes`` first.
         result: the fit.
         codes: of keys and of values.
         model: a causal language model of transformers.
@@ -173,6 +173,7 @@ def apply_goal(
     result: FitResult,
     codes: tuple[SideCodes, SideCodes],
     on: Measured,
+    codings: Codings,
     group_size: int,
     progress: Progress | None = None,
 ) -> FitResult:
@@ -183,6 +184,7 @@ def apply_goal(
         result: the fit.
         codes: of keys and of values.
         on: what losses are measured on, for a mean only.
+        codings: of keys and of values; "auto" chooses by layer, for a mean.
         group_size: channels that share a scale, for a mean.
         progress: told about every side of every layer, where the model is asked.
 
@@ -199,20 +201,24 @@ def apply_goal(
     else:
         positions = weights.positions(head_dim, on.context)
         scale = (on.dump.manifest.sm_scale if on.dump.manifest else None) or head_dim**-0.5
-        losses = torch.empty(layers, 2, len(BITS), dtype=torch.float64)
+        pairs = zip(*forms(codings), strict=True)
+        of_forms = [(replace(codes[0], coding=key), replace(codes[1], coding=value)) for key, value in pairs]
+        losses = torch.empty(layers, 2, len(of_forms) * len(BITS), dtype=torch.float64)
         for layer in range(layers):
             held_out = moved(held_out_requests(on.dump, layer, on.held, on.device), positions)
             reader = weights.reader(layer, held_out[0].k.shape[0], head_dim)
             with one_thread():
-                key, value = (
-                    reading(side, layer, of, group_size)
-                    for side, of in zip((result.key, result.value), codes, strict=True)
-                )
-                losses[layer] = layer_losses(held_out, key, value, scale, reader)
+                for form, of_form in enumerate(of_forms):
+                    key_read, value_read = (
+                        reading(side, layer, of, group_size)
+                        for side, of in zip((result.key, result.value), of_form, strict=True)
+                    )
+                    at = slice(form * len(BITS), (form + 1) * len(BITS))
+                    losses[layer, :, at] = layer_losses(held_out, key_read, value_read, scale, reader)
         if on.ids is not None:
             try:
                 model = load_model(weights.folder, on.device, weights.overrides)
-                losses = by_model(losses, result, codes, model, on.ids, positions, group_size, progress)
+                losses = by_model(losses, result, of_forms[0], model, on.ids, positions, group_size, progress)
             except torch.OutOfMemoryError:
                 raise DumpError(
                     f"{weights.folder}: --text needs room for the model on {on.device}; free some"
@@ -220,10 +226,12 @@ def apply_goal(
             if model.dtype != torch.float32:
                 said = f"there is no room for the model in float32: its losses were measured in {model.dtype}"
                 result = replace(result, remarks=(*result.remarks, said))
-        codings, group = (codes[0].coding, codes[1].coding), min(group_size, head_dim)
-        plan = goal.plan(losses.flatten(0, 1), head_dim, group, codings)
-        bits = plan[::2], plan[1::2]
-        spent = (stored_bits(width, group, codings[n % 2], head_dim) for n, width in enumerate(plan))
+        group = min(group_size, head_dim)
+        plan = goal.choices(losses.flatten(0, 1), head_dim, group, codings)
+        bits = tuple(width for width, _ in plan[::2]), tuple(width for width, _ in plan[1::2])
+        key_codings, value_codings = (tuple(coding for _, coding in plan[n::2]) for n in (0, 1))
+        codes = replace(codes[0], coding=key_codings), replace(codes[1], coding=value_codings)
+        spent = (stored_bits(width, group, coding, head_dim) for width, coding in plan)
         facts = {"bits": goal.mean, "mean_bits": round(float(sum(spent) / len(plan)), 4), "bits_group_size": group}
         if on.ids is not None:
             facts["bits_text_tokens"] = on.ids.numel()

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from oscar_kernels.layout import AFFINE, CODEBOOK, EXACT, SYMMETRIC
 from oscar_rotation.defaults import GROUP_SIZE
-from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bit_goal import AUTO, BitGoal
 from oscar_rotation.fit.targets import DEFAULT_METHOD, KEY_TARGETS, METHODS, VALUE_TARGETS
 from oscar_rotation.fit.texts import Document
 from oscar_rotation.math.compose import COMPOSITIONS, DEFAULT_COMPOSITION
@@ -16,8 +16,8 @@ from oscar_rotation.math.eigenbasis import EIGEN_ORDERS, EigenOrder
 
 Share = Literal["layer", "kv_head"]
 SHARES: tuple[str, ...] = get_args(Share)
-KEY_CODINGS, VALUE_CODINGS = (AFFINE, CODEBOOK), (AFFINE, SYMMETRIC)
-"""Of :data:`oscar_kernels.layout.CODINGS`, what a fit gives keys and values."""
+KEY_CODINGS, VALUE_CODINGS = (AFFINE, CODEBOOK, AUTO), (AFFINE, SYMMETRIC, AUTO)
+"""Of :data:`oscar_kernels.layout.CODINGS`, what a fit gives keys and values, or by layer what is best."""
 
 
 class OptionError(ValueError):
@@ -53,10 +53,10 @@ class FitOptions:
             dump's server had.
         bits: of codes; None for 2 everywhere.
         text: documents on which the model says what bits cost, for a mean of ``bits``; None to ask attention alone.
-        key_coding: "affine", or "codebook" for keys of two bits.
-        value_coding: "affine", or "symmetric" for values that have codes. These two, ``text``, ``bits``, ``overrides``
-            and ``context`` are options of the recipes that read the model, the others of the recipe ``paper``;
-            ``group_size`` is of both.
+        key_coding: "affine", "codebook" for keys of two bits, or "auto": of both, by layer, what loses least at a mean.
+        value_coding: "affine", "symmetric" for values that have codes, or "auto". These two, ``text``, ``bits``,
+            ``overrides`` and ``context`` are options of the recipes that read the model, the others of the recipe
+            ``paper``; ``group_size`` is of both.
 
     Raises:
         OptionError: for an unknown name or a number out of range.
@@ -98,6 +98,9 @@ class FitOptions:
         if self.context is not None and self.context < 0:
             raise OptionError("context", f"must not be negative, got {self.context}")
         bits = self.bits or BitGoal(2, 2)
+        for name in ("key_coding", "value_coding"):
+            if getattr(self, name) == AUTO and bits.mean is None:
+                raise OptionError(name, f"{AUTO} chooses what a mean is spent on; add a mean such as --bits 2.5")
         if self.key_coding == CODEBOOK and bits.key not in (None, 2):
             raise OptionError(
                 "key_coding", f"{CODEBOOK} is of keys of 2 bits, not {bits.key}; add --bits k2v2, or a mean"

@@ -29,21 +29,26 @@ class SideCodes:
 
     Attributes:
         rows: clip ratio and gain of affine codes, by bits.
-        coding: asked for; widths that do not have it are affine (:func:`oscar_rotation.fit.bit_goal.coding_at`).
+        coding: asked for, of all layers or of each; widths that do not have it are affine
+            (:func:`oscar_rotation.fit.bit_goal.coding_at`).
         books: of all layers where the coding is codebook.
         gains: of codebooks, by layer; empty for those of the rows.
     """
 
     rows: Mapping[int, Row]
-    coding: str = AFFINE
+    coding: str | tuple[str, ...] = AFFINE
     books: Codebooks | None = None
     gains: tuple[float, ...] = ()
+
+    def coding_of(self, layer: int, bits: int) -> str:
+        """Coding of a layer with codes of so many bits."""
+        return coding_at(self.coding if isinstance(self.coding, str) else self.coding[layer], bits)
 
     def row(self, bits: int, layer: int) -> Row:
         """Clip ratio and gain; only affine codes are clipped, others have no range that a large number would widen."""
         if bits == EXACT:
             return NOTHING
-        (clip, gain), coding = self.rows[bits], coding_at(self.coding, bits)
+        (clip, gain), coding = self.rows[bits], self.coding_of(layer, bits)
         if coding == CODEBOOK and self.gains:
             gain = self.gains[layer]
         return (clip if coding == AFFINE else 1.0), gain
@@ -57,7 +62,7 @@ class SideCodes:
             bits: of a code.
             group: channels that share a scale.
         """
-        coding = coding_at(self.coding, bits)
+        coding = self.coding_of(layer, bits)
         if coding == AFFINE:
             return coded(y, group, *self.rows[bits], levels=1 << bits)
         if coding == CODEBOOK:
@@ -79,7 +84,7 @@ def with_bits(rotations: RotationSet, bits: Sequence[int], codes: SideCodes) -> 
     exact = torch.tensor([width == EXACT for width in bits])
     if bool(exact.any()):
         rotations = _left_alone(rotations, exact)
-    codings = tuple(coding_at(codes.coding, width) for width in bits)
+    codings = tuple(codes.coding_of(layer, width) for layer, width in enumerate(bits))
     return replace(
         rotations,
         clip_ratios=clips,

@@ -15,7 +15,7 @@ from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.dump.stream import stream_chunks
 from oscar_rotation.errors import of_layer
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
-from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bit_goal import AUTO, BitGoal
 from oscar_rotation.fit.bits import Measured, apply_goal
 from oscar_rotation.fit.book_gains import fit_gains
 from oscar_rotation.fit.books import fit_books
@@ -269,14 +269,14 @@ def spend_bits(
         if goal.mean is not None:
             goal.widths(head_dim, options.group_size, options.codings)  # refuses before anything is measured
         keys, values = SideCodes(KEY_ROWS), SideCodes(VALUE_ROWS, options.value_coding)
-        if options.key_coding == CODEBOOK:
+        if options.key_coding in (CODEBOOK, AUTO):
             held = plan_held_out(dump, dump.fit_chunks(), "a codebook")
             positions = weights.positions(head_dim, options.context)
             books = fit_books(dump, result.key, positions, device, held, request.progress)
             gains = fit_gains(dump, result.key, books, weights, held, positions, device)
             keys = SideCodes(KEY_ROWS, CODEBOOK, books, gains)
         on = Measured(dump, weights, held, options.context, device, ids)
-        return apply_goal(goal, result, (keys, values), on, options.group_size, request.progress)
+        return apply_goal(goal, result, (keys, values), on, options.codings, options.group_size, request.progress)
     except DumpError:
         raise
     except ValueError as error:

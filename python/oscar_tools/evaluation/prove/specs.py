@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import typer
 
 from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
-from oscar_rotation.fit.bit_goal import BitGoal
+from oscar_rotation.fit.bit_goal import AUTO, BitGoal
 from oscar_rotation.fit.options import FitOptions, OptionError
 from oscar_rotation.recipe_options import bit_goal, needs_mean, refuse_bits
 from oscar_rotation.recipes import DEFAULT_BITS, FITTED
@@ -18,7 +18,7 @@ UNFITTED = ("hadamard", "quarot")
 """Methods that need no data: a Hadamard matrix with our windows and clipping, and without both, as QuaRot has it."""
 NAMES = (*FITTED, *UNFITTED)
 FORM = "NAME, NAME:GROUP, NAME:GROUP:BITS, NAME::BITS or NAME:GROUP:BITS:CODINGS"
-CODINGS = {CODEBOOK: "key_coding", SYMMETRIC: "value_coding"}
+CODINGS = {CODEBOOK: ("key_coding",), SYMMETRIC: ("value_coding",), AUTO: ("key_coding", "value_coding")}
 """What a cache may have in the place of affine codes, joined by ``+``, and the option of a fit that it is."""
 
 
@@ -72,7 +72,7 @@ class Spec:
         if self.bits is not None:
             found.append((self.bits, f"--bits {self.bits}"))
             found += [("by-model", "by the model")] * self.by_model
-        return found + [(coding, coding) for coding in self.codings if coding != AFFINE]
+        return found + [(coding, coding) for coding in dict.fromkeys(self.codings) if coding != AFFINE]
 
     @property
     def wish(self) -> str:
@@ -101,8 +101,8 @@ def parse_specs(recipes: Sequence[str], bits: Sequence[str], by_model: bool) -> 
     Raises:
         typer.BadParameter: a name, group or bits that are none, or bits for a recipe that takes none.
 
-    >>> [spec.title for spec in parse_specs(["focus::2.5", "paper:64"], [], False)]
-    ['recipe focus, --bits 2.5', 'recipe paper, groups of 64']
+    >>> [spec.title for spec in parse_specs(["focus::2.5:auto", "paper:64"], [], False)]
+    ['recipe focus, --bits 2.5, auto', 'recipe paper, groups of 64']
     """
     found = []
     for text in recipes:
@@ -143,4 +143,5 @@ def _parts(text: str) -> tuple[str, int | None, str | None, dict[str, str]]:
     asked = codings.split("+") if codings else []
     if len(rest) > 3 or (group and not group.isdecimal()) or not set(asked) <= set(CODINGS):
         raise typer.BadParameter(f"{text!r} is not {FORM}", param_hint="--recipe")
-    return name, int(group) if group else None, bits or None, {CODINGS[coding]: coding for coding in asked}
+    given = {option: coding for coding in asked for option in CODINGS[coding]}
+    return name, int(group) if group else None, bits or None, given
