@@ -47,6 +47,9 @@ class OscarAttentionBackend(AttentionBackend):
     has_sink_logits = False
     """Whether layers of the model come with sink logits (:mod:`oscar_kernels.sink_logits`)."""
 
+    key_errors: KeyErrors | None = None
+    """What measures errors of keys, where that is asked for."""
+
     needs_cpu_seq_lens = False
     """SGLang waits for the verification of a step before it prepares the next one where a backend asks for lengths on
     the host. Tables are filled from those on the device."""
