@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from oscar_cpu import engine, hybrid_models, transfer
+from oscar_cpu import engine, hybrid_models, state_pool, transfer
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import ARGS, AROUND, BEFORE, MEM, SRT, Touchpoint, at
 
 KERNELS = "sglang.kernels.ops."
 STATES = KERNELS + "mamba.mamba_state_scatter_triton."
 ALLOCATOR = MEM + "allocator.paged.PagedTokenToKVPoolAllocator."
+STATES_OF_HOST = [MEM + module + ".MambaPoolHost." for module in ("pool_host.mamba", "memory_pool_host")]
 DRAFTS = SRT + "speculative.draft_utils.DraftBackendFactory."
 
 
@@ -38,6 +39,14 @@ FEATURE = Feature(
         Touchpoint(at(SRT + "utils.common.support_triton"), AROUND, engine.around_support_triton),
         Touchpoint(
             at(SRT + "managers.cache_controller.HiCacheController.__init__"), BEFORE, engine.before_cache_controller
+        ),
+        *(
+            Touchpoint(at(*(pool + name for pool in STATES_OF_HOST)), AROUND, hook)
+            for name, hook in {
+                "__init__": state_pool.around_init,
+                "load_to_device_per_layer": state_pool.around_load,
+                "backup_from_device_all_layer": state_pool.around_back_up,
+            }.items()
         ),
         Touchpoint(at(DRAFTS + "create_decode_backend"), AROUND, engine.around_create_decode_backend),
         Touchpoint(at(DRAFTS + "create_draft_extend_backend"), AROUND, engine.around_create_extend_backend),

@@ -82,8 +82,8 @@ ALTERNATIVES: dict[str, list[set[str]]] = {
         {"managers.schedule_batch.ReqKvInfo.kv_committed_len"},
     ],
     "state_source": [
-        {"managers.schedule_batch.Req.mamba_cow_src_index"},
-        {"managers.schedule_batch.ReqKvInfo.mamba_cow_src_index"},
+        {f"managers.schedule_batch.Req.{name}" for name in ("mamba_cow_src_index", "mamba_pool_idx")},
+        {f"managers.schedule_batch.ReqKvInfo.{name}" for name in ("mamba_cow_src_index", "mamba_pool_idx")},
     ],
     "prefix_tokens": [{"managers.schedule_batch.Req.prefix_indices"}, {"managers.schedule_batch.Req.prefix_len"}],
     "real_token_counts": [

@@ -20,6 +20,7 @@ from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.features.hybrids import kept_windows, known_name, pool, refusals, verified_states
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.features.hybrids.window_slots import WindowSlots
 from sglang_oscar.features.speculation import commit
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.geometry import Geometry, with_room
@@ -188,7 +189,7 @@ ALLOWED = {
     "enable_torch_compile": False,
     "mamba_radix_cache_strategy": "auto", "linear_attn_backend": "triton", "enable_mixed_chunk": False,
     "enable_hierarchical_cache": False, "disaggregation_mode": "null", "disable_radix_cache": False,
-    "disable_overlap_schedule": True,
+    "disable_overlap_schedule": True, "hicache_storage_backend": None, "hicache_mem_layout": "page_first",
 }  # fmt: skip
 
 
@@ -204,12 +205,66 @@ def refused(**changed: Any) -> list[str]:
         ("mamba_radix_cache_strategy", "no_buffer"), ("mamba_radix_cache_strategy", "extra_buffer_lazy"),
         ("linear_attn_backend", "cutedsl"), ("linear_attn_prefill_backend", "cutedsl"),
         ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),
-        ("enable_mixed_chunk", True), ("enable_hierarchical_cache", True), ("disaggregation_mode", "prefill"),
+        ("enable_mixed_chunk", True), ("disaggregation_mode", "prefill"),
     ],
 )  # fmt: skip
 def test_refused(argument: str, value: Any) -> None:
     assert refused() == []
     assert len(refused(**{argument: value})) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "carried", "change"),
+    [
+        ({}, True, None),
+        ({}, False, "drop --enable-hierarchical-cache"),
+        ({"hicache_storage_backend": "file"}, True, "drop --hicache-storage-backend"),
+        ({"hicache_mem_layout": "layer_first"}, True, "set --hicache-mem-layout page_first"),
+    ],
+)
+def test_host_memory(changed: Any, carried: bool, change: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States come back with their windows where SGLang takes those along, and not from storage."""
+    monkeypatch.setattr(refusals, "carries_slot_states", lambda: carried)
+    lines = refused(enable_hierarchical_cache=True, **changed)
+    assert [line.rpartition("; ")[2] for line in lines] == ([change] if change else [])
+
+
+def test_windows_are_part_of_state_slots() -> None:
+    """SGLang clears, copies, saves and loads them, and its host pool gets every tensor by slot."""
+    cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS)
+    slots, side = WindowSlots(cache), cache.side
+    beside = [buffer[:, -SLOTS:] for buffer in (side.ring, side.sink)]
+    for buffer in (side.ring, side.sink):
+        buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) % 251)
+    before = [windows.clone() for windows in beside]
+    requests = [side.ring[:, :-SLOTS].clone(), side.sink[:, :-SLOTS].clone()]
+    saved = slots.get_cpu_slots(torch.tensor([2]))
+    slots.copy_slots(torch.tensor([1]), torch.tensor([2]))
+    slots.reset_slots(torch.tensor([1], dtype=torch.int32))
+    for windows, old in zip(beside, before, strict=True):
+        assert torch.equal(windows[:, 2], old[:, 1])
+        assert not bool(windows[:, 1].any())
+    slots.load_cpu_slots(saved, torch.tensor([3]))
+    assert all(torch.equal(windows[:, 3], old[:, 2]) for windows, old in zip(beside, before, strict=True))
+    tensors = [tensor for _, tensor, _, _ in slots.iter_transfer_state_entries()]
+    assert len(tensors) == len(side.ring) + len(side.sink)
+    for tensor in tensors:
+        assert len(tensor) == SLOTS
+        tensor.zero_()
+    assert not any(bool(windows.any()) for windows in beside)
+    assert torch.equal(side.ring[:, :-SLOTS], requests[0])
+    assert torch.equal(side.sink[:, :-SLOTS], requests[1])
+
+
+def test_windows_are_waited_for() -> None:
+    """They come with the first layer that has states, by its number on this stage."""
+    cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS)
+    waited: list[int] = []
+    table = cache.req_to_token_pool
+    table.layer_transfer_counter, table.mamba_map = SimpleNamespace(wait_until=waited.append), {6: 1, 4: 0}
+    table.start_layer = 4
+    KeptWindows(cache).await_loaded()
+    assert waited == [0]
 
 
 def test_prefill_that_keeps_states_is_taken() -> None:

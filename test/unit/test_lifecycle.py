@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,8 +131,9 @@ def test_a_request_without_a_block_is_ended() -> None:
 def test_a_hit_of_a_hybrid_model_gets_what_lies_beside_its_state() -> None:
     """The whole ring, from the window before the hit on; the sink where its block is gone; nothing is refilled."""
     cache = make_hybrid()
-    one, two = (request(1, hit=hit, mamba_cow_src_index=f"slot {hit}") for hit in (8 * SINK, SINK))
-    fresh = request(2, mamba_cow_src_index=None)
+    slot = torch.tensor(9)
+    one, two = (request(1, hit=hit, mamba_cow_src_index=f"slot {hit}", mamba_pool_idx=slot) for hit in (8 * SINK, SINK))
+    fresh = request(2, mamba_cow_src_index=None, mamba_pool_idx=None)
     assert admit(cache, one, two, fresh) == []
     seats = [req.req_pool_idx for req in (one, two)]
     assert cache.seats._brought == {
@@ -139,10 +141,19 @@ def test_a_hit_of_a_hybrid_model_gets_what_lies_beside_its_state() -> None:
         cache.holdings[owned.SINK]: [("slot 32", cache.seats.block_of(seats[0]))],
     }
     assert [cache.seats._pending[seat][0] for seat in (*seats, fresh.req_pool_idx)] == [24, 0, 0]
-    lost, hybrid = request(3, hit=SINK, mamba_cow_src_index=None), make_hybrid()
+    lost, hybrid = request(3, hit=SINK, mamba_cow_src_index=None, mamba_pool_idx=None), make_hybrid()
     admit(hybrid, lost)
     assert "no state to go on from" in lost.to_finish.message
     assert not hybrid.sinks._pins
+
+
+def test_a_state_from_the_host_lies_in_the_requests_own_slot() -> None:
+    """SGLang copies none then. A slot that the request gets with its seat holds nothing yet."""
+    cache, slot = make_hybrid(), torch.tensor(9)
+    one = request(1, hit=8 * SINK, mamba_cow_src_index=None, mamba_pool_idx=slot)
+    admit(cache, one)
+    assert not hasattr(one, "to_finish")
+    assert [int(state) for (state, _), *_ in cache.seats._brought.values()] == [9, 9]
 
 
 def make_hybrid() -> Int2Cache:

@@ -217,9 +217,11 @@ def stores_namespaces() -> bool:
 
 def state_source(req: Any) -> Any:
     """The state slot, int64 [1] on the device, that a hybrid model's request with a prefix hit goes on from; None where
-    there is none, or where it is no longer told."""
+    there is none. Asked before the request gains a seat. A state from the host comes into the request's own slot."""
     holder = req if hasattr(req, "mamba_cow_src_index") else req.kv
-    return holder.mamba_cow_src_index
+    if holder.mamba_cow_src_index is not None or holder.mamba_pool_idx is None:
+        return holder.mamba_cow_src_index
+    return holder.mamba_pool_idx.view(1)
 
 
 def tells_kept_states_apart() -> bool:
@@ -237,6 +239,11 @@ def keeps_states_of(architecture: str) -> bool:
     from sglang.srt.arg_groups.overrides import _MAMBA_EXTRA_BUFFER_ARCHS
 
     return architecture in _MAMBA_EXTRA_BUFFER_ARCHS
+
+
+def carries_slot_states() -> bool:
+    """Whether what is registered beside a hybrid model's states goes to host memory and back with them."""
+    return exists("sglang.srt.mem_cache.device_pool_info.MambaStateBufferInfo.extra_checkpoint_buffers")
 
 
 def tracked_tokens(forward_batch: Any) -> Any:

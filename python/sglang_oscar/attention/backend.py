@@ -111,8 +111,11 @@ class OscarAttentionBackend(AttentionBackend):
             tables = DecodeTables(self.cache, forward_batch.batch_size, longest, self.new_tokens)
             self.batch = tables.fill(forward_batch, longest)
         else:
+            keeper = self.cache.kept
+            if keeper is not None:
+                keeper.await_loaded()
             self.cache.seats.upload()
-            kept = None if self.cache.kept is None else self.cache.kept.keep_chunk(forward_batch)
+            kept = None if keeper is None else keeper.keep_chunk(forward_batch)
             batch = extend_batch(self.cache, forward_batch)
             measured = self.key_errors is not None and self.key_errors.begin(batch.tokens)
             self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept, measured=measured)

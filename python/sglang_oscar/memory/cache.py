@@ -30,6 +30,9 @@ _ATTRIBUTE = "oscar_cache"
 class Kept(Protocol):
     """Keeps what comes back with prefix hits, so that no token is computed again for it."""
 
+    def await_loaded(self) -> None:
+        """Before anything kept is read: wait until the host tier has brought it."""
+
     def keep_chunk(self, forward_batch: Any) -> StoreSlots | None:
         """Before chunks are stored, once seats are uploaded; where their tokens go a second time."""
 

@@ -50,11 +50,12 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
         return original(batch)
     fresh = [req for req in batch.reqs if releases.seat(req) is None]
     blocks = acquire_blocks(cache, fresh)
+    states = [None if cache.kept is None else releases.state_source(req) for req in fresh]
     result = original(batch)
-    for req, block in zip(fresh, blocks, strict=True):
+    for req, block, state in zip(fresh, blocks, states, strict=True):
         prefix, kept = releases.prefix_tokens(req), 0
         if cache.kept is not None and prefix:
-            if (state := releases.state_source(req)) is None:
+            if state is None:
                 end(req, NO_STATE)
             else:
                 kept = cache.plan.geometry.windows.recent

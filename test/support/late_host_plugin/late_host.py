@@ -3,7 +3,7 @@
 On a CPU a copy is done when it is asked for, so nobody would notice a reader that does not wait. Here every layer's
 rows are loaded, put aside and overwritten, and come back when its attention waits; lossless ones are NaN until then.
 On a GPU all layers' rows are overwritten before the first is loaded, and every load comes late, by some milliseconds
-of its stream.
+of its stream. Windows beside the states of hybrid models are NaN likewise, on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ LATE_CYCLES = 40_000_000
 def register():
     import torch
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
     from sglang_oscar.attention.backend import OscarAttentionBackend
     from sglang_oscar.features.tiers.host_pool import Int2HostPool
@@ -54,6 +55,18 @@ def register():
         for rows, pages, content in getattr(self, "late", {}).pop(layer_index, ()):
             rows[pages] = content
 
+    transfer = getattr(MambaPoolHost, "_transfer_slot_states", None)
+
+    def transfer_late(self, host_indices, device_indices, *, to_device):
+        """Windows beside states, which come with the first layer that has states."""
+        transfer(self, host_indices, device_indices, to_device=to_device)
+        for windows in self.slot_state_device_tensors if to_device else ():
+            if not os.environ.get("LATE_HOST_WINDOWS_STAY"):
+                loaded.append((windows, device_indices, windows[device_indices].clone()))
+            windows[device_indices] = float("nan")
+
+    if transfer is not None:
+        MambaPoolHost._transfer_slot_states = transfer_late
     Int2HostPool.load_to_device_per_layer = load_late
     LayerLoadingEvent.complete, LayerLoadingEvent.wait = complete_late, wait_and_finish
     if os.environ.get("LATE_HOST_NOBODY_WAITS"):

@@ -23,6 +23,13 @@ class KeptWindows:
     cache: Int2Cache
     _verified: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def await_loaded(self) -> None:
+        """Windows come back with the first layer of the states that they lie beside."""
+        table = self.cache.req_to_token_pool
+        counter = getattr(table, "layer_transfer_counter", None)
+        if counter is not None:
+            counter.wait_until(min(table.mamba_map) - table.start_layer)
+
     def keep_chunk(self, forward_batch: Any) -> StoreSlots | None:
         """Begin to keep windows behind a token of each chunk, before the chunk is stored and once seats are uploaded.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_oscar.attach import releases
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
+from sglang_oscar.features.hybrids.window_slots import WindowSlots
 from sglang_oscar.formats.cached_layers import linear_config
 from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.owned import Holding
@@ -45,6 +46,8 @@ def built(of: Built) -> Any:
 
     if int2.plan.copies:
         int2.kept = KeptWindows(int2)
+        if releases.carries_slot_states():
+            int2.req_to_token_pool.mamba_pool.register_slot_state(WindowSlots(int2))
     hybrid = HybridLinearKVPool(
         size=pool.size,
         dtype=pool.dtype,

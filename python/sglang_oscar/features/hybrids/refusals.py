@@ -6,7 +6,12 @@ from typing import Any
 
 from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal
-from sglang_oscar.attach.releases import argument, keeps_states_of, tells_kept_states_apart
+from sglang_oscar.attach.releases import (
+    argument,
+    carries_slot_states,
+    keeps_states_of,
+    tells_kept_states_apart,
+)
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import linear_config
 
@@ -32,8 +37,16 @@ ARGUMENTS: list[Refusal] = [
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (
         # States would come back from the host without the windows beside them.
-        lambda a: a.enable_hierarchical_cache,
-        "with hierarchical caching; drop --enable-hierarchical-cache",
+        lambda a: a.enable_hierarchical_cache and not carries_slot_states(),
+        "with hierarchical caching before SGLang 0.5.22; drop --enable-hierarchical-cache",
+    ),
+    (
+        lambda a: a.enable_hierarchical_cache and a.hicache_storage_backend is not None,
+        "with storage; drop --hicache-storage-backend",
+    ),
+    (
+        lambda a: a.enable_hierarchical_cache and a.hicache_mem_layout == "layer_first",
+        "with host memory by layers; set --hicache-mem-layout page_first",
     ),
     (disaggregated, "with disaggregation; drop --disaggregation-mode"),
     (
