@@ -11,8 +11,12 @@ from sglang_oscar.attach.touchpoint import ARGS, AROUND, BEFORE, MEM, SRT, Touch
 KERNELS = "sglang.kernels.ops."
 STATES = KERNELS + "mamba.mamba_state_scatter_triton."
 ALLOCATOR = MEM + "allocator.paged.PagedTokenToKVPoolAllocator."
-STATES_OF_HOST = [MEM + module + ".MambaPoolHost." for module in ("pool_host.mamba", "memory_pool_host")]
 DRAFTS = SRT + "speculative.draft_utils.DraftBackendFactory."
+
+
+def of_host_states(name: str) -> tuple[str, ...]:
+    """Where releases have a method of the host pool of states."""
+    return at(*(f"{MEM}{module}.MambaPoolHost.{name}" for module in ("pool_host.mamba", "memory_pool_host")))
 
 
 def prepare_worker(model: Any) -> None:
@@ -40,14 +44,9 @@ FEATURE = Feature(
         Touchpoint(
             at(SRT + "managers.cache_controller.HiCacheController.__init__"), BEFORE, engine.before_cache_controller
         ),
-        *(
-            Touchpoint(at(*(pool + name for pool in STATES_OF_HOST)), AROUND, hook)
-            for name, hook in {
-                "__init__": state_pool.around_init,
-                "load_to_device_per_layer": state_pool.around_load,
-                "backup_from_device_all_layer": state_pool.around_back_up,
-            }.items()
-        ),
+        Touchpoint(of_host_states("__init__"), AROUND, state_pool.around_init),
+        Touchpoint(of_host_states("load_to_device_per_layer"), AROUND, state_pool.around_load),
+        Touchpoint(of_host_states("backup_from_device_all_layer"), AROUND, state_pool.around_back_up),
         Touchpoint(at(DRAFTS + "create_decode_backend"), AROUND, engine.around_create_decode_backend),
         Touchpoint(at(DRAFTS + "create_draft_extend_backend"), AROUND, engine.around_create_extend_backend),
         Touchpoint(at(SRT + "disaggregation.utils.get_kv_class"), AROUND, transfer.around_get_kv_class),

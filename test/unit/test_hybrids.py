@@ -232,28 +232,22 @@ def test_host_memory(changed: Any, carried: bool, change: str | None, monkeypatc
 def test_windows_are_part_of_state_slots() -> None:
     """SGLang clears, copies, saves and loads them, and its host pool gets every tensor by slot."""
     cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS)
-    slots, side = WindowSlots(cache), cache.side
-    beside = [buffer[:, -SLOTS:] for buffer in (side.ring, side.sink)]
-    for buffer in (side.ring, side.sink):
+    slots, buffers = WindowSlots(cache), [x for of in cache.holdings.values() if of.copies for x in of.units.groups]
+    for buffer in buffers:
         buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) % 251)
-    before = [windows.clone() for windows in beside]
-    requests = [side.ring[:, :-SLOTS].clone(), side.sink[:, :-SLOTS].clone()]
+    beside, before = [buffer[:, -SLOTS:] for buffer in buffers], [buffer.clone() for buffer in buffers]
     saved = slots.get_cpu_slots(torch.tensor([2]))
     slots.copy_slots(torch.tensor([1]), torch.tensor([2]))
     slots.reset_slots(torch.tensor([1], dtype=torch.int32))
-    for windows, old in zip(beside, before, strict=True):
-        assert torch.equal(windows[:, 2], old[:, 1])
-        assert not bool(windows[:, 1].any())
     slots.load_cpu_slots(saved, torch.tensor([3]))
-    assert all(torch.equal(windows[:, 3], old[:, 2]) for windows, old in zip(beside, before, strict=True))
-    tensors = [tensor for _, tensor, _, _ in slots.iter_transfer_state_entries()]
-    assert len(tensors) == len(side.ring) + len(side.sink)
-    for tensor in tensors:
+    for windows, old in zip(beside, before, strict=True):
+        assert torch.equal(windows[:, 2:], old[:, -SLOTS:][:, 1:3])
+        assert not bool(windows[:, 1].any())
+    for _, tensor, _, _ in slots.iter_transfer_state_entries():
         assert len(tensor) == SLOTS
         tensor.zero_()
     assert not any(bool(windows.any()) for windows in beside)
-    assert torch.equal(side.ring[:, :-SLOTS], requests[0])
-    assert torch.equal(side.sink[:, :-SLOTS], requests[1])
+    assert all(torch.equal(x[:, :-SLOTS], old[:, :-SLOTS]) for x, old in zip(buffers, before, strict=True))
 
 
 def test_windows_are_waited_for() -> None:

@@ -55,12 +55,12 @@ ARGUMENTS: list[Refusal] = [
     ),
     (
         lambda a: a.linear_attn_backend != "triton",
-        "with a backend of linear attention that keeps no states within a chunk; drop --linear-attn-backend",
+        "with linear attention that keeps no states within a chunk; drop --linear-attn-backend",
     ),
     (
         # FlashInfer's keeps them; SGLang takes it by itself on Hopper and Blackwell.
         lambda a: argument(a, "linear_attn_prefill_backend", None) not in (None, "triton", "flashinfer"),
-        "with a backend of linear attention that keeps no states within a chunk; drop --linear-attn-prefill-backend",
+        "with linear attention that keeps no states within a chunk; drop --linear-attn-prefill-backend",
     ),
     (
         lambda a: argument(a, "enable_int8_mamba_checkpoint", False),
@@ -73,12 +73,11 @@ ARGUMENTS: list[Refusal] = [
     (
         # They end within pages. SGLang then keeps a state for the page before, or, in older releases, one that it lost.
         lambda a: a.enable_mixed_chunk,
-        "with mixed chunks, behind which states do not fit the pages; drop --enable-mixed-chunk",
+        "with mixed chunks; drop --enable-mixed-chunk",
     ),
     (
         _mistakes_states,
-        "with overlap scheduling in SGLang 0.5.17, whose prefix cache then mistakes one state for another; set "
-        "--disable-overlap-schedule",
+        "with overlap scheduling in SGLang 0.5.17, which mistakes states; set --disable-overlap-schedule",
     ),
 ]
 """Arguments that are refused with a hybrid model only."""
