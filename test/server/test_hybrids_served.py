@@ -57,6 +57,7 @@ TWO_TURNS = {*EVERY, "oldest"}
 NO_OVERLAP = "--disable-overlap-schedule"
 MISTAKES_STATES = "0.5.17"
 """The release whose prefix cache mistakes one state for another with overlap scheduling: int2 mode wants it off."""
+LAZY = ["--mamba-radix-cache-strategy", "extra_buffer_lazy"]
 NO_STATES_OF_TEXT = ("0.5.17", "0.5.18")
 """Releases whose prefix cache keeps no states of the classes of text alone."""
 Request = list[int]
@@ -127,6 +128,13 @@ CONFIGURATIONS: dict[str, tuple[str, str, list[str], dict[str, str], int]] = {
         ["--max-mamba-cache-size", "64", "--chunked-prefill-size", "128"],
         IDENTITY,
         3,
+    ),
+    "next_lazy_states": (
+        "qwen3_next",
+        installed(),
+        ["--max-mamba-cache-size", "96", "--chunked-prefill-size", "128", *LAZY],
+        IDENTITY,
+        1,
     ),
     "oldest": (
         "qwen3_next",

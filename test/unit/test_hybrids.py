@@ -190,7 +190,11 @@ ALLOWED = {
     "mamba_radix_cache_strategy": "auto", "linear_attn_backend": "triton", "enable_mixed_chunk": False,
     "enable_hierarchical_cache": False, "disaggregation_mode": "null", "disable_radix_cache": False,
     "disable_overlap_schedule": True, "hicache_storage_backend": None, "hicache_mem_layout": "page_first",
+    "speculative_algorithm": None,
 }  # fmt: skip
+
+
+LAZY = {"mamba_radix_cache_strategy": "extra_buffer_lazy"}
 
 
 def refused(**changed: Any) -> list[str]:
@@ -202,7 +206,7 @@ def refused(**changed: Any) -> list[str]:
     ("argument", "value"),
     [
         ("enable_torch_compile", True),
-        ("mamba_radix_cache_strategy", "no_buffer"), ("mamba_radix_cache_strategy", "extra_buffer_lazy"),
+        ("mamba_radix_cache_strategy", "no_buffer"),
         ("linear_attn_backend", "cutedsl"), ("linear_attn_prefill_backend", "cutedsl"),
         ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),
         ("enable_mixed_chunk", True), ("disaggregation_mode", "prefill"),
@@ -211,6 +215,12 @@ def refused(**changed: Any) -> list[str]:
 def test_refused(argument: str, value: Any) -> None:
     assert refused() == []
     assert len(refused(**{argument: value})) == 1
+
+
+def test_lazy_states() -> None:
+    assert refused(**LAZY) == []
+    (line,) = refused(**LAZY, speculative_algorithm="NGRAM")
+    assert line.endswith("; set --mamba-radix-cache-strategy extra_buffer")
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,12 @@ ARGUMENTS: list[Refusal] = [
     ),
     (disaggregated, "with disaggregation; drop --disaggregation-mode"),
     (
-        lambda a: _strategy(a) not in ("auto", "extra_buffer"),
+        lambda a: _strategy(a) not in ("auto", "extra_buffer", "extra_buffer_lazy"),
         "with states that are kept in another way; drop --mamba-radix-cache-strategy",
+    ),
+    (
+        lambda a: _strategy(a) == "extra_buffer_lazy" and a.speculative_algorithm is not None,
+        "with lazy states beside drafts; set --mamba-radix-cache-strategy extra_buffer",
     ),
     (
         lambda a: a.linear_attn_backend != "triton",
