@@ -34,6 +34,8 @@ def tried(name: str, folder: Path) -> Row:
     if name not in shapes.SHAPES:
         return Row(UNTRIED, "no small configuration is known")
     model = shapes.save(name, folder / name)
+    write({other: row for other, row in read().items() if other != name})  # what was refused is tried anew
+    rows.cache_clear()
     outcome = trial.try_model(model)
     print(f"{name}: {outcome}", flush=True)
     if outcome.passed:

@@ -7,7 +7,6 @@ import re
 from sglang_oscar.attach.model_classes import REFUSED, SERVED, UNTRIED, Row
 from sglang_oscar.attach.refusals import VISION_MODELS
 from sglang_oscar.features.hybrids.refusals import MODELS as HYBRIDS
-from sglang_oscar.features.sliding_windows.models import SERVED as WINDOWS
 
 DRAFT = re.compile(r"NextN|MTP|Eagle|DSpark|DFlash|Draft|Assistant")
 NO_ANSWERS = re.compile(
@@ -19,7 +18,7 @@ KimiLinearForCausalLM KimiK3LinearForCausalLM BailingMoeV2_5ForCausalLM BailingM
 MistralLarge3ForCausalLM Dots3NoteForCausalLM""".split()  # noqa: SIM905
 
 OTHERS = {
-    "logit soft-capping": "Grok1ForCausalLM Grok1ModelForCausalLM",
+    "logit soft-capping": "Grok1ForCausalLM Grok1ModelForCausalLM Gemma2ForCausalLM",
     "no attention": "MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM",
     "block-sparse attention": "MiniMaxM3SparseForCausalLM MiniCPMSALAForCausalLM Phi3SmallForCausalLM",
     "this hybrid linear attention": "NemotronHForCausalLM NemotronHPuzzleForCausalLM ZayaForCausalLM "
@@ -29,15 +28,14 @@ OTHERS = {
     "diffusion": "LLaDA2MoeModelLM DiffusionGemmaForBlockDiffusion",
     "several modalities": "YiVLForCausalLM MuseGlimmerForCausalLM",
     "heads of keys and values that differ in size": "MiMoV2ForCausalLM MiMoV2FlashForCausalLM",
-    "layers with a window that have other heads": "Step3p5ForCausalLM Gemma4ForCausalLM LagunaForCausalLM",
+    "layers with a window that have other heads": "Gemma4ForCausalLM",
     "an attention backend that SGLang insists on": "Exaone4ForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM",
-    "sliding-window attention, which has not been tried": "IQuestQ1ForCausalLM Spark2_5ForCausalLM Gemma3nForCausalLM "
-    "GraniteMoeSWAForCausalLM GraniteSWAForCausalLM MellumForCausalLM Cohere2MoeForCausalLM",
+    "layers that share a cache": "Gemma3nForCausalLM",
 }
 """What stands in the way of classes that no trial is needed for."""
 ON_A_GPU = {"MiniMaxM2ForCausalLM": "served on an H200 with random weights, not compared with stock"}
 """Classes that servers ran with on a GPU, where no trial on a CPU can."""
-NEEDS_GPU = """DbrxForCausalLM DeepseekForCausalLM XverseMoeForCausalLM
+NEEDS_GPU = """AfmoeForCausalLM DbrxForCausalLM DeepseekForCausalLM XverseMoeForCausalLM
 HrmTextForCausalLM""".split()  # noqa: SIM905
 """Classes that call kernels which SGLang has for GPUs only."""
 
@@ -46,7 +44,7 @@ def known(name: str) -> Row | None:
     """The row of a class that is not tried; None for others."""
     from sglang.srt.configs.model_config import is_generation_model, multimodal_model_archs
 
-    if name in VISION_MODELS | HYBRIDS | WINDOWS:
+    if name in VISION_MODELS | HYBRIDS | {"GptOssForCausalLM"}:
         return Row(SERVED, "tests of servers")
     if name in ON_A_GPU:
         return Row(SERVED, ON_A_GPU[name])

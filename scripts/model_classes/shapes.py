@@ -50,8 +50,22 @@ EXAONE = {"num_layers": 2, "layer_norm_epsilon": 1e-5, "activation_function": "s
 NO_WINDOW: dict[str, Any] = {"sliding_window": None}
 BAICHUAN = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
 
+WINDOW: dict[str, Any] = {"sliding_window": 96, "layer_types": ["sliding_attention", "full_attention"]}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+BOTH_ROPES: dict[str, Any] = {"rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}
+DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse"]}
+LAGUNA = WINDOW | MOE | DENSE | BOTH_ROPES
+LAGUNA |= {"num_attention_heads_per_layer": [6, 4], "shared_expert_intermediate_size": 64, "gating": "per-head"}
+STEP = WINDOW | {"num_attention_groups": 2, "rope_theta": [10000.0] * 2, "partial_rotary_factors": [1.0, 0.5]}
+STEP |= {"attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 64}}
+STEP |= {"moe_layers_enum": "1", "moe_num_experts": 2, "moe_top_k": 2, "moe_intermediate_size": 64}
+STEP |= {"share_expert_dims": 64, "swiglu_limits": [None, None], "swiglu_limits_shared": [None, None]}
+STEP |= {"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "need_fp32_gate": True}
+STEP |= {"moe_router_activation": "sigmoid", "moe_router_scaling_factor": 1.0}
+STEP |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": [0]}
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "AfmoeForCausalLM": ("afmoe", MOE),
+    "AfmoeForCausalLM": ("afmoe", MOE | WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1}),
     "ApertusForCausalLM": ("apertus", {}),
     "ArceeForCausalLM": ("arcee", {}),
     "BaichuanForCausalLM": ("llama", BAICHUAN),
@@ -62,7 +76,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         BAILING | {"use_qk_norm": True, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     ),
     "ChatGLMModel": ("llama", CHATGLM),
-    "Cohere2ForCausalLM": ("cohere2", HEADS),
+    "Cohere2ForCausalLM": ("cohere2", HEADS | WINDOW | {"logit_scale": 1.0}),
+    "Cohere2MoeForCausalLM": ("cohere2_moe", HEADS | MOE | WINDOW | {"logit_scale": 1.0}),
     "CohereForCausalLM": ("cohere", HEADS | {"logit_scale": 1.0}),
     "Ernie4_5_ForCausalLM": ("llama", {"use_bias": False}),
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", HEADS | ERNIE),
@@ -74,13 +89,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPTBigCodeForCausalLM": ("gpt_bigcode", GPT | {"num_key_value_heads": 1, "multi_query": True}),
     "GPTJForCausalLM": ("gptj", GPT | {"rotary_dim": 32}),
     "Gemma2ForCausalLM": ("gemma2", {"query_pre_attn_scalar": 64}),
-    "Gemma3ForCausalLM": ("gemma3_text", {}),
+    "Gemma3ForCausalLM": ("gemma3_text", WINDOW | {"head_dim": 256, "query_pre_attn_scalar": 256}),
     "GemmaForCausalLM": ("gemma", {}),
     "Glm4ForCausalLM": ("glm4", {}),
     "Glm4MoeForCausalLM": ("glm4_moe", MOE | {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}),
     "GraniteForCausalLM": ("granite", HEADS),
     "GraniteMoeForCausalLM": ("granitemoe", HEADS | MOE),
+    "GraniteMoeSWAForCausalLM": ("granitemoe_swa", HEADS | MOE | WINDOW),
     "GraniteMoeSharedForCausalLM": ("granitemoeshared", HEADS | MOE | {"shared_intermediate_size": 64}),
+    "GraniteSWAForCausalLM": ("granite_swa", HEADS | WINDOW),
     "HYV3ForCausalLM": ("hy_v3", MOE | {"route_norm": True}),
     "HYV4ForCausalLM": ("hy_v4", MOE),
     "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", {}),
@@ -91,14 +108,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "IQuestCoderForCausalLM": ("llama", {}),
     "InternLM2ForCausalLM": ("llama", HEADS | {"bias": False}),
     "InternLM3ForCausalLM": ("llama", {}),
+    "LagunaForCausalLM": ("laguna", LAGUNA),
     "LlamaForCausalLM": ("llama", {}),
+    "MellumForCausalLM": ("mellum", MOE | WINDOW | DENSE | BOTH_ROPES),
     "MiMoForCausalLM": ("llama", HEADS | {"num_nextn_predict_layers": 1}),
     "MiniCPMForCausalLM": ("llama", HEADS | {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 256}),
     "Ministral3ForCausalLM": ("ministral3", {}),
     "MistralForCausalLM": ("mistral", NO_WINDOW),
     "MixtralForCausalLM": ("mixtral", HEADS | MOE | NO_WINDOW),
     "OPTForCausalLM": ("opt", ALL_HEADS | {"word_embed_proj_dim": 256, "ffn_dim": 256, "do_layer_norm_before": True}),
-    "Olmo2ForCausalLM": ("olmo2", HEADS),
+    "Olmo2ForCausalLM": ("olmo3", HEADS | WINDOW),
     "OlmoForCausalLM": ("olmo", ALL_HEADS),
     "OlmoeForCausalLM": ("olmoe", ALL_HEADS | MOE),
     "OrionForCausalLM": ("llama", HEADS),
@@ -116,8 +135,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "SDARMoeForCausalLM": ("qwen3_moe", MOE),
     "SarvamMoEForCausalLM": ("llama", BAILING | {"use_qk_norm": True}),
     "SolarForCausalLM": ("llama", {f"bskcn_{n}": [] for n in (1, 2, 3, 4)} | {"bskcn_tv": [0.9, 0.8]}),
+    "Spark2_5ForCausalLM": ("spark2_5", WINDOW | BOTH_ROPES),
     "StableLmForCausalLM": ("stablelm", HEADS | {"partial_rotary_factor": 0.25}),
     "Starcoder2ForCausalLM": ("starcoder2", HEADS | NO_WINDOW),
+    "Step3p5ForCausalLM": ("step3p5", STEP),
     "TeleFLMForCausalLM": ("llama", {"input_mult": 1.0, "output_mult": 1.0, "mup_scale_factor": 1.0, "use_mup": False}),
     "TorchNativeLlamaForCausalLM": ("llama", {}),
     "TorchNativePhi3ForCausalLM": ("phi3", HEADS | NO_WINDOW),
@@ -125,12 +146,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By class: a type of model that transformers knows, and what a configuration has besides ``COMMON``."""
 
+AS_PUBLISHED = frozenset({"step3p5"})
+"""Types of which transformers writes other configurations than those that were published, which SGLang reads."""
+
 
 def save(name: str, folder: Path) -> Path:
     """Write the configuration of a class to ``folder`` and return it."""
     model_type, own = SHAPES[name]
-    config = AutoConfig.for_model(model_type, **COMMON | own)
+    text = COMMON | own | {"model_type": model_type}
+    if model_type not in AS_PUBLISHED:
+        text = AutoConfig.for_model(model_type, **COMMON | own).to_dict()
     folder.mkdir(parents=True, exist_ok=True)
-    text = config.to_dict() | {"architectures": [name]}
+    text |= {"architectures": [name]}
     (folder / "config.json").write_text(json.dumps(text, default=str))
     return folder

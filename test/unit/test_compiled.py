@@ -56,7 +56,7 @@ class Watched(TorchKernels):
 def make_backend(lengths: list[int], values_online: bool = True) -> tuple[OscarAttentionBackend, torch.Tensor]:
     """A backend with filled caches whose batch is being decoded, and where its new tokens go."""
     backend: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
-    backend.kernels = Watched()
+    backend.kernels, backend.q_heads = Watched(), SHAPE.q_heads
     backend.token_to_kv_pool = SimpleNamespace(layer_transfer_counter=None)
     rotation = random_rotation(SHAPE.head_dim, 1, CPU)
     backend.cache = SimpleNamespace(layers={})

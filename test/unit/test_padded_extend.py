@@ -39,7 +39,7 @@ def backend_of(cache: LayerCache, lengths: list[int]) -> OscarAttentionBackend:
     made: Any = OscarAttentionBackend.__new__(OscarAttentionBackend)
     made.token_to_kv_pool = SimpleNamespace(layer_transfer_counter=None)
     rotation = random_rotation(SHAPE.head_dim, 1, CPU)
-    made.kernels = TorchKernels()
+    made.kernels, made.q_heads = TorchKernels(), SHAPE.q_heads
     format = SHAPE.format(SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
     made.cache = SimpleNamespace(layers={7: CachedLayer(cache, format)})
     numbers = torch.tensor([1, 2], dtype=torch.int32)

@@ -24,6 +24,7 @@ from sglang_oscar.features.sliding_windows import attention, models, pool
 from sglang_oscar.features.sliding_windows.attention import WindowsBesideInt2, attend_within
 from sglang_oscar.features.sliding_windows.prefix_hits import around_free_out_of_window
 from sglang_oscar.features.sliding_windows.sizing import pool_sizes
+from sglang_oscar.features.sliding_windows.two_pools import around_from_server_args
 from sglang_oscar.features.sliding_windows.window_pool import WindowPool
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.geometry import GIB, Geometry
@@ -228,12 +229,7 @@ def test_requests_keep_what_the_next_hit_needs(windows: WindowPool | None) -> No
     ("architecture", "facts", "reason"),
     [
         ("Llama4ForConditionalGeneration", {}, "iRoPE"),
-        ("Gemma2ForCausalLM", {"is_hybrid_swa": False, "has_attention_sinks": False}, "one pool"),
-        ("Gemma3ForCausalLM", {"is_hybrid_swa": False, "has_attention_sinks": False}, "one pool"),
         ("Gemma4ForCausalLM", {}, "heads of another size"),
-        ("LagunaForCausalLM", {}, "gate"),
-        ("Step3p5ForCausalLM", {}, "numbers of heads"),
-        ("MellumForCausalLM", {}, "not been tried"),
         ("GptOssForCausalLM", {"is_hybrid_swa": False}, "drop --disable-hybrid-swa-memory"),
         ("NewForCausalLM", {"is_hybrid_swa": False}, "not been tried"),
     ],
@@ -242,6 +238,28 @@ def test_refused_by_name(architecture: str, facts: dict[str, Any], reason: str) 
     with pytest.raises(Int2Error, match=reason) as error:
         models.check(config(architecture, **facts))
     assert architecture in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["int2", "auto"])
+def test_two_pools_in_place_of_one(mode: str) -> None:
+    """Of models whose layers SGLang keeps in one pool, in int2 servers; drafts and models without windows stay."""
+    args = SimpleNamespace(kv_cache_dtype=mode)
+
+    def made(architecture: str, **facts: Any) -> Any:
+        kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+        plain = {"is_draft_model": False, "is_hybrid_swa": False, "hf_text_config": SimpleNamespace(layer_types=kinds)}
+        model = config(architecture, **plain | facts)
+        return around_from_server_args(lambda server_args: model, args)
+
+    olmo = made("Olmo2ForCausalLM")
+    assert cached_layer_ids(olmo) == (2,)  # of four layers
+    assert olmo.is_hybrid_swa == (mode == "int2")
+    if mode == "int2":
+        assert olmo.swa_attention_layer_ids == [0, 1, 3]
+        assert olmo.full_attention_layer_ids == [2]
+    assert not made("Olmo2ForCausalLM", hf_text_config=SimpleNamespace()).is_hybrid_swa
+    assert not made("Olmo2ForCausalLM", is_draft_model=True).is_hybrid_swa
+    assert not made("LlamaForCausalLM").is_hybrid_swa
 
 
 def arguments(**changed: Any) -> Any:

@@ -21,7 +21,6 @@ from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.model_files import load_tokenizer
 from oscar_tools.calibration.progress import fitting
-from sglang_oscar.features.sliding_windows.models import SERVED as SINK_LOGITS
 from sglang_oscar.rotation_source import places
 from sglang_oscar.rotation_source.cache import Calibration
 from sglang_oscar.rotation_source.flags import recording_flags
@@ -90,7 +89,7 @@ def _settings(args: Any) -> ModelSettings:
 def _server_args(task: SelfCalibration) -> tuple[str, ...]:
     """Flags of the recording server beside those of every dump: it computes prompts, and decodes nothing."""
     flags = [*recording_flags(task.args), "--max-total-tokens", str(POOL_TOKENS), "--disable-cuda-graph"]
-    if not has_gpu() and SINK_LOGITS.intersection(task.model.hf_config.architectures or ()):
+    if not has_gpu() and task.model.has_attention_sinks:
         flags += ["--attention-backend", "intel_amx"]  # the only one on a CPU that SGLang lets them have
     return tuple(flags)
 

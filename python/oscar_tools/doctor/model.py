@@ -137,12 +137,16 @@ def model_config(path: str, **kwargs: Any) -> Any:
     """
     from sglang.srt.configs.model_config import ModelConfig
 
+    from sglang_oscar.features.sliding_windows.two_pools import give_two_pools
+
     try:
         with quiet():
-            return ModelConfig(path, **kwargs)
+            model = ModelConfig(path, **kwargs)
     except Exception as error:  # whatever transformers raises for what it cannot read
         text = (str(error) or type(error).__name__).splitlines()[0]
         raise Int2Error(f"{path}: cannot be read ({text}); name a model folder or an id of the Hub") from None
+    give_two_pools(model)
+    return model
 
 
 def layer_facts(config: Any) -> str:

@@ -99,7 +99,7 @@ def cached_layers(config: Any) -> tuple[int, ...]:
     if not kinds:
         return tuple(range(config.num_hidden_layers))
     # Layers with a window keep a cache of their own in these models only; SGLang stores those of others like the rest.
-    apart = not SERVED.isdisjoint(getattr(config, "architectures", None) or ())
+    apart = not (SERVED | {"Olmo3ForCausalLM"}).isdisjoint(getattr(config, "architectures", None) or ())
     kept = ("full_attention",) if apart else ("full_attention", "sliding_attention")
     return tuple(layer for layer, kind in enumerate(kinds[: config.num_hidden_layers]) if kind in kept)
 

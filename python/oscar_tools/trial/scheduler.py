@@ -44,11 +44,15 @@ def answers(argv: list[str]) -> dict[str, Any]:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
+    from oscar_cpu import window_attention
     from oscar_tools.trial import weights
+    from sglang_oscar.attach import releases
 
     loader.initialize_dummy_weights = weights.fill
     args = prepare_server_args(argv)
     args.resolve_once()
+    if releases.model_config(args).has_attention_sinks:  # SGLang's own attention in torch knows no sink logits
+        window_attention.register()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     module.configure_scheduler_process(args, 0)
     scheduler = module.Scheduler(args, PortArgs.init_new(args))

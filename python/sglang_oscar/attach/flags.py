@@ -30,7 +30,7 @@ MEANINGS = {
     "--page-size": "Tokens per page: a power of two of at least 16, no less than the sink. "
     f"Default: {DEFAULT_PAGE_SIZE}, or the sink where that is larger.",
     "--max-running-requests": f"Each request has {RING}. Default: what takes a fifth of the KV budget, at most 256.",
-    "--attention-backend": "Replaced by int2 mode's own; with gpt-oss that of layers with a window (triton).",
+    "--attention-backend": "Replaced by int2 mode's own; with windows that of their layers (triton).",
     "--enable-torch-compile": "On a GPU, with full CUDA graphs of decode steps; compiles every batch size up to "
     "--torch-compile-max-bs.",
     "--speculative-algorithm": "NGRAM, or a draft model: EAGLE, EAGLE3, NEXTN (chains, by default of 3; their cache is "
@@ -45,8 +45,7 @@ MEANINGS = {
     "--disaggregation-decode-extra-slots": f"Requests that wait for their prompts; each has {RING}.",
     "--mamba-full-memory-ratio": "Hybrid models: memory of states over memory of the cache. Default: 0.9 times the "
     "bytes of a token in 16 bits over those here.",
-    "--swa-full-tokens-ratio": "gpt-oss: left out, windows are sized by --max-running-requests and "
-    "--chunked-prefill-size.",
+    "--swa-full-tokens-ratio": "If left out, windows are sized by --max-running-requests and --chunked-prefill-size.",
 }
 """Flags that int2 mode adds, or whose default or meaning it changes, for docs/reference.md."""
 

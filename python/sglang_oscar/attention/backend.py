@@ -20,6 +20,7 @@ from sglang_oscar.attention import compiled, layer_attention
 from sglang_oscar.attention.batch import Batch, DecodeTables, extend_batch, largest_batch, refill_batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.key_errors import KeyErrors
+from sglang_oscar.attention.query_heads import query_heads
 from sglang_oscar.attention.verification import unread_mask
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.cache import cache_of
@@ -43,6 +44,9 @@ class OscarAttentionBackend(AttentionBackend):
     Raises:
         Int2Error: the pools are not those of int2 mode.
     """
+
+    q_heads: int
+    """Query heads of a layer on this rank, for which kernels are compiled."""
 
     has_sink_logits = False
     """Whether layers of the model come with sink logits (:mod:`oscar_kernels.sink_logits`)."""
@@ -72,7 +76,7 @@ class OscarAttentionBackend(AttentionBackend):
         self.max_context_len = model_runner.model_config.context_len
         try:
             ranks = get_parallel().attn_tp_size
-            q_heads = model_runner.model_config.num_attention_heads // ranks
+            q_heads = self.q_heads = query_heads(model_runner.model, cache.layers)
             self.kernels = layer_attention.for_device(
                 cache, model_runner.dtype, q_heads, self.new_tokens, largest_batch(cache, ranks), self.has_sink_logits
             )
@@ -236,6 +240,11 @@ class OscarAttentionBackend(AttentionBackend):
         if k is None or not save_kv_cache or unknown:
             what = f"{', '.join(unknown)}" if unknown else "attention that does not store its keys and values"
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what} (layer {layer.layer_id})")
+        if layer.tp_q_head_num != self.q_heads:  # kernels for other groups would answer, and wrongly
+            raise Int2Error(
+                f"int2 kernels are compiled for {self.q_heads} query heads, layer {layer.layer_id} has "
+                f"{layer.tp_q_head_num}"
+            )
         return Call(
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             k.view(-1, layer.tp_k_head_num, layer.head_dim),

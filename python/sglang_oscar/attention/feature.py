@@ -10,6 +10,7 @@ from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AROUND, BEFORE, SCHEDULER, SRT, Touchpoint, at
 from sglang_oscar.attention import decode_choice, extend_choice, late_kernels, refill_pass
 from sglang_oscar.attention.decode_workspace import decode_workspace, without_rows
+from sglang_oscar.attention.query_heads import query_heads
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.settings import Settings, of_this_process
 
@@ -43,7 +44,7 @@ def parts(sizing: Sizing) -> list[Part]:
     if configurator.device != "cuda":
         return []
     model, ranks = configurator.model_config, get_parallel().attn_tp_size
-    layer, q_heads = geometry.any_layer, model.num_attention_heads // ranks
+    layer, q_heads = geometry.any_layer, query_heads(configurator.model, geometry.formats)
     found: list[Part] = []
     chosen = extend_choice.choose(
         settings.extend_backend, configurator.device, layer.head_dim, model.has_attention_sinks

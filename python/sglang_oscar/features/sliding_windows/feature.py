@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AROUND, MEM, SRT, Touchpoint, at
-from sglang_oscar.features.sliding_windows import attention, models, pool, prefix_hits, sizing
+from sglang_oscar.features.sliding_windows import attention, models, pool, prefix_hits, sizing, two_pools
 
 FEATURE = Feature(
     name="sliding_windows",
+    in_arguments=[
+        Touchpoint(
+            at(SRT + "configs.model_config.ModelConfig.from_server_args"), AROUND, two_pools.around_from_server_args
+        ),
+    ],
     in_schedulers=[
         Touchpoint(
             at(SRT + "layers.attention.attention_registry.attn_backend_wrapper"), AROUND, attention.around_wrapper
         ),
         Touchpoint(at(MEM + "common.free_swa_out_of_window_slots"), AROUND, prefix_hits.around_free_out_of_window),
     ],
-    refused_with=[(f"gpt-oss ({', '.join(models.SERVED)})", models.REFUSED)],
+    refused_with=[("Models with sliding windows", models.REFUSED)],
     refused_models=["other models with sliding windows"],
     check_model=models.check,
     attends=models.is_served,

@@ -10,8 +10,13 @@ from typing import Any
 from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.cached_layers import ONE_POOL
 
-SERVED = frozenset({"GptOssForCausalLM"})
+SERVED = ONE_POOL | {
+    "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "IQuestQ1ForCausalLM",
+    "LagunaForCausalLM", "MellumForCausalLM", "Spark2_5ForCausalLM", "Step3p5ForCausalLM",
+}  # fmt: skip
+"""Classes that int2 mode can serve; :mod:`sglang_oscar.attach.model_classes` says which of them were tried."""
 
 REASONS: dict[str, str] = {
     "Llama4": "iRoPE: its layers without RoPE scale queries by position, the others attend in chunks",
@@ -20,12 +25,8 @@ REASONS: dict[str, str] = {
     "MuseSpark": "several modalities and layers of other kinds",
     "Inkling": "short convolutions keep states beside the cache",
     "DeepseekV4": "compressed attention",
-    "Laguna": "a gate and other numbers of heads in layers with a window have not been tried",
-    "Step3p": "other numbers of heads in layers with a window have not been tried",
 }
 """By the beginning of an architecture's name: what stands in the way of it."""
-ONE_POOL = ("Gemma2", "Gemma3")
-"""Beginnings of names of models whose layers SGLang keeps in one pool, those with a window among them."""
 UNTRIED = "it has not been tried"
 
 REFUSED: list[Refusal] = [
@@ -71,11 +72,6 @@ def check(model: Any, server_args: Any = None) -> None:
     architecture = model.hf_config.architectures[0]
     name = f"{model.model_path} ({architecture})"
     if not is_served(model):
-        if architecture.startswith(ONE_POOL):
-            raise Int2Error(
-                f"--kv-cache-dtype int2 does not support this model with sliding-window attention layers (SGLang keeps "
-                f"them in one pool with the others): {name}; use --kv-cache-dtype auto"
-            )
         if not (model.is_hybrid_swa or model.has_attention_sinks):
             return
         if architecture in SERVED:
