@@ -17,7 +17,7 @@ def test_every_room_and_its_hooks_are_counted() -> None:
     hooks = {"attach": len(touchpoints.GATE)}
     hooks |= {feature.name: len([*feature.in_arguments, *feature.in_schedulers]) for feature in features()}
     hooks = {name: count for name, count in hooks.items() if count and name != "cpu"}
-    counted = {
-        name: int(count) for name, count in re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
-    }
+    page = PAGE.read_text()
+    counted = {name: int(count) for name, count in re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE)}
     assert counted == hooks
+    assert f"counts this table: {sum(hooks.values())} in all" in page
