@@ -161,6 +161,20 @@ def test_what_is_due_does_not_overwrite_what_is_brought() -> None:
     assert resumed.covered(request([3] * 30), 30) == 0
 
 
+def test_a_window_that_is_waited_for_does_not_make_room() -> None:
+    """A waiting request has been promised the older of two windows when a third is copied."""
+    resumed = make(windows=2)
+    for seat, prompt in enumerate((PROMPT, [3] * 30)):
+        compute(resumed, request(prompt, seat), 7.0 + seat)
+        resumed.cache.seats.upload()
+    waiting = request(PROMPT, 2)
+    assert resumed.covered(waiting, len(PROMPT)) == 20
+    compute(resumed, request([4] * 30, 3), 5.0)
+    resumed.cache.seats.upload()
+    assert resumed.take(waiting, 2, 20) == len(PROMPT) - RECENT
+    assert resumed.covered(request([3] * 30), 30) == 0
+
+
 def test_the_least_recently_used_makes_room() -> None:
     store = WindowStore(2)
     one, two = (store.add(None, [number] * TAIL, 0) for number in (1, 2))

@@ -66,6 +66,8 @@ class Resumed:
             window = self.store.find(releases.namespace(req), ids, max(input_len - self._recent, 0))
             if window is not None and len(window.ids) <= input_len - self._recent:
                 window = None  # a hit that long leaves a whole window to compute
+            elif window is not None:
+                self.store.holds(window)  # others make room until the request has a seat
         setattr(req, _ATTRIBUTE, window)
         return 0 if window is None else len(window.ids)
 
