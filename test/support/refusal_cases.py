@@ -155,7 +155,7 @@ MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "DeepseekV3ForCausalLM",
         "latent attention",
     ),
-    "sliding": (lambda: Gemma2Config(**SMALL, head_dim=64), "Gemma2ForCausalLM", "sliding-window"),
+    "capped logits": (lambda: Gemma2Config(**SMALL, head_dim=64), "Gemma2ForCausalLM", "soft-capping"),
     "dual chunk": (
         lambda: Qwen2Config(**SMALL, dual_chunk_attention_config={"chunk_size": 64, "local_size": 32}),
         "Qwen2ForCausalLM",
