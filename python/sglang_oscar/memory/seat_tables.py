@@ -7,11 +7,20 @@ host and are uploaded by the next batch, in stream order before that batch's ker
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sglang_oscar.memory.owned import Holding
+
+
+def uploaded(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Numbers of the host on the device, int64 [rows, n], without waiting for it."""
+    host = torch.tensor(rows, dtype=torch.int64)
+    if device.type == "cuda":
+        # Fresh pinned memory each time: reusing some could overwrite it while an earlier copy is in flight.
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 class SeatTables:
@@ -70,12 +79,8 @@ class SeatTables:
         if self.moves is not None:
             self.moves()
         if self._pending:
-            # A fresh pinned tensor each time: reusing one could overwrite it while an earlier copy is in flight.
             seats, values = zip(*self._pending.items(), strict=True)
-            host = torch.tensor([seats, *zip(*values, strict=True)], dtype=torch.int64)
-            if self.device.type == "cuda":
-                host = host.pin_memory()
-            changes = host.to(self.device, non_blocking=True)
+            changes = uploaded([seats, *zip(*values, strict=True)], self.device)
             self.ring_start[changes[0]] = changes[1].int()
             self.sink_block[changes[0]] = changes[2].int()
             self._pending.clear()

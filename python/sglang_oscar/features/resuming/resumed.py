@@ -16,6 +16,7 @@ import torch
 from sglang_oscar.attach import releases
 from sglang_oscar.features.resuming.store import Window, WindowStore
 from sglang_oscar.memory.cache import Int2Cache
+from sglang_oscar.memory.seat_tables import uploaded
 from sglang_oscar.memory.units import Units
 from sglang_oscar.requests.ending import end
 
@@ -125,7 +126,7 @@ class Resumed:
         due."""
         moves = bool(self._brought or self._due)
         if self._brought:
-            self._rings.copy(self._copies, *self._on_device(self._brought))
+            self._rings.copy(self._copies, *self._uploaded(self._brought))
             self._brought = []
         self._keep(self._due)
         self._due, self._next = self._next, []
@@ -161,14 +162,10 @@ class Resumed:
         # Of two copies to one slot the later one counts.
         pairs = list({slot: (seat, slot) for seat, slot in pairs}.values())
         if pairs:
-            self._copies.copy(self._rings, *self._on_device(pairs))
+            self._copies.copy(self._rings, *self._uploaded(pairs))
 
-    def _on_device(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        host = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
-        if self.cache.seats.device.type == "cuda":
-            host = host.pin_memory()
-        first, second = host.to(self.cache.seats.device, non_blocking=True)
-        return first, second
+    def _uploaded(self, pairs: list[tuple[int, int]]) -> torch.Tensor:
+        return uploaded(list(zip(*pairs, strict=True)), self.cache.seats.device)
 
 
 def _may_be_kept(req: Any) -> bool:
