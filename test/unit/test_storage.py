@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 
 from oscar_kernels.format import LayerFormat, SideFormat, fingerprint
 from oscar_kernels.transform import SideTransform
-from sglang_oscar.attach import releases
+from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers import hooks
 from sglang_oscar.features.tiers.arguments import check_nameable, check_storage
@@ -218,9 +218,13 @@ def test_names_of_pages_do_not_say_where_a_model_was_served_from(
     served = SimpleNamespace(enable_lora=None, lora_paths=None)
     served.remote_instance_weight_loader_start_seed_via_transfer_engine = False
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: served)
-    linear: list[bool] = []
-    monkeypatch.setattr(releases, "model_config", lambda args: None)
-    monkeypatch.setattr(hooks, "linear_config", lambda model: linear or None)
+    monkeypatch.setattr(releases, "model_config", lambda args: "the model")
+    asked_rooms: list[tuple[Any, str, Any]] = []
+    monkeypatch.setattr(
+        refusals,
+        "check_model",
+        lambda model, args: asked_rooms.append((model, args.hicache_storage_backend, args.enable_lora)),
+    )
     monkeypatch.setattr("sglang_oscar.features.tiers.salt.columns_of_this_process", lambda layout: [])
     monkeypatch.setattr("sglang_oscar.features.tiers.host_pool.Int2HostPool", Pool)
     configs = []
@@ -237,9 +241,8 @@ def test_names_of_pages_do_not_say_where_a_model_was_served_from(
         paths.append(store._path(store.key(KEYS[0])))
         assert asked.model_name == path
     assert paths[0] == paths[1]
-    linear.append(True)  # of a hybrid model, whose states storage would not carry
-    with pytest.raises(Int2Error, match="attach none"):
-        hooks.around_create_backend(create, None, "file", storage_config(tp_lcm_size=None), pool)
+    # Rooms that know the model are asked as if the server had been started with the storage.
+    assert asked_rooms == [("the model", "file", None)] * 2
 
 
 def test_storage_of_other_servers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,22 @@ UNNAMED: list[Refusal] = [
 """Arguments of servers whose weights keys of storage cannot name, whenever it is attached."""
 
 
+class WithStorage:
+    """Server arguments as they would be had a server been started with the storage that is attached to it.
+
+    Args:
+        args: resolved arguments.
+        backend: SGLang's name of the storage.
+    """
+
+    def __init__(self, args: Any, backend: str) -> None:
+        self._args = args
+        self.hicache_storage_backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+
 def check_nameable(args: Any) -> None:
     """Refuse storage that is attached to a server whose weights keys cannot name.
 

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from sglang_oscar import names
-from sglang_oscar.attach import releases
-from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.tiers.arguments import check_nameable, check_storage
-from sglang_oscar.formats.cached_layers import linear_config
+from sglang_oscar.attach import refusals, releases
+from sglang_oscar.features.tiers.arguments import WithStorage, check_nameable, check_storage
 from sglang_oscar.settings import active
 
 
@@ -59,10 +57,10 @@ def around_create_backend(
     anchor = getattr(mem_pool_host, "anchor_entry", None)
     pool = mem_pool_host if anchor is None else anchor.host_pool
     assert isinstance(pool, Int2HostPool), f"the host tier of int2 mode is a {type(pool).__name__}"
-    args = get_server_args()
-    if linear_config(releases.model_config(args)) is not None:
-        raise Int2Error("--kv-cache-dtype int2 does not support hybrid models with storage; attach none")
-    check_nameable(releases.resolved(args))
+    args = releases.resolved(get_server_args())
+    # As if the server had been started with it.
+    refusals.check_model(releases.model_config(get_server_args()), WithStorage(args, backend_name))
+    check_nameable(args)
     check_storage(backend_name, pool.layout, bool(storage_config.tp_lcm_size))
     # Of a server's, names of pages would say which path a model was served from, though salts say what it is.
     named_alike = copy.copy(storage_config)
