@@ -21,7 +21,7 @@ GAUGES = {
 """What says how the cache is stored, by name: ``sglang:oscar_<name>``."""
 LAYERS = {
     "key_error": "Relative error of logits by codes of keys, by layer, with `SGLANG_OSCAR_KEY_ERRORS=1`.",
-    "key_error_growth": "The same over that of the first chunks.",
+    "key_error_growth": "The same over that of the fit.",
 }
 """What is said of every layer, by name: ``sglang:oscar_<name>`` with the label ``layer``."""
 

@@ -40,8 +40,12 @@ def value(name: str, layer: int) -> float | None:
     return REGISTRY.get_sample_value(f"sglang:oscar_{name}", {"model_name": "m", "layer": str(layer)})
 
 
-def made() -> tuple[KeyErrors, dict[int, CachedLayer]]:
-    """Three layers without windows, keys of which are turned by a matrix and moved by a center."""
+def made(fit: dict[int, float] | None = None) -> tuple[KeyErrors, dict[int, CachedLayer]]:
+    """Three layers without windows, keys of which are turned by a matrix and moved by a center.
+
+    Args:
+        fit: errors that the rotations state.
+    """
     matrix = torch.linalg.qr(torch.randn(D, D, generator=torch.Generator().manual_seed(1))).Q
     layers = {}
     for layer_id, bits in BITS.items():
@@ -52,7 +56,7 @@ def made() -> tuple[KeyErrors, dict[int, CachedLayer]]:
         windows = (torch.zeros(1, 0, HEADS, D) for _ in range(4))
         cache = LayerCache(k, v, Windows(0, 0, 0), *rows, *windows)
         layers[layer_id] = CachedLayer(cache, layer)
-    found: Any = SimpleNamespace(layers=layers, seats=SimpleNamespace(device="cpu"))
+    found: Any = SimpleNamespace(layers=layers, seats=SimpleNamespace(device="cpu"), key_errors=fit)
     return KeyErrors(found), layers
 
 
@@ -122,6 +126,26 @@ def test_an_error_that_doubles_is_said_once(caplog: pytest.LogCaptureFixture) ->
     growth = value("key_error_growth", CODED)
     assert growth is not None
     assert growth > 2
+
+
+def test_errors_are_compared_with_those_of_the_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """The first result already is: nobody has to have seen the weights of the fit."""
+    with caplog.at_level(logging.INFO):
+        many(*made({CODED: 0.001, EXACT: 0, FINER: 1}), EVEN)
+        assert not caplog.records
+        errors, layers = made({CODED: 0.001, EXACT: 0, FINER: 1})
+        many(errors, layers, EVEN)
+        many(errors, layers, EVEN)
+    (said,) = caplog.messages
+    assert f"layer {CODED} has" in said
+    assert "times that of the fit (0.0010)" in said
+
+
+def test_rotations_that_state_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        made()
+    (said,) = caplog.messages
+    assert "the first chunks served stand in" in said
 
 
 def test_nan_does_not_count() -> None:

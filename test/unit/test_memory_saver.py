@@ -74,7 +74,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Int2Cache]:
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=1, attn_tp_size=1))
     for name, stand_in in {
         "check_layers": lambda *args: None,
-        "model_rotations": lambda *args: (FORMATS, "focus"),
+        "model_rotations": lambda *args: (FORMATS, "focus", None),
         "features": lambda: [FEATURE],
         "facts": lambda cache: {},
         "new_tokens": lambda args: 0,

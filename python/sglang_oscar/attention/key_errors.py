@@ -1,7 +1,7 @@
 """How much of what queries read of keys their codes get wrong, layer by layer, on the traffic of a running server.
 
 Matrices are fitted to the weights of the fit. A trainer's weights move away, and answers get worse without a word: so
-errors are compared with those of the first chunks that the server has read.
+errors are compared with those that the fit had, as the file of the keys states them.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ import logging
 
 import torch
 
-from oscar_kernels.codec import decode_rows
-from oscar_kernels.reference import rotate
+from oscar_kernels.key_error import LEAST, MOST, logit_errors
 from sglang_oscar import metrics
 from sglang_oscar.attention.call import Call
 from sglang_oscar.memory.cache import Int2Cache
 
 logger = logging.getLogger(__name__)
 
-LEAST, MOST = 128, 256
-"""Tokens of a pass that is measured at least, and those at its end that are."""
 EVERY, CHUNKS = 4, 8
 """One of so many such passes is measured; so many make a result."""
 TOO_MUCH = 2.0
 
 
 class KeyErrors:
-    """Relative squared error of logits by the codes of keys, what all keys have in common left out, as softmax does.
+    """Relative squared error of logits by the codes of keys (:func:`oscar_kernels.key_error.logit_errors`).
 
     Args:
-        cache: of the server's model. Layers whose keys are exact are not measured.
+        cache: of the server's model. Layers whose keys are exact are not measured. Where the file of its keys states no
+            errors, those of the first chunks stand in, and a line says so.
     """
 
     def __init__(self, cache: Int2Cache) -> None:
@@ -38,8 +36,17 @@ class KeyErrors:
         self._place = {layer_id: index for index, layer_id in enumerate(coded)}
         self._sums = torch.zeros(2, len(coded), device=cache.seats.device)
         self._passes = self._chunks = 0
-        self._first: list[float] | None = None
-        self._warned = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Compare with the fit of the cache's keys as they are now."""
+        self._sums.zero_()
+        self._chunks, self._warned = 0, False
+        stated = self._cache.key_errors
+        self._base = None if stated is None else [stated[layer_id] for layer_id in self._place]
+        self._of = "the first chunks" if stated is None else "the fit"
+        if stated is None and self._place:
+            logger.info("int2 key error: rotations state none of their fit; the first chunks served stand in for it")
 
     def begin(self, tokens: int) -> bool:
         """Whether a pass over so many tokens is to be measured; says what the ones before it gave.
@@ -69,27 +76,19 @@ class KeyErrors:
         if (at := self._place.get(call.layer_id)) is None:
             return
         layer, of = self._cache.layers[call.layer_id], slice(max(tokens - MOST, 0), tokens)
-        transform = layer.format.key.transform
-        y = rotate(call.k[of], transform.matrix)
-        y = y if transform.center is None else y - transform.center
         rows = layer.cache.k_rows[call.out_cache_loc[of].long()]
-        error = y - decode_rows(rows, layer.format.key_layout, layer.format.key.codebook)
-        queries = rotate(call.q[of], transform.reading).unflatten(1, (y.shape[1], -1))
-        logits = (torch.einsum("qhgd,khd->hgqk", queries, x) for x in (error, y))
-        sums = torch.stack([(x - x.mean(-1, keepdim=True)).square().sum() for x in logits])
-        # A request that is NaN, or endless, does not count.
-        self._sums[:, at] += torch.where(sums.isfinite().all(), sums, 0)
+        self._sums[:, at] += logit_errors(call.q[of], call.k[of], rows, layer.format.key, layer.format.key_layout)
 
     def _say(self, errors: list[float]) -> None:
         """Publish errors by layer, and warn once when that of a layer has doubled."""
-        self._first = self._first or errors
-        growth = [error / max(first, 1e-30) for error, first in zip(errors, self._first, strict=True)]
+        self._base = self._base or errors
+        growth = [error / max(base, 1e-30) for error, base in zip(errors, self._base, strict=True)]
         for name, values in (("key_error", errors), ("key_error_growth", growth)):
             metrics.publish_layers(name, dict(zip(self._place, values, strict=True)))
         worst = max(range(len(growth)), key=growth.__getitem__)
         if growth[worst] > TOO_MUCH and not self._warned:
             self._warned = True
             logger.warning(
-                "int2 key error: layer %d has %.4f, %.1f times that of the first chunks (%.4f): fit rotations again to "
-                "these weights", list(self._place)[worst], errors[worst], growth[worst], self._first[worst],
+                "int2 key error: layer %d has %.4f, %.1f times that of %s (%.4f): fit rotations again to these weights",
+                list(self._place)[worst], errors[worst], growth[worst], self._of, self._base[worst],
             )  # fmt: skip

@@ -17,6 +17,7 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity
 from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.fit.bit_goal import coding_at
+from oscar_rotation.fit.key_errors import stated_errors
 from oscar_rotation.load import load_rotation
 from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.errors import Int2Error
@@ -29,11 +30,13 @@ IDENTITY = "identity"
 
 
 class Loaded(NamedTuple):
-    """Formats of a model's layers by global layer id, and the recipe that their rotations are of: of built-in ones the
-    name, such as "hadamard", or "hadamard+identity" where keys and values differ."""
+    """Formats of a model's layers by global layer id; the recipe that their rotations are of: of built-in ones the
+    name, such as "hadamard", or "hadamard+identity" where keys and values differ; and the errors of keys that the fit
+    had (:mod:`oscar_rotation.fit.key_errors`) by layer id, None where the file does not state them."""
 
     formats: Mapping[int, LayerFormat]
     recipe: str
+    key_errors: Mapping[int, float] | None
 
 
 def load_formats(
@@ -58,7 +61,9 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
     """
     model = None if settings.allow_other_model else model
 
-    def of_side(side: Literal["k", "v"], override: float | None, default: float) -> tuple[list[SideFormat], str]:
+    def of_side(
+        side: Literal["k", "v"], override: float | None, default: float
+    ) -> tuple[list[SideFormat], RotationSet]:
         source = getattr(settings, f"{side}_rotation")
         found = _read(side, settings, layers, layout, model)
         bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
@@ -71,14 +76,14 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
             )
             for n in range(found.num_layers)
         ]  # fmt: skip
-        return sides, found.recipe
+        return sides, found
 
-    keys, key_recipe = of_side("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
-    values, value_recipe = of_side("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
-    if key_recipe != value_recipe:
+    keys, of_keys = of_side("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
+    values, of_values = of_side("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
+    if of_keys.recipe != of_values.recipe:
         raise Int2Error(
-            f"{settings.named('k')}: {settings.k_rotation} is of the recipe {key_recipe}, "
-            f"{settings.named('v')}: {settings.v_rotation} is of the recipe {value_recipe}; "
+            f"{settings.named('k')}: {settings.k_rotation} is of the recipe {of_keys.recipe}, "
+            f"{settings.named('v')}: {settings.v_rotation} is of the recipe {of_values.recipe}; "
             "give two files of one fit"
         )
     formats = {
@@ -86,8 +91,10 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
         for layer_id, key, value in zip(layers, keys, values, strict=True)
     }
     sources = (settings.k_rotation, settings.v_rotation)
-    named = [source if source is not None and source in BUILT_IN else key_recipe for source in sources]
-    return Loaded(MappingProxyType(formats), "+".join(dict.fromkeys(named)))
+    named = [source if source is not None and source in BUILT_IN else of_keys.recipe for source in sources]
+    errors = stated_errors(of_keys.metadata.calibration, layout.group_size, len(layers))
+    stated = None if errors is None else dict(zip(layers, errors, strict=True))
+    return Loaded(MappingProxyType(formats), "+".join(dict.fromkeys(named)), stated)
 
 
 def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, LayerFormat]:

@@ -65,7 +65,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
     model_config, args = configurator.model_config, releases.resolved(configurator.server_args)
     windows = set(model_config.swa_attention_layer_ids) if model_config.is_hybrid_swa else set()
     check_layers(configurator.model, geometry.formats, windows)
-    whole, recipe = model_rotations(configurator.server_args, settings, model_config)
+    whole, recipe, key_errors = model_rotations(configurator.server_args, settings, model_config)
     pool = Int2TokenToKVPool(
         sizes.max_total_num_tokens,
         formats=geometry.formats,
@@ -90,6 +90,7 @@ def build_pool(configurator: Any, plan: MemoryPlan, sizes: Any, req_to_token_poo
         fingerprint=fingerprint(whole),
         window_buffers=buffers,
         recipe=recipe,
+        key_errors=key_errors,
     )
     cache.attach(pool)
     if get_parallel().attn_tp_rank == 0:

@@ -14,6 +14,8 @@ from oscar_rotation.dump.covariances import is_covariance_dump
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.errors import DumpError
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
+from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.key_errors import with_key_errors
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.output_weights import OutputWeights
@@ -69,7 +71,8 @@ class FittedRecipe:
     names: Callable[[FitOptions, Side], tuple[str, str]]
 
     def run(self, request: FitRequest) -> FitResult:
-        """Fit, and state in the files which weights and which layers of the model they are for, where not all.
+        """Fit, and state in the files which weights they are for, which layers of the model, where not all, and what
+        errors keys had.
 
         Raises:
             DumpError: as ``fit``, or the model's losses are asked for, and some of its layers keep no keys and values.
@@ -81,6 +84,12 @@ class FittedRecipe:
                 f"{request.dump}: is of some layers of its model only, whose losses are not measured; drop --text"
             )
         result = self.fit(request).of_model(manifest.weights_digest if manifest else "", ids)
+        if not is_covariance_dump(request.dump):
+            dump = DumpReader(request.dump, allow_incomplete=request.allow_incomplete)
+            device = choose_device(request.device)
+            chunks = dump.fit_chunks(request.options.include_warmup)
+            key = with_key_errors(result.key, dump, chunks, request.options.group_size, device)
+            result = replace(result, key=key)
         asked = request.options.overrides
         if manifest is None or asked in (None, manifest.model_overrides):
             return result
