@@ -279,6 +279,20 @@ def test_batch_of_a_refill(version: str) -> None:
 
 
 @releases
+def test_a_prefix_hit_and_its_seat_are_of_one_round(version: str) -> None:
+    """Kept windows are pinned from the one to the other, and not from round to round."""
+    (scheduler,) = [
+        node
+        for node in ast.parse((tree(version) / "sglang/srt/managers/scheduler.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Scheduler"
+    ]
+    texts = [ast.unparse(node) for node in scheduler.body if isinstance(node, ast.FunctionDef)]
+    seats = [text for text in texts if "prepare_for_extend()" in text]
+    assert seats
+    assert all("init_next_round_input(self.tree_cache)" in text for text in seats)
+
+
+@releases
 def test_variables(version: str) -> None:
     """Environment variables that the plugin or its tests set."""
     code = (tree(version) / "sglang/srt/environ.py").read_text() + (

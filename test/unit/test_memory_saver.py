@@ -17,12 +17,15 @@ from oscar_kernels.codebook import Codebook
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import CODEBOOK
 from oscar_kernels.transform import SideTransform
+from sglang_oscar.features.resuming import feature as resuming
+from sglang_oscar.features.resuming.resumed import Resumed
 from sglang_oscar.features.sliding_windows.pool import pair_with_windows
 from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory import build, saver
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.feature import FEATURE
 from sglang_oscar.memory.plan import make_plan
+from sglang_oscar.settings import Settings
 from support.small_cache import small_cache
 
 HEADS, D, PAGE, TOKENS, SEATS = 2, 64, 16, 64, 3
@@ -135,6 +138,16 @@ def test_a_stock_pool_is_left_alone() -> None:
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(), token_to_kv_pool=None)
     updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
     saver.after_resume(None, updater, SimpleNamespace(tags=None))
+
+
+def test_copies_of_kept_windows_are_released(built: tuple[Any, Int2Cache], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, cache = built
+    monkeypatch.setattr(resuming, "_resumed", None)
+    cache.settings = Settings.from_env({"SGLANG_OSCAR_KEPT_WINDOWS": "4"})
+    resuming.built(build.Built(None, None, pool, cache))
+    assert isinstance(cache.resumed, Resumed)
+    assert cache.resumed.copies.shape[1] == 4
+    assert place(cache.resumed.copies) in StandIn.places
 
 
 def test_windows_of_layers_with_one_are_released(built: tuple[Any, Int2Cache]) -> None:

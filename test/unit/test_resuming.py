@@ -11,7 +11,7 @@ import torch
 from oscar_kernels.cache import Windows
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.resuming import feature
-from sglang_oscar.features.resuming.resumed import LOST, Resumed
+from sglang_oscar.features.resuming.resumed import Resumed
 from sglang_oscar.features.resuming.store import TAIL, WindowStore
 from sglang_oscar.settings import Settings
 from support.small_cache import small_cache
@@ -31,7 +31,8 @@ def request(ids: list[int], seat: int | None = None, **fields: Any) -> Any:
 
 def make(windows: int = 3) -> Resumed:
     cache = small_cache(Windows(0, RECENT, RECENT), SEATS, page_size=PAGE)
-    made = Resumed(cache, windows)
+    ring = cache.window_buffers.ring
+    made = Resumed(cache, ring.new_zeros(ring.shape[0], windows, *ring.shape[2:]))
     cache.seats.moves = made.move
     return made
 
@@ -152,17 +153,13 @@ def test_what_is_due_does_not_overwrite_what_is_brought() -> None:
     resumed.take(again, 2, 20)
     resumed.cache.seats.upload()
     assert rings(resumed)[2] == 7.0
-    lost = request(PROMPT, 4, to_finish=None)
-    lost.oscar_window = again.oscar_window
-    pytest.importorskip("sglang")
-    assert resumed.take(lost, 4, 20) == 20
-    assert LOST in lost.to_finish.message
+    assert resumed.covered(request(PROMPT), len(PROMPT)) == 0, "its window has made room"
     resumed.clear()
     assert resumed.covered(request([3] * 30), 30) == 0
 
 
 def test_a_window_that_is_waited_for_does_not_make_room() -> None:
-    """A waiting request has been promised the older of two windows when a third is copied."""
+    """A waiting request has been promised the older of two windows when a batch runs that copies a third."""
     resumed = make(windows=2)
     for seat, prompt in enumerate((PROMPT, [3] * 30)):
         compute(resumed, request(prompt, seat), 7.0 + seat)
@@ -175,23 +172,70 @@ def test_a_window_that_is_waited_for_does_not_make_room() -> None:
     assert resumed.covered(request([3] * 30), 30) == 0
 
 
+def matched(resumed: Resumed, *prompts: list[int]) -> list[Any]:
+    """Waiting requests whose prefix hits count on windows, each looked for twice as SGLang does."""
+    found = [request(prompt) for prompt in prompts]
+    assert [resumed.covered(req, len(req.origin_input_ids)) > 0 for req in [*found, *found]] == [True] * 2 * len(found)
+    return found
+
+
+def test_a_window_that_is_counted_on_stays_when_others_leave_their_seats() -> None:
+    """Requests are preempted, one just behind its prompt, one that came out as NaN, between a hit and its seat."""
+    resumed = make(windows=1)
+    whole = request(PROMPT, 1)
+    compute(resumed, whole, 7.0)
+    resumed.cache.seats.upload()
+    compute(resumed, request([3] * 30, 2), 5.0)
+    (waiting,) = matched(resumed, PROMPT)
+    resumed.left(request([3] * 30, finished=lambda: False), 2, 30)
+    whole.skip_radix_cache_insert = True
+    resumed.left(whole, 1, 21)
+    assert resumed.take(waiting, 3, 20) == len(PROMPT) - RECENT
+    resumed.cache.seats.upload()
+    assert rings(resumed)[3] == 7.0
+    assert resumed.covered(request(PROMPT), len(PROMPT)) == 0, "nobody else finds what was not a number"
+    compute(resumed, request([4] * 30, 4), 4.0)
+    resumed.cache.seats.upload()
+    assert resumed.covered(request([4] * 30), 30) > 0, "its slot is free again"
+
+
+@pytest.mark.parametrize("over", ["batch", "flush"])
+def test_windows_are_counted_on_until_a_batch_runs(over: str) -> None:
+    """Requests that go on waiting, or are aborted in the queue, leave no slot taken."""
+    resumed = make(windows=2)
+    for prompt in ([3] * 30, [4] * 30):
+        compute(resumed, request(prompt, 1), 3.0)
+        resumed.cache.seats.upload()
+    matched(resumed, [3] * 30, [4] * 30)
+    following = request([5] * 32)
+    for kept in (0, 28):
+        resumed.take(finished := request([5] * 30), 2, 0)
+        resumed.left(finished, 2, 30)
+        assert resumed.covered(following, 32) == kept
+        (resumed.cache.seats.upload if over == "batch" else resumed.clear)()
+
+
 def test_the_least_recently_used_makes_room() -> None:
     store = WindowStore(2)
+
+    def kept() -> list[int]:
+        found = [store.find(None, [number] * TAIL, 9) for number in (1, 2, 3)]
+        return [window.ids[0] for window in found if window is not None]
+
     one, two = (store.add(None, [number] * TAIL, 0) for number in (1, 2))
     assert one is not None
     assert two is not None
-    assert store.holds(one)
+    assert store.add(None, [1] * TAIL, 1) is None, "of the same tokens there is one, the longest"
     three = store.add(None, [3] * TAIL, 1)
     assert three is not None
-    assert three.slot == two.slot
-    assert [store.holds(window) for window in (one, two, three)] == [True, False, True]
-    assert store.add(None, [3] * TAIL, 2) is None, "of the same tokens there is one, the longest"
+    assert (three.slot, kept()) == (two.slot, [1, 3])
     assert store.find(None, [3] * TAIL, 0) is None
     earlier = store.add(None, [3] * TAIL, 0)
     assert earlier is not None
-    assert (earlier.slot, store.holds(three)) == (three.slot, False)
+    assert (earlier.slot, kept()) == (three.slot, [1, 3])
+    store.drop(three)
     store.drop(one)
-    assert store.find(None, [1] * TAIL, 9) is None
+    assert kept() == [3]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from sglang_oscar.formats.cached_layers import linear_config
 from sglang_oscar.formats.geometry import GIB
 from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.part import Part, Sizing
+from sglang_oscar.memory.saver import kv_region
 from sglang_oscar.settings import Settings, of_this_process, variable
 
 VARIABLE = variable("kept_windows")
@@ -69,7 +70,10 @@ def built(of: Built) -> None:
     """Begin to keep windows of a cache."""
     global _resumed
     if windows := of.cache.settings.kept_windows:
-        _resumed = of.cache.resumed = Resumed(of.cache, windows)
+        ring = of.cache.window_buffers.ring
+        with kv_region(of.pool):
+            copies = ring.new_zeros(ring.shape[0], windows, *ring.shape[2:])
+        _resumed = of.cache.resumed = Resumed(of.cache, copies)
         of.cache.seats.moves = _resumed.move
 
 

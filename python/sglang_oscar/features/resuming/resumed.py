@@ -4,6 +4,10 @@ with a prefix hit.
 A copy of a finished request is made at once, on the scheduler's stream, for which batches wait: what its last step
 (it may still run) writes to its ring is a position behind the copy. That of a prompt is made before the next batch, on
 the stream of batches.
+
+The scheduler looks for a request's prefix hit in the same round in which the request gains its seat; one that gains
+none is looked up again. So a window that a hit counts on is pinned until the round's batch runs, whatever becomes of
+the request.
 """
 
 from __future__ import annotations
@@ -18,11 +22,9 @@ from sglang_oscar.features.resuming.store import Window, WindowStore
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.seat_tables import uploaded
 from sglang_oscar.memory.units import Units
-from sglang_oscar.requests.ending import end
 
 _ATTRIBUTE = "oscar_window"
 """Of SGLang's request: the window that its prefix hit may reach into."""
-LOST = "a prefix hit, but its recent window is not kept any more"
 
 
 @dataclass
@@ -39,11 +41,11 @@ class _Pending:
 class Resumed:
     """Args:
     cache: whose rings are copied.
-    windows: copies that there is room for.
+    copies: room for copies of them, [2 * layers, windows, ring, kv_heads, head_dim] in their dtype.
     """
 
     cache: Int2Cache
-    windows: int
+    copies: torch.Tensor
     _next: list[_Pending] = field(default_factory=list)
     _due: list[_Pending] = field(default_factory=list)
     _brought: list[tuple[int, int]] = field(default_factory=list)
@@ -52,10 +54,8 @@ class Resumed:
     _moved: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        ring = self.cache.window_buffers.ring
-        self.store = WindowStore(self.windows)
-        self._rings = Units([ring])
-        self._copies = Units([ring.new_zeros(ring.shape[0], self.windows, *ring.shape[2:])])
+        self.store = WindowStore(self.copies.shape[1])
+        self._rings, self._copies = Units([self.cache.window_buffers.ring]), Units([self.copies])
 
     def covered(self, req: Any, input_len: int) -> int:
         """Tokens up to which a hit of a request of ``input_len`` tokens may reach; 0 where no window helps. Behind what
@@ -68,7 +68,7 @@ class Resumed:
             if window is not None and len(window.ids) <= input_len - self._recent:
                 window = None  # a hit that long leaves a whole window to compute
             elif window is not None:
-                self.store.holds(window)  # others make room until the request has a seat
+                self.store.pin(window)
         setattr(req, _ATTRIBUTE, window)
         return 0 if window is None else len(window.ids)
 
@@ -81,11 +81,9 @@ class Resumed:
         window: Window | None = getattr(req, _ATTRIBUTE, None)
         start = prefix
         if window is not None and prefix > window.start:
-            if self.store.holds(window):
-                start = window.start
-                self._brought.append((window.slot, seat))
-            else:
-                end(req, LOST)
+            assert self.store.holds(window), "SGLang gave a seat for a prefix hit of an earlier round"
+            start = window.start
+            self._brought.append((window.slot, seat))
         self._starts[seat] = start
         self._of_seat.pop(seat, None)
         return start
@@ -128,6 +126,7 @@ class Resumed:
         if self._brought:
             self._rings.copy(self._copies, *self._uploaded(self._brought))
             self._brought = []
+        self.store.unpin()
         self._keep(self._due)
         self._due, self._next = self._next, []
         if moves and self.cache.seats.device.type == "cuda":

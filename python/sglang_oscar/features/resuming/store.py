@@ -23,7 +23,7 @@ class Window:
 
 
 class WindowStore:
-    """At most ``slots`` windows; the least recently used one makes room for another."""
+    """At most ``slots`` windows; the least recently used one that is not pinned makes room for another."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -33,19 +33,24 @@ class WindowStore:
         """Forget all."""
         self._windows: OrderedDict[int, Window] = OrderedDict()
         self._free = list(range(self.slots - 1, -1, -1))
+        self._pinned: dict[int, Window] = {}
 
     def add(self, space: Hashable, ids: Sequence[int], start: int) -> Window | None:
         """A window that is about to be copied to its slot, in place of one of the same tokens that begins later; None
-        where one is there that begins no later.
+        where one is there that begins no later, or where all slots are pinned.
         """
         for one in [one for one in self._windows.values() if one.space == space and one.ids == ids]:
             if one.start <= start:
-                self.holds(one)
+                self._windows.move_to_end(one.slot)
                 return None
             self.drop(one)
-        slot = self._free.pop() if self._free else self._windows.popitem(last=False)[0]
-        window = Window(slot, space, ids, start)
-        self._windows[slot] = window
+        if not self._free:
+            oldest = next((one for slot, one in self._windows.items() if slot not in self._pinned), None)
+            if oldest is None:
+                return None
+            self.drop(oldest)
+        window = Window(self._free.pop(), space, ids, start)
+        self._windows[window.slot] = window
         return window
 
     def find(self, space: Hashable, ids: Sequence[int], latest_start: int) -> Window | None:
@@ -63,15 +68,23 @@ class WindowStore:
                 return one
         return None
 
-    def holds(self, window: Window) -> bool:
-        """Whether a window is still there; it is used from now on."""
-        if self._windows.get(window.slot) is not window:
-            return False
+    def pin(self, window: Window) -> None:
+        """Leave a window that was found in its slot until :meth:`unpin`."""
+        self._pinned[window.slot] = window
         self._windows.move_to_end(window.slot)
-        return True
+
+    def unpin(self) -> None:
+        """Nobody counts on any window any more; slots of those that were dropped meanwhile are free."""
+        self._free += [slot for slot in self._pinned if slot not in self._windows]
+        self._pinned.clear()
+
+    def holds(self, window: Window) -> bool:
+        """Whether the slot of a window that was found still holds it."""
+        return window in (self._windows.get(window.slot), self._pinned.get(window.slot))
 
     def drop(self, window: Window) -> None:
-        """Forget a window, if it is still there."""
+        """Let nobody find a window any more, if it is still there."""
         if self._windows.get(window.slot) is window:
             del self._windows[window.slot]
-            self._free.append(window.slot)
+            if window.slot not in self._pinned:
+                self._free.append(window.slot)
