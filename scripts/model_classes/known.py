@@ -30,13 +30,15 @@ OTHERS = {
     "heads of keys and values that differ in size": "MiMoV2ForCausalLM MiMoV2FlashForCausalLM",
     "layers with a window that have other heads": "Gemma4ForCausalLM",
     "an attention backend that SGLang insists on": "Exaone4ForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM",
+    "a learned sink key, which needs sums that attention does not return": "IQuestQ1ForCausalLM",
+    "layers that run several times": "IQuestLoopCoderForCausalLM NanbeigeForCausalLM",
+    "bidirectional attention": "HrmTextForCausalLM",
     "layers that share a cache": "Gemma3nForCausalLM",
 }
 """What stands in the way of classes that no trial is needed for."""
 ON_A_GPU = {"MiniMaxM2ForCausalLM": "served on an H200 with random weights, not compared with stock"}
 """Classes that servers ran with on a GPU, where no trial on a CPU can."""
-NEEDS_GPU = """AfmoeForCausalLM DbrxForCausalLM DeepseekForCausalLM XverseMoeForCausalLM
-HrmTextForCausalLM""".split()  # noqa: SIM905
+NEEDS_GPU = ["BeamForCausalLM", "DbrxForCausalLM"]
 """Classes that call kernels which SGLang has for GPUs only."""
 
 

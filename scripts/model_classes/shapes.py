@@ -42,6 +42,7 @@ CHATGLM |= {"ffn_hidden_size": 256, "padded_vocab_size": 2048, "seq_length": 409
 CHATGLM |= {"rmsnorm": True, "add_bias_linear": False, "add_qkv_bias": True, "post_layer_norm": True}
 CHATGLM |= {"original_rope": True, "apply_residual_connection_post_layernorm": False}
 CHATGLM |= {"fp32_residual_connection": False, "hidden_dropout": 0.0}
+DEEPSEEK = {"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": True}
 ERNIE = {"moe_num_experts": 2, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_interval": 1, "use_bias": False}
 ERNIE |= {"moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_intermediate_size": 64}
 QWEN = ALL_HEADS | {"kv_channels": 64, "layer_norm_epsilon": 1e-6, "seq_length": 4096, "rotary_emb_base": 10000.0}
@@ -59,13 +60,13 @@ LAGUNA |= {"num_attention_heads_per_layer": [6, 4], "shared_expert_intermediate_
 STEP = WINDOW | {"num_attention_groups": 2, "rope_theta": [10000.0] * 2, "partial_rotary_factors": [1.0, 0.5]}
 STEP |= {"attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 64}}
 STEP |= {"moe_layers_enum": "1", "moe_num_experts": 2, "moe_top_k": 2, "moe_intermediate_size": 64}
-STEP |= {"share_expert_dims": 64, "swiglu_limits": [None, None], "swiglu_limits_shared": [None, None]}
+STEP |= {"share_expert_dims": 64, "swiglu_limits": [0, 7.0], "swiglu_limits_shared": [0, 7.0]}
 STEP |= {"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "need_fp32_gate": True}
 STEP |= {"moe_router_activation": "sigmoid", "moe_router_scaling_factor": 1.0}
 STEP |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": [0]}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "AfmoeForCausalLM": ("afmoe", MOE | WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1}),
+    "AfmoeForCausalLM": ("afmoe", HEADS | MOE | WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1}),
     "ApertusForCausalLM": ("apertus", {}),
     "ArceeForCausalLM": ("arcee", {}),
     "BaichuanForCausalLM": ("llama", BAICHUAN),
@@ -79,6 +80,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Cohere2ForCausalLM": ("cohere2", HEADS | WINDOW | {"logit_scale": 1.0}),
     "Cohere2MoeForCausalLM": ("cohere2_moe", HEADS | MOE | WINDOW | {"logit_scale": 1.0}),
     "CohereForCausalLM": ("cohere", HEADS | {"logit_scale": 1.0}),
+    "DeepseekForCausalLM": ("llama", HEADS | MOE | DEEPSEEK),
     "Ernie4_5_ForCausalLM": ("llama", {"use_bias": False}),
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", HEADS | ERNIE),
     "ExaoneForCausalLM": (
@@ -95,9 +97,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4MoeForCausalLM": ("glm4_moe", MOE | {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}),
     "GraniteForCausalLM": ("granite", HEADS),
     "GraniteMoeForCausalLM": ("granitemoe", HEADS | MOE),
-    "GraniteMoeSWAForCausalLM": ("granitemoe_swa", HEADS | MOE | WINDOW),
+    "GraniteMoeSWAForCausalLM": ("granitemoe_swa", HEADS | MOE | WINDOW | {"attention_multiplier": 0.125}),
     "GraniteMoeSharedForCausalLM": ("granitemoeshared", HEADS | MOE | {"shared_intermediate_size": 64}),
-    "GraniteSWAForCausalLM": ("granite_swa", HEADS | WINDOW),
+    "GraniteSWAForCausalLM": ("granite_swa", HEADS | WINDOW | {"attention_multiplier": 0.125}),
     "HYV3ForCausalLM": ("hy_v3", MOE | {"route_norm": True}),
     "HYV4ForCausalLM": ("hy_v4", MOE),
     "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", {}),
@@ -143,11 +145,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "TorchNativeLlamaForCausalLM": ("llama", {}),
     "TorchNativePhi3ForCausalLM": ("phi3", HEADS | NO_WINDOW),
     "XverseForCausalLM": ("llama", HEADS),
+    "XverseMoeForCausalLM": ("llama", HEADS | MOE | {"moe_top_k": 2, "num_shared_experts": 1}),
 }
 """By class: a type of model that transformers knows, and what a configuration has besides ``COMMON``."""
 
-AS_PUBLISHED = frozenset({"step3p5"})
-"""Types of which transformers writes other configurations than those that were published, which SGLang reads."""
+AS_PUBLISHED = {"step3p5": "Step3p5Config"}
+"""Types of which transformers knows other configurations than those that were published with code of their own, and
+SGLang's class of those."""
 
 
 def save(name: str, folder: Path) -> Path:
@@ -158,5 +162,8 @@ def save(name: str, folder: Path) -> Path:
         text = AutoConfig.for_model(model_type, **COMMON | own).to_dict()
     folder.mkdir(parents=True, exist_ok=True)
     text |= {"architectures": [name]}
+    if model_type in AS_PUBLISHED:
+        text |= {"auto_map": {"AutoConfig": f"own_configuration.{AS_PUBLISHED[model_type]}"}}
+        (folder / "own_configuration.py").write_text(f"from sglang.srt.configs import {AS_PUBLISHED[model_type]}\n")
     (folder / "config.json").write_text(json.dumps(text, default=str))
     return folder

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from oscar_tools.trial import trial, weights
+from oscar_tools.trial import experts, trial, weights
 from sglang_oscar.attach import model_classes
 from sglang_oscar.attach.model_classes import REFUSED, SERVED, UNTRIED, Row
 from sglang_oscar.errors import Int2Error
@@ -74,6 +76,7 @@ def test_weights_depend_on_names_alone() -> None:
     def module() -> torch.nn.Module:
         made = torch.nn.Module()
         made.norm, made.proj = torch.nn.RMSNorm(64), torch.nn.Linear(64, 8)
+        made.sinks = torch.nn.Parameter(torch.rand(8))  # whatever was in memory
         weights.fill(made)
         return made
 
@@ -82,3 +85,17 @@ def test_weights_depend_on_names_alone() -> None:
         assert torch.equal(a, b)
     assert abs(float(one.norm.weight.mean()) - 1) < 0.1
     assert 0.5 < float((one.proj.weight @ torch.ones(64)).std()) < 2
+    assert float(one.sinks.mean()) > 1  # so strong that dropping them would show
+
+
+def test_experts_say_what_their_layers_would() -> None:
+    """Of three experts two are asked, as two layers with a gate."""
+    torch.manual_seed(0)
+    tokens, w1, w2 = torch.randn(5, 8), torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+    ids, shares = torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
+    found = experts.experts(tokens, w1, w2, (shares, ids, None), SimpleNamespace(routed_scaling_factor=2.0))
+    expected = torch.zeros(5, 8)
+    for place, expert in enumerate((0, 2)):
+        gate, up = (tokens @ w1[expert].T).chunk(2, dim=-1)
+        expected += 2 * shares[:, place, None] * ((torch.nn.functional.silu(gate) * up) @ w2[expert].T)
+    assert torch.allclose(found, expected, atol=1e-5)

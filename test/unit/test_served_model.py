@@ -71,3 +71,10 @@ def test_the_same_in_other_words_is_the_same_model(change: dict[str, Any]) -> No
 def test_hash_does_not_depend_on_the_order_of_fields() -> None:
     config = {name: number for number, name in enumerate(FIELDS)}
     assert config_hash(config) == config_hash(dict(reversed(config.items())))
+
+
+def test_a_base_by_layer_tells_models_apart() -> None:
+    """Step 3.5 states the base of its frequencies for every layer."""
+    one, other = ({"head_dim": 64, "rope_theta": [1e6, 1e4, theta]} for theta in (1e6, 5e6))
+    assert config_hash(one) != config_hash(other)
+    assert config_hash(one) == config_hash(one | {"torch_dtype": "float16"})

@@ -45,10 +45,11 @@ def answers(argv: list[str]) -> dict[str, Any]:
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     from oscar_cpu import window_attention
-    from oscar_tools.trial import weights
+    from oscar_tools.trial import experts, weights
     from sglang_oscar.attach import releases
 
     loader.initialize_dummy_weights = weights.fill
+    experts.stand_in()
     args = prepare_server_args(argv)
     args.resolve_once()
     if releases.model_config(args).has_attention_sinks:  # SGLang's own attention in torch knows no sink logits

@@ -26,6 +26,8 @@ def fill(model: Any, *args: Any, **kwargs: Any) -> None:
             new = -3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(7))
         elif parameter.dim() >= 2:
             new = GAIN / parameter.shape[-1] ** 0.5 * noise
+        elif name.endswith("sinks"):  # as strong as the logits of some ten tokens; SGLang leaves them unwritten
+            new = 2 + noise
         elif name.endswith("bias") or not bool(torch.isfinite(parameter).all()):
             new = 0.02 * noise
         elif bool((parameter == 1).all()) or bool((parameter == 0).all()):

@@ -109,9 +109,9 @@ def rope_of(config: Mapping[str, Any], head_dim: int) -> Rope | None:
     return rope | scaling
 
 
-def base_of(config: Mapping[str, Any], head_dim: int) -> tuple[float | None, int]:
-    """Base of the frequencies, None where none is stated, and channels that turn: what no extension of the context
-    changes.
+def base_of(config: Mapping[str, Any], head_dim: int) -> tuple[float | list[float] | None, int]:
+    """Base of the frequencies, of every layer where they differ, None where none is stated, and channels that turn:
+    what no extension of the context changes.
 
     Args:
         config: of the text model.
@@ -123,7 +123,10 @@ def base_of(config: Mapping[str, Any], head_dim: int) -> tuple[float | None, int
     facts = _scaling(config)
     theta = facts.get("rope_theta") or config.get("rope_theta")
     share = facts.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-    return None if theta is None else float(theta), int(config.get("rotary_dim") or head_dim * float(share))
+    channels = int(config.get("rotary_dim") or head_dim * float(share))
+    if isinstance(theta, list):
+        return [float(of_layer) for of_layer in theta], channels
+    return None if theta is None else float(theta), channels
 
 
 def turning(rope: Rope) -> tuple[torch.Tensor, float]:

@@ -13,8 +13,8 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import ONE_POOL
 
 SERVED = ONE_POOL | {
-    "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "IQuestQ1ForCausalLM",
-    "LagunaForCausalLM", "MellumForCausalLM", "Spark2_5ForCausalLM", "Step3p5ForCausalLM",
+    "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "LagunaForCausalLM",
+    "MellumForCausalLM", "Spark2_5ForCausalLM", "Step3p5ForCausalLM",
 }  # fmt: skip
 """Classes that int2 mode can serve; :mod:`sglang_oscar.attach.model_classes` says which of them were tried."""
 
