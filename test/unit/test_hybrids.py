@@ -228,12 +228,13 @@ def test_lazy_states() -> None:
     [
         ({}, True, None),
         ({}, False, "drop --enable-hierarchical-cache"),
-        ({"hicache_storage_backend": "file"}, True, "drop --hicache-storage-backend"),
+        ({"hicache_storage_backend": "file"}, True, None),
+        ({"hicache_storage_backend": "nixl"}, True, "set --hicache-storage-backend file"),
         ({"hicache_mem_layout": "layer_first"}, True, "set --hicache-mem-layout page_first"),
     ],
 )
 def test_host_memory(changed: Any, carried: bool, change: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States come back with their windows where SGLang takes those along, and not from storage."""
+    """States come back with their windows where SGLang takes those along; of storage from files alone."""
     monkeypatch.setattr(refusals, "carries_slot_states", lambda: carried)
     lines = refused(enable_hierarchical_cache=True, **changed)
     assert [line.rpartition("; ")[2] for line in lines] == ([change] if change else [])

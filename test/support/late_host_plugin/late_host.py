@@ -65,8 +65,18 @@ def register():
                 loaded.append((windows, device_indices, windows[device_indices].clone()))
             windows[device_indices] = float("nan")
 
+    put = MambaPoolHost.set_from_flat_data_page
+
+    def put_states_alone(self, index, data_page):
+        put(self, index, data_page)
+        for windows in self.slot_state_buffers:
+            windows[index] = float("nan")
+
     if transfer is not None:
         MambaPoolHost._transfer_slot_states = transfer_late
+    if os.environ.get("LATE_HOST_WINDOWS_UNREAD"):
+        # A deliberate fault: states come from storage without their windows.
+        MambaPoolHost.set_from_flat_data_page = put_states_alone
     Int2HostPool.load_to_device_per_layer = load_late
     LayerLoadingEvent.complete, LayerLoadingEvent.wait = complete_late, wait_and_finish
     if os.environ.get("LATE_HOST_NOBODY_WAITS"):

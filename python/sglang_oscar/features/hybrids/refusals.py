@@ -41,8 +41,9 @@ ARGUMENTS: list[Refusal] = [
         "with hierarchical caching before SGLang 0.5.22; drop --enable-hierarchical-cache",
     ),
     (
-        lambda a: a.enable_hierarchical_cache and a.hicache_storage_backend is not None,
-        "with storage; drop --hicache-storage-backend",
+        # Others take states from where they lie, and SGLang refuses that of states with something beside them.
+        lambda a: a.enable_hierarchical_cache and a.hicache_storage_backend not in (None, "file"),
+        "with storage other than files; set --hicache-storage-backend file",
     ),
     (
         lambda a: a.enable_hierarchical_cache and a.hicache_mem_layout == "layer_first",

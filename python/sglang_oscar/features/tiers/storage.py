@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sglang_oscar import metrics
+from sglang_oscar.features.tiers.beside import FilesBeside
 from sglang_oscar.features.tiers.digest import UNLIKE, is_intact, sign
 from sglang_oscar.features.tiers.file_process import FileProcess
 from sglang_oscar.features.tiers.file_room import reserved_groups
@@ -52,9 +53,17 @@ class CheckedStorage:
         # Of two, so that a hit does not wait for pages that are written.
         self._reader = FileProcess(pool.pages, columns=columns)
         self._writer = FileProcess(pool.pages, columns=columns)
+        self._beside = FilesBeside(backend, self._damaged)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take pages of another pool, too, which keys name from now on."""
+        if host_pool is self._pool:
+            self._backend.register_mem_host_pool_v2(host_pool, host_pool_name)
+        else:
+            self._beside.add(host_pool, host_pool_name)
 
     def close(self) -> None:
         """End processes, once they are done, and close the backend where that can be closed: storage is detached."""
@@ -65,7 +74,7 @@ class CheckedStorage:
 
     def key(self, key: str) -> str:
         """The key under which the backend has a page: 64 hex digits, like SGLang's own."""
-        salt = " ".join(filter(None, (self._salt, origin.update())))
+        salt = " ".join(filter(None, (self._salt, self._beside.salt, origin.update())))
         return hashlib.sha256(f"{salt} {key}".encode()).hexdigest()
 
     @property
@@ -215,8 +224,10 @@ class CheckedStorage:
         return stored
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read pages of several pools; those of this one are checked."""
+        """Read pages of several pools; those of this one are checked, in files all are."""
         salted = self._transfers(transfers)
+        if self.is_files:
+            return {of.name: self._beside.read(of) for of in salted}
         results: dict[str, list[bool]] = self._backend.batch_get_v2(salted, self._extra(extra_info))
         for transfer in salted:
             if self._is_own(transfer):
@@ -226,6 +237,8 @@ class CheckedStorage:
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Store pages of several pools."""
         salted, missing = self._transfers(transfers), {}
+        if self.is_files:
+            return {of.name: self._beside.write(of) for of in salted}
         for at, transfer in enumerate(salted):
             if self._is_own(transfer):
                 count = self._sign_all(transfer.keys, transfer.host_indices)
