@@ -13,6 +13,7 @@ from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC, RowLayout
 
 MAX_BATCH = 1024
 """Requests of a batch at most: their plan lies in shared memory."""
+PLAN_BYTES = 10 * MAX_BATCH + 4 * 20
 TILE = 32
 MOST_COLUMNS = 16
 """Query heads that read a kv head together at most."""
@@ -139,10 +140,11 @@ class Variant:
 
     def _fixed_bytes(self, math_warps: int) -> int:
         blocks = -(-self.columns // 4)
-        exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * 4 * (self.head_dim + 4) * 4
+        exchanged = 1 if self.key.coding == CODEBOOK else 4
+        exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * exchanged * (self.head_dim + 4) * 4
         queries = 2 * (self.kv_heads * self.columns * self.head_dim * 2 + (16 * 8 if self.drafts else 0))
         digits = self.kv_heads * blocks * self.head_dim * 8 if self.head_dim * self.columns > 2048 else 0
-        fixed = _round_up(exchange, 128) + queries + digits + (3 * MAX_BATCH + 32) * 4 + 18 * 16
+        fixed = _round_up(exchange, 128) + queries + digits + PLAN_BYTES + 18 * 16
         if self.key.coding != CODEBOOK:
             return _round_up(fixed, 128)
         return _round_up(fixed + 16, 128) + _round_up(self.kv_heads * book_bytes(self.head_dim), 128)

@@ -108,7 +108,8 @@ constexpr bool WIDE = HEAD_DIM * COLUMNS > 2048;
 
 // Shared memory: what the warps of a head exchange, queries, the plan, barriers, codebooks, and stages.
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
-constexpr int PARTIAL_FLOATS = 4 * PARTIAL_ROW;  // four heads are exchanged at a time
+constexpr int EXCHANGED = HAS_BOOK ? 1 : 4;  // query heads at a time: books leave no memory for more
+constexpr int PARTIAL_FLOATS = EXCHANGED * PARTIAL_ROW;
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2;
 constexpr int VISIBLE_BYTES = DRAFTS > 0 ? 16 * 8 : 0;  // behind queries: which new tokens each of theirs sees
@@ -116,7 +117,9 @@ constexpr int QUERIES_OFFSET = (EXCHANGE_BYTES + 127) / 128 * 128;  // of this a
 constexpr int DIGITS_OFFSET = QUERIES_OFFSET + 2 * (QUERY_BYTES + VISIBLE_BYTES);
 constexpr int DIGIT_BYTES = WIDE ? QK_BLOCKS * UNITS * 32 * 8 : 0;  // of a kv head
 constexpr int PLAN_OFFSET = DIGITS_OFFSET + KV_HEADS * DIGIT_BYTES;
-constexpr int BARRIERS_OFFSET = PLAN_OFFSET + (3 * MAX_BATCH + 32) * 4;
+constexpr int MOST_WARPS = 20;  // of a block: 16 and four that copy
+constexpr int PLAN_BYTES = 10 * MAX_BATCH + 4 * MOST_WARPS;
+constexpr int BARRIERS_OFFSET = PLAN_OFFSET + PLAN_BYTES;
 constexpr int BOOKS_OFFSET = (BARRIERS_OFFSET + (16 + 2 + HAS_BOOK) * 16 + 127) / 128 * 128;
 constexpr int POINT_BYTES = HEAD_DIM * 256;  // of a kv head's codebook; factors follow, one float for four channels
 constexpr int BOOK_BYTES = HAS_BOOK ? POINT_BYTES + HEAD_DIM : 0;

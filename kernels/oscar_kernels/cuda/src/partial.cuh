@@ -102,39 +102,43 @@ DEVICE void settle(Softmax& softmax, const Output& output, Plain& plain) {
   }
 }
 
-// Folds the results of the TILES_PER_STAGE warps of a head into the first one's, four query heads at a time. Every warp of
+// Folds the results of the TILES_PER_STAGE warps of a head into the first one's, some query heads at a time. Every warp of
 // the head takes part.
 DEVICE void combine(Softmax& softmax, Plain& plain, float* exchange, int head, int part) {
   if (TILES_PER_STAGE == 1) return;
   int lane = threadIdx.x % 32;
   for (int width = TILES_PER_STAGE / 2; width > 0; width /= 2) {
-    float* numbers = exchange + (head * (TILES_PER_STAGE / 2) + part % width) * PARTIAL_FLOATS + lane % 4 * PARTIAL_ROW;
+    float* numbers = exchange + (head * (TILES_PER_STAGE / 2) + part % width) * PARTIAL_FLOATS + lane % EXCHANGED * PARTIAL_ROW;
     bool giver = part >= width && part < 2 * width;
 #pragma unroll
     for (int b = 0; b < QK_BLOCKS; b++) {
-      if (giver) {
-        if (lane < 4) {
-          numbers[HEAD_DIM] = softmax.top[b];
-          numbers[HEAD_DIM + 1] = softmax.total[b];
-        }
+#pragma unroll 1
+      for (int first = 0; first < 4 && 4 * b + first < COLUMNS; first += EXCHANGED) {
+        bool own = lane % 4 / EXCHANGED * EXCHANGED == first;
+        if (giver && own) {
+          if (lane < 4) {
+            numbers[HEAD_DIM] = softmax.top[b];
+            numbers[HEAD_DIM + 1] = softmax.total[b];
+          }
 #pragma unroll
-        for (int run = 0; run < RUNS; run++) store_run(numbers + output_channel(run), plain.out[b][run], 1);
-      }
-      named_barrier(1 + head, 32 * TILES_PER_STAGE);
-      if (part < width) {
-        float other = numbers[HEAD_DIM];
-        float top = fmaxf(softmax.top[b], other);
-        float mine = exp2_fast(softmax.top[b] - top), theirs = exp2_fast(other - top);
-        softmax.top[b] = top;
-        softmax.total[b] = softmax.total[b] * mine + numbers[HEAD_DIM + 1] * theirs;
-#pragma unroll
-        for (int run = 0; run < RUNS; run++) {
-          float given[RUN];
-          load_run(given, numbers + output_channel(run));
-          for (int i = 0; i < RUN; i++) plain.out[b][run][i] = plain.out[b][run][i] * mine + given[i] * theirs;
+          for (int run = 0; run < RUNS; run++) store_run(numbers + output_channel(run), plain.out[b][run], 1);
         }
+        named_barrier(1 + head, 32 * TILES_PER_STAGE);
+        if (part < width && own) {
+          float other = numbers[HEAD_DIM];
+          float top = fmaxf(softmax.top[b], other);
+          float mine = exp2_fast(softmax.top[b] - top), theirs = exp2_fast(other - top);
+          softmax.top[b] = top;
+          softmax.total[b] = softmax.total[b] * mine + numbers[HEAD_DIM + 1] * theirs;
+#pragma unroll
+          for (int run = 0; run < RUNS; run++) {
+            float given[RUN];
+            load_run(given, numbers + output_channel(run));
+            for (int i = 0; i < RUN; i++) plain.out[b][run][i] = plain.out[b][run][i] * mine + given[i] * theirs;
+          }
+        }
+        named_barrier(1 + head, 32 * TILES_PER_STAGE);
       }
-      named_barrier(1 + head, 32 * TILES_PER_STAGE);
     }
   }
 }

@@ -55,15 +55,20 @@ DEVICE Borders borders_from(int kv_len, int ring_start) {
 // Lengths of the batch in shared memory. While copies are under way a load from global memory waits for them, several
 // microseconds, so nothing but the copying warp, ahead of time, may need one.
 struct Plan {
-  int kv_len[MAX_BATCH], ring_start[MAX_BATCH];
+  int kv_len[MAX_BATCH];  // without new tokens in verification
   int prefix[MAX_BATCH];  // cost of the requests up to and with r
-  int warp_sums[32];
+  int warp_sums[MOST_WARPS];
+  u16 recent[MAX_BATCH];  // tokens behind history
 
-  DEVICE Borders borders(int request) const { return borders_from(kv_len[request], ring_start[request]); }
+  DEVICE Borders borders(int request) const {
+    int length = kv_len[request];
+    return {min(length, SINK), length - recent[request], length + DRAFTS};
+  }
   DEVICE int before(int request) const { return request == 0 ? 0 : prefix[request - 1]; }
   DEVICE int after(int request) const { return prefix[request]; }
 };
-static_assert(sizeof(Plan) == (3 * MAX_BATCH + 32) * 4, "its place in shared memory");
+static_assert(sizeof(Plan) == PLAN_BYTES, "its place in shared memory");
+static_assert(SINK + RECENT < 1 << 16 && THREADS / 32 <= MOST_WARPS, "what it has room for");
 
 // All threads of the block take part.
 DEVICE void make_plan(const Tables& tables, Plan& plan) {
@@ -74,9 +79,10 @@ DEVICE void make_plan(const Tables& tables, Plan& plan) {
     int cost = 0;
     if (request < tables.batch) {
       int kv_len = tables.kv_lens[pass_request(request)], ring_start = tables.ring_start[pass_request(request)];
+      Borders borders = borders_from(kv_len, ring_start);
       plan.kv_len[request] = kv_len;
-      plan.ring_start[request] = ring_start;
-      cost = borders_from(kv_len, ring_start).cost();
+      plan.recent[request] = kv_len - borders.ring_begin;
+      cost = borders.cost();
     }
     for (int step = 1; step < 32; step *= 2) {
       int left = __shfl_up_sync(FULL_WARP, cost, step);
