@@ -26,6 +26,8 @@ KEPT_CHANNELS = 128
 """Channels of heads whose matrices a block keeps in registers from tile to tile."""
 QUERY_TILES = 3
 """Tiles of queries that take a block as long as one of keys or values, which are quantized too."""
+QUERY_TILES_OF_SEARCH = 8
+"""As many where keys are looked for in a codebook."""
 _STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
@@ -180,7 +182,10 @@ def store(
     book = layer.key.codebook
     if book is not None:
         k_sets = kv_heads  # tiles of keys are of one kv head
-    blocks, vectors, span, query_span = _cut(tokens, kv_heads, q_heads, head_dim, k_sets, v_sets, q_sets, at_once)
+    query_tiles = QUERY_TILES if book is None else QUERY_TILES_OF_SEARCH
+    blocks, vectors, span, query_span = _cut(
+        tokens, kv_heads, q_heads, head_dim, k_sets, v_sets, q_sets, at_once, query_tiles
+    )
     launch(
         kernel, (blocks, 1, 1), 2 * head_dim, 0,
         [side(k, layer.key, "k"), side(v, layer.value, "v"),
@@ -200,13 +205,15 @@ def _pointer(matrix: SplitMatrix | None) -> tuple[int, float]:
 
 @lru_cache(maxsize=4096)
 def _cut(
-    tokens: int, kv_heads: int, q_heads: int, head_dim: int, k_sets: int, v_sets: int, q_sets: int, at_once: int
-) -> tuple[int, int, int, int]:
+    tokens: int, kv_heads: int, q_heads: int, head_dim: int, k_sets: int, v_sets: int, q_sets: int, at_once: int,
+    query_tiles: int,
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Blocks, vectors of a tile of keys or values, tiles of a block of those, and tiles of a block of queries.
 
     Args:
         k_sets, v_sets, q_sets: matrices of each; no block has tiles of two.
         at_once: blocks that run at once.
+        query_tiles: tiles of queries that take as long as one of keys or values.
     """
 
     def tiles(heads: int, sets: int, vectors: int) -> int:
@@ -225,5 +232,5 @@ def _cut(
     vectors = VECTORS // 2 if blocks(VECTORS // 2, 1, 1) <= at_once else VECTORS
     if head_dim <= KEPT_CHANNELS:
         while blocks(vectors, span, query_span) > at_once and span * vectors < tokens * kv_heads:
-            span, query_span = (span + 1, query_span) if query_span >= QUERY_TILES * span else (span, query_span + 1)
+            span, query_span = (span + 1, query_span) if query_span >= query_tiles * span else (span, query_span + 1)
     return blocks(vectors, span, query_span), vectors, span, query_span

@@ -64,6 +64,15 @@ using ValueRows = Rows<(Coding)OSCAR_V_CODING, OSCAR_V_BITS, OSCAR_V_GROUP>;
 constexpr bool HAS_BOOK = KeyRows::CODING == CODEBOOK;
 constexpr int K_GROUPS = KeyRows::GROUPS, V_GROUPS = ValueRows::GROUPS;
 
+template <bool FIRST, class One, class Other>
+struct Either {
+  using type = One;
+};
+template <class One, class Other>
+struct Either<false, One, Other> {
+  using type = Other;
+};
+
 constexpr int largest_power_of_two(int n) { return n < 2 ? 1 : 2 * largest_power_of_two(n / 2); }
 constexpr int minimum(int a, int b) { return a < b ? a : b; }
 constexpr int maximum(int a, int b) { return a < b ? b : a; }

@@ -46,15 +46,6 @@ struct KeyWords {
   }
 };
 
-template <bool FIRST, class One, class Other>
-struct Either {
-  using type = One;
-};
-template <class One, class Other>
-struct Either<false, One, Other> {
-  using type = Other;
-};
-
 using Keys = Either<HAS_BOOK, BookWords, KeyWords>::type;
 
 // Products of 16 tokens with all queries over the channels of a group, per nibble of the keys' bytes; points have none.

@@ -31,47 +31,85 @@ DEVICE float term_of(float x, int index) {
   return index == 0 ? first : index == 1 ? second : x - first - second;
 }
 
-// Indexes of the points nearest to the tile's vectors over their scales, to ``indexes`` [VECTORS, BOOK_GROUPS].
-DEVICE void find_nearest(const Points& points, int head, const float* tile_y, const float* scales, u8* indexes) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
-#pragma unroll 1
-  for (int own = 0; own < GROUPS_OF_WARP; own++) {
-    int group = GROUPS_OF_WARP * warp + own;
-    float factor = points.factor[head * BOOK_GROUPS + group];
-    u32 a[4];  // of both rows channels 0 and 1, then 2 and 3
+// The search of a warp through the points of its groups, set after set. A set is asked for while the one before is compared,
+// the first one before the vectors are there: points come from the L2 cache or from memory.
+struct Search {
+  static constexpr int PRODUCTS = 16;  // of eight points, of a set
+  static constexpr int SETS = GROUPS_OF_WARP * 256 / (8 * PRODUCTS);
+  static constexpr int SETS_OF_GROUP = 256 / (8 * PRODUCTS);
+  static_assert(SETS_OF_GROUP == 2, "two sets take turns in registers");
+  const uint2* lane_terms;  // of this lane, of the warp's first point
+  uint2 even[PRODUCTS], odd[PRODUCTS];
+
+  DEVICE Search(const Points& points, int head) {
+    int lane = threadIdx.x % 32;
+    lane_terms = points.of(head, GROUPS_OF_WARP * (threadIdx.x / 32), lane / 4) + (lane % 4 == 3);
+    ask(even, 0);
+  }
+
+  DEVICE void ask(uint2 (&set)[PRODUCTS], int number) const {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float4 y = *(const float4*)(tile_y + (row + 8 * i) * Y_STRIDE + 4 * group);
-      float unit = 1.0f / (scales[row + 8 * i] * factor);
-      a[i] = c == 3 ? pack_bfloat(-1, -1) : pack_bfloat(term_of(y.x * unit, c), term_of(y.y * unit, c));
-      a[2 + i] = c == 3 ? pack_bfloat(-1, 0) : pack_bfloat(term_of(y.z * unit, c), term_of(y.w * unit, c));
-    }
-    float best[2] = {minus_infinity(), minus_infinity()};
-    int found[2] = {0, 0};
-#pragma unroll 4
-    for (int first = 0; first < 256; first += 8) {
-      uint2 b = points.of(head, group, first + row)[c == 3];
-      float score[4] = {};
-      mma_k16<true>(score, a[0], a[1], a[2], a[3], b.x, b.y);
+    for (int i = 0; i < PRODUCTS; i++) set[i] = lane_terms[(number * PRODUCTS + i) * 8 * 2];
+  }
+
+  // What has scored best for this lane's two rows.
+  struct Best {
+    float score[2] = {minus_infinity(), minus_infinity()};
+    int point[2] = {0, 0};
+
+    DEVICE void compare(const u32 (&a)[4], const uint2 (&set)[PRODUCTS], int first) {
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (score[i] > best[i / 2]) best[i / 2] = score[i], found[i / 2] = first + 2 * c + i % 2;
-    }
+      for (int k = 0; k < PRODUCTS; k++) {
+        float of[4] = {};
+        mma_k16<true>(of, a[0], a[1], a[2], a[3], set[k].x, set[k].y);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      for (int step = 1; step < 4; step *= 2) {
-        float other = __shfl_xor_sync(FULL_WARP, best[i], step);
-        int at = __shfl_xor_sync(FULL_WARP, found[i], step);
-        if (other > best[i] || (other == best[i] && at < found[i])) best[i] = other, found[i] = at;
+        for (int i = 0; i < 4; i++)
+          if (of[i] > score[i / 2]) score[i / 2] = of[i], point[i / 2] = first + 8 * k + 2 * (threadIdx.x % 4) + i % 2;
       }
-      if (c == 0) indexes[(row + 8 * i) * BOOK_GROUPS + group] = found[i];
+    }
+  };
+
+  // Indexes of the points nearest to the tile's vectors over their scales, to ``indexes`` [VECTORS, BOOK_GROUPS].
+  DEVICE void find(const Points& points, int head, const float* tile_y, const float* scales, u8* indexes) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
+#pragma unroll 1
+    for (int own = 0; own < GROUPS_OF_WARP; own++) {
+      ask(odd, 2 * own + 1);
+      int group = GROUPS_OF_WARP * warp + own;
+      float factor = points.factor[head * BOOK_GROUPS + group];
+      u32 a[4];  // of both rows channels 0 and 1, then 2 and 3
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float4 y = *(const float4*)(tile_y + (row + 8 * i) * Y_STRIDE + 4 * group);
+        float unit = 1.0f / (scales[row + 8 * i] * factor);
+        a[i] = c == 3 ? pack_bfloat(-1, -1) : pack_bfloat(term_of(y.x * unit, c), term_of(y.y * unit, c));
+        a[2 + i] = c == 3 ? pack_bfloat(-1, 0) : pack_bfloat(term_of(y.z * unit, c), term_of(y.w * unit, c));
+      }
+      Best best;
+      best.compare(a, even, 0);
+      ask(even, (2 * own + 2) % SETS);  // behind the last one the first of the next tile
+      best.compare(a, odd, 8 * PRODUCTS);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        for (int step = 1; step < 4; step *= 2) {
+          float other = __shfl_xor_sync(FULL_WARP, best.score[i], step);
+          int at = __shfl_xor_sync(FULL_WARP, best.point[i], step);
+          if (other > best.score[i] || (other == best.score[i] && at < best.point[i])) best.score[i] = other, best.point[i] = at;
+        }
+        if (c == 0) indexes[(row + 8 * i) * BOOK_GROUPS + group] = best.point[i];
+      }
     }
   }
-}
+};
+
+// Of sides without codebooks.
+struct NoSearch {
+  DEVICE NoSearch(const Points&, int) {}
+};
 
 // This warp's rows of the tile, every STORE_WARPS-th, are ``live`` or not; all threads of the block take part.
 template <bool FITTED, int ROWS>
-DEVICE void store_nearest(const Points& points, int head, float gain, u8* const (&rows)[ROWS], const bool (&live)[ROWS],
+DEVICE void store_nearest(const Points& points, Search& search, int head, float gain, u8* const (&rows)[ROWS], const bool (&live)[ROWS],
                           const float* tile_y, float* memory) {
   float* scales = memory;
   u8* indexes = (u8*)(memory + VECTORS);
@@ -93,7 +131,7 @@ DEVICE void store_nearest(const Points& points, int head, float gain, u8* const 
     if (lane == 0) scales[warp + STORE_WARPS * r] = scale[r];
   }
   __syncthreads();
-  find_nearest(points, head, tile_y, scales, indexes);
+  search.find(points, head, tile_y, scales, indexes);
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {

@@ -168,7 +168,7 @@ DEVICE void quantize_tile(const Side& side, const Fetched<SETS, ROTATED>& fetche
 
 // Windows, and indexes of points.
 template <bool FITTED, int SETS, bool ROTATED>
-DEVICE void look_up_tile(const Side& side, const Points& points, const Fetched<SETS, ROTATED>& fetched,
+DEVICE void look_up_tile(const Side& side, const Points& points, Search& search, const Fetched<SETS, ROTATED>& fetched,
                          Tile<KV_HEADS, SETS> tile, const float* tile_y, float* memory) {
   constexpr int ROWS = Fetched<SETS, ROTATED>::ROWS;
   u8* rows[ROWS];
@@ -181,7 +181,7 @@ DEVICE void look_up_tile(const Side& side, const Points& points, const Fetched<S
     if (RING > 0 && live[r]) store_window(side.ring, fetched.ring[r], tile.set, tile_y + row * Y_STRIDE);
     if (SINK > 0 && live[r]) store_window(side.sink, fetched.sink[r], tile.set, tile_y + row * Y_STRIDE);
   }
-  store_nearest<FITTED>(points, tile.set, side.gain, rows, live, tile_y, memory);
+  store_nearest<FITTED>(points, search, tile.set, side.gain, rows, live, tile_y, memory);
 }
 
 // ``tile_y`` has two tiles: one is read while the next is written, so that a tile needs one barrier.
@@ -189,13 +189,14 @@ template <class Rows, int TERMS, int MATRICES, bool CENTER, bool FITTED, int SET
 DEVICE void store_tiles(const Side& side, const Points& points, const Slots& slots, Tiles<KV_HEADS, SETS> tiles,
                         bool decoding, float* tile_y) {
   Columns<TERMS> columns(tiles.template terms_of<TERMS, MATRICES>(side.terms));
+  typename Either<Rows::CODING == CODEBOOK, Search, NoSearch>::type search(points, tiles.set);
   start(decoding);
   Fetched<SETS, (TERMS > 0)> now, next;
   now.fetch(side, slots, tiles.tile(tiles.begin));
   for (int index = tiles.begin; index < tiles.end; index++) {
     Tile<KV_HEADS, SETS> tile = tiles.tile(index);
     float* y = tile_y + (index - tiles.begin) % 2 * (VECTORS * Y_STRIDE);
-    if (index + 1 < tiles.end) next.fetch(side, slots, tiles.tile(index + 1));
+    if (Rows::CODING != CODEBOOK && index + 1 < tiles.end) next.fetch(side, slots, tiles.tile(index + 1));
     if constexpr (TERMS > 0) {
       rotate_tile<CENTER>(side, columns, now.x, tile, y);
       __syncthreads();
@@ -204,10 +205,14 @@ DEVICE void store_tiles(const Side& side, const Points& points, const Slots& slo
       if (Rows::CODING == CODEBOOK) __syncthreads();
       else __syncwarp();
     }
-    if constexpr (Rows::CODING == CODEBOOK)
-      look_up_tile<FITTED>(side, points, now, tile, y, tile_y + 2 * VECTORS * Y_STRIDE);
-    else quantize_tile<Rows, FITTED>(side, now, tile, y);
-    now = next;
+    if constexpr (Rows::CODING == CODEBOOK) {
+      look_up_tile<FITTED>(side, points, search, now, tile, y, tile_y + 2 * VECTORS * Y_STRIDE);
+      // Not ahead: points take the registers.
+      if (index + 1 < tiles.end) now.fetch(side, slots, tiles.tile(index + 1));
+    } else {
+      quantize_tile<Rows, FITTED>(side, now, tile, y);
+      now = next;
+    }
   }
 }
 
