@@ -22,6 +22,7 @@ ARGUMENT_READERS = {
     "attach/gate.py": ("args",),
     "features/recording/dump_hook.py": ("args", "server_args"),
     "attach/arguments.py": ("args",),
+    "features/ranks/arguments.py": ("args", "a"),
     "attention/refill_pass.py": ("server_args",),
     "attention/backend.py": ("server_args",),
     "formats/rotations.py": ("args",),

@@ -119,6 +119,8 @@ KINDS = {
     "hybrid_trained": Kind(lambda folder: Path(TRAINED), tuple(IDS), states, ranks=(1,)),
     # Ranks have experts of their own, and hand each other activations in equal shares: odd chunks are padded.
     "experts": Kind(experts, (*IDS, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
+    # Ranks have requests of their own, and pad their batches to each other's sizes.
+    "experts_attended_apart": Kind(experts, (*IDS, "--dp-size", "2", "--enable-dp-attention"), ranks=(2,)),
     "host_tier": Kind(
         lambda folder: models.save("qwen3", folder),
         tuple(IDS),

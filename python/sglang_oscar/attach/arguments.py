@@ -34,3 +34,12 @@ def new_tokens(args: Any) -> int:
 def disaggregated(args: Any) -> bool:
     """Whether a server computes prompts or decodes, but not both, or may be told to."""
     return bool(args.disaggregation_mode != "null" or argument(args, "enable_pd_role_switch", False))
+
+
+def replicas(args: Any) -> int:
+    """Groups of ranks that attend to requests of their own (data-parallel attention); 1 where all attend to all.
+
+    Args:
+        args: server arguments, resolved or not: newer releases move the number while they resolve.
+    """
+    return max(args.dp_size if args.enable_dp_attention else 1, int(argument(args, "attn_dp_size", 1)))

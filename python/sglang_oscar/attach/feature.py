@@ -77,6 +77,7 @@ class Feature:
         draft_pool_built: (draft model's pool, the model's cache) checks it.
         restores_windows: whether prefix hits of this process's server bring their recent windows along.
         covered: (request, its tokens) up to which token of a request a prefix hit brings the recent window along.
+        longest_hit: (request, its tokens) up to which token of a request a prefix hit may reach.
         any_server: what it does without int2.
     """
 
@@ -103,6 +104,7 @@ class Feature:
     draft_pool_built: Callable[[Any, Any], None] = _nothing
     restores_windows: Callable[[], bool] = _no
     covered: Callable[[Any, int], int] = lambda req, input_len: 0
+    longest_hit: Callable[[Any, int], int] = lambda req, input_len: input_len
     any_server: OfAnyServer | None = None
 
 

@@ -19,14 +19,14 @@ def _names(text: str) -> frozenset[str]:
 TRIED = _names(
     """
     model_path dtype quantization load_format context_length json_model_override_args trust_remote_code kv_cache_dtype
-    host port device base_gpu_id random_seed sleep_on_idle nccl_port dp_size tp_size ep_size moe_dense_tp_size
-    moe_runner_backend disable_custom_all_reduce enforce_disable_flashinfer_allreduce_fusion mem_fraction_static
-    max_running_requests max_total_tokens chunked_prefill_size page_size enable_mixed_chunk disable_overlap_schedule
-    disable_radix_cache max_mamba_cache_size mamba_track_interval mamba_max_states_per_path attention_backend
-    prefill_attention_backend decode_attention_backend grammar_backend cuda_graph_bs_decode enable_fp32_lm_head
-    torch_compile_max_bs skip_tokenizer_init skip_server_warmup incremental_streaming_output enable_cache_report
-    decode_log_interval enable_metrics extra_metric_labels enable_session_radix_cache enable_hierarchical_cache
-    hicache_ratio hicache_size hicache_io_backend hicache_mem_layout hicache_storage_backend
+    host port device base_gpu_id random_seed sleep_on_idle nccl_port dp_size attn_dp_size enable_dp_attention tp_size
+    ep_size moe_dense_tp_size moe_runner_backend disable_custom_all_reduce enforce_disable_flashinfer_allreduce_fusion
+    mem_fraction_static max_running_requests max_total_tokens chunked_prefill_size page_size enable_mixed_chunk
+    disable_overlap_schedule disable_radix_cache max_mamba_cache_size mamba_track_interval mamba_max_states_per_path
+    attention_backend prefill_attention_backend decode_attention_backend grammar_backend cuda_graph_bs_decode
+    enable_fp32_lm_head torch_compile_max_bs skip_tokenizer_init skip_server_warmup incremental_streaming_output
+    enable_cache_report decode_log_interval enable_metrics extra_metric_labels enable_session_radix_cache
+    enable_hierarchical_cache hicache_ratio hicache_size hicache_io_backend hicache_mem_layout hicache_storage_backend
     hicache_storage_backend_extra_config hicache_storage_prefetch_policy hicache_write_policy disaggregation_mode
     disaggregation_bootstrap_port disaggregation_transfer_backend disaggregation_decode_retraction_backup
     speculative_algorithm speculative_draft_model_path speculative_eagle_topk speculative_num_draft_tokens
@@ -40,16 +40,16 @@ TRIED = _names(
 
 REFUSED = _names(
     """
-    attn_cp_size attn_dp_size dcp_size pp_size enable_dp_attention enable_kv_cache_sharding enable_prefill_cp
-    enable_prefill_context_parallel enable_dsa_prefill_context_parallel use_ray
-    model_impl remote_instance_weight_loader_start_seed_via_transfer_engine enable_memory_saver enable_lora lora_paths
-    cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_config disable_cuda_graph disable_decode_cuda_graph
-    enable_torch_compile enable_two_batch_overlap enable_pdmux enable_nvidia_megakernel dllm_algorithm
-    elastic_ep_backend enable_elastic_expert_backup enable_deterministic_inference rl_on_policy_target enable_mis
-    prefill_only_disable_kv_cache enable_streaming_session kv_canary encoder_only language_only
-    enable_adaptive_dispatch_to_encoder enable_flexkv flexkv_config_file enable_lmcache enable_hisparse
-    enable_page_major_kv_layout enable_unified_memory enable_unified_cache_external_linker radix_cache_backend
-    hicache_host_memory_mode disaggregation_decode_allocation_policy disaggregation_decode_enable_offload_kvcache
+    attn_cp_size dcp_size pp_size enable_kv_cache_sharding enable_prefill_cp enable_prefill_context_parallel
+    enable_dsa_prefill_context_parallel use_ray model_impl remote_instance_weight_loader_start_seed_via_transfer_engine
+    enable_memory_saver enable_lora lora_paths cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_config
+    disable_cuda_graph disable_decode_cuda_graph enable_torch_compile enable_two_batch_overlap enable_pdmux
+    enable_nvidia_megakernel dllm_algorithm elastic_ep_backend enable_elastic_expert_backup
+    enable_deterministic_inference rl_on_policy_target enable_mis prefill_only_disable_kv_cache enable_streaming_session
+    kv_canary encoder_only language_only enable_adaptive_dispatch_to_encoder enable_flexkv flexkv_config_file
+    enable_lmcache enable_hisparse enable_page_major_kv_layout enable_unified_memory
+    enable_unified_cache_external_linker radix_cache_backend hicache_host_memory_mode
+    disaggregation_decode_allocation_policy disaggregation_decode_enable_offload_kvcache
     disaggregation_decode_enable_radix_cache disaggregation_decode_extra_slots
     disaggregation_decode_host_receive_threshold disaggregation_enable_kv_checksum enable_pd_role_switch
     enable_int8_mamba_checkpoint enable_linear_replayssm enable_linear_replayssm_spec linear_attn_backend
@@ -102,14 +102,12 @@ NOT_SERVED = _names(
     unified_cache_external_linker_config kv_canary_real_data kv_canary_sweep_interval dllm_algorithm_config dllm_fdfo
     tbo_token_distribution_threshold pdmux_config_path sm_group_num cp_strategy prefill_cp_mode dcp_comm_backend
     dcp_replicate_q_proj enable_cp_decode_attn_tp enable_cp_tp_group_sharing pp_async_batch_depth
-    pp_max_micro_batch_size enable_dynamic_chunking disable_attn_tp_gather enable_dense_mlp_attn_tp
-    enable_dp_attention_local_control_broadcast enable_dp_lm_head enable_shared_experts_attn_tp
-    speculative_skip_dp_mlp_sync elastic_ep_initial_size elastic_ep_rejoin elastic_ep_scale_timeout ep_join_mode
-    ep_join_rank_offset max_ep_size mooncake_ib_device encoder_bootstrap_port encoder_register_urls
-    encoder_transfer_backend encoder_urls engine_info_bootstrap_port modelexpress_config
-    int8_mamba_ckpt_size linear_replayssm_cache_len
-    speculative_adaptive_config decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
-    decoupled_spec_role speculative_dflash_block_size speculative_domino_candidate_pool_size
+    pp_max_micro_batch_size enable_dynamic_chunking speculative_skip_dp_mlp_sync elastic_ep_initial_size
+    elastic_ep_rejoin elastic_ep_scale_timeout ep_join_mode ep_join_rank_offset max_ep_size mooncake_ib_device
+    encoder_bootstrap_port encoder_register_urls encoder_transfer_backend encoder_urls engine_info_bootstrap_port
+    modelexpress_config int8_mamba_ckpt_size linear_replayssm_cache_len speculative_adaptive_config
+    decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role
+    speculative_dflash_block_size speculative_domino_candidate_pool_size
     speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_block_size
     speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path enable_amd_monokernel
     enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_decode disable_aiter_allreduce_fusion_in_prefill
@@ -127,14 +125,15 @@ NOT_TRIED = _names(
     lora_strict_loading lora_target_modules lora_use_virtual_experts max_loaded_loras max_lora_chunk_size max_lora_rank
     model_loader_extra_config modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
     modelopt_quant quantize_and_serve rl_quant_profile torchao_config gpu_id_step numa_node nnodes node_rank
-    dist_init_addr dwdp_size moe_dp_size shared_experts_tp_size load_balance_method enable_attn_tp_input_scattered
-    enable_layernorm_sp enable_megamoe_for_layernorm_sp enable_p2p_check enable_tp_lm_head_all_to_all
-    abort_on_priority_when_disabled default_priority_value disable_priority_preemption
+    dist_init_addr disable_attn_tp_gather enable_dense_mlp_attn_tp enable_dp_attention_local_control_broadcast
+    enable_dp_lm_head enable_shared_experts_attn_tp dwdp_size moe_dp_size shared_experts_tp_size load_balance_method
+    enable_attn_tp_input_scattered enable_layernorm_sp enable_megamoe_for_layernorm_sp enable_p2p_check
+    enable_tp_lm_head_all_to_all abort_on_priority_when_disabled default_priority_value disable_priority_preemption
     priority_scheduling_preemption_threshold schedule_low_priority_values_first disable_hybrid_swa_memory
-    enable_prefill_delayer prefill_delayer_max_delay_ms prefill_delayer_max_delay_passes
-    prefill_delayer_queue_min_ratio prefill_delayer_token_usage_low_watermark prefill_decode_interval
-    prefill_decode_interval_min_bs min_free_slots_delay batch_notify_size detokenizer_worker_num strip_thinking_cache
-    warmups radix_eviction_policy_config hicache_host_memory_fraction hicache_storage_prefetch_retry_max_attempts
+    enable_prefill_delayer prefill_delayer_max_delay_ms prefill_delayer_max_delay_passes prefill_delayer_queue_min_ratio
+    prefill_delayer_token_usage_low_watermark prefill_decode_interval prefill_decode_interval_min_bs
+    min_free_slots_delay batch_notify_size detokenizer_worker_num strip_thinking_cache warmups
+    radix_eviction_policy_config hicache_host_memory_fraction hicache_storage_prefetch_retry_max_attempts
     hicache_storage_prefetch_retry_poll_interval disaggregation_decode_polling_interval disaggregation_ib_device
     num_reserved_decode_tokens language_model_only disable_fast_image_processor enable_broadcast_mm_inputs_process
     enable_mm_global_cache enable_multimodal enable_prefix_mm_cache image_processor_backend keep_mm_feature_on_device
@@ -170,8 +169,7 @@ NOT_TRIED = _names(
     speculative_draft_window_size speculative_enable_w4a4_mxfp4_megamoe speculative_moe_a2a_backend
     speculative_moe_runner_backend speculative_ngram_external_corpus_max_tokens speculative_ngram_external_corpus_path
     speculative_ngram_external_sam_budget speculative_ngram_match_type speculative_ngram_min_bfs_breadth
-    speculative_token_map speculative_use_block_verification speculative_use_rejection_sampling
-    tokenizer_worker_num
+    speculative_token_map speculative_use_block_verification speculative_use_rejection_sampling tokenizer_worker_num
     """
 )
 """Nobody has served int2 with a value off their default: nothing speaks against it, and nothing for it."""

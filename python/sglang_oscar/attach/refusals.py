@@ -48,9 +48,6 @@ def _context_parallel(args: Any) -> bool:
 
 ARGUMENTS: list[Refusal] = [
     (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
-    (lambda a: a.enable_dp_attention, "data-parallel attention; drop --enable-dp-attention"),
-    # Where --enable-dp-attention is an old name of this, resolution turns it into this.
-    (lambda a: argument(a, "attn_dp_size", 1) > 1, "data-parallel attention; set --attn-dp-size 1"),
     (lambda a: a.dcp_size > 1, "decode context parallelism; set --dcp-size 1"),
     (lambda a: a.attn_cp_size > 1, "context parallelism; set --attn-cp-size 1"),
     (_context_parallel, "context parallelism; drop --enable-prefill-cp"),

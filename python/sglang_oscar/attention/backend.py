@@ -154,6 +154,9 @@ class OscarAttentionBackend(AttentionBackend):
         """Length of padding: one token, in the dummy seat, page and block 0."""
         return 1
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+    """SGLang asks this one on a CPU, also where ranks pad their batches for each other."""
+
     def forward_decode(
         self,
         q: torch.Tensor,

@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib
 
 CORE = ("attention", "rotation_source", "formats", "memory", "requests")
-FEATURES = ("speculation", "tiers", "disaggregation", "sliding_windows", "hybrids", "resuming", "recording")
+FEATURES = (
+    "speculation", "tiers", "disaggregation", "sliding_windows", "hybrids", "resuming", "ranks", "recording",
+)  # fmt: skip
 _registered = False
 
 

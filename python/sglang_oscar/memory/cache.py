@@ -69,12 +69,12 @@ class Int2Cache:
     ``layers`` maps the ids of the model's attention layers to their tensors and formats; ``fingerprint`` is that of the
     formats of the whole model (:func:`oscar_kernels.format.fingerprint`), the same on all ranks; ``seats`` says which
     ring and sink block a request's seat has, ``sinks`` who owns which block, ``refills`` which blocks are to be
-    computed again; ``recipe`` is what the rotations are of, ``key_errors`` what errors keys had at their fit, by
-    layer id, None where the file does not say; ``kept`` are copies of windows, None where prefix hits compute the
-    newest tokens again; ``resumed`` keeps windows of plain models, None where it is not asked to;
-    ``logits`` are of the last forward pass, until its result takes them; ``window_buffers`` holds the tensors of rings
-    and sinks; ``holdings`` are what requests own units of, by name; ``req_to_token_pool`` and ``page_size`` (tokens)
-    are SGLang's.
+    computed again; with ``cuts_hits`` none ever is, and hits whose block is gone are none; ``recipe`` is what the
+    rotations are of, ``key_errors`` what errors keys had at their fit, by layer id, None where the file does not say;
+    ``kept`` are copies of windows, None where prefix hits compute the newest tokens again; ``resumed`` keeps windows of
+    plain models, None where it is not asked to; ``logits`` are of the last forward pass, until its result takes them;
+    ``window_buffers`` holds the tensors of rings and sinks; ``holdings`` are what requests own units of, by name;
+    ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
     """
 
     settings: Settings
@@ -89,6 +89,7 @@ class Int2Cache:
     recipe: str = ""
     key_errors: Mapping[int, float] | None = None
     refills: SinkRefills = field(default_factory=SinkRefills)
+    cuts_hits: bool = False
     kept: Kept | None = None
     resumed: Resumed | None = None
     logits: LogitsColumn | None = None

@@ -37,6 +37,10 @@ class SinkStore:
         self._key_of: dict[int, Hashable] = {}
         self._pins: dict[int, int] = {}
 
+    def holds(self, key: Hashable) -> bool:
+        """Whether a block is published under ``key``."""
+        return key in self._block_of
+
     def acquire_shared(self, key: Hashable) -> int | None:
         """Pin the published block of ``key``; None if there is none."""
         block = self._block_of.get(key)

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
 from sglang_oscar.attach import failure, gate, releases
+from sglang_oscar.attach.arguments import replicas
 from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.build import build_pool, check_draft_pool
@@ -97,7 +98,7 @@ def plan_for(configurator: Any, budget_bytes: int) -> MemoryPlan:
     parts = [part for feature in features() for part in feature.parts(sizing)]
     # SGLang runs one request where it is told to run none.
     asked = get_schedule().max_running_requests
-    running = asked if asked is None else max(1, asked)
+    running = asked if asked is None else max(1, asked // replicas(releases.resolved(configurator.server_args)))
     return make_plan(geometry, budget_bytes, running, configurator.page_size, parts)
 
 

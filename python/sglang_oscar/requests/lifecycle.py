@@ -35,7 +35,7 @@ def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int
     if active.recompute_recent and not any(feature.restores_windows() for feature in features()):
         covered = max(feature.covered(self, input_len) for feature in features())
         longest = min(longest, max(input_len - active.windows.recent, covered))
-    return max(longest, 0)
+    return max(min([longest, *(feature.longest_hit(self, input_len) for feature in features())]), 0)
 
 
 def has_own_embeddings(req: Any) -> bool:
@@ -105,6 +105,8 @@ def acquire_refilled(cache: Int2Cache, req: Any) -> int:
         raise ImpossibleRequestError("a prefix hit, but its sink tokens are not known")
     if key is not None and (block := cache.sinks.acquire_shared(key)) is not None:
         return block  # queued a moment ago for a request that begins alike
+    if cache.cuts_hits:
+        raise ImpossibleRequestError("a prefix hit, but its sink block is gone")
     if cache.kept is not None and releases.state_source(req) is None:
         raise ImpossibleRequestError(NO_STATE)
     block = cache.sinks.acquire_private()

@@ -7,6 +7,7 @@ filled, and so is a request's ring.
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -72,6 +73,19 @@ def poison_windows():
     Int2Cache.attach, SinkStore.acquire_private, SeatTables.assign = attach_poisoned, acquire_poisoned, assign_poisoned
 
 
+def print_digests():
+    """When a request leaves its seat, how many tokens it has and what its rows hash to."""
+    from sglang_oscar.memory.owned import ROW, Owned
+
+    free = Owned.free
+
+    def free_printed(self):
+        logging.getLogger("sglang.lossless").info("rows of %d tokens: %s", self.tokens, self.digests()[ROW])
+        free(self)
+
+    Owned.free = free_printed
+
+
 def register():
     from oscar_kernels import reference
     from oscar_kernels.layout import RowLayout
@@ -83,6 +97,8 @@ def register():
         reference.encode_rows = encode_rows
         reference.decode_rows = decode_rows
     reference.gather = poisoned(reference.gather)
+    if os.environ.get("LOSSLESS_ROWS_PRINT_DIGESTS"):
+        print_digests()
     poison_windows()
     if os.environ.get("LOSSLESS_ROWS_BRING_NO_WINDOW"):
         # Another: what a prefix hit was promised does not come.
