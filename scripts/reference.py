@@ -49,7 +49,7 @@ TOOL_VARIABLES = {
     zoo.REPO_VARIABLE: "repository of rotation files that `oscar zoo` reads; none",
 }
 REFUSED = """A server that is started with one of these ends with this line and exit status 78, before it loads the
-model; what only layers of a model tell, while it loads. There is no fallback. Behind the semicolon is what to change;
+model; what only layers of a model tell, while it loads. Behind the semicolon is what to change;
 models that are refused need `--kv-cache-dtype auto`. Values of settings that are refused are in
 [troubleshooting.md](troubleshooting.md#settings)."""
 ARGUMENTS = """Of SGLang's server arguments {tried} have been served with int2 off their default, {refused} are refused,

@@ -90,25 +90,6 @@ def around_alloc_decode(
     return slots
 
 
-def around_copy_rows(
-    original: Callable[..., None],
-    dst: torch.Tensor,
-    src: torch.Tensor,
-    dim: int,
-    offset: torch.Tensor,
-    sz: torch.Tensor,
-    offset_src: bool,
-) -> None:
-    """Rows of one rank into those of all, or out of them: older releases have a Triton kernel alone."""
-    if dst.device.type != "cpu":
-        return original(dst, src, dim, offset, sz, offset_src)
-    begin, here = int(offset), slice(int(sz))
-    if offset_src:
-        dst[here] = src[begin : begin + int(sz)]
-    else:
-        dst[begin : begin + int(sz)] = src[here]
-
-
 def before_cache_controller(self: Any, token_to_kv_pool_allocator: Any, *args: Any, **kwargs: Any) -> None:
     """Streams and events of a hierarchical cache on a CPU: older releases take those of PyTorch's build, CUDA's."""
     if active() is not None and torch.device(token_to_kv_pool_allocator.device).type == "cpu":

@@ -52,11 +52,10 @@ FEATURE = Feature(
         Touchpoint(at(SRT + "disaggregation.utils.get_kv_class"), AROUND, transfer.around_get_kv_class),
         Touchpoint(at(MEM + "allocation.get_last_loc"), AROUND, engine.around_get_last_loc),
     ],
-    # Linear attention, pages without Triton, and ranks with batches of their own.
+    # Linear attention, and pages without Triton.
     in_every_scheduler=[
         Touchpoint(at(ALLOCATOR + "alloc_extend"), AROUND, engine.around_alloc_extend),
         Touchpoint(at(ALLOCATOR + "alloc_decode"), AROUND, engine.around_alloc_decode),
-        Touchpoint(at(KERNELS + "memory.memcpy_triton.memcpy_triton"), AROUND, engine.around_copy_rows),
         Touchpoint(
             at(KERNELS + "attention.fla.fused_norm_gate.FusedRMSNormGated.forward"),
             AROUND,

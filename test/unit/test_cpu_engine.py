@@ -149,19 +149,6 @@ def test_allocators_that_work_are_left_alone(method: Any, fields: dict[str, Any]
     assert calls[0][0][: arguments + 1] == (allocator, *range(arguments))
 
 
-@pytest.mark.parametrize("out", [False, True])
-def test_rows_of_one_rank_among_those_of_all(out: bool) -> None:
-    rows, everyone = torch.arange(6.0).view(3, 2), torch.zeros(7, 2)
-    begin, count = torch.tensor(4), torch.tensor(2)  # the third row is padding
-    if out:
-        everyone[4:6], rows = rows[:2], torch.zeros(3, 2)
-        engine.around_copy_rows(never, rows, everyone, 0, begin, count, True)
-        assert rows.tolist() == [[0, 1], [2, 3], [0, 0]]
-    else:
-        engine.around_copy_rows(never, everyone, rows, 0, begin, count, False)
-        assert everyone[4:].tolist() == [[0, 1], [2, 3], [0, 0]]
-
-
 def test_other_backends_keep_their_triton_support() -> None:
     assert around_support_triton(lambda backend: True, "triton") is True
     assert around_support_triton(lambda backend: False, "torch_native") is False
