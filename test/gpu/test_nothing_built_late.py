@@ -1,6 +1,6 @@
 """No kernel is built while requests wait, by servers of every kind of model and of every backend.
 
-The server says so itself (:mod:`sglang_oscar.attention.late_kernels`): cold prompts of many lengths, prefix hits,
+The server says so itself (:mod:`sglang_oscar.requests.late_kernels`): cold prompts of many lengths, prefix hits,
 chunks and many requests at once must not make it.
 """
 

@@ -263,6 +263,8 @@ def _table() -> dict[str, Refused]:
     recorded = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     if hasattr(envs, recorded):
         table[recorded] = Refused((recorded,), env={recorded: "1"})
+    reserves = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+    table[reserves] = Refused((f"{reserves}=0",), env={reserves: "1"})
     return table
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -18,9 +19,9 @@ from triton.runtime.jit import JITFunction
 from oscar_kernels import builds
 from oscar_kernels.cuda import jit
 from sglang_oscar import metrics
-from sglang_oscar.attention import late_kernels
+from sglang_oscar.requests import late_kernels
 
-SCHEDULER = SimpleNamespace(device="cuda")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +50,8 @@ def compile_kernel(module: str) -> None:
 def test_a_late_triton_kernel_is_counted(counted: list[str], caplog: pytest.LogCaptureFixture) -> None:
     compile_kernel("oscar_kernels.triton.planted")
     assert counted == []
-    late_kernels.before_run_event_loop(SCHEDULER)
-    late_kernels.before_run_event_loop(SCHEDULER)
+    late_kernels.begin(GPU)
+    late_kernels.begin(GPU)
     with caplog.at_level(logging.WARNING):
         compile_kernel("oscar_kernels.triton.planted")
     assert counted == ["late_kernels"]
@@ -62,7 +63,7 @@ def test_a_late_triton_kernel_is_counted(counted: list[str], caplog: pytest.LogC
 def test_kernels_of_others_are_theirs_and_their_listener_is_told(counted: list[str]) -> None:
     told: list[str] = []
     knobs.compilation.listener = lambda *, src, metadata, metadata_group, times, cache_hit: told.append(src.name)
-    late_kernels.before_run_event_loop(SCHEDULER)
+    late_kernels.begin(GPU)
     compile_kernel("sglang.srt.planted")
     assert (told, counted) == (["planted"], [])
 
@@ -82,7 +83,7 @@ def test_a_late_cuda_kernel_is_counted_once(
     monkeypatch.setattr(jit, "_bindings", lambda module: Driver())
     monkeypatch.setattr(jit, "check", lambda result: result[1])
     monkeypatch.setattr(jit, "compile_source", lambda name, defines: b"")
-    late_kernels.before_run_event_loop(SCHEDULER)
+    late_kernels.begin(GPU)
     for _ in range(2):
         jit.load("planted.cu", "planted", (), 0)
     assert counted == ["late_kernels"]
@@ -90,5 +91,5 @@ def test_a_late_cuda_kernel_is_counted_once(
 
 
 def test_without_a_gpu_nobody_listens() -> None:
-    late_kernels.before_run_event_loop(SimpleNamespace(device="cpu"))
+    late_kernels.begin(torch.device("cpu"))
     assert knobs.compilation.listener is None

@@ -25,6 +25,7 @@ from sglang_oscar.memory import build, saver
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.feature import FEATURE
 from sglang_oscar.memory.plan import make_plan
+from sglang_oscar.requests import lifecycle
 from sglang_oscar.settings import Settings
 from support.small_cache import small_cache
 
@@ -110,9 +111,17 @@ def test_rows_and_windows_are_released_and_nothing_else(built: tuple[Any, Int2Ca
     assert not {place(tensor) for tensor in outside} & StandIn.places
 
 
+class Requests:
+    """For SGLang's request pool."""
+
+    def clear(self) -> None:
+        """It has forgotten all."""
+
+
 def poisoned() -> tuple[Int2Cache, list[torch.Tensor]]:
     """A cache whose memory came back with anything in it, and that memory."""
-    cache = small_cache(Windows(4, 8, 8))
+    cache = small_cache(Windows(4, 8, 8), requests=Requests())
+    lifecycle.observe(cache)
     memory = [cache.req_to_token_pool.req_to_token]
     memory += [group for of in cache.holdings.values() for group in of.units.groups]
     assert len(memory) == 4
@@ -121,23 +130,34 @@ def poisoned() -> tuple[Int2Cache, list[torch.Tensor]]:
     return cache, memory
 
 
-@pytest.mark.parametrize(("tags", "back"), [(None, True), (["kv_cache"], True), (["weights", "cuda_graph"], False)])
-def test_memory_that_is_back_is_as_at_start(tags: list[str] | None, back: bool) -> None:
+def first_request_behind(cache: Int2Cache, kv_pool: Any) -> None:
+    """SGLang flushes, and later the first request gains a seat."""
+    cache.req_to_token_pool.clear()
+    next_request(cache, kv_pool)
+
+
+def next_request(cache: Int2Cache, kv_pool: Any) -> None:
+    batch = SimpleNamespace(reqs=[], req_to_token_pool=cache.req_to_token_pool, seq_lens_cpu=torch.zeros(0))
+    batch.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: kv_pool)
+    lifecycle.around_alloc_for_extend(lambda batch: None, batch)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_memory_that_is_back_is_as_at_start(saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = SimpleNamespace(enable_memory_saver=saves)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: served)
+    monkeypatch.setattr(saver, "releases", SimpleNamespace(resolved=lambda args: args))
     cache, memory = poisoned()
-    seats = cache.seats.ring_start.fill_(7)
-    runner = SimpleNamespace(req_to_token_pool=cache.req_to_token_pool, token_to_kv_pool=SimpleNamespace())
     windows = torch.full((8, 2, 4), float("nan"))
-    runner.token_to_kv_pool.swa_kv_pool = SimpleNamespace(k_buffer=[windows], v_buffer=[])
-    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
-    saver.after_resume(None, updater, SimpleNamespace(tags=tags))
-    assert [not tensor.any() for tensor in (*memory, windows)] == [back] * 5
-    assert (seats == 7).all()
-
-
-def test_a_stock_pool_is_left_alone() -> None:
-    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(), token_to_kv_pool=None)
-    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
-    saver.after_resume(None, updater, SimpleNamespace(tags=None))
+    pair = SimpleNamespace(swa_kv_pool=SimpleNamespace(k_buffer=[windows], v_buffer=[]))
+    first_request_behind(cache, pair)
+    assert [not tensor.any() for tensor in (*memory, windows)] == [saves] * 5
+    cache.window_buffers.ring.fill_(1.0)
+    first_request_behind(cache, pair)
+    assert cache.window_buffers.ring.any() != saves
+    cache.window_buffers.ring.fill_(1.0)
+    next_request(cache, pair)
+    assert cache.window_buffers.ring.all(), "requests are in it"
 
 
 def test_copies_of_kept_windows_are_released(built: tuple[Any, Int2Cache], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ class Feature:
         cache_dtype: (ModelConfig, its dtype) what SGLang is told of the cache, where a room wants it to see another.
         parts: (:class:`sglang_oscar.memory.part.Sizing`) what the room takes of the KV budget.
         pool_sizes: (plan, tokens, page_size) fields of SGLang's MemoryPoolConfig beside the tokens of the history pool.
+        wraps_attention: (SGLang's ``attn_backend_wrapper``, its ModelRunner, the attention backend of layers without a
+            window or state) the attention backend of the model.
         owns: (:class:`sglang_oscar.memory.build.Built`) what requests own units of, by name
             (:class:`sglang_oscar.memory.owned.Holding`): it goes with them wherever they go.
         built: (:class:`sglang_oscar.memory.build.Built`) the pool that SGLang gets in place of the one that was built;
@@ -99,6 +101,9 @@ class Feature:
     cache_dtype: Callable[[Any, Any], tuple[str, Any] | None] = _nothing  # type: ignore[assignment]
     parts: Callable[[Any], Sequence[Any]] = lambda sizing: ()
     pool_sizes: Callable[[Any, int, int], dict[str, int]] = lambda plan, tokens, page_size: {}
+    wraps_attention: Callable[[Callable[..., Any], Any, Any], Any] = lambda original, runner, backend: original(
+        runner, backend
+    )
     owns: Callable[[Any], dict[str, Any]] = lambda built: {}
     built: Callable[[Any], Any] = _nothing
     draft_pool_built: Callable[[Any, Any], None] = _nothing

@@ -40,6 +40,11 @@ def _heads_first(args: Any) -> bool:
     return switched_on("SGLANG_USE_HND_KVCACHE")
 
 
+def _sizes_behind_capture(args: Any) -> bool:
+    """A pool that is sized once graphs are captured reserves address space that rows of codes cannot use."""
+    return switched_on("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
+
+
 def _context_parallel(args: Any) -> bool:
     """Flags of which later releases have only the first."""
     flags = ("enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
@@ -73,6 +78,7 @@ ARGUMENTS: list[Refusal] = [
     (lambda a: a.enable_hisparse, "HiSparse; drop --enable-hisparse"),
     (lambda a: a.enable_page_major_kv_layout, "page-major pools; drop --enable-page-major-kv-layout"),
     (_heads_first, "pools by heads; unset SGLANG_USE_HND_KVCACHE"),
+    (_sizes_behind_capture, "pools that are sized behind graphs; set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0"),
     (lambda a: a.enable_unified_memory, "unified memory pools; drop --enable-unified-memory"),
     (lambda a: a.enable_pdmux, "PD multiplexing; drop --enable-pdmux"),
     (lambda a: a.enable_two_batch_overlap, "two-batch overlap; drop --enable-two-batch-overlap"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import new_tokens
-from sglang_oscar.attach.feature import Feature
-from sglang_oscar.attach.touchpoint import AROUND, BEFORE, SCHEDULER, SRT, Touchpoint, at
-from sglang_oscar.attention import decode_choice, extend_choice, late_kernels, refill_pass
+from sglang_oscar.attach.feature import Feature, features
+from sglang_oscar.attach.touchpoint import AROUND, SRT, Touchpoint, at
+from sglang_oscar.attention import decode_choice, extend_choice, refill_pass
 from sglang_oscar.attention.decode_workspace import decode_workspace, without_rows
 from sglang_oscar.attention.query_heads import query_heads
 from sglang_oscar.memory.part import Part, Sizing
@@ -59,13 +61,20 @@ def parts(sizing: Sizing) -> list[Part]:
     return [*found, decode_workspace(task, geometry.formats, model.context_len, ranks)]
 
 
+def around_wrapper(original: Callable[[Any, Any], Any], runner: Any, full_attn_backend: Any) -> Any:
+    """Let rooms put other attention beside that of layers that attend to everything."""
+    for feature in features():
+        original = partial(feature.wraps_attention, original)
+    return original(runner, full_attn_backend)
+
+
 FEATURE = Feature(
     name="attention",
     in_schedulers=[
         Touchpoint(
             at(SRT + "model_executor.model_runner.ModelRunner.forward"), AROUND, refill_pass.around_model_forward
         ),
-        Touchpoint(at(SCHEDULER + "run_event_loop"), BEFORE, late_kernels.before_run_event_loop),
+        Touchpoint(at(SRT + "layers.attention.attention_registry.attn_backend_wrapper"), AROUND, around_wrapper),
     ],
     check=check,
     prepare_worker=prepare_worker,

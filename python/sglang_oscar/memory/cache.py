@@ -73,8 +73,9 @@ class Int2Cache:
     rotations are of, ``key_errors`` what errors keys had at their fit, by layer id, None where the file does not say;
     ``kept`` are copies of windows, None where prefix hits compute the newest tokens again; ``resumed`` keeps windows of
     plain models, None where it is not asked to; ``logits`` are of the last forward pass, until its result takes them;
-    ``window_buffers`` holds the tensors of rings and sinks; ``holdings`` are what requests own units of, by name;
-    ``req_to_token_pool`` and ``page_size`` (tokens) are SGLang's.
+    ``flushed`` says that all requests have left and none has come since; ``window_buffers`` holds the tensors of rings
+    and sinks; ``holdings`` are what requests own units of, by name; ``req_to_token_pool`` and ``page_size`` (tokens)
+    are SGLang's.
     """
 
     settings: Settings
@@ -93,6 +94,7 @@ class Int2Cache:
     kept: Kept | None = None
     resumed: Resumed | None = None
     logits: LogitsColumn | None = None
+    flushed: bool = False
     holdings: dict[str, Holding] = field(default_factory=dict)
 
     def attach(self, kv_pool: Any) -> None:

@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
-from sglang_oscar.attach.touchpoint import (
-    AFTER,
-    ARGS,
-    AROUND,
-    CONFIGURATOR,
-    MEM,
-    SCHEDULER,
-    SRT,
-    UPDATER,
-    Touchpoint,
-    at,
-)
-from sglang_oscar.memory import facts, owned, saver, sizing
+from sglang_oscar.attach.touchpoint import AFTER, AROUND, CONFIGURATOR, MEM, SCHEDULER, SRT, Touchpoint, at
+from sglang_oscar.memory import facts, owned, sizing
 
 FEATURE = Feature(
     name="memory",
-    in_arguments=[
-        Touchpoint(
-            at(
-                SRT + "arg_groups.overrides.post_capture_kv_sizing_planned",
-                ARGS + "ServerArgs.post_capture_kv_sizing_planned",
-            ),
-            AFTER,
-            sizing.after_post_capture_kv_sizing_planned,
-        ),
-    ],
     in_schedulers=[
         Touchpoint(at(MEM + "kv_cache_dtype.configure_kv_cache_dtype"), AROUND, sizing.around_configure_kv_cache_dtype),
         Touchpoint(
@@ -37,7 +16,6 @@ FEATURE = Feature(
             sizing.around_create_configurator,
         ),
         Touchpoint(at(CONFIGURATOR + "_build_token_to_kv_pool"), AROUND, sizing.around_build_token_to_kv_pool),
-        Touchpoint(at(UPDATER + "resume_memory_occupation"), AFTER, saver.after_resume),
         Touchpoint(at(SCHEDULER + "get_internal_state"), AFTER, facts.after_get_internal_state),
     ],
     owns=owned.of_every_server,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
-from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.attach import releases
+from sglang_oscar.memory.cache import Int2Cache
 
 
 def kv_region(pool: Any) -> AbstractContextManager[None]:
@@ -21,18 +22,19 @@ def kv_region(pool: Any) -> AbstractContextManager[None]:
     return found
 
 
-def after_resume(result: Any, self: Any, recv_req: Any) -> None:
-    """The memory is back, with anything in it: make it what it was at start, before graphs read dummies again.
+def restore(cache: Int2Cache, kv_pool: Any) -> None:
+    """Before the first request behind a flush gets its seat, and graphs read dummies again: make memory what it was at
+    start. SGLang flushes when memory is taken, which comes back with anything in it.
 
     Args:
-        result: SGLang's answer.
-        self: its SchedulerWeightUpdaterManager.
-        recv_req: its request; no tags are all tags.
+        cache: of the server's model.
+        kv_pool: SGLang's.
     """
-    runner = self.tp_worker.model_runner
-    cache = cache_of(runner.req_to_token_pool)
-    if cache is not None and (not recv_req.tags or GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags):
-        clear(cache, runner.token_to_kv_pool)
+    from sglang.srt.runtime_context import get_server_args
+
+    cache.flushed = False
+    if releases.resolved(get_server_args()).enable_memory_saver:
+        clear(cache, kv_pool)
 
 
 def clear(cache: Int2Cache, kv_pool: Any) -> None:

@@ -107,11 +107,6 @@ def around_create_configurator(original: Callable[[Any], Any], kvc: Any) -> Any:
     return PlanConfigurator(kvc) if is_int2(kvc.server_args) and not kvc.is_draft_worker else original(kvc)
 
 
-def after_post_capture_kv_sizing_planned(planned: bool, server_args: Any, /) -> bool | None:
-    """Size the pool before graph capture: the alternative reserves address space that byte rows cannot use."""
-    return False if is_int2(server_args) else None
-
-
 def around_build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     """Build the INT2 pool with its window buffers, and its cache object; of a draft model, SGLang's own pool."""
     if not is_int2(self.server_args):

@@ -15,6 +15,8 @@ from sglang_oscar.errors import ImpossibleRequestError
 from sglang_oscar.formats import origin
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.owned import SINK
+from sglang_oscar.memory.saver import restore
+from sglang_oscar.requests import late_kernels
 from sglang_oscar.requests.ending import end
 
 NO_STATE = "a prefix hit, but no state to go on from"
@@ -48,6 +50,9 @@ def around_alloc_for_extend(original: Callable[[Any], Any], batch: Any) -> Any:
     cache = cache_of(batch.req_to_token_pool)
     if cache is None:
         return original(batch)
+    late_kernels.begin(cache.seats.device)
+    if cache.flushed:
+        restore(cache, batch.token_to_kv_pool_allocator.get_kvcache())
     fresh = [req for req in batch.reqs if releases.seat(req) is None]
     blocks = acquire_blocks(cache, fresh)
     states = [None if cache.kept is None else releases.state_source(req) for req in fresh]
@@ -153,6 +158,7 @@ class ObservedSeats:
                 of.clear()
             if cache.resumed is not None:
                 cache.resumed.clear()
+            cache.flushed = True
             origin.note_flushed()
         return super().clear(*args, **kwargs)  # type: ignore[misc]
 

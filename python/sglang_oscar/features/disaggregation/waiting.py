@@ -11,7 +11,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.part import Part, Sizing
-from sglang_oscar.requests import lifecycle
+from sglang_oscar.requests import late_kernels, lifecycle
 
 
 def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -23,6 +23,7 @@ def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: A
     result = original(self, req, *args, **kwargs)
     cache = cache_of(self.req_to_token_pool)
     if cache is not None:
+        late_kernels.begin(cache.seats.device)
         seat, tokens = releases.seat(req), releases.committed_tokens(req)
         if cache.seats.may_be_written(seat) and self.scheduler.enable_overlap and cache.seats.device.type == "cuda":
             # The last owner of the seat may still be decoded once more, while the ring arrives.

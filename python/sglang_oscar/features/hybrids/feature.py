@@ -11,9 +11,6 @@ FEATURE = Feature(
     in_schedulers=[
         Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, sizing.around_handle_max_mamba_cache),
         Touchpoint(
-            at(SRT + "layers.attention.attention_registry.attn_backend_wrapper"), AROUND, known_name.around_wrapper
-        ),
-        Touchpoint(
             at(
                 SRT + "layers.attention.hybrid_linear_attn_backend."
                 "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify"
@@ -27,6 +24,7 @@ FEATURE = Feature(
     refused_models=["other models with linear attention"],
     check_model=refusals.check_model,
     parts=sizing.parts,
+    wraps_attention=known_name.around_wrapper,
     owns=pool.owns,
     built=pool.built,
     restores_windows=pool.serves_hybrid,

@@ -14,9 +14,6 @@ FEATURE = Feature(
         ),
     ],
     in_schedulers=[
-        Touchpoint(
-            at(SRT + "layers.attention.attention_registry.attn_backend_wrapper"), AROUND, attention.around_wrapper
-        ),
         Touchpoint(at(MEM + "common.free_swa_out_of_window_slots"), AROUND, prefix_hits.around_free_out_of_window),
     ],
     refused_with=[("Models with sliding windows", models.REFUSED)],
@@ -27,5 +24,6 @@ FEATURE = Feature(
     cache_dtype=sizing.cache_dtype,
     parts=sizing.parts,
     pool_sizes=sizing.pool_sizes,
+    wraps_attention=attention.around_wrapper,
     built=pool.built,
 )

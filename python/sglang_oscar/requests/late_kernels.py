@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+
+import torch
 
 from oscar_kernels import builds
 from sglang_oscar import metrics
@@ -13,13 +14,9 @@ logger = logging.getLogger(__name__)
 _total = 0
 
 
-def before_run_event_loop(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Begin to count: a scheduler is about to take requests, that of SGLang's own warm-up first.
-
-    Args:
-        self: SGLang's Scheduler.
-    """
-    if self.device == "cuda":
+def begin(device: torch.device) -> None:
+    """Begin to count, if that has not begun: a request gains a seat, that of SGLang's own warm-up first."""
+    if device.type == "cuda":
         builds.listen(note)
 
 
