@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from oscar_rotation.files.rotation_file import save_rotation_file
@@ -14,10 +15,10 @@ from oscar_rotation.model_table import ModelSettings, model_settings
 from oscar_tools.calibration.model_files import load_config
 from oscar_tools.cli import app
 from oscar_tools.evaluation import commands
-from oscar_tools.evaluation.methods import cached_layers, make_method
+from oscar_tools.evaluation.methods import make_method
 from oscar_tools.evaluation.prove.caches import CacheMaker, Flags
 from oscar_tools.evaluation.prove.specs import Spec
-from sglang_oscar.formats.cached_layers import cached_layer_ids
+from sglang_oscar.formats.cached_layers import cached_layer_ids, cached_layers_of_files
 from support import hybrid_models, models
 
 GROUP = 64
@@ -48,16 +49,39 @@ def test_layers_are_those_of_the_server(tmp_path: Path, architecture: str) -> No
 
     model = save_model(architecture, tmp_path / "model")
     config = load_config(settings_of(model))
-    layers = cached_layers(config)
+    layers = cached_layers_of_files(config)
     assert layers == cached_layer_ids(ModelConfig(str(model)))
     assert len(layers) == (config.num_hidden_layers if architecture == "qwen3" else 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "windows"),
+    [
+        ("olmo3", "Olmo3ForCausalLM", True),
+        ("gemma3_text", "Gemma3ForCausalLM", True),
+        ("cohere2", "Cohere2ForCausalLM", True),
+        ("qwen2", "Qwen2ForCausalLM", False),
+    ],
+)
+def test_windows_are_those_that_a_server_keeps_apart(
+    kind: str, architecture: str, windows: bool, tmp_path: Path
+) -> None:
+    """Also where files call a class otherwise, and where a configuration names windows that SGLang does not see."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 256}
+    made = AutoConfig.for_model(kind, architectures=[architecture], num_hidden_layers=4, layer_types=kinds, **sizes)
+    made.save_pretrained(tmp_path)
+    layers = cached_layers_of_files(load_config(settings_of(tmp_path)))
+    assert layers == cached_layer_ids(ModelConfig(str(tmp_path))) == ((1, 3) if windows else (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "gpt_oss"])
 def test_files_for_some_layers_are_taken(tmp_path: Path, architecture: str) -> None:
     settings = settings_of(save_model(architecture, tmp_path / "model"))
     config = load_config(settings)
-    rotations = save_rotations(tmp_path / "rotations_plus", cached_layers(config), config.head_dim)
+    rotations = save_rotations(tmp_path / "rotations_plus", cached_layers_of_files(config), config.head_dim)
     make_method("plus", settings, rotations).check(config)
     assert CacheMaker(settings, config, Flags(), 2048).int2(Spec("plus"), rotations).int2
 

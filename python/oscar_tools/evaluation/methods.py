@@ -14,7 +14,7 @@ from oscar_rotation.recipes import FITTED, PUBLISHED
 from oscar_tools.calibration.dump_driver import plain_backend
 from oscar_tools.calibration.weight_files import file_digest
 from oscar_tools.evaluation.server_facts import ServerFacts
-from sglang_oscar.features.sliding_windows.models import SERVED
+from sglang_oscar.formats.cached_layers import cached_layers_of_files
 from sglang_oscar.formats.rotations import load_formats
 from sglang_oscar.settings import Settings, variable
 
@@ -67,7 +67,8 @@ class Method:
         """Find out before a server starts whether it would take the rotation files.
 
         Args:
-            config: the model's configuration: num_key_value_heads, head_dim, and what :func:`cached_layers` reads.
+            config: the model's configuration: num_key_value_heads, head_dim, and what
+                :func:`cached_layers_of_files` reads.
 
         Raises:
             Int2Error: it would not.
@@ -77,7 +78,7 @@ class Method:
         settings = Settings.from_env(self.env)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layout = RowLayout(config.num_key_value_heads, head_dim, self.group_size, settings.scale_torch_dtype)
-        load_formats(settings, layout, cached_layers(config))
+        load_formats(settings, layout, cached_layers_of_files(config))
 
 
 def contents(env: Mapping[str, str]) -> dict[str, str]:
@@ -87,21 +88,6 @@ def contents(env: Mapping[str, str]) -> dict[str, str]:
         OSError: a file cannot be read.
     """
     return {name: file_digest(Path(x)) if Path(x).is_file() else x for name, x in sorted(env.items())}
-
-
-def cached_layers(config: Any) -> tuple[int, ...]:
-    """Ids of the layers whose cache is quantized, ascending, as a server chooses them: those that attend to all tokens.
-
-    Args:
-        config: the model's configuration: num_hidden_layers, and layer_types and architectures where it has them.
-    """
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        return tuple(range(config.num_hidden_layers))
-    # Layers with a window keep a cache of their own in these models only; SGLang stores those of others like the rest.
-    apart = not (SERVED | {"Olmo3ForCausalLM"}).isdisjoint(getattr(config, "architectures", None) or ())
-    kept = ("full_attention",) if apart else ("full_attention", "sliding_attention")
-    return tuple(layer for layer, kind in enumerate(kinds[: config.num_hidden_layers]) if kind in kept)
 
 
 def make_method(

@@ -10,13 +10,7 @@ from typing import Any
 from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.formats.cached_layers import ONE_POOL
-
-SERVED = ONE_POOL | {
-    "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "LagunaForCausalLM",
-    "MellumForCausalLM", "Spark2_5ForCausalLM", "Step3p5ForCausalLM",
-}  # fmt: skip
-"""Classes that int2 mode can serve; :mod:`sglang_oscar.attach.model_classes` says which of them were tried."""
+from sglang_oscar.formats.cached_layers import WINDOWS_APART
 
 REASONS: dict[str, str] = {
     "Llama4": "iRoPE: its layers without RoPE scale queries by position, the others attend in chunks",
@@ -56,7 +50,7 @@ def is_served(model: Any) -> bool:
     Args:
         model: SGLang's ModelConfig.
     """
-    return bool(model.is_hybrid_swa) and not SERVED.isdisjoint(model.hf_config.architectures)
+    return bool(model.is_hybrid_swa) and not WINDOWS_APART.isdisjoint(model.hf_config.architectures)
 
 
 def check(model: Any, server_args: Any = None) -> None:
@@ -74,7 +68,7 @@ def check(model: Any, server_args: Any = None) -> None:
     if not is_served(model):
         if not (model.is_hybrid_swa or model.has_attention_sinks):
             return
-        if architecture in SERVED:
+        if architecture in WINDOWS_APART:
             raise Int2Error(f"--kv-cache-dtype int2 needs a pool for windows: {name}; drop --disable-hybrid-swa-memory")
         why = next((why for begin, why in REASONS.items() if architecture.startswith(begin)), UNTRIED)
         raise Int2Error(
