@@ -20,7 +20,7 @@ from oscar_tools.evaluation.prove.asking import SLACK, AskingError, Client, Repl
 from oscar_tools.evaluation.prove.burying import FIRST, LAST, bury
 from oscar_tools.evaluation.prove.functions import functions, modules, similarity
 from oscar_tools.evaluation.prove.measures import Material
-from oscar_tools.evaluation.prove.measures.recall import EACH, Recall
+from oscar_tools.evaluation.prove.measures.recall import EACH, Recall, choose
 from oscar_tools.evaluation.prove.measures.tasks import Tasks, spread
 from oscar_tools.evaluation.prove.questions import MathQuestion, last_number, read_questions
 from oscar_tools.evaluation.prove.rates import counts, cut_share, cut_warning, rate
@@ -286,6 +286,22 @@ def test_functions_to_recall_lie_in_the_history(texts: Texts) -> None:
         for finish in ("stop", "length")
     ]
     assert [(answer["right"], answer["similarity"]) for answer in answers] == [(True, 1.0), (False, 1.0)]
+
+
+def test_few_modules_are_asked_for_more_functions() -> None:
+    """As of 64,000 tokens: a machine has sources for a dozen, each with hundreds of functions."""
+
+    def of(*sizes: int) -> list[Any]:
+        return [iter([(module, number) for number in range(size)]) for module, size in enumerate(sizes)]
+
+    many = choose(iter(of(50, 50, 50)), 2 * EACH)
+    assert many == [(module, number) for module in (0, 1) for number in range(EACH)], "no third module is read"
+    few = choose(of(50, EACH - 1, 50), 40)
+    assert len(few) == len(set(few)) == 40
+    assert few == sorted(few), "those of a module follow each other"
+    assert {module for module, _ in few} == {0, 1, 2}
+    assert len(choose(of(7, 9), 40)) == 16
+    assert choose([], 40) == []
 
 
 def test_a_prefix_is_cached_once_and_again_where_it_was_pushed_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.evaluation.prove.asking import SLACK, Client
-from oscar_tools.evaluation.prove.functions import modules, similarity
+from oscar_tools.evaluation.prove.functions import Function, modules, similarity
 from oscar_tools.evaluation.prove.measures.base import Answer, Answers, Figures, Measure, rights
 from oscar_tools.evaluation.prove.rates import counts, rate
 from oscar_tools.evaluation.prove.store import Cell
@@ -27,7 +28,7 @@ may compute again behind a cached prefix."""
 WIDE = 16
 """Characters that hold a token at least, in source code."""
 EACH = 6
-"""Functions that are asked of one module at most."""
+"""Functions that are asked of one module, and more only where there are too few modules."""
 FENCE = 64
 """Tokens of an answer besides twice those of the function."""
 LONGEST = 1024
@@ -59,6 +60,33 @@ class Asked:
     name: str
     code: str
     limit: int
+
+
+def choose(modules: Iterable[Iterator[Asked]], wanted: int) -> list[Asked]:
+    """Functions of several modules, ``wanted`` of them or as many as there are; those of one module follow each other.
+
+    Args:
+        modules: what can be asked of each; no more are read than are needed.
+        wanted: functions.
+    """
+    rest: list[tuple[list[Asked], Iterator[Asked]]] = []
+    missing = wanted
+    for module in modules:
+        rest.append((list(islice(module, min(EACH, missing))), module))
+        missing -= len(rest[-1][0])
+        if missing == 0:
+            break
+    chosen = [taken for taken, _ in rest]
+    while missing and rest:
+        share, going_on = -(-missing // len(rest)), []
+        for taken, module in rest:
+            more = list(islice(module, min(share, missing)))
+            taken.extend(more)
+            missing -= len(more)
+            if more:
+                going_on.append((taken, module))
+        rest = going_on
+    return [asked for taken in chosen for asked in taken]
 
 
 class Recall(Measure):
@@ -99,22 +127,19 @@ class Recall(Measure):
         Raises:
             DataError: this machine has too little source code, or the model takes too few tokens.
         """
-        found = {}
+        found: dict[str, Asked] = {}
         for length in self.material.recall_lengths:
-            count = 0
-            for asked in self._of_length(length):
-                found[f"{length}/{count}"] = asked
-                count += 1
-                if count == self.material.size.functions:
-                    break
-            if count < self.material.size.functions:
+            chosen = choose(self._of_length(length), self.material.size.functions)
+            if len(chosen) < self.material.size.functions:
                 raise DataError(
-                    f"this machine's Python sources hold {count} functions to recall of {length} tokens, "
-                    f"{self.material.size.functions} are needed; ask for shorter --recall-lengths"
+                    f"this machine's Python sources hold {len(chosen)} functions to recall in modules of {length} "
+                    f"tokens, {self.material.size.functions} are needed; ask for shorter --recall-lengths"
                 )
+            found |= {f"{length}/{number}": asked for number, asked in enumerate(chosen)}
         return found
 
-    def _of_length(self, length: int) -> Iterator[Asked]:
+    def _of_length(self, length: int) -> Iterator[Iterator[Asked]]:
+        """Modules: what can be asked of each."""
         texts = self.material.texts
         before, behind = texts.chat_frame()
         head, tail = before + texts.encode(BEFORE), texts.encode(BEHIND)
@@ -124,23 +149,24 @@ class Recall(Measure):
 
         room = length - len(head) - len(tail)
         for module, known in modules(python_documents(MEASUREMENT), room, count):
-            prefix = head + texts.encode(module) + tail
             random.Random(f"recall/{length}/{len(module)}").shuffle(known)
-            taken = 0
-            for function in known:
-                code = module[function.begin : function.end]
-                limit = 2 * count(code) + FENCE
-                ids = prefix + texts.encode(request(function.name) + behind)
-                # The beginning of a text says whether it has so many tokens.
-                inside = (
-                    count(module[: function.begin][: WIDE * FIRST]) >= FIRST
-                    and count(module[function.end :][: WIDE * LAST]) >= LAST
-                )
-                if inside and limit <= LONGEST and len(ids) + limit <= self.material.context:
-                    taken += 1
-                    yield Asked(prefix, ids, function.name, code, limit)
-                if taken == EACH:
-                    break
+            yield self._of_module(module, known, head + texts.encode(module) + tail, behind)
+
+    def _of_module(self, module: str, known: list[Function], prefix: list[int], behind: str) -> Iterator[Asked]:
+        def count(text: str) -> int:
+            return len(self.material.texts.encode(text))
+
+        for function in known:
+            code = module[function.begin : function.end]
+            limit = 2 * count(code) + FENCE
+            ids = prefix + self.material.texts.encode(request(function.name) + behind)
+            # The beginning of a text says whether it has so many tokens.
+            inside = (
+                count(module[: function.begin][: WIDE * FIRST]) >= FIRST
+                and count(module[function.end :][: WIDE * LAST]) >= LAST
+            )
+            if inside and limit <= LONGEST and len(ids) + limit <= self.material.context:
+                yield Asked(prefix, ids, function.name, code, limit)
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
