@@ -23,7 +23,7 @@ def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def key() -> str:
     """Of one page, in a server whose salt stays the same."""
-    return CheckedStorage.key(SimpleNamespace(_salt="salt"), "page")  # type: ignore[arg-type]
+    return CheckedStorage.key(SimpleNamespace(_salt="salt", _beside=SimpleNamespace(salt="")), "page")  # type: ignore[arg-type]
 
 
 @contextmanager
