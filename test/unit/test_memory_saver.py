@@ -17,6 +17,7 @@ from oscar_kernels.codebook import Codebook
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import CODEBOOK
 from oscar_kernels.transform import SideTransform
+from sglang_oscar.attention import refill_pass
 from sglang_oscar.features.resuming import feature as resuming
 from sglang_oscar.features.resuming.resumed import Resumed
 from sglang_oscar.features.sliding_windows.pool import pair_with_windows
@@ -158,6 +159,23 @@ def test_memory_that_is_back_is_as_at_start(saves: bool, monkeypatch: pytest.Mon
     cache.window_buffers.ring.fill_(1.0)
     next_request(cache, pair)
     assert cache.window_buffers.ring.all(), "requests are in it"
+
+
+def test_a_rank_without_requests_reads_no_memory_as_it_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With data-parallel attention it runs dummies beside the requests of others."""
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(enable_memory_saver=True))
+    monkeypatch.setattr(saver, "releases", SimpleNamespace(resolved=lambda args: args))
+    cache, memory = poisoned()
+    cache.req_to_token_pool.clear()
+    pool = SimpleNamespace()
+    cache.attach(pool)
+
+    def dummies(runner: Any, batch: Any) -> Any:
+        assert not any(tensor.any() for tensor in memory)
+        return SimpleNamespace(logits_output=None)
+
+    refill_pass.around_model_forward(dummies, SimpleNamespace(token_to_kv_pool=pool), None)
+    assert not cache.flushed
 
 
 def test_copies_of_kept_windows_are_released(built: tuple[Any, Int2Cache], monkeypatch: pytest.MonkeyPatch) -> None:

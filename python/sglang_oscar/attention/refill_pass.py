@@ -15,6 +15,7 @@ import torch
 
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.saver import restore
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.requests import nan
 
@@ -25,6 +26,8 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     """Fill the sink blocks that the batch lacks, then run it; keep windows beside the states that it kept, and note
     what came out."""
     cache = cache_of(self.token_to_kv_pool)
+    if cache is not None and cache.flushed:  # no request of this rank runs, those of others do
+        restore(cache, self.token_to_kv_pool)
     if cache is not None and (refills := cache.refills.take()):
         adapters = getattr(self, "lora_manager", None)  # whose weights are here: those of the batch
         most = tokens_at_once(releases.resolved(self.server_args))

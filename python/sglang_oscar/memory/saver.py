@@ -23,8 +23,8 @@ def kv_region(pool: Any) -> AbstractContextManager[None]:
 
 
 def restore(cache: Int2Cache, kv_pool: Any) -> None:
-    """Before the first request behind a flush gets its seat, and graphs read dummies again: make memory what it was at
-    start. SGLang flushes when memory is taken, which comes back with anything in it.
+    """Before the first request behind a flush gets its seat, or a pass reads dummies: make memory what it was at start.
+    SGLang flushes when memory is taken, which comes back with anything in it.
 
     Args:
         cache: of the server's model.
