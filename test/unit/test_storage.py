@@ -203,6 +203,7 @@ def test_storage_whose_keys_would_not_name_the_weights(name: str, what: str) -> 
         "enable_lora": None,
         "lora_paths": None,
         "remote_instance_weight_loader_start_seed_via_transfer_engine": False,
+        "speculative_algorithm": None,
     }
     check_nameable(SimpleNamespace(**served))
     with pytest.raises(Int2Error, match=what):
@@ -215,7 +216,7 @@ def test_names_of_pages_do_not_say_where_a_model_was_served_from(
     """Or how it was called: their keys say which one it is, of a copy elsewhere the same."""
     monkeypatch.setattr(hooks, "active", lambda: True)
     monkeypatch.setattr("sglang_oscar.features.tiers.salt.salt_of_this_process", lambda layout: SALT)
-    served = SimpleNamespace(enable_lora=None, lora_paths=None)
+    served = SimpleNamespace(enable_lora=None, lora_paths=None, speculative_algorithm=None)
     served.remote_instance_weight_loader_start_seed_via_transfer_engine = False
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: served)
     monkeypatch.setattr(releases, "model_config", lambda args: "the model")

@@ -7,6 +7,7 @@ is a row with several targets in :mod:`sglang_oscar.attach.touchpoints`.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -241,6 +242,12 @@ def keeps_states_of(architecture: str) -> bool:
     return architecture in _MAMBA_EXTRA_BUFFER_ARCHS
 
 
+def keeps_drafts_on_the_host() -> bool:
+    """Whether a draft model's cache may have a host pool of its own, with as many tokens as that of the model."""
+    of = _function("sglang.srt.mem_cache.pool_host.base", "HostKVCache")
+    return of is not None and "host_token_capacity" in inspect.signature(of).parameters
+
+
 def carries_slot_states() -> bool:
     """Whether what is registered beside a hybrid model's states goes to host memory and back with them."""
     return exists("sglang.srt.mem_cache.device_pool_info.MambaStateBufferInfo.extra_checkpoint_buffers")
@@ -311,7 +318,8 @@ def host_pool_geometry(signature: Any, source: Any, token_bytes: int, given: dic
     capacity = given.get("device_capacity_tokens")
     if capacity is None:
         capacity = getattr(source, "host_capacity_tokens", None) or source.size
-    return {
+    tokens = given.get("host_token_capacity")
+    return ({} if tokens is None else {"host_token_capacity": tokens}) | {
         "dtype": device_dtype(source),
         "device_capacity_tokens": capacity,
         "size_per_token": token_bytes,

@@ -3,7 +3,8 @@
 On a CPU a copy is done when it is asked for, so nobody would notice a reader that does not wait. Here every layer's
 rows are loaded, put aside and overwritten, and come back when its attention waits; lossless ones are NaN until then.
 On a GPU all layers' rows are overwritten before the first is loaded, and every load comes late, by some milliseconds
-of its stream. Windows beside the states of hybrid models are NaN likewise, on a CPU.
+of its stream. Windows beside the states of hybrid models are NaN likewise, on a CPU; rows of a draft model are zeros
+with LATE_HOST_DRAFTS_STAY, a deliberate fault.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ def register():
             load(self, device_pool, host_indices, device_indices, layer_id, io_backend, **kwargs)
             return
         load(self, device_pool, host_indices, device_indices, layer_id, io_backend, **kwargs)
+        stays = self.dtype != torch.uint8 and bool(os.environ.get("LATE_HOST_DRAFTS_STAY"))
         for side in (0, 1):
             rows = self._device_pages.item(side, layer_id)
-            loaded.append((rows, pages, rows[pages].clone()))
+            loaded.append((rows, pages, rows[pages] * (not stays)))
             rows[pages] = 0xFF
 
     def complete_late(self, layer_index):

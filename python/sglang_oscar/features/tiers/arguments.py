@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oscar.attach.arguments import drafts_with_model
 from sglang_oscar.attach.feature import Refusal
-from sglang_oscar.attach.releases import argument
+from sglang_oscar.attach.releases import argument, keeps_drafts_on_the_host
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.folders import VARIABLE, belongs_to_another, folder_of_files
 
@@ -50,6 +51,7 @@ UNNAMED: list[Refusal] = [
         "storage beside weights that others may write; drop --hicache-storage-backend or "
         "--remote-instance-weight-loader-start-seed-via-transfer-engine",
     ),
+    (drafts_with_model, "storage beside a draft model; drop --hicache-storage-backend or --speculative-algorithm"),
 ]
 """Arguments of servers whose weights keys of storage cannot name, whenever it is attached."""
 
@@ -129,8 +131,11 @@ REFUSED: list[Refusal] = [
     *((_when_stored(refused), what) for refused, what in UNNAMED),
     (_when(lambda a: "tp_lcm_size" in (a.hicache_storage_backend_extra_config or "")), BY_HEADS),
     (
-        _when(lambda a: a.speculative_algorithm is not None),
-        f"speculative decoding beside hierarchical caching; {DROP} or --speculative-algorithm",
+        _when(
+            lambda a: a.speculative_algorithm is not None and not (drafts_with_model(a) and keeps_drafts_on_the_host())
+        ),
+        "hierarchical caching beside drafts, but for draft models from SGLang 0.5.23; "
+        f"{DROP} or --speculative-algorithm",
     ),
 ]
 """What is refused, in the order in which it is asked; see :mod:`sglang_oscar.attach.refusals`."""

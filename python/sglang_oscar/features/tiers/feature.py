@@ -13,6 +13,14 @@ FEATURE = Feature(
     name="tiers",
     in_schedulers=[
         Touchpoint(at(MEM + "pool_host.mha.get_mha_host_pool_cls"), AROUND, hooks.around_get_mha_host_pool_cls),
+        Touchpoint(
+            at(
+                SRT + "speculative.base_spec_worker._can_pack_hicache_mtp",
+                MEM + "kv_cache_builder.maybe_register_hicache_draft",
+            ),
+            AROUND,
+            hooks.around_can_pack,
+        ),
         Touchpoint(at(STORAGE + "create_backend"), AROUND, hooks.around_create_backend),
         Touchpoint(at(CONTROLLER + "_generic_page_get"), AROUND, hooks.around_page_get),
         Touchpoint(at(CONTROLLER + "_generic_page_set"), AROUND, hooks.around_page_set),

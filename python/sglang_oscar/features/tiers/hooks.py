@@ -17,17 +17,25 @@ from sglang_oscar.settings import active
 
 
 def around_get_mha_host_pool_cls(original: Callable[[Any], Any], source: Any, /) -> Any:
-    """The host pool's class for INT2 rows; rows of draft models are not bytes, and stay stock.
+    """The host pool's class for rows, those of draft models too: bytes are bytes.
 
     Args:
         original: SGLang's.
         source: SGLang's KV pool or, in newer releases, what describes its buffers.
     """
-    if active() is None or releases.device_dtype(source) != torch.uint8:
+    if active() is None:
         return original(source)
     from sglang_oscar.features.tiers.host_pool import Int2HostPool
 
     return Int2HostPool
+
+
+def around_can_pack(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Whether a draft model's cache lies in pages of the model's own rows: it has a host pool of its own, as SGLang
+    gives it to other draft models. Releases that do not ask have another function here, which is called as it is.
+    """
+    may = original(*args, **kwargs)
+    return False if may and active() is not None else may
 
 
 def around_create_backend(

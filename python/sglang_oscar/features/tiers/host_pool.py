@@ -53,10 +53,12 @@ class Int2HostPool(HostKVCache):
     ) -> None:
         if layout not in LAYOUTS:
             raise Int2Error(f"--hicache-mem-layout {layout} cuts rows; set --hicache-mem-layout {LAYOUTS[0]}")
-        # Newer releases also pass buffers for the staged copies of rows, of which there are none.
+        # Newer releases also pass buffers for the staged copies of rows, of which there are none; and a draft model's
+        # cache has a pool of its own.
         if any(further.get(name) for name in ("draft_buffer_infos", "mtp_draft_device_pools")):
             raise Int2Error("the host tier does not keep the cache of a draft model; drop --speculative-algorithm")
-        rows = releases.device_rows(source)
+        keys, values = ([buffer.view(torch.uint8) for buffer in side] for side in releases.device_rows(source))
+        rows = keys, values
         self._row_device = rows[0][0].device
         self.page_layout = PageLayout(
             page_size,
