@@ -87,7 +87,7 @@ def test_ranks_answer_like_stock(version: str, model: Path, expected: list[dict]
 
         assert right((0, 0)) == [False]  # the other is idle
         assert right((0, 1)) == [False]
-        digests = re.findall(r"DP(\d).*rows of 911 tokens: (\S+)", server.text())
+        digests = re.findall(r"DP(\d).*rows of 911 tokens.*: (\S+)", server.text())
         assert [rank for rank, _ in digests] == ["0", "1"]
         assert len({digest for _, digest in digests}) == 1, "ranks store the same rows of the same prompt"
         assert right((0, 0), (1, 1)) == [True, False]  # one hits while the other computes a prompt

@@ -33,6 +33,7 @@ ACCEPTED = [
     "--page-size 128",
     "--elastic-ep-backend none",
     "--enable-dp-attention --dp-size 2 --tp-size 2",
+    "--pp-size 2",
     "--load-format presharded",
     "--load-format dummy --checkpoint-engine-wait-weights-before-ready",
     "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --lora-backend torch_native",

@@ -6,13 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt import runtime_context
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.layout import RowLayout
 from sglang_oscar.attach.arguments import replicas
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.ranks import arguments, cut_hits
+from sglang_oscar.features.ranks import arguments, cut_hits, stages
+from sglang_oscar.formats.geometry import Geometry
+from sglang_oscar.memory import sizing
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.requests import lifecycle
+from sglang_oscar.memory.logits_column import LogitsColumn
+from sglang_oscar.requests import lifecycle, nan
 from support.small_cache import small_cache
 
 SINK = 4
@@ -80,7 +86,7 @@ def test_other_servers_refill(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAIN: dict[str, Any] = {
     "enable_dp_attention": False, "dp_size": 1, "attn_dp_size": 1, "speculative_algorithm": None,
     "enable_hierarchical_cache": False, "disaggregation_mode": "null", "enable_torch_compile": False,
-    "enable_lora": None, "lora_paths": None,
+    "enable_lora": None, "lora_paths": None, "pp_size": 1,
 }  # fmt: skip
 
 
@@ -111,6 +117,63 @@ def test_what_does_not_go_with_ranks_of_their_own(given: dict[str, Any]) -> None
     arguments.configure(SimpleNamespace(**PLAIN | given), None)
     with pytest.raises(Int2Error, match=r"does not support data-parallel attention with .*; drop --"):
         arguments.configure(SimpleNamespace(**PLAIN | given | {"attn_dp_size": 2}), None)
+
+
+def test_what_does_not_go_with_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = PLAIN | {"pp_size": 2}
+    arguments.configure(SimpleNamespace(**staged), None)
+    with pytest.raises(Int2Error, match="data-parallel attention with pipeline parallelism; set --pp-size 1"):
+        arguments.configure(SimpleNamespace(**staged | {"attn_dp_size": 2}), None)
+    with pytest.raises(Int2Error, match="pipeline parallelism with speculative decoding; drop"):
+        arguments.configure(SimpleNamespace(**staged | {"speculative_algorithm": "EAGLE"}), None)
+    monkeypatch.setenv("SGLANG_PP_SKIP_PURE_CHUNKED_OUTPUT_COMM", "1")
+    arguments.configure(SimpleNamespace(**PLAIN), None)
+    with pytest.raises(Int2Error, match="pipeline parallelism without results of chunks; unset"):
+        arguments.configure(SimpleNamespace(**staged), None)
+
+
+def test_all_stages_hear_what_came_out() -> None:
+    """The last one sends its logits with the tokens; on each, they lie beside the result that is processed, and beside
+    the chunk that was noted when it ran."""
+    rows = torch.tensor([1.0, float("nan")])
+    last, tokens = stage_that_ran(column=LogitsColumn(rows, 1, on_device=rows)), {}
+    stages.after_prepare_tensor_dict(tokens, None, last.result, last.batch)
+    first = stage_that_ran(column=None)
+    for stage in (first, last):
+        assert stage.req.oscar_unread == [stage.chunk]
+        result = SimpleNamespace()
+        stages.after_prep_batch_result(result, None, stage.batch, None, SimpleNamespace(tensors=tokens))
+        assert result.oscar_chunk is stage.chunk
+        assert stage.chunk.broken
+        assert result.oscar_logits.broken([1, 1]) == [1]
+        again = SimpleNamespace()  # SGLang goes on with the same batch
+        stages.after_prep_batch_result(again, None, stage.batch, None, SimpleNamespace(tensors=tokens))
+        assert not hasattr(again, "oscar_chunk")
+
+
+def stage_that_ran(column: LogitsColumn | None) -> Any:
+    """A stage behind its pass over a chunk, which is the second of a batch; only the last one has logits."""
+    made = small_cache(Windows(SINK, 8, 8), blocks=3)
+    made.logits = column
+    req, other = request(1), request(2)
+    batch = SimpleNamespace(reqs=[other, req])
+    result = SimpleNamespace(pp_hidden_states_proxy_tensors=object() if column is None else None)
+    tree = SimpleNamespace(req_to_token_pool=made.req_to_token_pool)
+    nan.after_run_batch(result, SimpleNamespace(tree_cache=tree, chunked_req=req), batch)
+    return SimpleNamespace(result=result, batch=batch, req=req, chunk=req.oscar_unread[-1])
+
+
+def test_stages_take_the_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other numbers of sink blocks they would evict other ones."""
+    geometry: Any = Geometry.uniform(RowLayout(2, 64, 64, torch.bfloat16), Windows(64, 256, 256), torch.bfloat16, 3)
+    configurator = SimpleNamespace(server_args=None, page_size=64)
+    monkeypatch.setattr(sizing, "geometry_of", lambda configurator: geometry)
+    monkeypatch.setattr(sizing, "features", lambda: [])
+    monkeypatch.setattr(sizing.releases, "resolved", lambda args: SimpleNamespace(**PLAIN | {"pp_size": 2}))
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(max_running_requests=None))
+    monkeypatch.setattr(sizing, "smallest", lambda own: min(own, 7))
+    plan = sizing.plan_for(configurator, 1 << 30)
+    assert (plan.max_running, plan.sink_blocks) == (7, 15)
 
 
 def test_models_that_were_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,27 +20,28 @@ TRIED = _names(
     """
     model_path dtype quantization load_format context_length json_model_override_args trust_remote_code kv_cache_dtype
     host port device base_gpu_id random_seed sleep_on_idle nccl_port dp_size attn_dp_size enable_dp_attention tp_size
-    ep_size moe_dense_tp_size moe_runner_backend disable_custom_all_reduce enforce_disable_flashinfer_allreduce_fusion
-    mem_fraction_static max_running_requests max_total_tokens chunked_prefill_size page_size enable_mixed_chunk
-    disable_overlap_schedule disable_radix_cache max_mamba_cache_size mamba_track_interval mamba_max_states_per_path
-    attention_backend prefill_attention_backend decode_attention_backend grammar_backend cuda_graph_bs_decode
-    enable_fp32_lm_head torch_compile_max_bs skip_tokenizer_init skip_server_warmup incremental_streaming_output
-    enable_cache_report decode_log_interval enable_metrics extra_metric_labels enable_session_radix_cache
-    enable_hierarchical_cache hicache_ratio hicache_size hicache_io_backend hicache_mem_layout hicache_storage_backend
-    hicache_storage_backend_extra_config hicache_storage_prefetch_policy hicache_write_policy disaggregation_mode
-    disaggregation_bootstrap_port disaggregation_transfer_backend disaggregation_decode_retraction_backup
-    speculative_algorithm speculative_draft_model_path speculative_eagle_topk speculative_num_draft_tokens
-    speculative_num_steps speculative_ngram_capacity speculative_ngram_max_bfs_breadth speculative_ngram_max_trie_depth
-    schedule_policy schedule_conservativeness retraction_policy enable_priority_scheduling radix_eviction_policy
-    prefill_max_requests num_continuous_decode_steps stream_interval scheduler_recv_interval max_queued_requests
-    max_prefill_tokens optimistic_prefill_attempts lora_backend max_loras_per_batch
+    pp_size ep_size moe_dense_tp_size moe_runner_backend disable_custom_all_reduce
+    enforce_disable_flashinfer_allreduce_fusion mem_fraction_static max_running_requests max_total_tokens
+    chunked_prefill_size page_size enable_mixed_chunk disable_overlap_schedule disable_radix_cache max_mamba_cache_size
+    mamba_track_interval mamba_max_states_per_path attention_backend prefill_attention_backend decode_attention_backend
+    grammar_backend cuda_graph_bs_decode enable_fp32_lm_head torch_compile_max_bs skip_tokenizer_init skip_server_warmup
+    incremental_streaming_output enable_cache_report decode_log_interval enable_metrics extra_metric_labels
+    enable_session_radix_cache enable_hierarchical_cache hicache_ratio hicache_size hicache_io_backend
+    hicache_mem_layout hicache_storage_backend hicache_storage_backend_extra_config hicache_storage_prefetch_policy
+    hicache_write_policy disaggregation_mode disaggregation_bootstrap_port disaggregation_transfer_backend
+    disaggregation_decode_retraction_backup speculative_algorithm speculative_draft_model_path speculative_eagle_topk
+    speculative_num_draft_tokens speculative_num_steps speculative_ngram_capacity speculative_ngram_max_bfs_breadth
+    speculative_ngram_max_trie_depth schedule_policy schedule_conservativeness retraction_policy
+    enable_priority_scheduling radix_eviction_policy prefill_max_requests num_continuous_decode_steps stream_interval
+    scheduler_recv_interval max_queued_requests max_prefill_tokens optimistic_prefill_attempts lora_backend
+    max_loras_per_batch
     """
 ) | {GROUP_SIZE}
 """Served with int2, by a test or a benchmark, with a value off its default."""
 
 REFUSED = _names(
     """
-    attn_cp_size dcp_size pp_size enable_kv_cache_sharding enable_prefill_cp enable_prefill_context_parallel
+    attn_cp_size dcp_size enable_kv_cache_sharding enable_prefill_cp enable_prefill_context_parallel
     enable_dsa_prefill_context_parallel use_ray model_impl remote_instance_weight_loader_start_seed_via_transfer_engine
     enable_memory_saver enable_lora lora_paths cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_config
     disable_cuda_graph disable_decode_cuda_graph enable_torch_compile enable_two_batch_overlap enable_pdmux
@@ -101,13 +102,12 @@ NOT_SERVED = _names(
     uno_lora_path hisparse_config lmcache_config_file unified_cache_external_linker_backend
     unified_cache_external_linker_config kv_canary_real_data kv_canary_sweep_interval dllm_algorithm_config dllm_fdfo
     tbo_token_distribution_threshold pdmux_config_path sm_group_num cp_strategy prefill_cp_mode dcp_comm_backend
-    dcp_replicate_q_proj enable_cp_decode_attn_tp enable_cp_tp_group_sharing pp_async_batch_depth
-    pp_max_micro_batch_size enable_dynamic_chunking speculative_skip_dp_mlp_sync elastic_ep_initial_size
-    elastic_ep_rejoin elastic_ep_scale_timeout ep_join_mode ep_join_rank_offset max_ep_size mooncake_ib_device
-    encoder_bootstrap_port encoder_register_urls encoder_transfer_backend encoder_urls engine_info_bootstrap_port
-    modelexpress_config int8_mamba_ckpt_size linear_replayssm_cache_len speculative_adaptive_config
-    decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role
-    speculative_dflash_block_size speculative_domino_candidate_pool_size
+    dcp_replicate_q_proj enable_cp_decode_attn_tp enable_cp_tp_group_sharing speculative_skip_dp_mlp_sync
+    elastic_ep_initial_size elastic_ep_rejoin elastic_ep_scale_timeout ep_join_mode ep_join_rank_offset max_ep_size
+    mooncake_ib_device encoder_bootstrap_port encoder_register_urls encoder_transfer_backend encoder_urls
+    engine_info_bootstrap_port modelexpress_config int8_mamba_ckpt_size linear_replayssm_cache_len
+    speculative_adaptive_config decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
+    decoupled_spec_role speculative_dflash_block_size speculative_domino_candidate_pool_size
     speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_block_size
     speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path enable_amd_monokernel
     enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_decode disable_aiter_allreduce_fusion_in_prefill
@@ -126,9 +126,10 @@ NOT_TRIED = _names(
     model_loader_extra_config modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
     modelopt_quant quantize_and_serve rl_quant_profile torchao_config gpu_id_step numa_node nnodes node_rank
     dist_init_addr disable_attn_tp_gather enable_dense_mlp_attn_tp enable_dp_attention_local_control_broadcast
-    enable_dp_lm_head enable_shared_experts_attn_tp dwdp_size moe_dp_size shared_experts_tp_size load_balance_method
-    enable_attn_tp_input_scattered enable_layernorm_sp enable_megamoe_for_layernorm_sp enable_p2p_check
-    enable_tp_lm_head_all_to_all abort_on_priority_when_disabled default_priority_value disable_priority_preemption
+    enable_dp_lm_head enable_shared_experts_attn_tp dwdp_size moe_dp_size pp_async_batch_depth pp_max_micro_batch_size
+    enable_dynamic_chunking shared_experts_tp_size load_balance_method enable_attn_tp_input_scattered
+    enable_layernorm_sp enable_megamoe_for_layernorm_sp enable_p2p_check enable_tp_lm_head_all_to_all
+    abort_on_priority_when_disabled default_priority_value disable_priority_preemption
     priority_scheduling_preemption_threshold schedule_low_priority_values_first disable_hybrid_swa_memory
     enable_prefill_delayer prefill_delayer_max_delay_ms prefill_delayer_max_delay_passes prefill_delayer_queue_min_ratio
     prefill_delayer_token_usage_low_watermark prefill_decode_interval prefill_decode_interval_min_bs

@@ -52,7 +52,6 @@ def _context_parallel(args: Any) -> bool:
 
 
 ARGUMENTS: list[Refusal] = [
-    (lambda a: a.pp_size > 1, "pipeline parallelism; set --pp-size 1"),
     (lambda a: a.dcp_size > 1, "decode context parallelism; set --dcp-size 1"),
     (lambda a: a.attn_cp_size > 1, "context parallelism; set --attn-cp-size 1"),
     (_context_parallel, "context parallelism; drop --enable-prefill-cp"),

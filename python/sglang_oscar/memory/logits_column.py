@@ -16,13 +16,14 @@ class LogitsColumn:
 
     ``logits`` [rows]; ``tokens`` of a request are rows side by side, more than one in verification. ``accepted`` int64
     [batch, path] are rows of accepted tokens, -1 behind the last one; None for the first ones of a request. ``ready``
-    is recorded behind the copies; None on a CPU.
+    is recorded behind the copies; None on a CPU. ``on_device`` is what ``logits`` are a copy of.
     """
 
     logits: torch.Tensor
     tokens: int
     accepted: torch.Tensor | None = None
     ready: torch.cuda.Event | None = None
+    on_device: torch.Tensor | None = None
 
     def accept(self, accepted: torch.Tensor) -> None:
         """Note which rows of a verification count, on the stream of the forward pass."""
@@ -58,11 +59,16 @@ def take(logits: torch.Tensor, tokens: int) -> LogitsColumn:
     if not logits.is_cuda:
         column = logits[:, 0].clone()
         logits[column.isnan()] = 0.0
-        return LogitsColumn(column, tokens)
+        return LogitsColumn(column, tokens, on_device=column)
     from oscar_kernels.triton.broken_rows import zero_broken_rows_
 
-    column, ready = to_host(zero_broken_rows_(logits))
-    return LogitsColumn(column, tokens, ready=ready)
+    return from_device(zero_broken_rows_(logits), tokens)
+
+
+def from_device(column: torch.Tensor, tokens: int) -> LogitsColumn:
+    """A column [rows] that was taken, on its way to the host."""
+    copy, ready = to_host(column)
+    return LogitsColumn(copy, tokens, ready=ready, on_device=column)
 
 
 def to_host(x: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

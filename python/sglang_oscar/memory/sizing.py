@@ -99,7 +99,21 @@ def plan_for(configurator: Any, budget_bytes: int) -> MemoryPlan:
     # SGLang runs one request where it is told to run none.
     asked = get_schedule().max_running_requests
     running = asked if asked is None else max(1, asked // replicas(releases.resolved(configurator.server_args)))
-    return make_plan(geometry, budget_bytes, running, configurator.page_size, parts)
+    plan = make_plan(geometry, budget_bytes, running, configurator.page_size, parts)
+    if (
+        releases.resolved(configurator.server_args).pp_size > 1
+    ):  # stages have other layers: all take the smallest limit, or they would evict apart
+        plan = make_plan(geometry, budget_bytes, smallest(plan.max_running), configurator.page_size, parts)
+    return plan
+
+
+def smallest(number: int) -> int:
+    """The smallest of the numbers of all ranks."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    found = torch.tensor(number)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return int(found)
 
 
 def around_create_configurator(original: Callable[[Any], Any], kvc: Any) -> Any:

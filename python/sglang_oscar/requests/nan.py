@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_oscar import metrics
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
-from sglang_oscar.memory.logits_column import LogitsColumn, take
+from sglang_oscar.memory.logits_column import LogitsColumn, from_device, take
 from sglang_oscar.requests.ending import end, is_ended
 
 _ATTRIBUTE = "oscar_logits"
@@ -27,16 +29,18 @@ _UNREAD = "oscar_unread"
 
 @dataclass(eq=False)
 class Chunk:
-    """Part of a prompt that goes on, behind ``start`` tokens; row ``index`` of the ``logits`` of its batch is its."""
+    """Part of a prompt that goes on, behind ``start`` tokens; row ``index`` of the ``logits`` of its batch is its. In a
+    pipeline these come later, from the last stage."""
 
     req: Any
     start: int
-    logits: LogitsColumn
+    logits: LogitsColumn | None
     index: int
 
     @property
     def broken(self) -> bool:
         """Whether it came out as NaN; waits for it."""
+        assert self.logits is not None
         return self.index in self.logits.broken([1] * (self.index + 1))
 
 
@@ -52,15 +56,36 @@ def note(cache: Int2Cache, forward_batch: Any, output: Any) -> None:
 def after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """Lay the logits beside the result that they belong to, and beside the request whose prompt goes on."""
     cache = cache_of(self.tree_cache.req_to_token_pool)
-    if cache is None or cache.logits is None:
+    if cache is None:
         return
-    setattr(result, _ATTRIBUTE, cache.logits)
+    column, cache.logits = cache.logits, None
+    if column is not None:
+        setattr(result, _ATTRIBUTE, column)
+    elif getattr(result, "pp_hidden_states_proxy_tensors", None) is None:
+        return  # nor will another stage say what came out
     req = self.chunked_req
     if req in batch.reqs:
-        chunk = Chunk(req, releases.prefix_tokens(req), cache.logits, batch.reqs.index(req))
+        chunk = Chunk(req, releases.prefix_tokens(req), column, batch.reqs.index(req))
         req.__dict__.setdefault(_UNREAD, []).append(chunk)
+        setattr(batch if column is None else result, _CHUNK, chunk)
+
+
+def hand_on(result: Any, batch: Any) -> torch.Tensor | None:
+    """In a pipeline: another object will be the result of a batch. The logits that are to lie beside it, on the
+    device; None where there are none."""
+    if (chunk := getattr(result, _CHUNK, None)) is not None:
+        setattr(batch, _CHUNK, chunk)
+    column: LogitsColumn | None = getattr(result, _ATTRIBUTE, None)
+    return None if column is None else column.on_device
+
+
+def lay_beside(result: Any, batch: Any, logits: torch.Tensor) -> None:
+    """In a pipeline, on every stage: ``logits`` [requests], from the last one, are of this result of a batch."""
+    column = from_device(logits, 1)
+    setattr(result, _ATTRIBUTE, column)
+    if (chunk := batch.__dict__.pop(_CHUNK, None)) is not None:
+        chunk.logits = column
         setattr(result, _CHUNK, chunk)
-    cache.logits = None
 
 
 def around_checkpoint(original: Callable[..., None], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:

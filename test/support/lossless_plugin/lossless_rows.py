@@ -74,13 +74,16 @@ def poison_windows():
 
 
 def print_digests():
-    """When a request leaves its seat, how many tokens it has and what its rows hash to."""
-    from sglang_oscar.memory.owned import ROW, Owned
+    """When a request leaves its seat, what it has and what its rows hash to."""
+    from sglang_oscar.memory.owned import ROW, SINK, Owned
 
     free = Owned.free
 
     def free_printed(self):
-        logging.getLogger("sglang.lossless").info("rows of %d tokens: %s", self.tokens, self.digests()[ROW])
+        logging.getLogger("sglang.lossless").info(
+            "rows of %d tokens, seat %d, block %s: %s",
+            self.tokens, self.seat, list(self.holdings[SINK].of(self.seat, self.tokens)), self.digests()[ROW],
+        )  # fmt: skip
         free(self)
 
     Owned.free = free_printed

@@ -6,11 +6,12 @@ from typing import Any
 
 from sglang_oscar.attach.arguments import algorithm, disaggregated, replicas
 from sglang_oscar.attach.feature import Refusal
+from sglang_oscar.attach.releases import switched_on
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import linear_config, window_layer_ids
 from sglang_oscar.settings import Settings, variable
 
-TITLE = "Data-parallel attention"
+TITLE = "Data-parallel attention and pipelines"
 
 WITH_ARGUMENTS: list[Refusal] = [
     (lambda a: algorithm(a) is not None, "with speculative decoding; drop --speculative-algorithm"),
@@ -18,6 +19,11 @@ WITH_ARGUMENTS: list[Refusal] = [
     (lambda a: a.enable_hierarchical_cache, "with hierarchical caching; drop --enable-hierarchical-cache"),
     (disaggregated, "with disaggregation; drop --disaggregation-mode"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
+    (lambda a: a.pp_size > 1 and replicas(a) > 1, "with pipeline parallelism; set --pp-size 1"),
+    (
+        lambda a: a.pp_size > 1 and switched_on("SGLANG_PP_SKIP_PURE_CHUNKED_OUTPUT_COMM"),
+        "without results of chunks; unset SGLANG_PP_SKIP_PURE_CHUNKED_OUTPUT_COMM",
+    ),
     (lambda a: a.enable_lora or a.lora_paths, "with LoRA; drop --enable-lora and --lora-paths"),
 ]
 WITH_MODELS: list[Refusal] = [
@@ -31,7 +37,9 @@ WITH_MODELS: list[Refusal] = [
 
 def kind(args: Any) -> str | None:
     """What lets ranks run batches of their own; None where all run the same at the same time."""
-    return "data-parallel attention" if replicas(args) > 1 else None
+    if replicas(args) > 1:
+        return "data-parallel attention"
+    return "pipeline parallelism" if args.pp_size > 1 else None
 
 
 def refuse(args: Any, given: Any, table: list[Refusal]) -> None:
