@@ -16,7 +16,7 @@ COUNTED = {
 GAUGES = {
     "bits_per_element": "Stored bits per key or value channel, scales included, windows left out.",
     "bits_per_element_at_128k": "The same of a request of 128K tokens, its windows included.",
-    "cache_info": "Always 1; its labels are the facts that /server_info shows, but for bits.",
+    "cache_info": "1; its labels are the facts that /server_info shows, but for bits. 0 with those before a refit.",
 }
 """What says how the cache is stored, by name: ``sglang:oscar_<name>``."""
 LAYERS = {
@@ -28,6 +28,8 @@ LAYERS = {
 _labels: dict[str, str] | None = None
 """Of this process's scheduler; None where it publishes nothing."""
 _metrics: dict[str, Any] = {}
+_said: dict[str, dict[str, str]] = {}
+"""Labels of gauges."""
 
 
 def after_init_metrics_collector(result: None, self: Any, *args: Any) -> None:
@@ -72,7 +74,10 @@ def publish(facts: dict[str, Any]) -> None:
         value, more = (values[name], {}) if name in values else (1, told)
         labels = _labels | more
         gauge = _metric("Gauge", name, text, tuple(labels), multiprocess_mode="mostrecent")
+        if (before := _said.get(name, labels)) != labels:
+            gauge.labels(**before).set(0)
         gauge.labels(**labels).set(float(value))
+        _said[name] = labels
 
 
 def publish_layers(name: str, values: dict[int, float]) -> None:

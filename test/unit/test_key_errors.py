@@ -33,6 +33,7 @@ def published() -> Iterator[None]:
     for metric in metrics._metrics.values():
         REGISTRY.unregister(metric)
     metrics._metrics.clear()
+    metrics._said.clear()
     metrics.use_labels(None)
 
 
@@ -56,7 +57,7 @@ def made(fit: dict[int, float] | None = None) -> tuple[KeyErrors, dict[int, Cach
         windows = (torch.zeros(1, 0, HEADS, D) for _ in range(4))
         cache = LayerCache(k, v, Windows(0, 0, 0), *rows, *windows)
         layers[layer_id] = CachedLayer(cache, layer)
-    found: Any = SimpleNamespace(layers=layers, seats=SimpleNamespace(device="cpu"), key_errors=fit)
+    found: Any = SimpleNamespace(layers=layers, seats=SimpleNamespace(device="cpu"), key_errors=fit, fingerprint="")
     return KeyErrors(found), layers
 
 

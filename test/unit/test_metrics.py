@@ -26,6 +26,7 @@ def fresh() -> Iterator[None]:
         for metric in metrics._metrics.values():
             REGISTRY.unregister(metric)
         metrics._metrics.clear()
+        metrics._said.clear()
         metrics.use_labels(None)
 
     forget()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
 from oscar_rotation.fit.output_weights import reader_of as reader_of_weight
-from sglang_oscar.features.recording import output_readers
+from sglang_oscar.formats import output_readers
 
 HEADS, D, HIDDEN = 40, 32, 48
 """More channels than are asked for at once."""
@@ -46,13 +45,10 @@ def layer(number: int, *widths: int) -> nn.Module:
     return made
 
 
-def test_the_projection_beside_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_projection_beside_attention() -> None:
     """Not a linear layer of another width, and none where two would do."""
     model = nn.ModuleList([layer(3, 7, HEADS * D), layer(5), layer(6, HEADS * D, HEADS * D)])
-    output_readers.after_load_model(None, type("Runner", (), {"model": model}))
-    assert output_readers.output_projections() == {3: model[0].row1}
-    monkeypatch.setattr(output_readers, "_model", None)
-    assert output_readers.output_projections() == {}
+    assert output_readers.output_projections(model) == {3: model[0].row1}
 
 
 def test_weights_of_any_format() -> None:

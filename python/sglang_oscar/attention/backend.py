@@ -122,7 +122,9 @@ class OscarAttentionBackend(AttentionBackend):
             kept = None if keeper is None else keeper.keep_chunk(forward_batch)
             batch = extend_batch(self.cache, forward_batch)
             measured = self.key_errors is not None and self.key_errors.begin(batch.tokens)
-            self.batch = replace(batch, extend_plan=self.kernels.plan_extend(batch), kept=kept, measured=measured)
+            sampled = self.cache.sampler is not None and self.cache.sampler.begin(forward_batch)
+            plan = self.kernels.plan_extend(batch)
+            self.batch = replace(batch, extend_plan=plan, kept=kept, measured=measured, sampled=sampled)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Refresh the fixed tables that a graph of decode or verification reads."""
@@ -211,6 +213,8 @@ class OscarAttentionBackend(AttentionBackend):
             self.kernels.store(layer, replace(batch.kept, row=call.out_cache_loc), call.k, call.v)
         if batch.measured and self.key_errors is not None:
             self.key_errors.add(call, batch.tokens)
+        if batch.sampled and self.cache.sampler is not None:
+            self.cache.sampler.add(call)
         return out.to(call.q.dtype).view(call.q.shape[0], -1)
 
     def _wait_for_rows(self, layer_id: int) -> None:

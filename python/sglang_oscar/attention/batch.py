@@ -28,7 +28,8 @@ class Batch:
     ``visible`` int64 [batch, tokens] says in verification which new tokens of a request see which
     (:mod:`oscar_kernels.visible`); there ``kv_lens`` counts the tokens before the new ones. ``kept`` says where tokens
     of chunks go a second time, where windows are kept (:class:`sglang_oscar.memory.cache.Kept`). ``measured`` says
-    whether errors of its keys are (:class:`sglang_oscar.attention.key_errors.KeyErrors`).
+    whether errors of its keys are (:class:`sglang_oscar.attention.key_errors.KeyErrors`), ``sampled`` whether the
+    cache's sampler sees it.
     """
 
     tables: BatchTables
@@ -40,6 +41,7 @@ class Batch:
     visible: torch.Tensor | None = None
     kept: StoreSlots | None = None
     measured: bool = False
+    sampled: bool = False
 
     @property
     def tokens(self) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from oscar_kernels.cache import Chunks, StoreSlots
 from oscar_kernels.cuda import store as cuda_store
-from oscar_kernels.cuda.books import arranged_book
+from oscar_kernels.cuda.books import arranged_book, searched_points
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
+from oscar_kernels.format import LayerFormat
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.extend import extend
@@ -57,7 +60,9 @@ class GpuKernels:
         max_batch: int,
         sink_logits: bool,
     ) -> None:
+        self._dtype = dtype
         self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
+        cache.derived.append(self._made_of)
         found = (prepared.value.reading for prepared in self._prepared.values())
         readings = list({reading and (reading.count, reading.sets): reading for reading in found}.values())
         self._page_size = cache.page_size
@@ -100,6 +105,17 @@ class GpuKernels:
         longest = cache.req_to_token_pool.req_to_token.shape[1]
         hits = warm_up.PrefixHits(cache.page_size, limits, max_batch, longest)
         warm_up.chunks_behind_prefixes(self, kinds, q_heads, dtype, hits, sink_logits)
+
+    def _made_of(self, layer: CachedLayer, new: LayerFormat) -> Iterator[tuple[Any, Any]]:
+        """What kernels read of a layer, beside what they would read of a new format; see :attr:`Int2Cache.derived`."""
+        prepared = prepare(new, self._dtype)
+        yield self._prepared[id(layer)], prepared
+        if id(layer) in self._arranged:
+            yield self._arranged[id(layer)], cuda_store.arrange(prepared)
+        old, book = layer.cache.k_codebook, new.key.codebook
+        if old is not None and book is not None:
+            yield arranged_book(old), arranged_book(book)
+            yield searched_points(old), searched_points(book)
 
     def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""

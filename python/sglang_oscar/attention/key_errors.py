@@ -36,10 +36,11 @@ class KeyErrors:
         self._place = {layer_id: index for index, layer_id in enumerate(coded)}
         self._sums = torch.zeros(2, len(coded), device=cache.seats.device)
         self._passes = self._chunks = 0
-        self.restart()
+        self._restart()
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Compare with the fit of the cache's keys as they are now."""
+        self._fingerprint = self._cache.fingerprint
         self._sums.zero_()
         self._chunks, self._warned = 0, False
         stated = self._cache.key_errors
@@ -58,6 +59,8 @@ class KeyErrors:
         self._passes += 1
         if (self._passes - 1) % EVERY:
             return False
+        if self._fingerprint != self._cache.fingerprint:
+            self._restart()
         if self._chunks == CHUNKS:
             errors, energies = self._sums.tolist()
             self._say([error / max(energy, 1e-30) for error, energy in zip(errors, energies, strict=True)])

@@ -8,6 +8,7 @@ import importlib
 CORE = ("attention", "rotation_source", "formats", "memory", "requests")
 FEATURES = (
     "speculation", "tiers", "disaggregation", "sliding_windows", "hybrids", "resuming", "ranks", "recording",
+    "refitting",
 )  # fmt: skip
 _registered = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from oscar_rotation.files.identity import ModelIdentity, named_model
@@ -62,3 +63,8 @@ def model_identity(model_path: str, model_config: Any) -> ModelIdentity:
         kv_heads=model_config.get_total_num_kv_heads(),
         older_hashes=(first_hash(config),),
     )
+
+
+def weights_place(model_path: str) -> str:
+    """Where a later fit finds the weights, whatever folder it runs in: a hub id as it is, a folder in full."""
+    return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path

@@ -36,6 +36,19 @@ None where there are none here."""
 
 
 _update = ""
+_changes = 0
+
+
+def note_changed() -> None:
+    """Weights come in, or have."""
+    global _changes
+    _changes += 1
+    note_updated()
+
+
+def changes() -> int:
+    """Grows with every update of weights."""
+    return _changes
 
 
 def note_updated() -> None:

@@ -5,13 +5,14 @@ There is no cache of the process: a draft model's pool, or the one inside a hybr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from oscar_kernels.cache import StoreSlots
+from oscar_kernels.format import LayerFormat
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.images import SinkImages, sink_images
 from sglang_oscar.memory.layer import CachedLayer
@@ -62,6 +63,16 @@ class Resumed(Protocol):
         """None is left."""
 
 
+class Sampler(Protocol):
+    """Sees queries, keys and values of prompts, where it is asked to."""
+
+    def begin(self, forward_batch: Any) -> bool:
+        """Whether it wants to see a batch of chunks."""
+
+    def add(self, call: Any) -> None:
+        """A layer of that batch, a :class:`sglang_oscar.attention.call.Call`."""
+
+
 @dataclass
 class Int2Cache:
     """Everything that belongs to one INT2 pool.
@@ -72,8 +83,10 @@ class Int2Cache:
     computed again; with ``cuts_hits`` none ever is, and hits whose block is gone are none; ``recipe`` is what the
     rotations are of, ``key_errors`` what errors keys had at their fit, by layer id, None where the file does not say;
     ``kept`` are copies of windows, None where prefix hits compute the newest tokens again; ``resumed`` keeps windows of
-    plain models, None where it is not asked to; ``logits`` are of the last forward pass, until its result takes them;
-    ``flushed`` says that all requests have left and none has come since; ``window_buffers`` holds the tensors of rings
+    plain models, None where it is not asked to; ``sampler`` sees traffic; ``derived`` say for a layer and a new format
+    of it, on its device, which objects kernels have made of the old one, each beside what is made of the new one;
+    ``logits`` are of the last forward pass, until its result takes them; ``flushed`` says that all requests have left
+    and none has come since; ``window_buffers`` holds the tensors of rings
     and sinks; ``holdings`` are what requests own units of, by name; ``req_to_token_pool`` and ``page_size`` (tokens)
     are SGLang's.
     """
@@ -93,6 +106,8 @@ class Int2Cache:
     cuts_hits: bool = False
     kept: Kept | None = None
     resumed: Resumed | None = None
+    sampler: Sampler | None = None
+    derived: list[Callable[[CachedLayer, LayerFormat], Iterable[tuple[Any, Any]]]] = field(default_factory=list)
     logits: LogitsColumn | None = None
     flushed: bool = False
     holdings: dict[str, Holding] = field(default_factory=dict)

@@ -23,11 +23,12 @@ from oscar_rotation.dump.writer import DumpWriter
 from oscar_rotation.errors import DumpError
 from sglang_oscar import names
 from sglang_oscar.attach import releases
+from sglang_oscar.attention.whole_prompts import whole_prompts
 from sglang_oscar.errors import Int2Error, fatal, malformed
-from sglang_oscar.features.recording.output_readers import output_projections, reader_of
 from sglang_oscar.formats.cached_layers import cached_layer_ids
 from sglang_oscar.formats.content import attention_digest
-from sglang_oscar.formats.model_identity import model_identity
+from sglang_oscar.formats.model_identity import model_identity, weights_place
+from sglang_oscar.formats.output_readers import output_projections, reader_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +120,6 @@ def check_heads(args: Any, model: Any) -> None:
         )
 
 
-def weights_place(model_path: str) -> str:
-    """Where a later fit finds the weights, whatever folder it runs in: a hub id as it is, a folder in full."""
-    return str(Path(model_path).resolve()) if Path(model_path).is_dir() else model_path
-
-
 def covariance_writer(shares: DumpWriter, num_layers: int, sm_scale: float) -> CovarianceWriter:
     """A writer of covariances for the same rank and heads as a writer of activations."""
     return CovarianceWriter(
@@ -168,7 +164,7 @@ class Dump:
         self.covariances = (
             covariance_writer(self.writer, len(layers), sm_scale) if settings.mode == "covariances" else None
         )
-        found = output_projections()
+        found = {} if _model is None else output_projections(_model)
         self.projections = found if settings.mode == "activations" and all(layer in found for layer in layers) else {}
         identity = model_identity(server_args.model_path, model)
         self.manifest = DumpManifest(
@@ -202,17 +198,8 @@ class Dump:
 
     def select(self, forward_batch: Any) -> None:
         """Choose the tokens of a forward pass: those of sequences that start at position 0, health checks aside."""
-        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-
-        spans, begin = [], 0
-        prefixes, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        for rid, prefix, length in zip(forward_batch.rids, prefixes, lengths, strict=True):
-            if prefix == 0 and not rid.startswith(HEALTH_CHECK_RID_PREFIX):
-                spans.append((begin, begin + length))
-            begin += length
-        self.seq_lens = [stop - start for start, stop in spans]
-        self.selected = torch.cat([torch.arange(*span) for span in spans]) if spans else None
-        self.chunk += bool(spans)
+        self.seq_lens, self.selected = whole_prompts(forward_batch)
+        self.chunk += self.selected is not None
 
     def write(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
@@ -258,8 +245,15 @@ class Dump:
             self.manifest.write(self.settings.folder)
 
 
+_model: Any = None
 _dump: Dump | None = None
 _settings: DumpSettings | None = None
+
+
+def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Note the model of this worker."""
+    global _model
+    _model = self.model
 
 
 def before_attention(self: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature, OfAnyServer
 from sglang_oscar.attach.touchpoint import AFTER, BEFORE, SRT, Touchpoint, at
-from sglang_oscar.features.recording import dump_hook, output_readers
+from sglang_oscar.features.recording import dump_hook
 
 FEATURE = Feature(
     name="recording",
@@ -16,7 +16,7 @@ FEATURE = Feature(
         # Every attention call of every model passes here, so only where a dump is wanted.
         in_schedulers=[
             Touchpoint(
-                at(SRT + "model_executor.model_runner.ModelRunner.load_model"), AFTER, output_readers.after_load_model
+                at(SRT + "model_executor.model_runner.ModelRunner.load_model"), AFTER, dump_hook.after_load_model
             ),
             Touchpoint(at(SRT + "layers.radix_attention.RadixAttention.forward"), BEFORE, dump_hook.before_attention),
         ],

@@ -27,9 +27,9 @@ def note_loaded(built: Built) -> None:
 @contextmanager
 def around_observe_weight_load(original: Callable[..., Any], self: Any, source: str) -> Iterator[None]:
     """Weights change, from wherever they come: what is stored meanwhile and later is not of the old ones."""
-    origin.note_updated()
+    origin.note_changed()
     try:
         with original(self, source):
             yield
     finally:
-        origin.note_updated()
+        origin.note_changed()

@@ -13,22 +13,15 @@ import torch
 ROWS = 1024
 """Channels that a projection is asked for at once."""
 
-_model: Any = None
 
-
-def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Note the model of this worker."""
-    global _model
-    _model = self.model
-
-
-def output_projections() -> dict[int, Any]:
-    """Output projections by attention layer: the one linear layer beside it that takes what it computes."""
+def output_projections(model: Any) -> dict[int, Any]:
+    """Output projections of a loaded model by attention layer: the one linear layer beside it that takes what it
+    computes."""
     from sglang.srt.layers.linear import RowParallelLinear
     from sglang.srt.layers.radix_attention import RadixAttention
 
     found: dict[int, Any] = {}
-    for module in () if _model is None else _model.modules():
+    for module in model.modules():
         beside = list(module.children())
         for attention in (child for child in beside if isinstance(child, RadixAttention)):
             width = attention.tp_q_head_num * attention.v_head_dim
