@@ -1,4 +1,4 @@
-"""Set up before any test module is imported; files with servers run first, unit tests last."""
+"""Set up before any test module is imported; files with servers run first, small unit tests last."""
 
 from __future__ import annotations
 
@@ -21,5 +21,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with servers first: they take longest; short ones fill the end, when a worker would wait for another."""
-    items.sort(key=lambda item: (item.get_closest_marker("server") is None, item.path.parent.name == "unit"))
+    """Files with servers first: they take longest; short ones fill the end, when a worker would wait for another.
+
+    Of the others a large file takes longer than a small one, as a rule.
+    """
+    sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        alone = item.get_closest_marker("server") is None
+        return alone, item.path.parent.name == "unit", -sizes[item.path] if alone else 0
+
+    items.sort(key=place)

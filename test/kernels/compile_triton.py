@@ -81,7 +81,8 @@ def main(capability: int, keys: str, values: str) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"][:4] == b"\x7fELF"
         assert kernel.metadata.shared <= LARGEST_SHARED, (self.fn.__name__, kernel.metadata.shared)
-        if capability == 90:
+        # Others read no descriptors, and to take them apart takes half as long as to compile them.
+        if capability == 90 and "wgmma" in kernel.asm["ptx"]:
             check_descriptors(self.fn.__name__, kernel.asm["cubin"])
         compiled[self.fn.__name__] = kernel.metadata.shared
         return kernel

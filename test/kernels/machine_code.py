@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from triton import knobs
@@ -51,13 +52,13 @@ class Instruction:
     def name(self) -> str:
         return self.op.split(".")[0]
 
-    @property
+    @cached_property
     def parts(self) -> list[str]:
         """Operands but for predicates, which may stand in front of the result; that comes first otherwise."""
         parts = [part.strip() for part in re.split(r",(?![^\[]*\])", self.operands)]
         return [part for part in parts if not re.match(r"^!?U?P[T\d]$", part)]
 
-    @property
+    @cached_property
     def results(self) -> list[str]:
         """Registers that it writes."""
         parts = self.parts
@@ -78,13 +79,18 @@ class Instruction:
             return frozenset()
         if any(int(at, 16) >= FIRST_ARGUMENT for at in ARGUMENTS.findall(self.operands)):
             return frozenset({"an argument"})
+        return frozenset().union(*(state.get(register, UNSET) for register in self.read))
+
+    @cached_property
+    def read(self) -> set[str]:
+        """Registers that its results are made of."""
         read = set()
         for kind, number, wide in REGISTER.findall(", ".join(self.parts[1:])):
             pair = 2 if wide or ".64" in self.op else 1
             read |= {f"{kind}{int(number) + offset}" for offset in range(pair)}
-        return frozenset().union(*(state.get(register, UNSET) for register in read))
+        return read
 
-    @property
+    @cached_property
     def descriptors(self) -> list[str]:
         """Registers of the descriptors it reads: the second pair only where the first factor is in registers."""
         if self.name != "HGMMA":
@@ -131,6 +137,7 @@ def stray_descriptors(text: str) -> list[str]:
     if not instructions:
         raise ValueError("no instructions found")
     entry: dict[int, State] = {0: {}}
+    joining = set(labels.values())
     work, stray = [0], {}
     while work:
         index = work.pop()
@@ -144,7 +151,7 @@ def stray_descriptors(text: str) -> list[str]:
             for register in instruction.results:
                 state[register] = origin | state.get(register, UNSET) if instruction.guarded else origin
             after = followers(index, instructions, labels)
-            if after != [index + 1] or index + 1 in labels.values():
+            if after != [index + 1] or index + 1 in joining:
                 break
             index += 1
         for target in after:

@@ -26,7 +26,7 @@ with FakeTensorMode():
 
 
 @pytest.mark.skipif(not flash_attention4.installed(), reason="FlashAttention-4 is not installed")
-@pytest.mark.parametrize("architecture", ["sm_100", "sm_120"])
+@pytest.mark.parametrize("architecture", ["sm_100", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_it_compiles(architecture: str) -> None:
     env = os.environ | {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": f"{architecture}a"}
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}

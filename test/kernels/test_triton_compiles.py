@@ -28,11 +28,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(
             pytest.param(*of, marks=pytest.mark.slow)
             for of in [
-                (80, (3, 2)),
+                (80, (3, "3:symmetric")),
                 (90, (16, "2:symmetric")),
                 (90, ("2:codebook", 16)),
                 (100, (4, 4)),
-                (100, ("2:codebook", "3:symmetric")),
             ]
         ),
     ],

@@ -46,8 +46,7 @@ RIGHT = 1.5
 def variables_of(version: str, *others: str) -> dict[str, str]:
     """Environment of a server of a release, whose rows are exact and whose windows are NaN until they are filled."""
     env = environment(version) | FLOAT | HADAMARD | STRICT
-    # SGLang compiles a few operations on drafts, which takes longer than the test.
-    return with_plugins(env | {"TORCH_COMPILE_DISABLE": "1"}, "lossless_plugin", "no_gpu_plugin", *others)
+    return with_plugins(env, "lossless_plugin", "no_gpu_plugin", *others)
 
 
 @dataclass
@@ -81,7 +80,7 @@ def conversations(model: Path, folder: Path, turns: int = TURNS) -> list[Turn]:
     rng, made, prompts = random.Random(6), list[Turn](), opening()
     with serve(model, folder / "stock", *STOCK, env=FLOAT) as server:
         for _ in range(turns):
-            made.append(ask(server, prompts, 2))
+            made.append(ask(server, prompts, 4))
             prompts = [text + rng.choices(range(250), k=rng.randrange(20, 90)) for text in made[-1].texts]
     return made
 
@@ -134,7 +133,7 @@ def test_planned_drafts(name: str, model: Path, expected: list[Turn], tmp_path: 
 def test_a_draft_layer_of_the_model(model: Path, expected: list[Turn], tmp_path: Path) -> None:
     """The layer's own cache lies in the slots of the tokens, also of those that a prefix hit brings."""
     with serve(model, tmp_path / "log", *INT2, *TRACK, *NEXTN, env=variables_of(installed())) as server:
-        assert per_step(assert_turns_are_the_same(server, expected, 1)) > RIGHT
+        assert per_step(assert_turns_are_the_same(server, expected[:2], 1)) > RIGHT
         assert "1 layers in torch.float32" in server.text()
         assert "states behind drafts" in server.text()
 
@@ -144,7 +143,7 @@ def test_wrong_drafts_of_a_model_beside(model: Path, expected: list[Turn], tmp_p
     eagle3 = draft_models.eagle3_beside(tmp_path / "eagle3")
     args = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(eagle3)]
     with serve(model, tmp_path / "log", *INT2, *TRACK, *args, env=variables_of(installed())) as server:
-        assert per_step(assert_turns_are_the_same(server, expected, 4)) < 1.2
+        assert per_step(assert_turns_are_the_same(server, expected[:2], 4)) < 1.2
 
 
 def test_a_draft_layer_of_a_dense_model(tmp_path: Path) -> None:
@@ -162,5 +161,5 @@ def test_other_releases(version: str, model: Path, expected: list[Turn], tmp_pat
     args = ["--disable-overlap-schedule", "--chunked-prefill-size", "128"]
     env = variables_of(version) | {"SGLANG_TEST_RETRACT": "1"}
     with serve(model, tmp_path / "log", *INT2, *TRACK, *NEXTN, *args, env=env) as server:
-        assert per_step(assert_turns_are_the_same(server, expected, 4)) > RIGHT
+        assert per_step(assert_turns_are_the_same(server, expected[:2], 4)) > RIGHT
         assert retracted(server) > 0
