@@ -35,7 +35,7 @@ def test_books_answer_as_affine_codes_do_and_again_after_a_restart(tmp_path: Pat
     for number in range(2):
         with serve(MODEL, tmp_path / f"log{number}", *ARGS, env=env) as server:
             runs.append(asked(server))
-            facts = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]["oscar"]
+            facts = requests.get(f"{server.url}/server_info", timeout=300).json()["internal_states"][0]["oscar"]
             assert facts["codes"] == "keys 2 (codebook), values 2 (symmetric)"
             assert facts["bits"] == 2.125
             # Again, from the pages that the first time left.

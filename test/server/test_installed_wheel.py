@@ -28,7 +28,7 @@ with serve("model", Path("log"), args) as server:
     request = urllib.request.Request(server.url + "/generate", json.dumps(body).encode(),
                                      {"Content-Type": "application/json"})
     answer = json.load(urllib.request.urlopen(request, timeout=600))
-    said = json.load(urllib.request.urlopen(server.url + "/server_info", timeout=60))["internal_states"][0]["oscar"]
+    said = json.load(urllib.request.urlopen(server.url + "/server_info", timeout=300))["internal_states"][0]["oscar"]
 print(json.dumps([answer["meta_info"]["completion_tokens"], said["version"], said["codes"]]))
 """
 

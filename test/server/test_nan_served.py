@@ -78,7 +78,7 @@ def test_nan_ends_with_its_request(model: Path, tmp_path: Path) -> None:
         assert "row of history" in server.text()
         # Its pages are nobody's: not even of the same request.
         begin = REFUSED[:99]
-        requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{server.url}/flush_cache", timeout=300).raise_for_status()
         refused(server, [*begin, BROKEN, *REFUSED[100:]])
         clean = server.generate(begin + REFUSED, 8, return_logprob=True)["meta_info"]
         assert clean["cached_tokens"] == 0

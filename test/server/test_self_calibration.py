@@ -32,7 +32,7 @@ INT2 = ["--kv-cache-dtype", "int2", "--speculative-algorithm", "NGRAM"]
 
 def answer(server: Server) -> tuple[dict[str, Any], list[int]]:
     """What a server says of its rotations, and what it goes on with behind some text."""
-    facts = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]["oscar"]
+    facts = requests.get(f"{server.url}/server_info", timeout=300).json()["internal_states"][0]["oscar"]
     ids = list(range(100, 600))
     return facts, server.generate(ids, 24)["output_ids"]
 

@@ -51,7 +51,7 @@ def converse(server: Server, workers: int, sessions: bool) -> list[tuple[list[in
     names = [f"s{number}" for number in range(CONVERSATIONS)]
     for name in names if sessions else []:
         body = {"capacity_of_str_len": 0, "session_id": name}
-        requests.post(f"{server.url}/open_session", json=body, timeout=60).raise_for_status()
+        requests.post(f"{server.url}/open_session", json=body, timeout=300).raise_for_status()
     asked: list[tuple[list[int], dict[str, Any]]] = []
     for turn in range(TURNS):
         extra = [{"session_id": name} if sessions else {} for name in names]
@@ -63,7 +63,7 @@ def converse(server: Server, workers: int, sessions: bool) -> list[tuple[list[in
             for ids, answer in zip(prompts, answers, strict=True)
         ]
         for name in names[::2] if sessions and turn == 1 else []:
-            requests.post(f"{server.url}/close_session", json={"session_id": name}, timeout=60).raise_for_status()
+            requests.post(f"{server.url}/close_session", json={"session_id": name}, timeout=300).raise_for_status()
     return asked
 
 

@@ -13,8 +13,13 @@ from hypothesis import HealthCheck, settings
 from support.warm import pool
 
 if not torch.cuda.is_available():
-    # Read when triton is imported, by whichever test comes first: kernels are then bound to its interpreter.
+    # Kernels of this process are bound to Triton's interpreter. What tests start is as users start it, so that warm
+    # processes for servers are for tools, too.
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
 if pool.wanted():
     pool.enable()
 

@@ -45,7 +45,7 @@ def environment(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess
         "-c",
         f"set -euo pipefail; source '{SCRIPTS / 'environment.sh'}'; echo made",
     ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert not (tmp_path / "venv").exists()
     return done
 
@@ -92,7 +92,7 @@ def made_with(python: str, tmp_path: Path, venv: Path) -> subprocess.CompletedPr
     env = os.environ | {"OSCAR_VENV": str(venv), "PYTHON": str(fake)}
     script = f"set -euo pipefail; source '{SCRIPTS / 'environment.sh'}'; echo made"
     return subprocess.run([shutil.which("bash") or "bash", "-c", script], env=env, capture_output=True, text=True,
-                          timeout=120, check=False, cwd=tmp_path)  # fmt: skip
+                          timeout=300, check=False, cwd=tmp_path)  # fmt: skip
 
 
 STOPS = 'case "$1" in -c) echo 3.11;; *) echo stopped >&2; exit 3;; esac'

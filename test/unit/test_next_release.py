@@ -60,7 +60,7 @@ def test_the_report_has_a_line_for_every_failure(tmp_path: Path) -> None:
 
 def said(*args: str, **variables: str) -> tuple[int, str]:
     done = subprocess.run(["bash", str(SCRIPT), *args], env=os.environ | variables, capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
+                          timeout=300, check=False)  # fmt: skip
     return done.returncode, done.stderr
 
 

@@ -228,10 +228,10 @@ def test_a_lock_that_stays(tmp_path: Path) -> None:
     """A server does not wait for ever."""
     said: list[str] = []
     begin = time.monotonic()
-    with cache.alone(tmp_path / "key", 5, said.append):
+    with cache.alone(tmp_path / "key", 300, said.append):
         with pytest.raises(Int2Error, match="has been calibrating"), cache.alone(tmp_path / "key", 0.1, said.append):
             pass
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 300
     assert len(said) == 1
 
 

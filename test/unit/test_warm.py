@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from oscar_tools import local_server
+from sglang_oscar.rotation_source import on_the_spot
 from support.warm import client, pool, preload, rule, stand_in
 
 pytestmark = pytest.mark.skipif(not pool.wanted(), reason="every process is started anew here")
@@ -142,7 +143,7 @@ def test_interrupt() -> None:
     process.stdout.read(1)
     signal.signal(signal.SIGINT, before)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGINT
     assert b"KeyboardInterrupt" in errors
 
@@ -203,7 +204,7 @@ def test_killed(how: str, family: str) -> None:
         child = int(process.stdout.readline().split()[-1])
         assert os.getpgid(child) == process.pid
         os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(300) == -signal.SIGKILL
     else:
         program = f"""
 import subprocess, sys, time
@@ -218,8 +219,8 @@ time.sleep(1000)
         assert process.stdout is not None
         child = int(process.stdout.readline())
         process.kill()
-        process.wait(60)
-    deadline = time.monotonic() + 60
+        process.wait(300)
+    deadline = time.monotonic() + 300
     while not gone(child):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -250,7 +251,8 @@ def test_what_starts_anew(tmp_path: Path) -> None:
     assert not warm(env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert python("-I", "-c", REPORT_MODULES).stdout == "False\n"
     assert not warm(preexec_fn=lambda: None)
-    assert warm(preexec_fn=local_server._die_with_parent)
+    for known in (local_server, on_the_spot):
+        assert warm(preexec_fn=known._die_with_parent)
 
 
 def test_console_script() -> None:

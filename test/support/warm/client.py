@@ -99,10 +99,10 @@ def _misfit(launch: Launch, client: Client) -> str | None:
     return None
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """The one function that the project lets run before exec."""
-    module = sys.modules.get("oscar_tools.local_server")
-    return None if module is None else module._die_with_parent
+def _die_with_parent() -> set[Callable[[], None] | None]:
+    """The functions that the project lets run before exec, and none."""
+    names = ("oscar_tools.local_server", "sglang_oscar.rotation_source.on_the_spot")
+    return {getattr(sys.modules.get(name), "_die_with_parent", None) for name in names} | {None}
 
 
 def _note(what: str, arguments: tuple[Any, ...]) -> None:

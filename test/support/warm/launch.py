@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -91,16 +91,16 @@ class Launch:
         return Launch(**fields | {"program": Program(**fields["program"])})
 
 
-def described(arguments: Sequence[Any], die_with_parent: Callable[[], None] | None) -> Launch | None:
+def described(arguments: Sequence[Any], allowed: Set[Callable[[], None] | None]) -> Launch | None:
     """The launch that a call of ``_posixsubprocess.fork_exec`` asks for; None where it asks for what no fork does.
 
     Args:
         arguments: of the call.
-        die_with_parent: the one function that may be asked to run before exec.
+        allowed: what may run before exec: functions by which the new process dies with its parent, or None.
     """
     asked = dict(zip(ARGUMENTS, arguments, strict=False))
     before_exec = asked["before_exec"]
-    if not asked["close_fds"] or before_exec not in {None, die_with_parent}:
+    if not asked["close_fds"] or before_exec not in allowed:
         return None
     if any(asked[name] not in {None, -1} for name in ("gid", "groups", "uid")):
         return None

@@ -17,6 +17,9 @@ FREE = (
     # Read by this project and plugins of its tests, which a warm process has not imported.
     *("OSCAR_", "DUMP_KVCACHE", "CPU_COMPILE_", "GPU_CHECKS", "EMBEDDING_FAULT", "LATE_HOST_", "LOSSLESS_ROWS_"),
     "ORACLE_",
+    # Options of this project's evaluation.
+    *("BENCHMARKS=", "CONCURRENCY=", "DATASET=", "EVAL_DATA=", "FILE_CLIPS=", "GROUP_SIZE=", "LIMIT=", "MAX_TOKENS="),
+    *("METHODS=", "MODEL=", "SEEDS=", "SERVER_ARGS=", "SERVER_URL="),
     # Read by SGLang and ModelScope, mostly when they are used.
     *READ,
     # Read by libraries when they are used, not when they are imported; SGLang sets them for its workers.
