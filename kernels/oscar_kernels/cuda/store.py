@@ -184,7 +184,7 @@ def store(
         k_sets = kv_heads  # tiles of keys are of one kv head
     query_tiles = QUERY_TILES if book is None else QUERY_TILES_OF_SEARCH
     blocks, vectors, span, query_span = _cut(
-        tokens, kv_heads, q_heads, head_dim, k_sets, v_sets, q_sets, at_once, query_tiles
+        tokens, kv_heads, q_heads, head_dim, (k_sets, v_sets, q_sets), at_once, query_tiles
     )
     launch(
         kernel, (blocks, 1, 1), 2 * head_dim, 0,
@@ -205,13 +205,13 @@ def _pointer(matrix: SplitMatrix | None) -> tuple[int, float]:
 
 @lru_cache(maxsize=4096)
 def _cut(
-    tokens: int, kv_heads: int, q_heads: int, head_dim: int, k_sets: int, v_sets: int, q_sets: int, at_once: int,
+    tokens: int, kv_heads: int, q_heads: int, head_dim: int, all_sets: tuple[int, int, int], at_once: int,
     query_tiles: int,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Blocks, vectors of a tile of keys or values, tiles of a block of those, and tiles of a block of queries.
 
     Args:
-        k_sets, v_sets, q_sets: matrices of each; no block has tiles of two.
+        all_sets: matrices of keys, values and queries; no block has tiles of two.
         at_once: blocks that run at once.
         query_tiles: tiles of queries that take as long as one of keys or values.
     """
@@ -221,11 +221,14 @@ def _cut(
 
     def blocks(vectors: int, span: int, query_span: int) -> int:
         of = [
-            (kv_heads, k_sets, vectors, span),
-            (kv_heads, v_sets, vectors, span),
-            (q_heads, q_sets, VECTORS, query_span),
+            (kv_heads, vectors, span),
+            (kv_heads, vectors, span),
+            (q_heads, VECTORS, query_span),
         ]
-        return sum(sets * -(-tiles(heads, sets, vectors) // span) for heads, sets, vectors, span in of)
+        return sum(
+            sets * -(-tiles(heads, sets, vectors) // span)
+            for sets, (heads, vectors, span) in zip(all_sets, of, strict=True)
+        )
 
     # Half the vectors a tile, where all tiles run at once nevertheless; where they do not, several tiles a block.
     span = query_span = 1
