@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
 from oscar_kernels.cache import Windows
@@ -21,15 +19,6 @@ from sglang_oscar.features.refitting.ranks import Ranks
 from sglang_oscar.features.refitting.samples import Samples, Sampling
 from sglang_oscar.formats import origin
 from support.small_cache import small_cache
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Of one rank."""
-    place = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
 from oscar_kernels.cache import Windows
@@ -28,15 +26,6 @@ from support.small_cache import small_cache
 
 HEADS, D, LAYERS, TOKENS = 2, 64, 2, 200
 LAYOUT = RowLayout(HEADS, D, D, torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Of one rank."""
-    place = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def prompt(layer: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -109,8 +109,8 @@ struct NoSearch {
 
 // This warp's rows of the tile, every STORE_WARPS-th, are ``live`` or not; all threads of the block take part.
 template <bool FITTED, int ROWS>
-DEVICE void store_nearest(const Points& points, Search& search, int head, float gain, u8* const (&rows)[ROWS], const bool (&live)[ROWS],
-                          const float* tile_y, float* memory) {
+DEVICE void store_nearest(const Points& points, Search& search, int head, float gain, u8* const (&rows)[ROWS],
+                          const bool (&live)[ROWS], const float* tile_y, float* memory) {
   float* scales = memory;
   u8* indexes = (u8*)(memory + VECTORS);
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
