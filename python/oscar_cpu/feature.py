@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oscar_cpu import engine, hybrid_models, state_pool, transfer
+from oscar_cpu import engine, hybrid_models, state_pool, state_spaces, transfer
 from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import ARGS, AROUND, BEFORE, MEM, SRT, Touchpoint, at
 
@@ -64,6 +64,11 @@ FEATURE = Feature(
         Touchpoint(at(KERNELS + "attention.fla.layernorm_gated.layernorm_fn"), AROUND, hybrid_models.around_layernorm),
         Touchpoint(
             at(KERNELS + "elementwise.elementwise.fused_gate_sigmoid_mul_add"), AROUND, hybrid_models.around_add_gated
+        ),
+        Touchpoint(
+            at(SRT + "layers.attention.hybrid_linear_attn_backend.Mamba2AttnBackend.__init__"),
+            BEFORE,
+            state_spaces.before_backend,
         ),
         Touchpoint(at(STATES + "track_mamba_states_if_needed"), AROUND, hybrid_models.around_track_states),
         Touchpoint(at(STATES + "track_mamba_states_all_layers"), AROUND, hybrid_models.around_track_all_states),

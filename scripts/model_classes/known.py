@@ -6,6 +6,7 @@ import re
 
 from sglang_oscar.attach.model_classes import REFUSED, SERVED, UNTRIED, Row
 from sglang_oscar.attach.refusals import VISION_MODELS
+from sglang_oscar.features.hybrids.refusals import MAMBA2
 from sglang_oscar.features.hybrids.refusals import MODELS as HYBRIDS
 
 DRAFT = re.compile(r"NextN|MTP|Eagle|DSpark|DFlash|Draft|Assistant")
@@ -21,8 +22,8 @@ OTHERS = {
     "logit soft-capping": "Grok1ForCausalLM Grok1ModelForCausalLM Gemma2ForCausalLM",
     "no attention": "MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM",
     "block-sparse attention": "MiniMaxM3SparseForCausalLM MiniCPMSALAForCausalLM Phi3SmallForCausalLM",
-    "this hybrid linear attention": "NemotronHForCausalLM NemotronHPuzzleForCausalLM ZayaForCausalLM "
-    "FalconH1ForCausalLM GraniteMoeHybridForCausalLM JetNemotronForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM",
+    "this hybrid linear attention": "NemotronHPuzzleForCausalLM ZayaForCausalLM JetNemotronForCausalLM "
+    "Lfm2ForCausalLM Lfm2MoeForCausalLM",
     "iRoPE": "Llama4ForCausalLM",
     "models of MindSpore": "MindSporeForCausalLM",
     "diffusion": "LLaDA2MoeModelLM DiffusionGemmaForBlockDiffusion",
@@ -46,7 +47,7 @@ def known(name: str) -> Row | None:
     """The row of a class that is not tried; None for others."""
     from sglang.srt.configs.model_config import is_generation_model, multimodal_model_archs
 
-    if name in VISION_MODELS | HYBRIDS | {"GptOssForCausalLM"}:
+    if name in VISION_MODELS | HYBRIDS - MAMBA2 | {"GptOssForCausalLM"}:
         return Row(SERVED, "tests of servers")
     if name in ON_A_GPU:
         return Row(SERVED, ON_A_GPU[name])

@@ -65,6 +65,19 @@ STEP |= {"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "need_fp3
 STEP |= {"moe_router_activation": "sigmoid", "moe_router_scaling_factor": 1.0}
 STEP |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": [0]}
 
+NEMOTRON = {"hybrid_override_pattern": "M*-M*", "ssm_state_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 32}
+NEMOTRON |= {"n_groups": 2, "mamba_n_groups": 2, "chunk_size": 128, "num_hidden_layers": 5}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_chunk_size": 64}
+FALCON_H1 = MAMBA | {"mamba_d_ssm": 256, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+FALCON_H1 |= {"ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2, "rope_theta": 10000.0}
+FALCON_H1 |= {f"{name}_multiplier": 1.0 for name in ("key", "attention_in", "attention_out", "ssm_in", "ssm_out")}
+GRANITE = HEADS | MOE | MAMBA | {"mamba_expand": 1, "attention_multiplier": 1.0, "shared_intermediate_size": 64}
+GRANITE |= {
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "attention"],
+    "position_embedding_type": "nope",
+}
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "AfmoeForCausalLM": ("afmoe", HEADS | MOE | WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1}),
     "ApertusForCausalLM": ("apertus", {}),
@@ -87,6 +100,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         HEADS | {"num_layers": 2, "layer_norm_epsilon": 1e-5, "activation_function": "silu"},
     ),
+    "FalconH1ForCausalLM": ("falcon_h1", HEADS | FALCON_H1),
     "GPT2LMHeadModel": ("gpt2", GPT),
     "GPTBigCodeForCausalLM": ("gpt_bigcode", GPT | {"num_key_value_heads": 1, "multi_query": True}),
     "GPTJForCausalLM": ("gptj", GPT | {"rotary_dim": 32}),
@@ -97,6 +111,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4MoeForCausalLM": ("glm4_moe", MOE | {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}),
     "GraniteForCausalLM": ("granite", HEADS),
     "GraniteMoeForCausalLM": ("granitemoe", HEADS | MOE),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GRANITE),
     "GraniteMoeSWAForCausalLM": ("granitemoe_swa", HEADS | MOE | WINDOW | {"attention_multiplier": 0.125}),
     "GraniteMoeSharedForCausalLM": ("granitemoeshared", HEADS | MOE | {"shared_intermediate_size": 64}),
     "GraniteSWAForCausalLM": ("granite_swa", HEADS | WINDOW | {"attention_multiplier": 0.125}),
@@ -118,6 +133,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Ministral3ForCausalLM": ("ministral3", {}),
     "MistralForCausalLM": ("mistral", NO_WINDOW),
     "MixtralForCausalLM": ("mixtral", HEADS | MOE | NO_WINDOW),
+    "NemotronHForCausalLM": ("nemotron_h", NEMOTRON),
     "OPTForCausalLM": ("opt", ALL_HEADS | {"word_embed_proj_dim": 256, "ffn_dim": 256, "do_layer_norm_before": True}),
     "Olmo2ForCausalLM": ("olmo3", HEADS | WINDOW),
     "OlmoForCausalLM": ("olmo", ALL_HEADS),
@@ -149,7 +165,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By class: a type of model that transformers knows, and what a configuration has besides ``COMMON``."""
 
-AS_PUBLISHED = {"step3p5": "Step3p5Config"}
+AS_PUBLISHED = {
+    "step3p5": "Step3p5Config", "nemotron_h": "NemotronHConfig", "falcon_h1": "FalconH1Config",
+    "granitemoehybrid": "GraniteMoeHybridConfig",
+}  # fmt: skip
 """Types of which transformers knows other configurations than those that were published with code of their own, and
 SGLang's class of those."""
 

@@ -49,9 +49,12 @@ ROTATED = 0.25
 TWO_HALVES = 0.1
 """With two ranks: each rounds its half of every sum to BF16."""
 PAGE, TURNS, TOKENS = 64, 3, 70
-EVERY = {"next_two_ranks": 2, "next_lazy_states": 2, "qwen3_5_text": 3, "qwen3_5_moe_text_chunked": 3}
+EVERY = {"next_two_ranks": 2, "next_lazy_states": 2}
+EVERY |= {"qwen3_5_text": 3, "qwen3_5_moe_text_chunked": 3, "nemotron_chunked": 3}
 """Configurations that are asked every second or third of the beginnings: two ranks take turns with two cores, lazy
 states are asked one by one, and classes of text alone have the states and layers of other configurations."""
+GRID = {"nemotron_chunked": 128}
+"""Tokens between states that are kept, where chunks of the linear layers are longer than pages."""
 TWO_TURNS = {*EVERY, "oldest"}
 """Configurations whose conversations end with the first hit: what later ones are is one rank's, in any release."""
 NO_OVERLAP = "--disable-overlap-schedule"
@@ -129,6 +132,13 @@ CONFIGURATIONS: dict[str, tuple[str, str, list[str], dict[str, str], int]] = {
         IDENTITY,
         3,
     ),
+    "nemotron_chunked": (
+        "nemotron_h",
+        installed(),
+        ["--max-mamba-cache-size", "96", "--chunked-prefill-size", "256", "--mamba-track-interval", "128"],
+        IDENTITY,
+        1,
+    ),
     "next_lazy_states": (
         "qwen3_next",
         installed(),
@@ -168,10 +178,11 @@ def test_every_turn_equals_stock(name: str, tmp_path: Path) -> None:
         assert (retracted(server) > 0) == ("SGLANG_TEST_RETRACT" in variables)
         assert server.alive()
     if workers == 1:
+        kept = GRID.get(name, PAGE)
         for before, turn in itertools.pairwise(turns):
             for prompt, answer, tokens in zip(before.prompts, before.answers, cached(turn), strict=True):
-                # The last token of an answer is never computed, and states are kept at the ends of pages.
-                assert tokens >= (len(prompt) + len(answer["output_ids"]) - 1) // PAGE * PAGE
+                # The last token of an answer is never computed, and states are kept at the ends of pages or chunks.
+                assert tokens >= (len(prompt) + len(answer["output_ids"]) - 1) // kept * kept
     else:  # What is still there depends on the order in which requests met; what was asked last is.
         assert sum(tokens >= PAGE for tokens in cached(again)) > 0
     with serve(model, tmp_path / "stock", *STOCK, *text, env=release) as server:

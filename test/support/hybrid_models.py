@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -45,14 +48,30 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+MAMBA2: dict[str, Any] = {
+    "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"],
+    "n_groups": 2,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "chunk_size": 128,
+}
+PUBLISHED: dict[str, Any] = {"hybrid_override_pattern": "M*-M*", "mamba_n_groups": 2}
+"""As published configurations say it, and SGLang reads it; transformers writes other names."""
+
+
 def build(architecture: str, **overrides: Any) -> PreTrainedModel:
-    """A random model in BF16: ``qwen3_next`` or ``qwen3_5``, of text alone ``qwen3_5_text`` or ``qwen3_5_moe_text``."""
+    """A random model in BF16: ``qwen3_next`` or ``qwen3_5``, of text alone ``qwen3_5_text`` or ``qwen3_5_moe_text``,
+    of Mamba2 ``nemotron_h``."""
     torch.manual_seed(7)
     options = COMMON | LAYERS | LINEAR | overrides
     rope = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     if architecture == "qwen3_next":
         options = EXPERTS | options
         model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**options, rope_parameters=ROPE))
+    elif architecture == "nemotron_h":
+        own = {name: value for name, value in (COMMON | MAMBA2 | overrides).items() if name != "num_hidden_layers"}
+        model = NemotronHForCausalLM(NemotronHConfig(**own))
     elif architecture == "qwen3_5_text":
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**options, rope_parameters=rope))
     elif architecture == "qwen3_5_moe_text":
@@ -79,6 +98,10 @@ def save(architecture: str, folder: Path, **overrides: Any) -> Path:
 def write(model: PreTrainedModel, architecture: str, folder: Path) -> Path:
     """Write a model that :func:`build` made to ``folder`` and return it."""
     model.save_pretrained(folder)
+    if architecture == "nemotron_h":
+        stated = json.loads((folder / "config.json").read_text())
+        del stated["layers_block_type"], stated["mtp_layers_block_type"]
+        (folder / "config.json").write_text(json.dumps(stated | PUBLISHED))
     if architecture == "qwen3_5":
         save_processor("qwen3_vl", folder)
     return folder

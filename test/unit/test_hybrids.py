@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.layer_attention import TorchKernels
+from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.hybrids import kept_windows, known_name, pool, refusals, verified_states
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
-from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within
+from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within, state_bytes
 from sglang_oscar.features.hybrids.window_slots import WindowSlots
 from sglang_oscar.features.speculation import commit
 from sglang_oscar.formats.cached_layers import cached_layer_ids
@@ -61,6 +63,24 @@ def test_state_of_qwen3_next() -> None:
     assert left / 3456 / slots.slots == pytest.approx(tokens_in_16_bits, rel=0.01)
     assert balanced_ratio(costs, 0.5) == 0.5
     assert slots_within(100, 1.0, 60) < 1
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "stated"),
+    [
+        ("nemotron_h", "NemotronHConfig", {"n_groups": 2, "mamba_num_heads": 8, "hybrid_override_pattern": "M*M"}),
+        ("falcon_h1", "FalconH1Config", {"mamba_n_groups": 2, "num_hidden_layers": 3, "mamba_n_heads": 32}),
+        ("granitemoehybrid", "GraniteMoeHybridConfig", {"layer_types": ["mamba"] * 3, "num_hidden_layers": 3}),
+    ],
+)
+def test_states_of_mamba2_are_as_large_as_sglang_says(
+    module: str, name: str, stated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each name that a size has."""
+    configs = importlib.import_module(f"sglang.srt.configs.{module}")
+    monkeypatch.setattr(configs, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
+    linear = getattr(configs, name)(**stated)
+    assert state_bytes(linear, 2) == linear.mamba2_cache_params.mamba_cache_per_req
 
 
 @given(
@@ -215,6 +235,31 @@ def refused(**changed: Any) -> list[str]:
 def test_refused(argument: str, value: Any) -> None:
     assert refused() == []
     assert len(refused(**{argument: value})) == 1
+
+
+@pytest.mark.parametrize(
+    ("right", "drafts", "change"),
+    [
+        (True, None, None),
+        (True, "NGRAM", "drop --speculative-algorithm"),
+        (False, None, "install sglang 0.5.20 or later"),
+    ],
+)
+def test_mamba2(right: bool, drafts: str | None, change: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served without drafts, where SGLang keeps the right states; other hybrids have both."""
+    monkeypatch.setattr(refusals, "linear_config", lambda model: model)
+    monkeypatch.setattr(refusals, "finds_states_of_mamba2", lambda: right)
+    args = SimpleNamespace(**ALLOWED | {"speculative_algorithm": drafts})
+
+    def check(architecture: str) -> None:
+        config = SimpleNamespace(architectures=[architecture])
+        refusals.check_model(SimpleNamespace(model_path="m", hf_config=config), args)
+
+    check("Qwen3NextForCausalLM")
+    if change is None:
+        return check("NemotronHForCausalLM")
+    with pytest.raises(Int2Error, match=change):
+        check("NemotronHForCausalLM")
 
 
 def test_lazy_states() -> None:

@@ -22,7 +22,7 @@ def stand_in() -> Iterator[dict[str, ModuleType]]:
     import importlib.util
 
     modules = {}
-    for name in ("delta_rule", "convolution", "gated_layers"):
+    for name in ("delta_rule", "convolution", "gated_layers", "state_space"):
         spec = importlib.util.spec_from_file_location(f"stand_in_{name}", STAND_IN / "sgl_kernel" / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
@@ -198,3 +198,56 @@ def test_norms_and_gates(stand_in: dict[str, ModuleType]) -> None:
     qkv, cut, b, a = layers.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 2, 4, 8, 6)
     assert torch.equal(torch.cat([qkv, cut.flatten(1)], 1), qkvz)
     assert torch.equal(torch.cat([b, a], 1), ba)
+
+
+def test_state_spaces(stand_in: dict[str, ModuleType]) -> None:
+    """Prefill of three sequences, then a token of each, against Mamba2's equation in float64 as a sum over tokens."""
+    space, heads, groups, width, lengths = stand_in["state_space"], 4, 2, 6, [5, 9, 3]
+    torch.manual_seed(2)
+    tokens, chunk = sum(lengths), 4
+    x, dt = torch.randn(1, tokens + 3, heads, 8), torch.randn(1, tokens + 3, heads)
+    B, C = torch.randn(1, tokens + 3, groups, width), torch.randn(1, tokens + 3, groups, width)
+    A, D, bias, before = -torch.rand(heads), torch.randn(heads), torch.randn(heads), torch.randn(3, heads, 8, width)
+    steps = torch.nn.functional.softplus(dt[0].double() + bias)
+
+    def state(sequence: int, own: list[int]) -> torch.Tensor:
+        """Behind tokens ``own``: each decays by what follows it."""
+        found = before[sequence].double() * torch.exp(A * steps[own].sum(0))[:, None, None]
+        for place, token in enumerate(own):
+            decay = torch.exp(A * steps[own[place + 1 :]].sum(0)) * steps[token]
+            keys = B[0, token].double().repeat_interleave(heads // groups, 0)
+            found += (decay[:, None] * x[0, token])[..., None] * keys[:, None]
+        return found
+
+    def read(sequence: int, own: list[int]) -> torch.Tensor:
+        queries = C[0, own[-1]].double().repeat_interleave(heads // groups, 0)
+        return (state(sequence, own) @ queries[..., None]).squeeze(-1) + D[:, None] * x[0, own[-1]]
+
+    starts = [0, 5, 14, 17]
+    first = [part[:, :tokens] for part in (x, dt, B, C)]
+    out = torch.zeros(1, tokens, heads, 8)
+    grid, last, wanted = space.mamba_chunk_scan_combined(
+        first[0], first[1], A, first[2], first[3], chunk, D=D, dt_bias=bias, dt_softplus=True, out=out,
+        cu_seqlens=torch.tensor(starts), initial_states=before, state_dtype=torch.float32,
+        track_seq_idx=torch.tensor([1, 2]), track_end_locs=torch.tensor([9, 14]),
+    )  # fmt: skip
+    slots = torch.zeros(5, heads, 8, width)
+    slots[[3, 0, 4]] = last
+    after = torch.zeros(3, heads * 8)
+    spread = [of[:, None].expand(-1, 8) for of in (bias, D)]
+    space.selective_state_update(
+        slots, x[0, tokens:], dt[0, tokens:, :, None].expand(-1, -1, 8), A[:, None, None].expand(-1, 8, width),
+        B[0, tokens:], C[0, tokens:], spread[1], z=None, dt_bias=spread[0], dt_softplus=True,
+        state_batch_indices=torch.tensor([3, 0, 4]), out=after,
+    )  # fmt: skip
+    for sequence in range(3):
+        own = list(range(starts[sequence], starts[sequence + 1]))
+        for place in range(len(own)):
+            assert torch.allclose(out[0, own[place]].double(), read(sequence, own[: place + 1]), atol=1e-4)
+        assert torch.allclose(last[sequence].double(), state(sequence, own), atol=1e-4)
+        own.append(tokens + sequence)
+        assert torch.allclose(after[sequence].view(heads, 8).double(), read(sequence, own), atol=1e-4)
+        assert torch.allclose(slots[[3, 0, 4][sequence]].double(), state(sequence, own), atol=1e-4)
+    assert torch.allclose(grid[0, 2].double(), state(1, [5, 6, 7]), atol=1e-4)  # in front of the batch's ninth token
+    assert torch.allclose(wanted[0, 0].double(), state(1, [5, 6, 7, 8]), atol=1e-4)
+    assert torch.equal(wanted[0, 1], before[2])

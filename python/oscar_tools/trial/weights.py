@@ -24,6 +24,8 @@ def fill(model: Any, *args: Any, **kwargs: Any) -> None:
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         if name.endswith("A_log"):  # states that forget slowly
             new = -3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(7))
+        elif name.endswith(".A"):  # the same, as SGLang's Mamba2 has it
+            new = -(-3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(7))).exp()
         elif parameter.dim() >= 2:
             new = GAIN / parameter.shape[-1] ** 0.5 * noise
         elif name.endswith("sinks"):  # as strong as the logits of some ten tokens; SGLang leaves them unwritten

@@ -248,6 +248,12 @@ def keeps_drafts_on_the_host() -> bool:
     return of is not None and "host_token_capacity" in inspect.signature(of).parameters
 
 
+def finds_states_of_mamba2() -> bool:
+    """Whether a state of Mamba2 is kept at the right token of a prompt that does not begin on the grid of chunks over
+    all prompts of a pass; with any cache."""
+    return exists("sglang.srt.layers.attention.mamba.mamba2_metadata.ForwardMetadata.track_ssm_end_locs")
+
+
 def carries_slot_states() -> bool:
     """Whether what is registered beside a hybrid model's states goes to host memory and back with them."""
     return exists("sglang.srt.mem_cache.device_pool_info.MambaStateBufferInfo.extra_checkpoint_buffers")

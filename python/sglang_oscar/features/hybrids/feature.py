@@ -20,7 +20,7 @@ FEATURE = Feature(
         ),
     ],
     architectures=refusals.MODELS,
-    refused_with=[("Hybrid models", refusals.ARGUMENTS)],
+    refused_with=[("Hybrid models", refusals.ARGUMENTS), ("Those of Mamba2", refusals.MAMBA2_ARGUMENTS)],
     refused_models=["other models with linear attention"],
     check_model=refusals.check_model,
     parts=sizing.parts,

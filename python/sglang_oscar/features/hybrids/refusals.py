@@ -9,19 +9,23 @@ from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import (
     argument,
     carries_slot_states,
+    finds_states_of_mamba2,
     keeps_states_of,
     tells_kept_states_apart,
 )
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import linear_config
 
+MAMBA2 = frozenset({"FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"})
+"""Mamba2 between or beside layers of grouped-query attention."""
 MODELS = frozenset(
     {
+        *MAMBA2,
         "Qwen3NextForCausalLM",
         *(f"Qwen3_5{kind}For{head}" for kind in ("", "Moe") for head in ("ConditionalGeneration", "CausalLM")),
     }
 )
-"""Hybrid models that are served: gated delta rule between layers of grouped-query attention."""
+"""Hybrid models that are served: others have the gated delta rule between such layers."""
 
 
 def _strategy(args: Any) -> str:
@@ -88,6 +92,13 @@ ARGUMENTS: list[Refusal] = [
 """Arguments that are refused with a hybrid model only."""
 
 
+MAMBA2_ARGUMENTS: list[Refusal] = [
+    # What verifies them exists as kernels of a GPU only, where nobody has tried it.
+    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
+]
+"""Arguments that are refused with models of Mamba2 besides."""
+
+
 def check_model(model: Any, server_args: Any) -> None:
     """Refuse hybrid models that are not served, and arguments that do not go with the others.
 
@@ -110,6 +121,12 @@ def check_model(model: Any, server_args: Any) -> None:
             f"--kv-cache-dtype int2 does not support {name} in this release of SGLang, which keeps no states of it; "
             "install sglang 0.5.19 or later"
         )
-    for refused, what in ARGUMENTS:
+    arguments = ARGUMENTS if MAMBA2.isdisjoint(model.hf_config.architectures) else ARGUMENTS + MAMBA2_ARGUMENTS
+    if arguments is not ARGUMENTS and not finds_states_of_mamba2():
+        raise Int2Error(
+            f"--kv-cache-dtype int2 does not support {name} in this release of SGLang, which mistakes states where "
+            "prompts are computed at once; install sglang 0.5.20 or later"
+        )
+    for refused, what in arguments:
         if server_args is not None and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support hybrid models {what}: {name}")

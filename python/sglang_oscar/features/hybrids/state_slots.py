@@ -117,6 +117,34 @@ def copy_bytes(geometry: Geometry, prefix_cache: bool) -> int:
     return geometry.ring_bytes + geometry.sink_bytes if prefix_cache else 0
 
 
+NAMES = {
+    "heads": ("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads"),
+    "head_dim": ("linear_value_head_dim", "mamba_head_dim", "mamba_d_head"),
+    "groups": ("linear_num_key_heads", "n_groups", "mamba_n_groups"),
+    "width": ("linear_key_head_dim", "ssm_state_size", "mamba_d_state"),
+    "kernel": ("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"),
+    "layers": ("linear_layer_ids", "mamba_layer_ids"),
+}
+"""What configurations call the sizes of a state: a head's is [head_dim, width], and heads of a group share what lies in
+front of them, two vectors of that width."""
+
+
+def state_bytes(linear: Any, ranks: int = 1) -> int:
+    """Bytes of a state of all linear layers of a rank; SGLang's own figure needs its ranks set up.
+
+    Args:
+        linear: SGLang's configuration of the linear layers.
+        ranks: that share the heads.
+    """
+    from sglang.srt.configs.mamba_utils import mamba2_state_dtype
+
+    of = {size: next(getattr(linear, name) for name in names if hasattr(linear, name)) for size, names in NAMES.items()}
+    heads, groups = of["heads"] // ranks, max(of["groups"] // ranks, 1)
+    past = (2 * groups * of["width"] + heads * of["head_dim"]) * (of["kernel"] - 1) * torch.bfloat16.itemsize
+    each = past + heads * of["head_dim"] * of["width"] * mamba2_state_dtype(linear).temporal.itemsize
+    return int(each * len(of["layers"]))
+
+
 def estimate(linear: Any, geometry: Geometry, budget_bytes: int, ranks: int = 1, verified: int = 0) -> StateSlots:
     """The state slots of a rank of a server with the defaults of SGLang.
 
@@ -127,11 +155,7 @@ def estimate(linear: Any, geometry: Geometry, budget_bytes: int, ranks: int = 1,
         ranks: that share the heads.
         verified: tokens of a request that are verified at once.
     """
-    # SGLang's own figure needs its ranks set up.
-    keys, values = linear.linear_num_key_heads // ranks, linear.linear_num_value_heads // ranks
-    k_dim, v_dim = linear.linear_key_head_dim, linear.linear_value_head_dim
-    past = (2 * keys * k_dim + values * v_dim) * (linear.linear_conv_kernel_dim - 1) * torch.bfloat16.itemsize
-    state = len(linear.linear_layer_ids) * (past + values * v_dim * k_dim * torch.float32.itemsize)
+    state = state_bytes(linear, ranks)
     copy = copy_bytes(geometry, prefix_cache=True)
     running = DRAFTING if verified else 0
     slots = slots_within(budget_bytes, balanced_ratio(geometry), state + copy, PER_REQUEST, verified * state, running)
