@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 PREFIX = "sglang:oscar_"
@@ -27,33 +29,41 @@ LAYERS = {
 
 _labels: dict[str, str] | None = None
 """Of this process's scheduler; None where it publishes nothing."""
+_early: list[Callable[[], None]] | None = []
+"""What was said before the labels were known; None from then on."""
 _metrics: dict[str, Any] = {}
 _said: dict[str, dict[str, str]] = {}
 """Labels of gauges."""
 
 
-def after_init_metrics_collector(result: None, self: Any, *args: Any) -> None:
-    """Take over the labels of a scheduler: model, engine type, ranks, priority, --extra-metric-labels.
+def begin(scheduler: Any) -> None:
+    """At the first batch of a scheduler: take over its labels, which are model, engine type, ranks and those of
+    --extra-metric-labels, and publish what was said before.
 
     All tensor-parallel ranks count alike, so only those publish whose numbers SGLang publishes.
 
     Args:
-        result: nothing.
-        self: SGLang's Scheduler.
+        scheduler: SGLang's.
     """
-    context = self.metrics_collector_context
-    use_labels(dict(context.collector.labels) if context.current_scheduler_metrics_enabled else None)
+    if _early is not None:
+        context = scheduler.metrics_collector_context
+        use_labels(dict(context.collector.labels) if context.current_scheduler_metrics_enabled else None)
 
 
 def use_labels(labels: dict[str, Any] | None) -> None:
     """Publish with these labels from now on; None publishes nothing."""
-    global _labels
+    global _labels, _early
     _labels = None if labels is None else {name: str(value) for name, value in labels.items()}
+    said, _early = _early or [], None
+    for say in said:
+        say()
 
 
 def count(name: str, amount: int = 1) -> None:
     """Count up one of :data:`COUNTED`."""
-    if _labels is not None:
+    if _labels is None:
+        _later(count, name, amount)
+    else:
         _metric("Counter", name, COUNTED[name], tuple(_labels)).labels(**_labels).inc(amount)
 
 
@@ -64,7 +74,7 @@ def publish(facts: dict[str, Any]) -> None:
         facts: of :func:`sglang_oscar.memory.facts.facts`.
     """
     if _labels is None:
-        return
+        return _later(publish, facts)
     for name in COUNTED:
         count(name, 0)
     told = {name: ",".join(map(str, x)) if isinstance(x, list) else str(x) for name, x in facts.items()}
@@ -83,10 +93,16 @@ def publish(facts: dict[str, Any]) -> None:
 def publish_layers(name: str, values: dict[int, float]) -> None:
     """Set one of :data:`LAYERS`, by layer id."""
     if _labels is None:
-        return
+        return _later(publish_layers, name, values)
     gauge = _metric("Gauge", name, LAYERS[name], (*_labels, "layer"), multiprocess_mode="mostrecent")
     for layer, value in values.items():
         gauge.labels(**_labels, layer=str(layer)).set(value)
+
+
+def _later(say: Callable[..., None], *said: Any) -> None:
+    """Say it once labels are known; nothing where they are, and nothing is published."""
+    if _early is not None:
+        _early.append(partial(say, *said))
 
 
 def _metric(kind: str, name: str, text: str, labels: tuple[str, ...], **options: Any) -> Any:

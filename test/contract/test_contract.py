@@ -110,6 +110,10 @@ PARAMETERS: dict[str, str] = {
     "mem_cache.kv_cache_dtype.configure_kv_cache_dtype": "server_args_kv_cache_dtype model_dtype is_draft_worker",
     "mem_cache.swa_memory_pool.SWAKVPool": "size size_swa page_size dtype head_num head_dim swa_attention_layer_ids "
     "full_attention_layer_ids device token_to_kv_pool_class",
+    "layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend": "full_attn_backend linear_attn_backend "
+    "full_attn_layers",
+    "layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify": "model "
+    "last_correct_step_indices mamba_track_indices mamba_steps_to_track req_pool_indices",
     "mem_cache.common.free_swa_out_of_window_slots": "sliding_window_size page_size req_to_token_pool",
     "model_executor.pool_configurator.MemoryPoolConfig": "max_total_num_tokens full_max_total_num_tokens "
     "swa_max_total_num_tokens",

@@ -6,6 +6,7 @@ probabilities are compared, because tokens alone do not show a wrong sink.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 
 from oscar_rotation.files.rotation_file import save_rotation_file
@@ -134,6 +136,21 @@ def test_prompts_that_are_computed_before_a_decode_server_asks(
         assert "optimistic prefill yielded" in pair.prefill.text()
         assert pair.prefill.alive()
         assert pair.decode.alive()
+
+
+def test_embeddings_in_place_of_tokens_are_refused(model: Path, backend: str, tmp_path: Path) -> None:
+    """By the decode server, which cannot compute their sink; it goes on."""
+    uncached = (*INT2, "--disable-radix-cache")
+    with serve_pair(model, tmp_path, *uncached, backend=backend, env=ENV) as pair:
+        before = ask(pair, prompts([300]))
+        hidden = json.loads((model / "config.json").read_text())["hidden_size"]
+        body = {"input_embeds": [[0.01] * hidden] * 100, "sampling_params": {"max_new_tokens": 4}} | pair._meeting()
+        with ThreadPoolExecutor(2) as pool:
+            sent = [pool.submit(requests.post, f"{of.url}/generate", json=body) for of in (pair.prefill, pair.decode)]
+            answer = sent[1].result(timeout=300)
+        assert answer.status_code == 400
+        assert "send input_ids" in answer.text
+        assert_same(before, ask(pair, prompts([300])), NEAR_TIE, DRIFT)
 
 
 @pytest.mark.parametrize("other", ["rotation", "format"])

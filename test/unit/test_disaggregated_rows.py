@@ -22,6 +22,7 @@ from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.memory.window_buffers import WindowBuffers
+from sglang_oscar.requests.ending import is_ended
 from support.small_cache import small_cache
 
 SINK = 16
@@ -125,6 +126,16 @@ def test_rings_are_sent_position_by_position(monkeypatch: pytest.MonkeyPatch) ->
     (lengths,), (items,) = said.state_data_lens, said.state_item_lens
     assert sum(lengths) == cache.window_buffers.ring.nbytes
     assert lengths == [seats * WINDOWS.ring * item for item in items]
+
+
+def test_a_request_with_embeddings_is_ended() -> None:
+    """Its sink cannot be computed from token ids; nothing is, and nobody finds it."""
+    cache, req = small_cache(WINDOWS, blocks=9), request(SINK + 1)
+    req.input_embeds = [[0.0]] * (SINK + 1)
+    assert waiting.acquire_block(cache, req, SINK + 1) == 0
+    assert cache.refills.take() == []
+    assert req.to_finish.status_code == 400
+    assert is_ended(req)
 
 
 def test_no_sink_no_block() -> None:

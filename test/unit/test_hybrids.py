@@ -13,15 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.hybrids import kept_windows, known_name, pool, refusals, verified_states
+from sglang_oscar.features.hybrids import attention, kept_windows, known_name, pool, refusals
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.features.hybrids.state_slots import StateSlots, balanced_ratio, estimate, slots_within, state_bytes
+from sglang_oscar.features.hybrids.verified_states import KeepsWindows
 from sglang_oscar.features.hybrids.window_slots import WindowSlots
 from sglang_oscar.features.speculation import commit
 from sglang_oscar.formats.cached_layers import cached_layer_ids
@@ -169,6 +171,15 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
     assert torch.equal(buffers.ring, before)
 
 
+def stock_attention(pool: Any) -> HybridLinearAttnBackend:
+    """SGLang's attention of a hybrid model, of parts that say what it asks them."""
+    said = dict.fromkeys(("kv_index_translator", "max_context_len"))
+    said |= dict.fromkeys(("needs_cpu_seq_lens", "use_captured_forward_metadata_for_breakable_cuda_graph"), False)
+    full = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=pool, **said)
+    linear = SimpleNamespace(needs_cpu_seq_lens=False, supports_prefill_graph_extend=lambda: False)
+    return HybridLinearAttnBackend(full, linear, [0])  # type: ignore[arg-type]
+
+
 NEW = 4
 """Tokens that a step of verification adds to a request."""
 
@@ -189,10 +200,12 @@ def test_verification_leaves_the_window_behind_its_token(length: int, accepted: 
         place = path.index(node) if node in path else 100
         rings[:, 1, (length + node) % ring] = length + place + 1
     slot, step = torch.tensor([2, 3]), torch.tensor([path[tracked - 1], -1])
-    hybrid = SimpleNamespace(full_attn_backend=SimpleNamespace(token_to_kv_pool=cache.req_to_token_pool))
     cache.attach(cache.req_to_token_pool)
+    hybrid = KeepsWindows.in_place_of(stock_attention(cache.req_to_token_pool))
     seats, before = torch.tensor([1, 2]), rings[:, ROWS + 3].clone()
-    verified_states.around_update_states(lambda *_, **__: None, hybrid, step, slot, step, None, seats)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HybridLinearAttnBackend, "update_mamba_state_after_mtp_verify", lambda *_, **__: None)
+        hybrid.update_mamba_state_after_mtp_verify(step, slot, step, None, seats)
     slots = torch.arange(NEW)
     batch = SimpleNamespace(req_pool_indices=seats[:1], seq_lens=torch.tensor([length]), out_cache_loc=slots)
     allocator = SimpleNamespace(get_kvcache=lambda: cache.req_to_token_pool)
@@ -334,9 +347,9 @@ def test_overlap_is_refused_where_states_are_mistaken(apart: bool, monkeypatch: 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_sglang_finds_a_name_that_it_knows(recent: bool, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Blackwell it puts linear layers beside backends of some names only, whatever they are."""
-    monkeypatch.setattr(known_name, "linear_config", lambda config: hybrid or None)
+    monkeypatch.setattr(attention, "linear_config", lambda config: hybrid or None)
     cache = SimpleNamespace()
-    monkeypatch.setattr(known_name, "cache_of", lambda pool: pool)
+    monkeypatch.setattr(attention, "cache_of", lambda pool: pool)
     args = SimpleNamespace(attention_backend="oscar")
     runner = SimpleNamespace(token_to_kv_pool=cache, model_config=None, is_draft_worker=False, server_args=args)
     names = dict.fromkeys(known_name.NAMES, "oscar") if recent else {}
@@ -349,17 +362,26 @@ def test_sglang_finds_a_name_that_it_knows(recent: bool, hybrid: bool, monkeypat
             raise RuntimeError("no memory")
         return full
 
-    assert known_name.around_wrapper(original, runner, "backend") == "backend"
+    stock = stock_attention(None)
+    made = attention.around_wrapper(original, runner, stock)
+    assert type(made) is (KeepsWindows if hybrid else HybridLinearAttnBackend)
+    assert vars(made) == vars(stock)
     with pytest.raises(RuntimeError, match="no memory"):
-        known_name.around_wrapper(original, runner, None)
+        attention.around_wrapper(original, runner, None)
     expected = ["triton" if hybrid else "oscar"] * (2 if recent else 1)
     assert seen == [expected, expected]
     assert args.attention_backend == "oscar"
     assert all(getattr(runner, name) == "oscar" for name in names)
     # A server without an INT2 cache is asked for nothing.
     runner.token_to_kv_pool = None
-    known_name.around_wrapper(original, runner, "backend")
+    attention.around_wrapper(original, runner, stock)
     assert seen[-1] == ["oscar"] * len(expected)
+
+
+def test_other_attention_beside_linear_layers_is_refused() -> None:
+    """Windows would not be kept behind drafts, and nobody would know."""
+    with pytest.raises(Int2Error, match="another way"):
+        KeepsWindows.in_place_of(KeepsWindows.in_place_of(stock_attention(None)))
 
 
 def test_blackwell_takes_the_name_that_we_give() -> None:

@@ -13,6 +13,7 @@ from sglang_oscar import metrics
 from sglang_oscar.features.tiers.reports import say_endless
 from sglang_oscar.features.tiers.storage import CheckedStorage
 from sglang_oscar.memory.sink_refill import SinkRefills
+from sglang_oscar.requests import feature
 from support.server_answers import INT2
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0, "pp_rank": 0, "dp_rank": 1, "site": "here"}
@@ -27,7 +28,7 @@ def fresh() -> Iterator[None]:
             REGISTRY.unregister(metric)
         metrics._metrics.clear()
         metrics._said.clear()
-        metrics.use_labels(None)
+        metrics._labels, metrics._early = None, []
 
     forget()
     yield
@@ -36,7 +37,8 @@ def fresh() -> Iterator[None]:
 
 def scheduler(published: bool = True) -> Any:
     context = SimpleNamespace(collector=SimpleNamespace(labels=LABELS), current_scheduler_metrics_enabled=published)
-    return SimpleNamespace(metrics_collector_context=context)
+    no_cache = SimpleNamespace(req_to_token_pool=None)
+    return SimpleNamespace(metrics_collector_context=context, tree_cache=no_cache)
 
 
 def value(name: str, **labels: str) -> float | None:
@@ -45,7 +47,7 @@ def value(name: str, **labels: str) -> float | None:
 
 def test_refills_are_counted_by_replica() -> None:
     """Replicas of one server fell into one series: there was no dp_rank."""
-    metrics.after_init_metrics_collector(None, scheduler())
+    metrics.begin(scheduler())
     metrics.publish(INT2)
     refills = SinkRefills()
     assert refills.take() == []
@@ -57,7 +59,7 @@ def test_refills_are_counted_by_replica() -> None:
 
 
 def test_what_the_cache_is() -> None:
-    metrics.after_init_metrics_collector(None, scheduler())
+    metrics.begin(scheduler())
     metrics.publish(INT2)
     assert value("bits_per_element") == 2.25
     assert value("bits_per_element_at_128k") == 2.289
@@ -65,8 +67,20 @@ def test_what_the_cache_is() -> None:
     assert value("cache_info", group_sizes="128", **{name: str(x) for name, x in told.items()}) == 1
 
 
+def test_what_happens_before_the_first_batch_is_counted() -> None:
+    """Pages that a first prompt finds damaged, for one; labels are taken once."""
+    metrics.publish(INT2)
+    metrics.count("damaged_pages")
+    assert metrics._metrics == {}
+    feature.after_run_batch(None, scheduler(), None)
+    feature.after_run_batch(None, scheduler(published=False), None)
+    metrics.count("damaged_pages")
+    assert value("damaged_pages_total") == 2
+    assert value("bits_per_element") == 2.25
+
+
 def test_damaged_pages_are_counted() -> None:
-    metrics.after_init_metrics_collector(None, scheduler())
+    metrics.begin(scheduler())
     metrics.publish(INT2)
     storage: Any = SimpleNamespace(_forget=lambda key: None)
     CheckedStorage._damaged(storage, "abc", "bits differ")
@@ -74,7 +88,7 @@ def test_damaged_pages_are_counted() -> None:
 
 
 def test_pages_with_nan_are_counted() -> None:
-    metrics.after_init_metrics_collector(None, scheduler())
+    metrics.begin(scheduler())
     metrics.publish(INT2)
     assert value("nan_pages_total") == 0
     say_endless(0, 5)
@@ -83,7 +97,7 @@ def test_pages_with_nan_are_counted() -> None:
 
 
 def test_ranks_that_publish_nothing_count_nothing() -> None:
-    metrics.after_init_metrics_collector(None, scheduler(published=False))
+    metrics.begin(scheduler(published=False))
     metrics.publish(INT2)
     metrics.count("sink_refills")
     assert metrics._metrics == {}

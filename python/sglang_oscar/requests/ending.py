@@ -9,18 +9,19 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-def end(req: Any, reason: str, owned: object = "") -> None:
+def end(req: Any, reason: str, owned: object = "", status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR) -> None:
     """Abort a request at its next result, and keep what it has computed out of the prefix cache.
 
     Args:
         req: SGLang's request.
         reason: for the log, which names the request, and for its client.
         owned: for the log, what the request has.
+        status: for its client.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     text = f"the request was ended, and what it computed is not kept: {reason}"
-    req.to_finish = FINISH_ABORT(text, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+    req.to_finish = FINISH_ABORT(text, status, "BadRequestError" if status < 500 else "InternalServerError")
     req.skip_radix_cache_insert = True
     logger.error("int2 request %s: %s%s", req.rid, text, f" ({owned})" if owned else "")
 

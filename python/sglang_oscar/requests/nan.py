@@ -53,7 +53,7 @@ def note(cache: Int2Cache, forward_batch: Any, output: Any) -> None:
     cache.logits = take(logits, tokens)
 
 
-def after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+def after_run_batch(result: Any, self: Any, batch: Any) -> None:
     """Lay the logits beside the result that they belong to, and beside the request whose prompt goes on."""
     cache = cache_of(self.tree_cache.req_to_token_pool)
     if cache is None:

@@ -13,7 +13,6 @@ FEATURE = Feature(
     in_schedulers=[
         Touchpoint(at(SRT + "disaggregation.utils.setup_state_kv_args"), AROUND, handshake.around_setup_state),
         Touchpoint(at(QUEUE + "_pre_alloc"), AROUND, waiting.around_pre_alloc),
-        Touchpoint(at(QUEUE + "_check_if_req_exceed_kv_capacity"), AROUND, waiting.around_check_capacity),
     ],
     refused=arguments.REFUSED,
     configure=arguments.configure,

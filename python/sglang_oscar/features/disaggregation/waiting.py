@@ -12,13 +12,15 @@ from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.requests import late_kernels, lifecycle
+from sglang_oscar.requests.ending import end
 
 
 def around_pre_alloc(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """Give a request a ring and a sink block when SGLang gives it a seat, before anything arrives.
 
     The ring holds the last tokens of the prompt once they have arrived. The block is shared with requests that begin
-    alike, or computed before the next forward pass.
+    alike, or computed before the next forward pass. A request with embeddings of its own is ended before it runs: its
+    sink cannot be computed here.
     """
     result = original(self, req, *args, **kwargs)
     cache = cache_of(self.req_to_token_pool)
@@ -54,8 +56,15 @@ def parts(sizing: Sizing) -> list[WaitingRequests]:
 
 
 def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:
-    """A sink block with the sink of a request's first ``tokens`` tokens, from the next forward pass on."""
+    """A sink block with the sink of a request's first ``tokens`` tokens, from the next forward pass on; 0 for none."""
     sink = cache.plan.geometry.windows.sink
+    if lifecycle.has_own_embeddings(req):
+        end(
+            req,
+            "a decode server takes no embeddings in place of token ids; send input_ids",
+            status=HTTPStatus.BAD_REQUEST,
+        )
+        return 0
     if sink == 0:
         return 0
     if tokens >= sink:
@@ -64,15 +73,3 @@ def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:
     block = cache.sinks.acquire_private()
     cache.refills.add(block, (*req.origin_input_ids, *req.output_ids)[:tokens], adapter=req.lora_id)
     return block
-
-
-def around_check_capacity(original: Callable[[Any, Any], bool], self: Any, req: Any) -> bool:
-    """Whether a request is turned away. One with embeddings of its own is: its sink cannot be computed here."""
-    if cache_of(self.req_to_token_pool) is None or not lifecycle.has_own_embeddings(req):
-        return original(self, req)
-    from sglang.srt.disaggregation.utils import prepare_abort
-
-    message = "int2 mode does not take embeddings in place of token ids on a decode server; send input_ids"
-    prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
-    self.scheduler.output_streamer.stream_output([req], req.return_logprob)
-    return True

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from sglang_oscar.attach.feature import Feature
-from sglang_oscar.attach.touchpoint import AROUND, CONFIGURATOR, SRT, Touchpoint, at
-from sglang_oscar.features.hybrids import known_name, pool, refusals, sizing, verified_states
+from sglang_oscar.attach.touchpoint import AROUND, CONFIGURATOR, Touchpoint, at
+from sglang_oscar.features.hybrids import attention, pool, refusals, sizing
 
 FEATURE = Feature(
     name="hybrids",
     in_schedulers=[
         Touchpoint(at(CONFIGURATOR + "_handle_max_mamba_cache"), AROUND, sizing.around_handle_max_mamba_cache),
-        Touchpoint(
-            at(
-                SRT + "layers.attention.hybrid_linear_attn_backend."
-                "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify"
-            ),
-            AROUND,
-            verified_states.around_update_states,
-        ),
     ],
     architectures=refusals.MODELS,
     refused_with=[("Hybrid models", refusals.ARGUMENTS), ("Those of Mamba2", refusals.MAMBA2_ARGUMENTS)],
     refused_models=["other models with linear attention"],
     check_model=refusals.check_model,
     parts=sizing.parts,
-    wraps_attention=known_name.around_wrapper,
+    wraps_attention=attention.around_wrapper,
     owns=pool.owns,
     built=pool.built,
     restores_windows=pool.serves_hybrid,

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from sglang_oscar.formats.cached_layers import linear_config
-from sglang_oscar.memory.cache import cache_of
 
 KNOWN = "triton"
 NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
 """Attributes of a runner; older releases ask the server arguments."""
-
-
-def around_wrapper(original: Callable[[Any, Any], Any], runner: Any, full_attn_backend: Any) -> Any:
-    """Let SGLang put linear layers beside ours."""
-    if cache_of(runner.token_to_kv_pool) is None or linear_config(runner.model_config) is None:
-        return original(runner, full_attn_backend)
-    with under_a_known_name(runner):
-        return original(runner, full_attn_backend)
 
 
 @contextmanager
