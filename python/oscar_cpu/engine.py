@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_oscar.attach import releases
-from sglang_oscar.settings import active
+from sglang_oscar.worker import active
 
 
 def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:

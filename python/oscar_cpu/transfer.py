@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_oscar.settings import active
+from sglang_oscar.worker import active
 
 EARLY = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 HOST_MEMORY = "DRAM"

@@ -12,7 +12,8 @@ from sglang_oscar.features import CORE, FEATURES
 
 PYTHON = Path(__file__).parents[2] / "python"
 FLOORS = [
-    "names", "errors", "metrics", "settings", "attach", "formats", "rotation_source", "memory", "requests", "attention",
+    "names", "errors", "metrics", "settings", "worker", "attach", "formats", "rotation_source", "memory", "requests",
+    "attention",
 ]  # fmt: skip
 """From the bottom; features are above them all, and beside each other."""
 ROOT = ("plugin", "features", "sglang_oscar")

@@ -261,7 +261,7 @@ def test_passes_hold_what_a_server_can(tokens: int, requests: int, sizes: list[i
 @pytest.mark.parametrize(("recompute", "longest", "expected"), [(True, 99, 92), (False, 99, 99), (True, 5, 5)])
 def test_cap(recompute: bool, longest: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     active = SimpleNamespace(recompute_recent=recompute, windows=Windows(SINK, 8, 8))
-    monkeypatch.setattr(lifecycle.settings, "active", lambda: active)
+    monkeypatch.setattr(lifecycle.worker, "active", lambda: active)
     monkeypatch.setattr(lifecycle, "features", lambda: [Feature(name="other")])
     cap = lifecycle.after_compute_max_prefix_len
     assert cap(longest, request(1), 100) == expected
@@ -270,5 +270,5 @@ def test_cap(recompute: bool, longest: int, expected: int, monkeypatch: pytest.M
     monkeypatch.setattr(lifecycle, "features", lambda: [Feature(name="other"), restoring])
     assert cap(longest, request(1), 100) == longest
     assert cap(longest, request(1, positional_embed_overrides=object()), 100) == 0
-    monkeypatch.setattr(lifecycle.settings, "active", lambda: None)
+    monkeypatch.setattr(lifecycle.worker, "active", lambda: None)
     assert cap(longest, request(1), 100) is None

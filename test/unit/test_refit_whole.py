@@ -70,7 +70,7 @@ def server(group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "attention_digest": lambda *asked: "",
         "facts": lambda cache: {},
         "_note": lambda chosen: vars(found).update(noted=chosen),
-        "settings": SimpleNamespace(of_this_process=lambda: Settings.from_env({}).with_rotations(**found.noted)),
+        "worker": SimpleNamespace(of_this_process=lambda: Settings.from_env({}).with_rotations(**found.noted)),
         "releases": SimpleNamespace(resolved=lambda args: args, model_config=lambda args: model),
     }.items():
         monkeypatch.setattr(actions, name, stand_in)

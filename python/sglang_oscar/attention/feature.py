@@ -14,7 +14,8 @@ from sglang_oscar.attention import decode_choice, extend_choice, refill_pass
 from sglang_oscar.attention.decode_workspace import decode_workspace, without_rows
 from sglang_oscar.attention.query_heads import query_heads
 from sglang_oscar.memory.part import Part, Sizing
-from sglang_oscar.settings import Settings, of_this_process
+from sglang_oscar.settings import Settings
+from sglang_oscar.worker import of_this_process
 
 
 def check(args: Any, settings: Settings, model: Any) -> None:

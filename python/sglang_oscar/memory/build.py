@@ -25,7 +25,7 @@ from sglang_oscar.memory.saver import kv_region
 from sglang_oscar.memory.seat_tables import SeatTables
 from sglang_oscar.memory.sink_store import SinkStore
 from sglang_oscar.memory.window_buffers import WindowBuffers
-from sglang_oscar.settings import of_this_process
+from sglang_oscar.worker import of_this_process
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import Geometry, own_heads, with_room
 from sglang_oscar.formats.rotations import model_formats
 from sglang_oscar.memory.plan import MemoryPlan
-from sglang_oscar.settings import of_this_process
+from sglang_oscar.worker import of_this_process
 
 _plans: WeakKeyDictionary[Any, MemoryPlan] = WeakKeyDictionary()
 """By model: a process may have two, each with a pool of its own, and SGLang's configurator takes no attributes."""

@@ -7,7 +7,7 @@ from typing import Any
 import sglang_oscar
 from oscar_kernels.format import code_widths, mean_bits
 from sglang_oscar.memory.cache import Int2Cache, cache_of
-from sglang_oscar.settings import chosen_rotations
+from sglang_oscar.worker import chosen_rotations
 
 KEY = "oscar"
 """Name of the facts in SGLang's internal state: ``/server_info`` shows it as ``internal_states[replica]["oscar"]``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar import settings
+from sglang_oscar import worker
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import ImpossibleRequestError
@@ -29,7 +29,7 @@ def after_compute_max_prefix_len(longest: int, self: Any, input_len: int) -> int
     that of this request does, it may reach as far as that.
     A request whose embeddings are not those of its token ids must not hit: its sinks could not be computed again.
     """
-    active = settings.active()
+    active = worker.active()
     if active is None:
         return None
     if has_own_embeddings(self):

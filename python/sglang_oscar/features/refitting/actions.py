@@ -14,7 +14,7 @@ from oscar_kernels.format import fingerprint
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
 from oscar_rotation.files.pair import rotation_files
-from sglang_oscar import metrics, settings
+from sglang_oscar import metrics, worker
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.errors import Int2Error
@@ -113,7 +113,7 @@ def refit(updater: Any, said: str) -> str:
     put(found, cache.seats.device)
     cache.fingerprint, cache.key_errors = fingerprint(loaded.formats), loaded.key_errors
     _note(_chosen(files))
-    cache.settings = settings.of_this_process()
+    cache.settings = worker.of_this_process()
     # Keys of storage change with it.
     origin.note_updated()
     samples.files, samples.fresh = samples.fresh, None
@@ -207,4 +207,4 @@ def _note(chosen: dict[str, str]) -> None:
     from sglang.srt.runtime_context import get_server_args
 
     get_server_args().__dict__[CHOSEN_ROTATIONS] = chosen
-    settings.of_this_process.cache_clear()
+    worker.of_this_process.cache_clear()

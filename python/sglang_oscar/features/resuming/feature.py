@@ -14,7 +14,8 @@ from sglang_oscar.formats.geometry import GIB
 from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.memory.saver import kv_region
-from sglang_oscar.settings import Settings, of_this_process, variable
+from sglang_oscar.settings import Settings, variable
+from sglang_oscar.worker import of_this_process
 
 VARIABLE = variable("kept_windows")
 

@@ -8,7 +8,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.features.sliding_windows.window_pool import WindowPool, window_pool
 from sglang_oscar.memory.part import Sizing
 from sglang_oscar.memory.plan import MemoryPlan
-from sglang_oscar.settings import of_this_process
+from sglang_oscar.worker import of_this_process
 
 
 def parts(sizing: Sizing) -> list[WindowPool]:

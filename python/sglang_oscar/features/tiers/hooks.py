@@ -13,7 +13,7 @@ import torch
 from sglang_oscar import names
 from sglang_oscar.attach import refusals, releases
 from sglang_oscar.features.tiers.arguments import WithStorage, check_nameable, check_storage
-from sglang_oscar.settings import active
+from sglang_oscar.worker import active
 
 
 def around_get_mha_host_pool_cls(original: Callable[[Any], Any], source: Any, /) -> Any:

@@ -18,7 +18,7 @@ from sglang_oscar.features.tiers.pages import PAGE_VERSION, PageLayout, number_c
 from sglang_oscar.formats.geometry import own_heads
 from sglang_oscar.formats.origin import loaded_weights
 from sglang_oscar.formats.rotations import model_formats
-from sglang_oscar.settings import of_this_process
+from sglang_oscar.worker import of_this_process
 
 
 def storage_salt(rows: str, model: dict[str, Any], heads: slice, ranks: int, page: PageLayout) -> str:
