@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oscar_kernels.format import LayerFormat, SideFormat
-from sglang_oscar.attach import releases
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.tiers import host_releases
 from sglang_oscar.features.tiers.arguments import LAYOUTS
 from sglang_oscar.features.tiers.host_pool import Int2HostPool
 from sglang_oscar.features.tiers.pages import DIGEST_BYTES, HALF_PAGE, HostPages, PageLayout, host_line, host_tokens
@@ -198,7 +198,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_of_different_sizes_come_back(layout: str, io_backend: str) -> None:
     pool = device_pool()
     host = host_pool(pool, layout)
-    assert releases.device_dtype(pool) == torch.uint8
+    assert host_releases.device_dtype(pool) == torch.uint8
     assert host.size_per_token == 512 > sum(layer.cell_bytes for layer in FORMATS.values())
     assert host.kv_buffer.nbytes == host.size * host.size_per_token
     slots = torch.cat([torch.arange(page * 64, page * 64 + 64) for page in (3, 1)])

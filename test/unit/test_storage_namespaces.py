@@ -11,8 +11,7 @@ import pytest
 from sglang.srt.mem_cache import utils
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_oscar.attach import releases
-from sglang_oscar.features.tiers import hooks
+from sglang_oscar.features.tiers import hooks, host_releases
 
 PAGE = 4
 SPACES = list(product([None, "", "a", "b", "ab"], [None, "a", "b"]))
@@ -51,5 +50,5 @@ def test_a_prefix_goes_on_in_its_name_space() -> None:
 
 
 def test_of_newer_releases_keys_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "stores_namespaces", lambda: True)
+    monkeypatch.setattr(host_releases, "stores_namespaces", lambda: True)
     assert utils.get_hash_str(node("a").key, None, PAGE) == HASH(node("b").key, None, PAGE)

@@ -7,7 +7,6 @@ is a row with several targets in :mod:`sglang_oscar.attach.touchpoints`.
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -211,11 +210,6 @@ def namespace(req: Any) -> tuple[Any, Any]:
     return req.extra_key, getattr(req, "cache_salt", None)
 
 
-def stores_namespaces() -> bool:
-    """Whether SGLang's keys of storage tell name spaces apart; those of older releases are made of tokens alone."""
-    return _function("sglang.srt.mem_cache.utils", "storage_namespace_seed") is not None
-
-
 def state_source(req: Any) -> Any:
     """The state slot, int64 [1] on the device, that a hybrid model's request with a prefix hit goes on from; None where
     there is none. Asked before the request gains a seat. A state from the host comes into the request's own slot."""
@@ -240,12 +234,6 @@ def keeps_states_of(architecture: str) -> bool:
     from sglang.srt.arg_groups.overrides import _MAMBA_EXTRA_BUFFER_ARCHS
 
     return architecture in _MAMBA_EXTRA_BUFFER_ARCHS
-
-
-def keeps_drafts_on_the_host() -> bool:
-    """Whether a draft model's cache may have a host pool of its own, with as many tokens as that of the model."""
-    of = _function("sglang.srt.mem_cache.pool_host.base", "HostKVCache")
-    return of is not None and "host_token_capacity" in inspect.signature(of).parameters
 
 
 def finds_states_of_mamba2() -> bool:
@@ -288,47 +276,3 @@ def real_token_counts(forward_batch: Any) -> tuple[str, str]:
 def allocates_on_cpu(allocator: Any) -> bool:
     """Whether SGLang's paged allocator itself does without Triton where there is no GPU."""
     return hasattr(allocator, "use_triton_kernels")
-
-
-# The host tier. SGLang's host pools used to take the device's pool; newer releases describe its buffers to them.
-
-
-def device_rows(source: Any) -> tuple[list[Any], list[Any]]:
-    """Key and value tensors by layer of what a host pool is made from.
-
-    Args:
-        source: SGLang's KV pool, or its MHABufferInfo.
-    """
-    if hasattr(source, "k_buffer"):
-        return list(source.k_buffer), list(source.v_buffer)
-    return list(source.buffers.k), list(source.buffers.v)
-
-
-def device_dtype(source: Any) -> Any:
-    """The dtype that rows have in what a host pool is made from."""
-    return source.store_dtype if hasattr(source, "store_dtype") else source.dtype
-
-
-def host_pool_geometry(signature: Any, source: Any, token_bytes: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by which HostKVCache is told of the device's pool.
-
-    Args:
-        signature: of HostKVCache.
-        source: SGLang's KV pool, or its MHABufferInfo.
-        token_bytes: bytes of a token on the host.
-        given: what SGLang passed to the host pool's class.
-    """
-    if "device_pool" in signature.parameters:
-        return {"device_pool": source}
-    of = given if "start_layer" in given else {name: getattr(source, name) for name in ("start_layer", "end_layer")}
-    capacity = given.get("device_capacity_tokens")
-    if capacity is None:
-        capacity = getattr(source, "host_capacity_tokens", None) or source.size
-    tokens = given.get("host_token_capacity")
-    return ({} if tokens is None else {"host_token_capacity": tokens}) | {
-        "dtype": device_dtype(source),
-        "device_capacity_tokens": capacity,
-        "size_per_token": token_bytes,
-        "start_layer": of["start_layer"],
-        "end_layer": of["end_layer"],
-    }

@@ -7,9 +7,10 @@ from typing import Any
 
 from sglang_oscar.attach.arguments import drafts_with_model
 from sglang_oscar.attach.feature import Refusal
-from sglang_oscar.attach.releases import argument, keeps_drafts_on_the_host
+from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.folders import VARIABLE, belongs_to_another, folder_of_files
+from sglang_oscar.features.tiers.host_releases import keeps_drafts_on_the_host
 
 LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 IO_BACKENDS = ("kernel", "direct")

@@ -12,6 +12,7 @@ import torch
 
 from sglang_oscar import names
 from sglang_oscar.attach import refusals, releases
+from sglang_oscar.features.tiers import host_releases
 from sglang_oscar.features.tiers.arguments import WithStorage, check_nameable, check_storage
 from sglang_oscar.worker import active
 
@@ -93,7 +94,7 @@ def around_get_hash_str(
         prior_hash: key of the page before them, None for the first.
         page_size: tokens of a page.
     """
-    if not prior_hash and not releases.stores_namespaces():
+    if not prior_hash and not host_releases.stores_namespaces():
         space = [getattr(token_ids, name, None) for name in ("extra_key", "cache_salt")]
         if any(part is not None for part in space):
             prior_hash = hashlib.sha256(json.dumps(space).encode()).hexdigest()

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-from sglang_oscar.attach import releases
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.tiers import host_releases
 from sglang_oscar.features.tiers.arguments import LAYOUTS
 from sglang_oscar.features.tiers.pages import PAGE_FIRST, HostPages, PageLayout, host_line
 from sglang_oscar.features.tiers.transfer import KernelTransfer, TorchTransfer, device_pages
@@ -57,7 +57,7 @@ class Int2HostPool(HostKVCache):
         # cache has a pool of its own.
         if any(further.get(name) for name in ("draft_buffer_infos", "mtp_draft_device_pools")):
             raise Int2Error("the host tier does not keep the cache of a draft model; drop --speculative-algorithm")
-        keys, values = ([buffer.view(torch.uint8) for buffer in side] for side in releases.device_rows(source))
+        keys, values = ([buffer.view(torch.uint8) for buffer in side] for side in host_releases.device_rows(source))
         rows = keys, values
         self._row_device = rows[0][0].device
         self.page_layout = PageLayout(
@@ -80,7 +80,7 @@ class Int2HostPool(HostKVCache):
             device="cpu",
             allocator_type=allocator_type,
             pool_label=pool_label,
-            **releases.host_pool_geometry(
+            **host_releases.host_pool_geometry(
                 inspect.signature(HostKVCache), source, self.page_layout.token_bytes, further
             ),
         )

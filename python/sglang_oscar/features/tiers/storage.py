@@ -19,13 +19,13 @@ import torch
 
 from sglang_oscar import metrics
 from sglang_oscar.features.tiers.beside import FilesBeside
-from sglang_oscar.features.tiers.digest import UNLIKE, is_intact, sign
 from sglang_oscar.features.tiers.file_process import FileProcess
 from sglang_oscar.features.tiers.file_room import reserved_groups
-from sglang_oscar.features.tiers.finite import Column, is_finite
+from sglang_oscar.features.tiers.finite import Column
 from sglang_oscar.features.tiers.host_pool import Int2HostPool
 from sglang_oscar.features.tiers.page_files import DAMAGED, ENDLESS, FAILED, MISSING, OK
 from sglang_oscar.features.tiers.reports import say_endless, say_failed
+from sglang_oscar.features.tiers.signed_pages import SignedPages
 from sglang_oscar.formats import origin
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class CheckedStorage:
         self._backend = backend
         self._pool = pool
         self._salt = salt
-        self._columns = columns
+        self._signed = SignedPages(pool, columns, self._damaged)
         # Of two, so that a hit does not wait for pages that are written.
         self._reader = FileProcess(pool.pages, columns=columns)
         self._writer = FileProcess(pool.pages, columns=columns)
@@ -125,7 +125,7 @@ class CheckedStorage:
         except Exception as error:  # whatever a backend raises for a file that is too short
             self._damaged(salted, str(error) or type(error).__name__)
             return None
-        if page is None or not self._intact(salted, page):
+        if page is None or not self._signed.intact(salted, page):
             return None
         return page  # type: ignore[no-any-return]
 
@@ -137,7 +137,7 @@ class CheckedStorage:
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page, uint8 [page_bytes], whose trailer is written; False where it could not be stored."""
         salted = self.key(key)
-        return bool(self._sign([salted], [value])) and bool(
+        return bool(self._signed.sign([salted], [value])) and bool(
             self._backend.set(salted, value, target_location, target_sizes)
         )
 
@@ -146,7 +146,7 @@ class CheckedStorage:
     ) -> bool:
         """Store pages; False where one could not be stored."""
         salted = self._keys(keys)
-        count = self._sign(salted, values)
+        count = self._signed.sign(salted, values)
         given = [of and of[:count] for of in (values, target_locations, target_sizes)]
         return bool(self._backend.batch_set(salted[:count], *given)) and count == len(keys)
 
@@ -158,14 +158,14 @@ class CheckedStorage:
         if self.is_files:
             return self._read_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
         found = self._backend.batch_get_v1(salted, host_indices, self._extra(extra_info))
-        return self._checked(salted, host_indices, found)
+        return self._signed.intact_slots(salted, host_indices, found)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Store pages of the host tier; False where one could not be stored."""
         salted = self._keys(keys)
         if self.is_files:
             return self._write_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
-        count = self._sign_all(salted, host_indices)
+        count = self._signed.sign_slots(salted, host_indices)
         stored = self._backend.batch_set_v1(
             salted[:count], host_indices[: count * self._pool.page_size], self._extra(extra_info)
         )
@@ -231,7 +231,9 @@ class CheckedStorage:
         results: dict[str, list[bool]] = self._backend.batch_get_v2(salted, self._extra(extra_info))
         for transfer in salted:
             if self._is_own(transfer):
-                results[transfer.name] = self._checked(transfer.keys, transfer.host_indices, results[transfer.name])
+                results[transfer.name] = self._signed.intact_slots(
+                    transfer.keys, transfer.host_indices, results[transfer.name]
+                )
         return results
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
@@ -241,7 +243,7 @@ class CheckedStorage:
             return {of.name: self._beside.write(of) for of in salted}
         for at, transfer in enumerate(salted):
             if self._is_own(transfer):
-                count = self._sign_all(transfer.keys, transfer.host_indices)
+                count = self._signed.sign_slots(transfer.keys, transfer.host_indices)
                 missing[transfer.name] = [False] * (len(transfer.keys) - count)
                 slots = transfer.host_indices[: count * self._pool.page_size]
                 salted[at] = replace(transfer, keys=transfer.keys[:count], host_indices=slots)
@@ -254,41 +256,7 @@ class CheckedStorage:
     def _is_own(self, transfer: Any) -> bool:
         return getattr(self._backend, "registered_pools", {}).get(transfer.name) is self._pool
 
-    # Digests.
-
-    def _sign_all(self, keys: list[str], host_indices: torch.Tensor) -> int:
-        slots = host_indices[:: self._pool.page_size].tolist()
-        pages = [self._pool.get_data_page(slot) for slot in slots]
-        count = self._sign(keys, pages)
-        for slot, page in zip(slots[:count], pages, strict=False):
-            self._pool.set_from_flat_data_page(slot, page)
-        return count
-
-    def _sign(self, keys: list[str], pages: Sequence[torch.Tensor]) -> int:
-        """Write the trailers of pages, up to the first that holds NaN, and say how many those are: what lies behind
-        would not be found without it.
-        """
-        endless = 0
-        for at, (key, page) in enumerate(zip(keys, pages, strict=True)):
-            if not is_finite(page.numpy().data, self._columns):
-                endless = len(keys) - at
-                break
-            sign(key, page.numpy().data, self._pool.page_layout.item_bytes)
-        say_endless(endless, len(keys))
-        return len(keys) - endless
-
-    def _checked(self, keys: list[str], host_indices: torch.Tensor, found: list[bool]) -> list[bool]:
-        slots = host_indices[:: self._pool.page_size].tolist()
-        return [
-            bool(there) and self._intact(key, self._pool.get_data_page(slot))
-            for key, slot, there in zip(keys, slots, found, strict=True)
-        ]
-
-    def _intact(self, key: str, page: torch.Tensor) -> bool:
-        if is_intact(key, page.numpy().data, self._pool.page_layout.item_bytes):
-            return True
-        self._damaged(key, UNLIKE)
-        return False
+    # Damaged pages.
 
     def _damaged(self, key: str, reason: str) -> None:
         """Say so, and let the page be written anew."""
