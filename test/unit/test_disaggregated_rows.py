@@ -126,6 +126,7 @@ def test_rings_are_sent_position_by_position(monkeypatch: pytest.MonkeyPatch) ->
     (lengths,), (items,) = said.state_data_lens, said.state_item_lens
     assert sum(lengths) == cache.window_buffers.ring.nbytes
     assert lengths == [seats * WINDOWS.ring * item for item in items]
+    assert (pool.unified_swa_ring_size, pool.unified_swa_window) == (WINDOWS.ring, WINDOWS.recent)  # type: ignore[attr-defined]
 
 
 def test_a_request_with_embeddings_is_ended() -> None:
@@ -155,17 +156,19 @@ def test_tables_of_refills_of_any_length() -> None:
 def test_both_servers_have_what_is_compared_in_common() -> None:
     """Whatever another server could misread is in the text."""
 
-    def common(fingerprint: str = "a" * 64, ranks: int = 2, **changed: object) -> str:
+    def common(fingerprint: str = "a" * 64, ranks: int = 2, state: int = 0, **changed: object) -> str:
         plan = SimpleNamespace(geometry=replace(GEOMETRY, **changed))
-        return handshake.common_format(SimpleNamespace(fingerprint=fingerprint, plan=plan), ranks)  # type: ignore[arg-type]
+        held = {"state": SimpleNamespace(units=SimpleNamespace(unit_bytes=state))} if state else {}
+        cache = SimpleNamespace(fingerprint=fingerprint, plan=plan, holdings=held)
+        return handshake.common_format(cache, ranks)  # type: ignore[arg-type]
 
-    others = [common("b" * 64), common(ranks=4), common(window_dtype=torch.float16)]
+    others = [common("b" * 64), common(ranks=4), common(window_dtype=torch.float16), common(state=64), common(state=96)]
     others += [
         common(windows=Windows(8, 24, 32)),
         common(windows=Windows(16, 20, 32)),
         common(windows=Windows(16, 24, 40)),
     ]
-    assert len({common(), *others}) == 7
+    assert len({common(), *others}) == 9
 
 
 @pytest.mark.parametrize(("mode", "slots", "seats"), [("decode", 8, 8), ("decode", None, 0), ("prefill", 8, 0)])

@@ -242,7 +242,7 @@ def refused(**changed: Any) -> list[str]:
         ("mamba_radix_cache_strategy", "no_buffer"),
         ("linear_attn_backend", "cutedsl"), ("linear_attn_prefill_backend", "cutedsl"),
         ("enable_int8_mamba_checkpoint", True), ("enable_linear_replayssm", True),
-        ("enable_mixed_chunk", True), ("disaggregation_mode", "prefill"),
+        ("enable_mixed_chunk", True),
     ],
 )  # fmt: skip
 def test_refused(argument: str, value: Any) -> None:
@@ -279,6 +279,14 @@ def test_lazy_states() -> None:
     assert refused(**LAZY) == []
     (line,) = refused(**LAZY, speculative_algorithm="NGRAM")
     assert line.endswith("; set --mamba-radix-cache-strategy extra_buffer")
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_prefill_apart(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In releases in which states were tried to arrive."""
+    monkeypatch.setattr(refusals, "sends_states", lambda: sent)
+    lines = refused(disaggregation_mode="decode")
+    assert [line.rpartition("; ")[2] for line in lines] == ([] if sent else ["drop --disaggregation-mode"])
 
 
 @pytest.mark.parametrize(

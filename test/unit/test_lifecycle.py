@@ -19,6 +19,7 @@ from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.memory import owned
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.sink_refill import Refill
+from sglang_oscar.memory.units import Units
 from sglang_oscar.requests import lifecycle
 from support.small_cache import small_cache
 
@@ -247,6 +248,29 @@ def test_pixels_that_move_to_the_host_are_waited_for(monkeypatch: pytest.MonkeyP
     beside = SimpleNamespace(input_ids=SimpleNamespace(is_cuda=True))
     run_refills(queued, done, monkeypatch, beside)
     assert done == [("run", [None]), "waited", ("run", [None]), "waited", ("run", [None]), ("run", beside)]
+
+
+def test_sinks_beside_linear_layers_begin_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All go to the state for padding: one at a time, and each finds it empty; SGLang's backend holds ours there."""
+    left, begun, cache = torch.zeros(2, 3, 4), [], make_cache()
+    cache.holdings[owned.STATE] = owned.Holding(units=Units([left]), of=lambda seat, tokens: [0])
+    for block in (1, 2):
+        cache.refills[block] = Refill(block, (0,) * SINK)
+    monkeypatch.setattr(refill_pass, "cache_of", lambda pool: cache)
+    monkeypatch.setattr(refill_pass.releases, "resolved", lambda args: args)
+    monkeypatch.setattr(refill_pass, "tokens_at_once", lambda args: 4 * SINK)
+    monkeypatch.setattr(refill_pass.nan, "note", lambda *given: None)
+    monkeypatch.setattr(refill_pass, "refill_batch", lambda cache, refills, beside: len(refills))
+
+    def forward(model: Any, batch: Any) -> None:
+        begun.append((batch, left[:, 0].sum().item()))
+        left.fill_(1)
+
+    pools = {"token_to_kv_pool": None, "req_to_token_pool": SimpleNamespace(size=4), "server_args": None}
+    beside_layers = SimpleNamespace(full_attn_backend=SimpleNamespace(refilling=nullcontext))
+    batch = SimpleNamespace(input_ids=SimpleNamespace(is_cuda=False))
+    refill_pass.around_model_forward(forward, SimpleNamespace(**pools, attn_backend=beside_layers), batch)
+    assert begun == [(1, 0.0), (1, 0.0), (batch, 8.0)]
 
 
 @pytest.mark.parametrize(

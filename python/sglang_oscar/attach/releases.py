@@ -242,6 +242,11 @@ def finds_states_of_mamba2() -> bool:
     return exists("sglang.srt.layers.attention.mamba.mamba2_metadata.ForwardMetadata.track_ssm_end_locs")
 
 
+def sends_states() -> bool:
+    """Whether states of hybrid models go from a prefill to a decode server as they were tried to: since 0.5.23."""
+    return exists("sglang.srt.disaggregation.base.conn.StateType.REQUEST_ROW")
+
+
 def carries_slot_states() -> bool:
     """Whether what is registered beside a hybrid model's states goes to host memory and back with them."""
     return exists("sglang.srt.mem_cache.device_pool_info.MambaStateBufferInfo.extra_checkpoint_buffers")

@@ -15,6 +15,7 @@ import torch
 
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.owned import STATE
 from sglang_oscar.memory.saver import restore
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.requests import nan
@@ -31,11 +32,17 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
     if cache is not None and (refills := cache.refills.take()):
         adapters = getattr(self, "lora_manager", None)  # whose weights are here: those of the batch
         most = tokens_at_once(releases.resolved(self.server_args))
-        for part in parts_of(refills, most, self.req_to_token_pool.size):
+        # All go to seat 0, and so to one state of linear layers, where there are any: one at a time, from none.
+        states = cache.holdings.get(STATE)
+        for part in parts_of(refills, most, self.req_to_token_pool.size if states is None else 1):
+            for group in states.units.groups if states is not None else ():
+                group[:, 0].zero_()
             batch = refill_batch(cache, part, forward_batch)
             if adapters is not None:
                 adapters.prepare_lora_batch(batch)
-            with self.attn_backend.refilling(part):
+            # Beside linear layers ours is a part of SGLang's.
+            ours = getattr(self.attn_backend, "full_attn_backend", self.attn_backend)
+            with ours.refilling(part):
                 original(self, batch)
             if forward_batch.input_ids.is_cuda and any(refill.images for refill in part):
                 # SGLang moves pixels to the host behind a pass, and the batch may be about to read them there.

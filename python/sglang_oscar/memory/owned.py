@@ -14,7 +14,7 @@ import torch
 
 from sglang_oscar.memory.units import Units
 
-RING, SINK, ROW = "ring", "sink block", "row of history"
+RING, SINK, ROW, STATE = "ring", "sink block", "row of history", "state"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,5 +18,4 @@ FEATURE = Feature(
     configure=arguments.configure,
     check=arguments.check,
     parts=waiting.parts,
-    built=handshake.name_rings,
 )

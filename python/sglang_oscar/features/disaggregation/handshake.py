@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.memory.build import Built
 from sglang_oscar.memory.cache import Int2Cache, cache_of
-from sglang_oscar.memory.owned import Holding
+from sglang_oscar.memory.owned import STATE, Holding
 from sglang_oscar.names import DTYPE
 
 
@@ -32,9 +31,12 @@ def around_setup_state(
     from sglang.srt.disaggregation.utils import append_state_component
     from sglang.srt.runtime_context import get_parallel
 
+    windows = cache.plan.geometry.windows
+    # How long rings are, by the names under which SGLang sends them.
+    token_to_kv_pool.unified_swa_ring_size, token_to_kv_pool.unified_swa_window = windows.ring, windows.recent
     kv_args.kv_cache_dtype_str = common_format(cache, get_parallel().attn_tp_size)
     for name, of in cache.holdings.items():
-        if of.carried and (pieces := pieces_of(name, of, cache.plan.geometry.windows.ring)):
+        if of.carried and (pieces := pieces_of(name, of, windows.ring)):
             append_state_component(
                 kv_args,
                 StateType.SWA_RING,
@@ -53,13 +55,6 @@ def pieces_of(name: str, of: Holding, ring: int) -> list[torch.Tensor]:
     return pieces
 
 
-def name_rings(built: Built) -> None:
-    """Say how long rings are by the names that SGLang sends them under."""
-    windows = built.cache.plan.geometry.windows
-    pool: Any = built.pool
-    pool.unified_swa_ring_size, pool.unified_swa_window = windows.ring, windows.recent
-
-
 def common_format(cache: Int2Cache, ranks: int) -> str:
     """What two servers must agree in so that one can read what the other has stored, as text that names it.
 
@@ -68,7 +63,9 @@ def common_format(cache: Int2Cache, ranks: int) -> str:
         ranks: tensor-parallel ranks that heads are spread over.
     """
     windows, dtype = cache.plan.geometry.windows, str(cache.plan.geometry.window_dtype).removeprefix("torch.")
+    state = cache.holdings.get(STATE)
     return (
         f"{DTYPE} (format {cache.fingerprint[:16]}, sink {windows.sink}, recent window {windows.recent} in ring "
-        f"{windows.ring}, {dtype}, {ranks} tensor-parallel ranks)"
+        f"{windows.ring}, {dtype}, {f'states of {state.units.unit_bytes} bytes, ' if state else ''}"
+        f"{ranks} tensor-parallel ranks)"
     )

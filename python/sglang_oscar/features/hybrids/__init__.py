@@ -12,6 +12,8 @@
 * Host memory: copies are registered with SGLang's state slots (``window_slots.py``), so they go where states go. From
   the host a state comes into the request's own slot. SGLang before 0.5.22 leaves copies behind; refused there.
 * Storage: a state is a page of its own in files, with its windows. SGLang's other backends refuse what lies beside.
+* Prefill and decode apart: states go over as SGLang sends them, windows as those of any model. Sinks are computed
+  again, one at a time, as each begins with the state for padding, which is cleared.
 * Memory: SGLang's ratio of states to cache is made for 16 bits. The tokens per state are kept, not the bytes, so states
   take most of what is saved; ``--mamba-full-memory-ratio`` or ``--max-mamba-cache-size`` gives the cache more.
 * SGLang 0.5.17 files states of a request with overlap scheduling under the wrong length with any cache; refused there.

@@ -6,11 +6,12 @@ from functools import cache
 from typing import Any
 
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.features.hybrids.window_slots import WindowSlots
 from sglang_oscar.formats.cached_layers import linear_config
 from sglang_oscar.memory.build import Built
-from sglang_oscar.memory.owned import Holding
+from sglang_oscar.memory.owned import STATE, Holding
 from sglang_oscar.memory.units import Units
 
 
@@ -29,7 +30,7 @@ def owns(built: Built) -> dict[str, Holding]:
     table = built.cache.req_to_token_pool
     states = table.mamba_pool.mamba_cache
     return {
-        "state": Holding(
+        STATE: Holding(
             units=Units([*states.conv, states.temporal]),
             of=lambda seat, tokens: table.req_index_to_mamba_index_mapping[seat : seat + 1].tolist(),
         )
@@ -46,7 +47,8 @@ def built(of: Built) -> Any:
 
     if int2.plan.copies:
         int2.kept = KeptWindows(int2)
-        if releases.carries_slot_states():
+        # Of a server that computes prompts alone SGLang would send them with states, to one that has none.
+        if releases.carries_slot_states() and not disaggregated(releases.resolved(configurator.server_args)):
             int2.req_to_token_pool.mamba_pool.register_slot_state(WindowSlots(int2))
     hybrid = HybridLinearKVPool(
         size=pool.size,

@@ -11,6 +11,7 @@ from sglang_oscar.attach.releases import (
     carries_slot_states,
     finds_states_of_mamba2,
     keeps_states_of,
+    sends_states,
     tells_kept_states_apart,
 )
 from sglang_oscar.errors import Int2Error
@@ -53,7 +54,10 @@ ARGUMENTS: list[Refusal] = [
         lambda a: a.enable_hierarchical_cache and a.hicache_mem_layout == "layer_first",
         "with host memory by layers; set --hicache-mem-layout page_first",
     ),
-    (disaggregated, "with disaggregation; drop --disaggregation-mode"),
+    (
+        lambda a: disaggregated(a) and not sends_states(),
+        "with disaggregation before SGLang 0.5.23; drop --disaggregation-mode",
+    ),
     (
         lambda a: _strategy(a) not in ("auto", "extra_buffer", "extra_buffer_lazy"),
         "with states that are kept in another way; drop --mamba-radix-cache-strategy",
