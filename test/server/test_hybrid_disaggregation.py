@@ -26,8 +26,8 @@ pytestmark = [
 ]
 COMMON = ["--skip-tokenizer-init", "--dtype", "float32"]
 STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", "--max-running-requests", "4", *COMMON]
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--mamba-track-interval", "64", *COMMON]
-INT2 += ["--max-running-requests", "4", "--max-mamba-cache-size", "64"]
+INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
+INT2 += ["--max-running-requests", "4", "--max-mamba-cache-size", "64", "--mamba-track-interval", "128"]
 FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 NEAR_TIE = DRIFT = 0.01
 LENGTHS, TOKENS = (1, 20, 64, 70, 300, 640, 900), 24
@@ -44,9 +44,9 @@ def ask(server: Server | Pair, workers: int = 1) -> list[dict[str, Any]]:
         return list(pool.map(lambda ids: server.generate(ids, TOKENS, **LOGPROBS), prompts()))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hybrid_models.save("qwen3_next", tmp_path_factory.mktemp("next") / "model")
+@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hybrid_models.save(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
 @pytest.fixture(scope="module")
