@@ -26,8 +26,9 @@ BITS = {CODED: 2, EXACT: 16, FINER: 4}
 
 
 @pytest.fixture(autouse=True)
-def published() -> Iterator[None]:
-    """Metrics of this test alone."""
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Metrics of this test alone, and nothing that others wait to say."""
+    monkeypatch.setattr(metrics, "_early", None)
     metrics.use_labels({"model_name": "m"})
     yield
     for metric in metrics._metrics.values():
