@@ -85,6 +85,11 @@ class Codebook:
         return self.points.shape[1] * GROUP
 
     @cached_property
+    def shared(self) -> bool:
+        """Whether all kv heads and all groups have the same points; their factors may differ."""
+        return bool((self.points == self.points[:1, :1]).all())
+
+    @cached_property
     def values(self) -> torch.Tensor:
         """What the points stand for, the scale of a vector aside: float32 [kv_heads, head_dim // 4, 256, 4]."""
         return self.factor[..., None, None] * self.points

@@ -62,6 +62,7 @@ class Shape:
     v_group: int | None = None
     k_coding: str = AFFINE
     v_coding: str = AFFINE
+    shared_book: bool = False
 
     @property
     def key_layout(self) -> RowLayout:
@@ -81,8 +82,11 @@ class Shape:
         """Random points, the same for every cache of these heads, on the CPU."""
         if self.k_coding != CODEBOOK:
             return None
-        size = (self.kv_heads, self.head_dim // 4, 256, 4)
-        return Codebook.from_points(torch.randn(size, generator=torch.Generator().manual_seed(5)))
+        size, drawn = (self.kv_heads, self.head_dim // 4), torch.Generator().manual_seed(5)
+        if not self.shared_book:
+            return Codebook.from_points(torch.randn((*size, 256, 4), generator=drawn))
+        one = Codebook.from_points(torch.randn((1, 1, 256, 4), generator=drawn))
+        return Codebook(one.points.repeat(*size, 1, 1), one.factor * (0.5 + torch.rand(size, generator=drawn)))
 
     @property
     def exact_dtype(self) -> torch.dtype:

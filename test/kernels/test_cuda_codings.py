@@ -56,6 +56,9 @@ BOOKS = [
     replace(BOOK, kv_heads=1, gqa=16, group=64, v_coding=AFFINE, v_bits=3),
     replace(BOOK, kv_heads=3, gqa=1, head_dim=64, group=64, v_bits=4, dtype=FP16, scale_dtype=FP16),
     replace(BOOK, kv_heads=1, gqa=12, head_dim=256, scale_dtype=FP32),
+    # Of one book that all share, eight heads have room.
+    replace(BOOK, kv_heads=8, gqa=2, shared_book=True),
+    replace(BOOK, kv_heads=3, gqa=5, head_dim=64, group=64, dtype=FP16, scale_dtype=FP16, shared_book=True),
 ]
 
 
@@ -104,7 +107,9 @@ def test_verify_with_outputs_multiplied(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "gain"), [*((shape, 0.98) for shape in (*SHAPES[:3], *BOOKS[::2])), (BOOKS[3], 0.0)], ids=str
+    ("shape", "gain"),
+    [*((shape, 0.98) for shape in (*SHAPES[:3], *BOOKS[::2])), (BOOKS[3], 0.0), (BOOKS[5], 0.98)],
+    ids=str,
 )
 def test_store(shape: Shape, gain: float) -> None:
     """What is read back is as near as what the reference stores; bytes are its own but where rounding decides."""

@@ -59,10 +59,13 @@ def test_multiplying_outputs_spills_nothing(gqa: int, head_dim: int, bits: tuple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("coding", "kv_heads", "k_bits"), [(SYMMETRIC, 8, 3), (CODEBOOK, 4, 2)])
-def test_rows_without_zero_points_spill_nothing(coding: str, kv_heads: int, k_bits: int) -> None:
+@pytest.mark.parametrize(
+    ("coding", "kv_heads", "k_bits", "shared"),
+    [(SYMMETRIC, 8, 3, False), (CODEBOOK, 4, 2, False), (CODEBOOK, 8, 2, True)],
+)
+def test_rows_without_zero_points_spill_nothing(coding: str, kv_heads: int, k_bits: int, shared: bool) -> None:
     shape = replace(shape_of(4, 128, (k_bits, 2)), kv_heads=kv_heads, k_coding=coding, v_coding=SYMMETRIC)
-    found = replace(variant(shape), reading_terms=READING_TERMS, reading_sets=kv_heads)
+    found = replace(variant(shape), reading_terms=READING_TERMS, reading_sets=kv_heads, shared_book=shared)
     assert spilled_bytes("decode.cu", dict(found.defines())) == 0
     assert spilled_bytes("store.cu", dict(defines(found, prepare(case_of(shape, "both"), shape.dtype)))) == 0
 

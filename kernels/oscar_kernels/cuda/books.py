@@ -6,39 +6,61 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from oscar_kernels.cache import LayerCache
 from oscar_kernels.codebook import GROUP, POINTS, Codebook
 
 _arranged: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 _searched: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 
 
-def book_bytes(head_dim: int) -> int:
-    """Bytes of a kv head's codebook in shared memory: its points, and a float32 factor of every four channels."""
-    return head_dim * POINTS + head_dim
+LANES = 32
+
+
+def book_bytes(kv_heads: int, head_dim: int, shared: bool) -> int:
+    """Bytes of a codebook in shared memory: points, and a float32 factor of every four channels of a kv head.
+
+    Args:
+        kv_heads: heads that have points.
+        head_dim: channels of a head.
+        shared: all have the same.
+    """
+    points = LANES * POINTS * GROUP if shared else kv_heads * head_dim * POINTS
+    return points + kv_heads * head_dim
+
+
+def has_shared_book(cache: LayerCache) -> bool:
+    """Whether all kv heads and groups of a layer's keys have the same points."""
+    return cache.k_codebook is not None and cache.k_codebook.shared
 
 
 def arranged_book(book: Codebook) -> torch.Tensor:
-    """A codebook as the decode kernel copies it, made once: uint8 [kv_heads, bytes], on its device.
+    """A codebook as the decode kernel copies it, made once: uint8 [bytes], on its device.
 
-    Lane c of four looks up groups 16 w + 4 c + j. Points are [w, j, point, c, 4], factors in order behind them.
+    Lane c of four looks up groups 16 w + 4 c + j. Points are [kv_head, w, j, point, c, 4], or [point, lane, 4] where
+    all are the same, factors in order behind them.
     """
     found = _arranged.get(book)
     if found is None:
-        points = book.points.unflatten(1, (-1, 4, GROUP)).permute(0, 1, 3, 4, 2, 5).contiguous()
-        parts = [x.flatten(1).view(torch.uint8) for x in (points, book.factor.contiguous())]
-        found = _arranged[book] = torch.cat(parts, 1).contiguous()
+        if book.shared:
+            points = book.points[0, 0, :, None].expand(-1, LANES, -1)
+        else:
+            points = book.points.unflatten(1, (-1, 4, GROUP)).permute(0, 1, 3, 4, 2, 5)
+        parts = [x.flatten().view(torch.uint8) for x in (points.contiguous(), book.factor)]
+        found = _arranged[book] = torch.cat(parts).contiguous()
     return found
 
 
 def searched_points(book: Codebook) -> torch.Tensor:
-    """Points as the store kernel compares them, made once: bfloat16 [kv_heads, head_dim // 4, 256, 8], on its device.
+    """Points as the store kernel compares them, made once: bfloat16 [kv_heads, head_dim // 4, 256, 8], or [256, 8]
+    where all are the same, on its device.
 
     The four whole numbers of a point, and three that sum to half of their squares.
     """
     found = _searched.get(book)
     if found is None:
-        rest = book.points.double().square().sum(-1, keepdim=True) / 2
-        parts = [book.points.bfloat16()]
+        points = book.points[0, 0] if book.shared else book.points
+        rest = points.double().square().sum(-1, keepdim=True) / 2
+        parts = [points.bfloat16()]
         for _ in range(3):
             parts.append(rest.bfloat16())
             rest = rest - parts[-1].double()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_queries, check_visible
-from oscar_kernels.cuda.books import arranged_book
+from oscar_kernels.cuda.books import arranged_book, has_shared_book
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
@@ -59,7 +59,10 @@ def variant_of(
         reading: what outputs are multiplied by.
     """
     gqa = q_heads // cache.kv_heads
-    plain = Variant(cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, q_dtype, cache.k_ring.dtype, lse)
+    plain = Variant(
+        cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, q_dtype, cache.k_ring.dtype, lse,
+        shared_book=has_shared_book(cache),
+    )  # fmt: skip
     if reading is not None:
         plain = replace(plain, reading_terms=min(reading.count, READING_TERMS), reading_sets=reading.sets)
     if drafts == 0:

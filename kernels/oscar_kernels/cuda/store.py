@@ -12,7 +12,7 @@ import torch
 
 from oscar_kernels.cache import LayerCache, StoreSlots
 from oscar_kernels.codec import clip_rank
-from oscar_kernels.cuda.books import searched_points
+from oscar_kernels.cuda.books import has_shared_book, searched_points
 from oscar_kernels.cuda.decode import arrange_reading
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
@@ -97,7 +97,10 @@ def _defines(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], 
 def variant_of(cache: LayerCache, q_heads: int, page_size: int, dtype: torch.dtype) -> Variant:
     """What a cache and its queries need the kernel compiled for, a layer's matrices aside."""
     gqa = q_heads // cache.kv_heads
-    return Variant(cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, dtype, cache.k_ring.dtype)
+    return Variant(
+        cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, dtype, cache.k_ring.dtype,
+        shared_book=has_shared_book(cache),
+    )  # fmt: skip
 
 
 def prepare(variant: Variant, layer: PreparedLayer) -> None:

@@ -41,6 +41,7 @@ class Variant:
         queries: of them that are worked on at once; 1 for decode.
         reading_terms: of the matrix that outputs are multiplied by; 0 where they are not.
         reading_sets: such matrices, one or one per kv head.
+        shared_book: keys have a codebook that all kv heads and groups share.
     """
 
     key: RowLayout
@@ -55,6 +56,7 @@ class Variant:
     queries: int = 1
     reading_terms: int = 0
     reading_sets: int = 1
+    shared_book: bool = False
 
     @property
     def exact(self) -> bool:
@@ -140,14 +142,14 @@ class Variant:
 
     def _fixed_bytes(self, math_warps: int) -> int:
         blocks = -(-self.columns // 4)
-        exchanged = 1 if self.key.coding == CODEBOOK else 4
+        exchanged = 1 if self.key.coding == CODEBOOK and not self.shared_book else 4
         exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * exchanged * (self.head_dim + 4) * 4
         queries = 2 * (self.kv_heads * self.columns * self.head_dim * 2 + (16 * 8 if self.drafts else 0))
         digits = self.kv_heads * blocks * self.head_dim * 8 if self.head_dim * self.columns > 2048 else 0
         fixed = _round_up(exchange, 128) + queries + digits + PLAN_BYTES + 18 * 16
         if self.key.coding != CODEBOOK:
             return _round_up(fixed, 128)
-        return _round_up(fixed + 16, 128) + _round_up(self.kv_heads * book_bytes(self.head_dim), 128)
+        return _round_up(fixed + 16, 128) + _round_up(book_bytes(self.kv_heads, self.head_dim, self.shared_book), 128)
 
     def _stage_bytes(self, math_warps: int) -> int:
         tokens = TILE * self._warps_per_head(math_warps)
@@ -189,6 +191,7 @@ class Variant:
             "QUERIES": self.queries,
             "READING_TERMS": self.reading_terms,
             "READING_SETS": self.reading_sets,
+            "SHARED_BOOK": self.shared_book,
             "MATH_WARPS": self.math_warps,
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes,

@@ -3,7 +3,7 @@
 // The points of all kv heads lie in shared memory from before the first stage until the end. A point is a word of four
 // signed bytes, an operand of an integer tensor core. Lane c of a row looks up the points of groups 16 w + 4 c + j, byte j of
 // its word w; the points of an index of its four lanes lie side by side, so those meet in no bank, and lanes of other rows
-// in few.
+// in few. Of a book that all heads and groups share every lane has a copy in a bank of its own.
 #pragma once
 
 #include "tile.cuh"
@@ -12,16 +12,22 @@
 DEVICE constexpr int group_of_slot(int slot, int c) { return slot / 4 * 16 + 4 * c + slot % 4; }
 
 DEVICE u32 book_barrier(u32 shared) { return shared + BARRIERS_OFFSET + (16 + 2) * 16; }
-DEVICE u32 book_address(u32 shared, int head) { return shared + BOOKS_OFFSET + head * BOOK_BYTES; }
+// This lane's points of a kv head.
+DEVICE u32 points_address(u32 shared, int head) {
+  int lane = threadIdx.x % 32;
+  return shared + BOOKS_OFFSET + (SHARED_BOOK ? lane : head * (POINT_BYTES / 4) + lane % 4) * 4;
+}
+DEVICE u32 factors_address(u32 shared, int head) { return shared + BOOKS_OFFSET + FACTORS_OFFSET + head * HEAD_DIM; }
 
 struct Books {
-  const u8* points;  // [KV_HEADS, BOOK_BYTES], in the order of cuda/books.py
+  const u8* points;  // [BOOK_BYTES], in the order of cuda/books.py
 
   // By one thread. They never change, so the launch before this one may still run.
   DEVICE void copy(u32 shared) const {
-    barrier_arrive_expect(book_barrier(shared), KV_HEADS * BOOK_BYTES);
-    for (int head = 0; head < KV_HEADS; head++)
-      bulk_copy(book_address(shared, head), points + head * BOOK_BYTES, BOOK_BYTES, book_barrier(shared));
+    constexpr int SIZE = 1 << 15;
+    barrier_arrive_expect(book_barrier(shared), BOOK_BYTES);
+    for (int at = 0; at < BOOK_BYTES; at += SIZE)
+      bulk_copy(shared + BOOKS_OFFSET + at, points + at, min(SIZE, BOOK_BYTES - at), book_barrier(shared));
   }
 };
 
@@ -42,6 +48,6 @@ struct BookWords {
   DEVICE u32 operand(int unit, int row, int half) const {
     int slot = 2 * unit + half;
     u32 index = words[slot / 4][row] >> 8 * (slot % 4) & 0xff;
-    return load_shared(book + slot * 4096 + 16 * index);
+    return load_shared(SHARED_BOOK ? book + 128 * index : book + slot * 4096 + 16 * index);
   }
 };

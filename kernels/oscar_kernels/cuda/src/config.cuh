@@ -62,6 +62,7 @@ struct Rows {
 using KeyRows = Rows<(Coding)OSCAR_K_CODING, OSCAR_K_BITS, OSCAR_K_GROUP>;
 using ValueRows = Rows<(Coding)OSCAR_V_CODING, OSCAR_V_BITS, OSCAR_V_GROUP>;
 constexpr bool HAS_BOOK = KeyRows::CODING == CODEBOOK;
+constexpr bool SHARED_BOOK = HAS_BOOK && OSCAR_SHARED_BOOK;  // by all kv heads and groups
 constexpr int K_GROUPS = KeyRows::GROUPS, V_GROUPS = ValueRows::GROUPS;
 
 template <bool FIRST, class One, class Other>
@@ -117,7 +118,7 @@ constexpr bool WIDE = HEAD_DIM * COLUMNS > 2048;
 
 // Shared memory: what the warps of a head exchange, queries, the plan, barriers, codebooks, and stages.
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
-constexpr int EXCHANGED = HAS_BOOK ? 1 : 4;  // query heads at a time: books leave no memory for more
+constexpr int EXCHANGED = HAS_BOOK && !SHARED_BOOK ? 1 : 4;  // query heads at a time: books leave no memory for more
 constexpr int PARTIAL_FLOATS = EXCHANGED * PARTIAL_ROW;
 constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2;
@@ -130,9 +131,10 @@ constexpr int MOST_WARPS = 20;  // of a block: 16 and four that copy
 constexpr int PLAN_BYTES = 10 * MAX_BATCH + 4 * MOST_WARPS;
 constexpr int BARRIERS_OFFSET = PLAN_OFFSET + PLAN_BYTES;
 constexpr int BOOKS_OFFSET = (BARRIERS_OFFSET + (16 + 2 + HAS_BOOK) * 16 + 127) / 128 * 128;
-constexpr int POINT_BYTES = HEAD_DIM * 256;  // of a kv head's codebook; factors follow, one float for four channels
-constexpr int BOOK_BYTES = HAS_BOOK ? POINT_BYTES + HEAD_DIM : 0;
-constexpr int STAGES_OFFSET = BOOKS_OFFSET + (KV_HEADS * BOOK_BYTES + 127) / 128 * 128;
+constexpr int POINT_BYTES = SHARED_BOOK ? 32 * 256 * 4 : HEAD_DIM * 256;  // of all kv heads' codebook, or of one's
+constexpr int FACTORS_OFFSET = (SHARED_BOOK ? 1 : KV_HEADS) * POINT_BYTES;  // from the points: a float for four channels
+constexpr int BOOK_BYTES = HAS_BOOK ? FACTORS_OFFSET + KV_HEADS * HEAD_DIM : 0;
+constexpr int STAGES_OFFSET = BOOKS_OFFSET + (BOOK_BYTES + 127) / 128 * 128;
 // Three stages, or as many small ones as hide the latency of memory. More is slower: all copies of the card would wait in
 // a longer queue, the queries and whatever a block that starts late asks for behind them.
 constexpr int ENOUGH_BYTES = 112 * 1024;

@@ -21,7 +21,7 @@ DEVICE void attend(
   u32 base = shared_address(shared);
   float* exchange = (float*)shared;
   Lane at(head);
-  if (HAS_BOOK) at.book = book_address(base, head) + lane % 4 * 4;
+  if (HAS_BOOK) at.book = points_address(base, head);
   Turn turn;
   int number = 0;
   Shared with_others[2] = {};
@@ -40,7 +40,7 @@ DEVICE void attend(
       QueryCodes codes;
       Values values;
       if (HAS_BOOK) barrier_wait(book_barrier(base), 0);
-      codes.load(q, sm_scale, base + DIGITS_OFFSET + head * DIGIT_BYTES, head, part, book_address(base, head) + POINT_BYTES);
+      codes.load(q, sm_scale, base + DIGITS_OFFSET + head * DIGIT_BYTES, head, part, factors_address(base, head));
       values.clear();
       int position = (segment.borders.first_stage() + segment.history_begin) * STAGE_TOKENS + part * TILE;
       int live_begin = segment.borders.sink_end - position, live_end = segment.borders.ring_begin - position;

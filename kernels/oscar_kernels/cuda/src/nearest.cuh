@@ -16,11 +16,13 @@ constexpr int Y_STRIDE = HEAD_DIM + 4;
 constexpr int INDEX_FLOATS = HAS_BOOK ? VECTORS + VECTORS * BOOK_GROUPS / 4 : 0;
 
 struct Points {
-  const uint2* terms;   // [kv_heads, groups, 256][2]: four bfloat16 numbers of a point, three of half its square, see books.py
+  // [kv_heads, groups, 256][2], of a shared book [256][2]: four bfloat16 numbers of a point, three of half its square, see
+  // books.py.
+  const uint2* terms;
   const float* factor;  // [kv_heads, groups]
 
   DEVICE const uint2* of(int head, int group, int point) const {
-    return terms + ((head * BOOK_GROUPS + group) * 256 + point) * 2;
+    return terms + ((SHARED_BOOK ? 0 : (head * BOOK_GROUPS + group) * 256) + point) * 2;
   }
 };
 
@@ -49,7 +51,8 @@ struct Search {
 
   DEVICE void ask(uint2 (&set)[PRODUCTS], int number) const {
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; i++) set[i] = lane_terms[(number * PRODUCTS + i) * 8 * 2];
+    for (int i = 0; i < PRODUCTS; i++)
+      set[i] = lane_terms[((SHARED_BOOK ? number % SETS_OF_GROUP : number) * PRODUCTS + i) * 8 * 2];
   }
 
   // What has scored best for this lane's two rows.
