@@ -15,7 +15,7 @@ import torch
 from accuracy.codebooks import gaussian_book, gaussian_fours, read_rows
 from accuracy.quantizers import SIXTEEN, lloyd_max
 from oscar_rotation.math.fitted_rows import coded
-from oscar_rotation.math.group_books import GroupBooks, fitted_books, rms
+from oscar_rotation.math.group_books import GroupBooks, fitted_books, rms, shared_book
 from oscar_rotation.recipes.plus import KEY_ROWS, VALUE_ROWS
 
 ROUNDS, SAMPLES = 20, 1 << 18
@@ -37,7 +37,8 @@ class Code:
         points: that an index chooses from.
         channels: that share an index.
         book: whose points are its own: a "group" of channels of a kv head; a kv "head", all groups; a "place", the
-            group of this number in all kv heads of a layer; a "layer"; the "model". "normal": the points of a normal
+            group of this number in all kv heads of a layer; a "layer"; a layer, "scaled" by a factor for each place of
+            each kv head; the "model". "normal": the points of a normal
             distribution. "served": scalar codes with scales and zero points as the server stores them.
         offset: whether a row has a second number of 16 bits, its mean; always with "served".
         part: of the calibration rows that books are fitted to, from the first on.
@@ -129,6 +130,9 @@ def books_of(code: Code, layers: int, rows: Callable[[int], Rows]) -> Sequence[G
             if code.book == "place":
                 x, weights = x.flatten(0, 1)[None], weights.flatten()[None]
             points = fitted_books(x, weights, code.channels, code.points, ROUNDS, layer).points
+        elif code.book == "scaled":
+            book, lengths = shared_book(x, weights, code.channels, code.points, ROUNDS, layer)
+            points = lengths[..., None, None] * book
         elif code.book == "head":
             points = torch.cat([_shared(code, [(x[h], weights[h])], layer) for h in range(heads)])
         else:

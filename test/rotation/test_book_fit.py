@@ -69,6 +69,7 @@ def test_books_save_of_what_affine_codes_lose(
     dump = DumpReader(root)
     held = plan_held_out(dump, dump.fit_chunks(), "this")
     for layer in range(2):
+        assert key.codebooks.of_layer(layer).shared
         forms = {
             "books": SideCodes(KEY_ROWS, "codebook", key.codebooks, key.gains or ()),
             "affine": SideCodes(KEY_ROWS),

@@ -224,6 +224,7 @@ METHODS = [
     row("keys in fours, one book a head", Code(256, book="head")),
     row("keys in fours, one book for the kv heads of a place", Code(256, book="place")),
     row("keys in fours, one book a layer", Code(256, book="layer")),
+    row("keys in fours, one book a layer, a factor for each place", Code(256, book="scaled")),
     row("keys in fours, one book a model", Code(256, book="model")),
     row("keys in fours, a quarter of the calibration", Code(256, part=0.25)),
     row("keys in fours, values in fitted fours", values=Code(256)),

@@ -67,11 +67,12 @@ def layouts_of(widths: str, kv_heads: int, head_dim: int, group_size: int = 128)
 
 
 def book_of(layout: RowLayout, seed: int = 0) -> Codebook | None:
-    """Random points where rows are indexes of points."""
+    """Random points where rows are indexes of points, the same for all kv heads and groups as a fit makes them."""
     if layout.coding != CODEBOOK:
         return None
-    size = (layout.kv_heads, layout.head_dim // GROUP, POINTS, GROUP)
-    return Codebook.from_points(torch.randn(size, generator=torch.Generator().manual_seed(seed))).to(device())
+    one = Codebook.from_points(torch.randn((1, 1, POINTS, GROUP), generator=torch.Generator().manual_seed(seed)))
+    size = (layout.kv_heads, layout.head_dim // GROUP)
+    return Codebook(one.points.repeat(*size, 1, 1), one.factor.repeat(size)).to(device())
 
 
 def layer_format(layouts: Layouts, key: SideTransform, value: SideTransform) -> LayerFormat:

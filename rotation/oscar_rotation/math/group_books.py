@@ -106,6 +106,30 @@ def fitted_books(
     return books.refined(x[:, ::step], weights[:, ::step], first).refined(x, weights, rounds - first)
 
 
+MOST = 1 << 18
+"""Groups of channels that a shared book is made from, at most."""
+
+
+def shared_book(
+    x: torch.Tensor, weights: torch.Tensor, channels: int, points: int, rounds: int, seed: int = 0, early: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k-means of all kv heads and groups together, each over its length: the root of its weighted mean square.
+
+    Args:
+        x, weights, channels, points, rounds, seed, early: as of :func:`fitted_books`; an error counts as long as it is.
+
+    Returns:
+        points float32 [points, channels], and lengths [heads, groups], which they are multiplied by.
+    """
+    grouped, heavy = x.float().unflatten(-1, (-1, channels)), weights.float()[..., None]
+    lengths = ((grouped.square().mean(-1) * heavy).sum(1) / heavy.sum(1)).sqrt().clamp_min(1e-6)
+    rows = (grouped / lengths[:, None, :, None]).flatten(0, 2)
+    counts = (heavy * lengths[:, None].square()).flatten()
+    taken = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:MOST].to(rows.device)
+    book = fitted_books(rows[taken][None], counts[taken][None], channels, points, rounds, seed, early)
+    return book.points[0, 0], lengths
+
+
 def rms(y: torch.Tensor) -> torch.Tensor:
     """Root mean square of every row, [..., d] -> [..., 1]."""
     return y.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-8)
