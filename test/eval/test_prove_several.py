@@ -92,11 +92,20 @@ class Asked(Measure):
         return {}
 
 
-def prover(folder: Path, machine: Machine, patch: pytest.MonkeyPatch, answer: Callable[[str], Any]) -> Prover:
+class Later(Asked):
+    """Another measure."""
+
+    name, title = "later", "Later"
+
+
+def prover(
+    folder: Path, machine: Machine, patch: pytest.MonkeyPatch, answer: Callable[[str], Any], *more: Measure
+) -> Prover:
     patch.setattr(run, "serve", machine.serve)
     patch.setattr(run, "ask", lambda url: read(server_info()))
     patch.setattr(run.Client, "capacity", lambda self: None)
-    return Prover(Proof(model_settings("m"), [Asked(answer)], Store(folder), folder, {}, 1, 3), lambda text: None)
+    proof = Proof(model_settings("m"), [Asked(answer), *more], Store(folder), folder, {}, 1, 3)
+    return Prover(proof, lambda text: None)
 
 
 def makers(*names: str) -> dict[str, Callable[[], Cache]]:
@@ -121,6 +130,22 @@ def test_others_start_beside_bf16_and_are_asked_behind_it(tmp_path: Path, monkey
         name: name for name in ("bf16", "a", "b", "c", "d")
     }
     assert min(machine.timeouts) > run.start_timeout()
+
+
+def test_a_measure_waits_for_bf16_in_that_measure_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def first(name: str) -> str:
+        if name == "a":
+            answered.set()
+        return name
+
+    def second(name: str) -> bool:
+        return name == "bf16" and answered.wait(LONG)
+
+    made = prover(tmp_path, Machine(), monkeypatch, first, Later(second))
+    ask_all(made, makers("a"))
+    assert made.outcome.cells["bf16"]["later"].done["0"]["said"]
 
 
 def test_a_fault_of_one_cache_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ from support.reference import MODEL, ROOT
             ["--measure", "json", "--recall-lengths", "2048"],
             "--recall-lengths: has no meaning without --measure recall",
         ),
+        (["--documents", "3", "--measure", "json"], "--documents: has no meaning without --measure tail-kl"),
         (["--seeds", "3", "--measure", "json"], "--seeds: has no meaning without --measure retrieval"),
         (["--seeds", "0"], "should be greater than or equal to 1"),
         (["--tp", "0"], "should be greater than or equal to 1"),

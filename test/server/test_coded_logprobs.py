@@ -20,7 +20,7 @@ TOKENS = 24
 
 def test_log_probabilities_are_those_of_a_plain_forward_pass(tmp_path: Path) -> None:
     """Of a prompt in chunks and of its answer; layers have codebooks, affine keys and values without zero points."""
-    options = FitOptions(bits=BitGoal(mean=2.5), key_coding="codebook", value_coding="symmetric")
+    options = FitOptions(bits=BitGoal(mean=3.0), key_coding="codebook", value_coding="symmetric")
     env = fit_rotations(tmp_path, documents=3, recipe="focus", options=options)
     key, value = (read_rotation_file(Path(env[f"SGLANG_OSCAR_{side}_ROTATION_PATH"])) for side in "KV")
     assert {key.coding(layer) for layer in range(4)} == {"codebook", "affine"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from oscar_tools.calibration.errors import DataError
 from oscar_tools.evaluation.prove.measures import MEASURES, Material, Measure
 from oscar_tools.evaluation.prove.measures.recall import Recall
 from oscar_tools.evaluation.prove.measures.retrieval import Retrieval
+from oscar_tools.evaluation.prove.measures.tail_kl import TailKl
 from oscar_tools.evaluation.prove.measures.tasks import Tasks
 from oscar_tools.evaluation.prove.names import known
 from oscar_tools.evaluation.prove.questions import QuestionFile, read_questions
@@ -44,6 +45,9 @@ class MeasureOptions:
     lengths: Annotated[
         str, typer.Option(help="Context lengths in tokens, with commas; default: 1/4, 1/2 and all of the model's.")
     ] = ""
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="Texts per length of tail-kl; default: 32, or 3 of the reduced size.")
+    ] = None
     text: Annotated[
         Path | None, typer.Option(help=".jsonl (text or messages) or .txt to calibrate and measure on.")
     ] = None
@@ -87,6 +91,7 @@ class MeasureOptions:
             ("--recall-lengths", self.recall_lengths, (Recall.name in chosen, "--measure recall")),
             ("--task-count", self.task_count, (self.tasks, "--tasks")),
             ("--run-code", self.run_code, (self.tasks, "--tasks")),
+            ("--documents", self.documents, (not self.measure or TailKl.name in self.measure, "--measure tail-kl")),
             ("--seeds", self.seeds > 1, (not self.measure or Retrieval.name in self.measure, "--measure retrieval")),
         ):
             there, name = needs
@@ -122,6 +127,7 @@ class MeasureOptions:
             DataError: the model's context is too short, or see :meth:`questions`.
         """
         size = SIZES[self.size or ("full" if has_gpu() else "reduced")]
+        size = replace(size, documents=self.documents or size.documents)
         lengths = _lengths(self.lengths, "--lengths") or size.lengths(context)
         if not lengths or lengths[-1] > context - ROOM:
             wanted = lengths[-1] if lengths else SHORTEST

@@ -128,7 +128,8 @@ class Prover:
         self.proof, self.say, self.outcome = proof, say, Outcome()
         self.running: list[LocalServer] = []
         self.bars = Bars()
-        self.reference, self.given_up = threading.Event(), threading.Event()
+        self.references = {measure.name: threading.Event() for measure in proof.measures}
+        self.given_up = threading.Event()
 
     def open(self, cache: Cache) -> None:
         """Look for answers of earlier runs; the BF16 cache must come first."""
@@ -139,7 +140,7 @@ class Prover:
         )
 
     def ask(self, cache: Cache) -> None:
-        """Ask an opened cache what has no answer yet. Others than BF16 are asked once that has answered.
+        """Ask an opened cache what has no answer yet. Others than BF16 wait for its answers, measure by measure.
 
         Raises:
             ProveError: the BF16 cache could not be asked: there is nothing to compare with; or :meth:`give_up`.
@@ -160,7 +161,8 @@ class Prover:
             if cell.left_out:
                 self.outcome.unavailable.setdefault(cell.left_out, []).append(cache.title)
         if cache.name == BF16:
-            self.reference.set()
+            for event in self.references.values():
+                event.set()
 
     def give_up(self) -> None:
         """End all servers, from another thread than those that ask."""
@@ -175,11 +177,13 @@ class Prover:
         try:
             with serve(model, log, cache.args, env, timeout, self.given_up) as server, self._known(server):
                 self.say(f"{cache.title}: ready after {time.monotonic() - begin:.0f} s")
-                self._await_reference(cache)
                 if self._ask_facts(cache, server):
                     for measure, units in pending.items():
+                        self._await_reference(cache, measure)
                         if units and not self._ask_measure(cache, server, measure, units):
                             break
+                        if cache.name == BF16:
+                            self.references[measure.name].set()
         except ServerFailedError as error:
             reason = f"{cache.title}: left out, {str(error).split(';')[0]}: {last_words(log)} (log: {log})"
             if cache.name == BF16 or self.given_up.is_set():
@@ -203,8 +207,8 @@ class Prover:
         if self.given_up.is_set():
             raise ProveError("the run was given up")
 
-    def _await_reference(self, cache: Cache) -> None:
-        while cache.name != BF16 and not self.reference.wait(0.2):
+    def _await_reference(self, cache: Cache, measure: Measure) -> None:
+        while cache.name != BF16 and not self.references[measure.name].wait(0.2):
             self._check()
 
     def _ask_facts(self, cache: Cache, server: LocalServer) -> bool:

@@ -22,7 +22,7 @@ Makers = Mapping[str, Callable[[], Cache]]
 def ask_all(prover: Prover, makers: Makers) -> list[Cache]:
     """Make and ask all caches, BF16 first; what cannot be made becomes a remark.
 
-    With several servers at a time caches are made here while others are asked, and all wait for the answers of BF16.
+    With several servers at a time caches are made here while others are asked; each measure waits for BF16's answers.
 
     Returns:
         the caches that could be made, in order.
