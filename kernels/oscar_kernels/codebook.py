@@ -7,7 +7,7 @@ multiplied into the queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -31,12 +31,17 @@ class Codebook:
             ``4b + 3``.
         factor: float32 [kv_heads, head_dim // 4], contiguous, positive: what the points of a group are multiplied by.
 
+    Attributes:
+        shared: whether all kv heads and all groups have the same points; their factors may differ. Known from the
+            start, as nothing can be asked of a GPU while a graph is captured.
+
     Raises:
         ValueError: a shape, a dtype or a factor does not fit.
     """
 
     points: torch.Tensor
     factor: torch.Tensor
+    shared: bool = field(init=False)
 
     def __post_init__(self) -> None:
         points, factor = self.points, self.factor
@@ -54,6 +59,7 @@ class Codebook:
             raise ValueError("points and factor of a codebook must be contiguous")
         if not bool(((factor > 0) & (factor < torch.inf)).all()):
             raise ValueError("factors of a codebook must be positive and finite")
+        object.__setattr__(self, "shared", bool((points == points[:1, :1]).all()))
 
     @staticmethod
     def from_points(points: torch.Tensor) -> Codebook:
@@ -83,11 +89,6 @@ class Codebook:
     def head_dim(self) -> int:
         """Channels of a head."""
         return self.points.shape[1] * GROUP
-
-    @cached_property
-    def shared(self) -> bool:
-        """Whether all kv heads and all groups have the same points; their factors may differ."""
-        return bool((self.points == self.points[:1, :1]).all())
 
     @cached_property
     def values(self) -> torch.Tensor:

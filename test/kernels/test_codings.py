@@ -43,6 +43,14 @@ def test_heads_and_signs_do_not_matter(seed: int, bits: int, dtype: torch.dtype,
     assert torch.equal(decode_rows(encode_rows(y[:, 1:2], one, 1.0, gain, own), one, own), read[:, 1:2])
 
 
+def test_whether_points_are_shared_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is captured nothing can be asked of a GPU."""
+    one = random_book(1, 64)
+    same = Codebook(one.points[:, :1].repeat(2, 16, 1, 1), one.factor.repeat(2, 1))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: pytest.fail("asked while a graph is captured"))
+    assert (same.shared, one.shared) == (True, False)
+
+
 @settings(max_examples=30)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-12, 12), bits=st.sampled_from(BITS))
 def test_powers_of_two_change_scales_alone(seed: int, exponent: int, bits: int) -> None:

@@ -70,11 +70,14 @@ def test_matrices(sets: int | None) -> None:
     shape = (64, 64) if sets is None else (sets, 64, 64)
     matrix = torch.eye(64).expand(shape).contiguous()
     key = SideTransform(matrix, matrix * 2, torch.zeros(2, 64))
-    book = Codebook(torch.zeros(2, 16, 256, 4, dtype=torch.int8), torch.ones(2, 16))
-    points = book.points.nbytes + book.factor.nbytes + arranged_book(book).nbytes + searched_points(book).nbytes
     layer = LayerFormat(2, 64, SideFormat(64, transform=key), SideFormat(64, transform=SideTransform(matrix)))
-    coded = replace(layer, key=replace(layer.key, coding=CODEBOOK, codebook=book))
-    assert matrix_bytes({0: coded}, BF16) == matrix_bytes({0: layer}, BF16) + points
+    for second in (0, 1):  # points of all kv heads, and one that the second has alone
+        points = torch.zeros(2, 16, 256, 4, dtype=torch.int8)
+        points[1] = second
+        book = Codebook(points, torch.ones(2, 16))
+        size = points.nbytes + book.factor.nbytes + arranged_book(book).nbytes + searched_points(book).nbytes
+        coded = replace(layer, key=replace(layer.key, coding=CODEBOOK, codebook=book))
+        assert matrix_bytes({0: coded}, BF16) == matrix_bytes({0: layer}, BF16) + size
     made = prepare(layer, BF16)
     terms = sum(x.terms.nbytes for x in (made.key.matrix, made.key.reading, made.value.matrix) if x is not None)
     back = made.value.reading

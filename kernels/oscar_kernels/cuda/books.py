@@ -12,8 +12,9 @@ from oscar_kernels.codebook import GROUP, POINTS, Codebook
 _arranged: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 _searched: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 
-
 LANES = 32
+SEARCHED = 8
+"""Numbers of 16 bits that the store kernel compares for a point."""
 
 
 def book_bytes(kv_heads: int, head_dim: int, shared: bool) -> int:
@@ -26,6 +27,12 @@ def book_bytes(kv_heads: int, head_dim: int, shared: bool) -> int:
     """
     points = LANES * POINTS * GROUP if shared else kv_heads * head_dim * POINTS
     return points + kv_heads * head_dim
+
+
+def copies_bytes(book: Codebook) -> int:
+    """Bytes of what :func:`arranged_book` and :func:`searched_points` make of a codebook."""
+    points = POINTS if book.shared else book.points[..., 0].numel()
+    return book_bytes(book.kv_heads, book.head_dim, book.shared) + points * SEARCHED * 2
 
 
 def has_shared_book(cache: LayerCache) -> bool:

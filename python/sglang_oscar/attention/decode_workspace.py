@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from oscar_kernels.cache import LayerCache
+from oscar_kernels.cuda.books import copies_bytes
 from oscar_kernels.format import LayerFormat
 from oscar_kernels.prepared import TERMS
 from sglang_oscar.attention.decode_choice import DecodeTask
@@ -85,6 +86,5 @@ def matrix_bytes(formats: Mapping[int, LayerFormat], dtype: torch.dtype) -> int:
         if (value := layer.value.transform.matrix) is not None:
             total += value.numel() * (4 + terms)  # what outputs are multiplied by
         if (book := layer.key.codebook) is not None:
-            # The decode kernel's copy has its size, the store kernel's eight numbers of 16 bits for a point.
-            total += 2 * (book.points.nbytes + book.factor.nbytes) + 4 * book.points.nbytes
+            total += book.points.nbytes + book.factor.nbytes + copies_bytes(book)
     return total
