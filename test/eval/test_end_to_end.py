@@ -140,21 +140,20 @@ def test_benchmarks_interrupted_and_resumed(tmp_path: Path, calibrated: Calibrat
 
 @pytest.fixture(scope="module")
 def table(calibrated: CalibrationFolder, common: list[str]) -> str:
-    """GPQA with BF16, OSCAR and the recipe plus, servers and all."""
-    run_script("eval_oscar_gpqa.sh", *common, "FILE_CLIPS=1", "METHODS=bf16,oscar,plus", status=NO_ANSWERS)
+    """GPQA with BF16 and OSCAR, servers and all."""
+    run_script("eval_oscar_gpqa.sh", *common, "FILE_CLIPS=1", "METHODS=bf16,oscar", status=NO_ANSWERS)
     return (calibrated.path / "results.md").read_text()
 
 
-def test_table_of_three_methods(table: str, calibrated: CalibrationFolder) -> None:
+def test_table_of_two_methods(table: str, calibrated: CalibrationFolder) -> None:
     assert "| BF16 | 16.00 |" in table
     assert "| OSCAR | 2.5" in table
-    assert "| INT2, recipe plus | 2.5" in table
     assert "Paired differences from BF16" in table
     server = (calibrated.path / "server_oscar.log").read_text()
     assert "effective bits per element" in server
 
 
-def test_an_ablation(  # Of the others test_drivers.py shows that they make the server they name.
+def test_an_ablation(  # Of other ablations and methods test_drivers.py shows that they make the server they name.
     tmp_path: Path, table: str, calibrated: CalibrationFolder, common: list[str]
 ) -> None:
     questions = [{"question": document(400, seed, 1).text, "choices": ["a", "b"], "answer": 0} for seed in range(3)]

@@ -44,7 +44,7 @@ def dump(model: Path, folder: Path, *args: str, env: dict[str, str] | None = Non
     """Serve with dumping until the dump is complete; returns the answers of the server, one after the end of it."""
     variables = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": str(sum(LENGTHS)), "DUMP_KVCACHE_DIR": str(folder)}
     log = folder.with_suffix(".log")
-    with serve(model, log, *STOCK, "--skip-tokenizer-init", *args, env=variables | (env or {})) as server:
+    with serve(model, log, *STOCK, "--skip-tokenizer-init", *args, env=variables | (env or {}), warm_up=True) as server:
         ids = prompts()
         answers = [server.generate(ids[0], 4)]
         assert json.loads((folder / "manifest.json").read_text())["complete"] is False

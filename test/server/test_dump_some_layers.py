@@ -68,7 +68,7 @@ def answers(server: Server) -> list[dict[str, Any]]:
 def dump(model: Path, folder: Path, *args: str, env: dict[str, str]) -> DumpReader:
     """What an ordinary server dumps of the prompts, which come one after the other: a chunk each."""
     variables = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": str(sum(LENGTHS)), "DUMP_KVCACHE_DIR": str(folder)}
-    with serve(model, folder.with_suffix(".log"), *args, env=env | variables) as server:
+    with serve(model, folder.with_suffix(".log"), *args, env=env | variables, warm_up=True) as server:
         for ids in prompts():
             server.generate(ids, 1)
         assert "dump complete" in server.text()

@@ -55,7 +55,7 @@ EVERY |= {"qwen3_5_text": 3, "qwen3_5_moe_text_chunked": 3, "nemotron_chunked": 
 states are asked one by one, and classes of text alone have the states and layers of other configurations."""
 GRID = {"nemotron_chunked": 128}
 """Tokens between states that are kept, where chunks of the linear layers are longer than pages."""
-TWO_TURNS = {*EVERY, "oldest"}
+TWO_TURNS = {*EVERY, "oldest", "qwen3_5_few_states"}
 """Configurations whose conversations end with the first hit: what later ones are is one rank's, in any release."""
 NO_OVERLAP = "--disable-overlap-schedule"
 MISTAKES_STATES = "0.5.17"

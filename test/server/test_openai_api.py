@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Retraction is forced whenever two requests run; memory is checked after every step."""
     folder = tmp_path_factory.mktemp("reference")
     env = fit_rotations(folder) | PUBLIC_ENV | STRICT | RETRACT
-    with serve(MODEL, folder / "server.log", *ARGS, env=env) as started:
+    with serve(MODEL, folder / "server.log", *ARGS, env=env, warm_up=True) as started:
         yield started
 
 

@@ -198,7 +198,7 @@ def test_both_sides_left_exact_equal_stock(qwen3: Path, expected: list[dict], tm
 def test_poison_is_seen(qwen3: Path, tmp_path: Path) -> None:
     """The check can fail: with windows that attention believes to be smaller than the poisoned ones, requests break."""
     broken = LOSSLESS | HADAMARD | {"LOSSLESS_ROWS_IGNORE_WINDOWS": "1"}
-    with serve(qwen3, tmp_path / "log", *INT2, "--skip-server-warmup", env=broken) as server:
+    with serve(qwen3, tmp_path / "log", *INT2, env=broken) as server:
         with pytest.raises(requests.HTTPError):
             ask(server, prompts(PROMPTS)[:3], workers=1, tokens=4)
         assert "the model's output is not a number (NaN)" in server.text()

@@ -49,7 +49,7 @@ def server(
     qwen3: Path, weights: list[tuple[str, torch.Tensor]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """One that began with random weights and got the model's in buckets: wrong first, twice, in overlapping parts."""
-    with serve(qwen3, tmp_path_factory.mktemp("rollouts") / "log", *ARGS, env=EXACT | STRICT) as started:
+    with serve(qwen3, tmp_path_factory.mktemp("rollouts") / "log", *ARGS, env=EXACT | STRICT, warm_up=True) as started:
         started.generate(prompt(0), 4)
         third = len(weights) // 3
         wrong = [(name, x.flip(0)) for name, x in weights[: 2 * third]]

@@ -71,7 +71,7 @@ def together(server: Server) -> list[dict[str, Any]]:
 def test_int2_answers(version: str, tmp_path: Path) -> None:
     needs(version)
     env = release_answers.ENV | environment(version)
-    with serve(MODEL, tmp_path / "log", *release_answers.ARGS, env=env) as server:
+    with serve(MODEL, tmp_path / "log", *release_answers.ARGS, env=env, warm_up=True) as server:
         answers[version] = release_answers.ask(server)
         assert ("RustUnifiedTreeCore" in server.text()) == (COMPILED_TREE and version == installed())
         assert retracted(server) == 0

@@ -65,7 +65,7 @@ def expected(rows: dict[str, str], others: Path, tmp_path_factory: pytest.TempPa
 def server(rows: dict[str, str], qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that begins with random weights, as rollouts of a trainer do."""
     args = [*INT2, "--load-format", "dummy"]
-    with serve(qwen3, tmp_path_factory.mktemp("updated") / "log", *args, env=rows) as started:
+    with serve(qwen3, tmp_path_factory.mktemp("updated") / "log", *args, env=rows, warm_up=True) as started:
         yield started
         assert started.alive()
         assert "Traceback" not in started.text()

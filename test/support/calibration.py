@@ -50,7 +50,6 @@ def calibrate(root: Path, data: Path) -> CalibrationFolder:
     folder = run_dump(dump_request(root, data))
     assert folder.dump == manifest.parent
     assert dump_state(folder.dump) == "complete"
-    run_fit(folder, "plus", FitOptions(), "cpu")
     run_fit(folder, "paper", FitOptions(fit_clip=True, report=True, group_size=GROUP, holdout_tokens=200), "cpu")
     return folder
 

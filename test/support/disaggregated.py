@@ -95,7 +95,9 @@ def serve_pair(
     second = ("--disaggregation-mode", "decode", *common, *decode)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         started = [
-            pool.submit(stack.enter_context, serve(model, folder / log, *arguments, env=env | ENVIRONMENT | own))
+            pool.submit(
+                stack.enter_context, serve(model, folder / log, *arguments, env=env | ENVIRONMENT | own, warm_up=True)
+            )
             for log, arguments, own in (("prefill.log", first, {}), ("decode.log", second, of_decode or {}))
         ]
         yield Pair(*(server.result() for server in started), port)

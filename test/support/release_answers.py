@@ -25,11 +25,13 @@ from support.servers import STRICT, Server, serve
 FILE = golden.DATA / "release_answers.json.gz"
 LENGTHS = (90, 300, 700, 1100)
 TOKENS = 8
-LONG = 280
+RECENT = 64
+LONG = 90
 """Tokens of the longest answer: more than the recent window, so that generated tokens are read in 2 bits."""
 ARGS = (*golden.ARGS, "--chunked-prefill-size", "512")
 """Chunks are cut alike in all releases, whose defaults differ."""
 ENV = golden.ROTATIONS | STRICT | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+ENV |= {"SGLANG_MIXED_KV_RECENT_TOKENS": str(RECENT)}
 """Retraction is forced where two requests run, never for one."""
 
 

@@ -70,13 +70,18 @@ class Server(local_server.LocalServer):
 
 
 @contextlib.contextmanager
-def serve(model: Path | str, log: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+def serve(
+    model: Path | str, log: Path, *args: str, env: dict[str, str] | None = None, warm_up: bool = False
+) -> Iterator[Server]:
     """Start a server of test size, wait until it is ready, stop it and all its children afterwards.
 
-    Its ranks meet at a port that no other server gets: of those that start at once, two might choose the same.
+    Its ranks meet at a port that no other server gets: of those that start at once, two might choose the same. SGLang's
+    own first request, for which it waits for one second and more, is left out on a CPU unless ``warm_up``; its log then
+    has a traceback, as it asks itself to freeze garbage collection before it listens.
     """
-    meeting = ["--nccl-port", str(local_server.free_port())]
-    arguments = [*meeting, *small_sizes(args)]
+    arguments = ["--nccl-port", str(local_server.free_port()), *small_sizes(args)]
+    if not (warm_up or has_gpu()):
+        arguments.append("--skip-server-warmup")
     with local_server.serve(model, log, arguments, server_environment(dict(env or {}))) as started:
         yield Server(started.url, started.log, started.process)
 
