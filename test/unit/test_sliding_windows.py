@@ -264,7 +264,7 @@ def test_two_pools_in_place_of_one(mode: str) -> None:
 
 def arguments(**changed: Any) -> Any:
     plain = {"device": "cpu", "speculative_algorithm": None, "enable_torch_compile": False, "chunked_prefill_size": 512}
-    return SimpleNamespace(**plain | changed)
+    return SimpleNamespace(**plain | {"disaggregation_mode": "null"} | changed)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,6 @@ def arguments(**changed: Any) -> Any:
         ({"speculative_algorithm": "NGRAM"}, "speculative"),
         ({"enable_torch_compile": True}, "torch.compile"),
         ({"enable_hierarchical_cache": True}, "hierarchical"),
-        ({"disaggregation_mode": "decode"}, "disaggregation"),
         ({"chunked_prefill_size": -1}, "chunked prefill"),
         ({"chunked_prefill_size": 0}, "chunked prefill"),
     ],
@@ -284,6 +283,20 @@ def test_refused_arguments(changed: dict[str, Any], what: str) -> None:
     with pytest.raises(Int2Error, match=what):
         models.check(config(), arguments(**changed))
     models.check(config(is_hybrid_swa=False, has_attention_sinks=False), arguments(**changed))
+
+
+def test_prefill_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the release in which it was tried; a request that waits for its prompt has sliding windows, too."""
+    apart = arguments(disaggregation_mode="decode")
+    monkeypatch.setattr(models, "sends_states", lambda: True)
+    models.check(config(), apart)
+    monkeypatch.setattr(models, "sends_states", lambda: False)
+    with pytest.raises(Int2Error, match=r"before SGLang 0\.5\.23; drop --disaggregation-mode"):
+        models.check(config(), apart)
+    plans = [make_plan(GPT_OSS_20B, 60 * GIB, 8, 64, [WINDOWS, WaitingRequests(waiting)]) for waiting in (0, 4)]
+    few, more = (pool_sizes(plan, 10**6, 64)["swa_max_total_num_tokens"] for plan in plans)
+    assert more - few == 4 * WINDOWS.request_tokens
+    assert "8 running requests and 4 waiting ones x 1280" in " ".join(plans[1].lines(10**6))
 
 
 def test_files_of_some_layers(tmp_path: Path) -> None:

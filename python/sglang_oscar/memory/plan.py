@@ -51,6 +51,11 @@ class MemoryPlan:
         return self.max_running + self.waiting
 
     @property
+    def owners(self) -> str:
+        """The same in words."""
+        return f"{self.max_running} running requests" + (f" and {self.waiting} waiting ones" if self.waiting else "")
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token in all pools whose size follows the history pool's."""
         return self.geometry.cell_bytes + sum(part.bytes_per_token for part in self.parts)
@@ -142,8 +147,7 @@ def make_plan(
 
 def _too_small(plan: MemoryPlan) -> str:
     """What takes the budget, and what would make it less."""
-    owners = f"{plan.max_running} running requests" + (f" and {plan.waiting} waiting ones" if plan.waiting else "")
-    said = [f"BF16 windows of {owners} take {plan.window_bytes / GIB:.3f} GiB"]
+    said = [f"BF16 windows of {plan.owners} take {plan.window_bytes / GIB:.3f} GiB"]
     remedies = ["--max-running-requests", "SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_MIXED_KV_PREFIX_TOKENS"]
     for part in plan.parts:
         if size := part.fixed_bytes(plan.requests):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal
-from sglang_oscar.attach.releases import argument
+from sglang_oscar.attach.releases import argument, sends_states
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import WINDOWS_APART
 
@@ -26,14 +27,14 @@ UNTRIED = "it has not been tried"
 REFUSED: list[Refusal] = [
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
-    # Their tiers and transfers know the INT2 pool alone, not the pair.
+    # Their tiers know the INT2 pool alone, not the pair.
     (
         lambda a: argument(a, "enable_hierarchical_cache", False),
         "with hierarchical caching; drop --enable-hierarchical-cache",
     ),
     (
-        lambda a: argument(a, "disaggregation_mode", "null") != "null",
-        "with prefill/decode disaggregation; drop --disaggregation-mode",
+        lambda a: disaggregated(a) and not sends_states(),
+        "with disaggregation before SGLang 0.5.23; drop --disaggregation-mode",
     ),
     (
         # SGLang takes 0 for -1, and None for a default of its own.

@@ -44,7 +44,7 @@ def pool_sizes(plan: MemoryPlan, tokens: int, page_size: int) -> dict[str, int]:
     windows = plan.part(WindowPool)
     if windows is None:
         return {}
-    own = windows.tokens(plan.max_running, tokens)
+    own = windows.tokens(plan.requests, tokens)
     if own <= windows.window + page_size:
         raise ValueError(
             f"a window pool of {own} tokens holds no request (window {windows.window}, page {page_size}); raise "

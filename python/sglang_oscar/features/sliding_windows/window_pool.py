@@ -69,16 +69,16 @@ class WindowPool(Part):
         running = aligned(self.window, self.page_size) + self.kept + self.interval + 2 * self.page_size
         return aligned(running, self.page_size) + self.kept
 
-    def tokens(self, max_running: int, full_tokens: int) -> int:
+    def tokens(self, requests: int, full_tokens: int) -> int:
         """Size of the pool.
 
         Args:
-            max_running: requests at once.
+            requests: that have windows, running or waiting.
             full_tokens: of the INT2 pool; this one is never larger.
         """
         if self.ratio is not None:
             return int(full_tokens * self.ratio) // self.page_size * self.page_size
-        wanted = aligned(max_running * self.request_tokens + self.in_flight, self.page_size)
+        wanted = aligned(requests * self.request_tokens + self.in_flight, self.page_size)
         return min(wanted, full_tokens)
 
     @property
@@ -95,9 +95,9 @@ class WindowPool(Part):
     def lines(self, plan: MemoryPlan, tokens: int) -> list[str]:
         """For the start-up account, with what the same memory would hold in 16 bits."""
         full_tokens, full_bytes, full_16bit_bytes = tokens, plan.geometry.cell_bytes, plan.geometry.full_token_bytes
-        tokens = self.tokens(plan.max_running, full_tokens)
+        tokens = self.tokens(plan.requests, full_tokens)
         if self.ratio is None:
-            why = f"{plan.max_running} running requests x {self.request_tokens} and {self.in_flight} of prompts"
+            why = f"{plan.owners} x {self.request_tokens} and {self.in_flight} of prompts"
         else:
             why = f"--swa-full-tokens-ratio {self.ratio:g}"
         dtype = str(self.dtype).removeprefix("torch.")
