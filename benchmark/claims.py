@@ -39,6 +39,13 @@ ACCURACY = {
     "int2-quarot": "QuaRot, g128",
 }
 """The same for the table of docs/accuracy.md, which has all caches."""
+LONG = {
+    "bf16": "BF16",
+    "int2": "**default**",
+    "int2-k2v2-codebook-symmetric": "codebook, `k2v2`",
+    "int2-k2v3-codebook-symmetric": "codebook, `k2v3`",
+}
+"""Cache in the result of the run at long contexts -> row of docs/accuracy.md."""
 PROVED = {
     ("h200_prove_smollm2", "bf16"): "BF16",
     ("h200_prove_smollm2", "fp8"): "FP8",
@@ -126,6 +133,43 @@ def accuracy() -> Iterator[Claim]:
             cells.append("{}")
             values.append(figures["tail-kl"][length]["kl"]["mean"]["mean"])
         yield Claim("docs/accuracy.md", " | ".join(cells) + " |", tuple(values))
+
+
+def long_contexts() -> Iterator[Claim]:
+    """The run at 8K to 30K tokens, what chunks cost, and YaRN."""
+    page, run = "docs/accuracy.md", "h200_prove_qwen2.5_coder_1.5b"
+    caches = {cache["name"]: cache["figures"] | {"bits": cache["bits"]} for cache in result(f"{run}_long")["caches"]}
+    for name, label in LONG.items():
+        figures = caches[name]
+        values = [figures["bits"], *(figures["tail-kl"][n]["kl"]["mean"]["mean"] for n in ("8192", "16384", "30000"))]
+        cells = ["{}"] * 4
+        keys = figures["retrieval"]["tasks"]["multi-key"]["lengths"]["30000"]
+        for rate in (*figures["recall"]["lengths"].values(), keys, figures["tasks"]["files"]["gsm8k_test"]):
+            p = rate.get("p_value")
+            shown = "" if p is None else " (<.001)" if p < 0.001 else " ({})"
+            cells.append("{}" + shown)
+            values += [rate["right"]["mean"], *([p] if "{}" in shown else [])]
+        yield Claim(page, f"| {label} | " + " | ".join(cells) + " |", tuple(values))
+    cold = [caches[f"int2-chunk-{n}"]["effects"]["30000"]["cold_kl"]["mean"] for n in (8192, 2048, 512)]
+    cached = caches["int2"]["tail-kl"]["30000"]["kl"]["mean"]["mean"]
+    yield Claim(
+        page,
+        "{} with chunks of 8,192, {} with 2,048 and {} with 512; read again behind its cached prefix {}",
+        (*cold, cached),
+    )
+    yarn = [
+        {cache["name"]: cache["figures"] for cache in result(f"{run}_{name}")["caches"]}
+        for name in ("yarn", "yarn_fit_32k", "yarn_retrieval")
+    ]
+    kl = [run["int2"]["tail-kl"][n]["kl"]["mean"]["mean"] for run in yarn[:2] for n in ("64000", "120000")]
+    yield Claim(
+        page,
+        "KL is {} behind 64K and {} behind 120K tokens where the fit covers 131,072 positions, {} and {} where it covers "
+        "32,768",
+        tuple(kl),
+    )
+    found = [yarn[2][name]["retrieval"]["all"]["right"]["mean"] * 36 for name in ("bf16", "int2")]
+    yield Claim(page, "Of 36 needles BF16 finds {}, the default {}", tuple(found))
 
 
 def proved() -> Iterator[Claim]:
@@ -252,6 +296,16 @@ def all_claims() -> list[Claim]:
     """Every claim."""
     return [
         claim
-        for claims in (served, accuracy, proved, kernels, decode_kernel, kernel_tables, servers, quickstart)
+        for claims in (
+            served,
+            accuracy,
+            long_contexts,
+            proved,
+            kernels,
+            decode_kernel,
+            kernel_tables,
+            servers,
+            quickstart,
+        )
         for claim in claims()
     ]

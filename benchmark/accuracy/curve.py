@@ -181,8 +181,9 @@ text, by mean bits of an element at 128K tokens of context (scales, zero points 
 *Fours* are an index for four neighbouring channels of a row behind the transform of `focus`; a row has one scale and no
 zero point. Points of keys are fitted, for every kv head and four channels of their own unless a row says what shares a
 book; those of values are of a normal distribution, the same everywhere. *By head*: every kv head has the code where it
-saves most of the attention's KL (keys) or of the output's error (values), on calibration text. Nothing of this is
-served but scalars: a server's format decides with the kernels' speed which of these codes are built."""
+saves most of the attention's KL (keys) or of the output's error (values), on calibration text. Servers have
+scalars and, with `--key-coding codebook`, fours of one book a layer with a factor for each place; the others show what
+is left to gain."""
 
 
 if __name__ == "__main__":
