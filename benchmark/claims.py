@@ -164,8 +164,8 @@ def long_contexts() -> Iterator[Claim]:
     kl = [run["int2"]["tail-kl"][n]["kl"]["mean"]["mean"] for run in yarn[:2] for n in ("64000", "120000")]
     yield Claim(
         page,
-        "KL is {} behind 64K and {} behind 120K tokens where the fit covers 131,072 positions, {} and {} where it covers "
-        "32,768",
+        "KL is {} behind 64K and {} behind 120K tokens where the fit covers 131,072 positions, {} and {} where it "
+        "covers 32,768",
         tuple(kl),
     )
     found = [yarn[2][name]["retrieval"]["all"]["right"]["mean"] * 36 for name in ("bf16", "int2")]
