@@ -9,6 +9,7 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
 from oscar_kernels.cuda import decode as cuda_decode
+from oscar_kernels.cuda.books import arranged_book
 from oscar_kernels.prepared import SplitMatrix, split_matrix
 from oscar_kernels.triton import decode as triton_decode
 from oscar_tools.bench.synthetic import (
@@ -69,7 +70,11 @@ def caches_of(
     """Tables of requests, and a cache for every layer of a graph."""
     layers = layers_of(read_bytes(batch, length, layouts))
     tables, slots = shuffled_tables([length] * batch, PAGE)
-    return tables, [random_cache(slots, batch, layouts, windows, seed) for seed in range(layers)]
+    caches = [random_cache(slots, batch, layouts, windows, seed) for seed in range(layers)]
+    for cache in caches:
+        if cache.k_codebook is not None:
+            arranged_book(cache.k_codebook)  # as in servers, before a graph that would copy it at every replay
+    return tables, caches
 
 
 def decode_us(kernel: str, heads: Heads, batch: int, length: int) -> float:
