@@ -89,7 +89,7 @@ def test_a_file_of_another_model_stops_the_server(tmp_path: Path, calibrated: Ca
 def benchmark_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small copy of every data set."""
     folder = tmp_path_factory.mktemp("benchmarks")
-    for name, rows in (ROWS | {"lcb_v6_128k": ROWS["lcb_v6"]}).items():
+    for name, rows in ROWS.items():
         write_rows(folder / f"{name}.jsonl", rows())
     return folder
 
@@ -107,11 +107,10 @@ def common(calibrated: CalibrationFolder, calibration_file: Path, benchmark_data
 def test_benchmarks_interrupted_and_resumed(tmp_path: Path, calibrated: CalibrationFolder, common: list[str]) -> None:
     names = ["math500", "niah_4k"]  # test_scoring.py runs all of them
     place = calibrated.path.parent / "running"
-    runs = {name: place / f"_eval_{name}_oscar/seed0" for name in [*names, "lcb_v6_128k"]}
+    runs = {name: place / f"_eval_{name}_oscar/seed0" for name in names}
     method = make_method("oscar", settings(), calibrated.rotations())
     with method_server(Evaluation(settings(), calibrated.path, (), (method,), (0,), server_args=SMALL), method) as s:
-        asked = [*common, "METHODS=oscar", f"SERVER_URL={s.url}", "LIMIT=5"]
-        every = [*asked, f"BENCHMARKS={','.join(names)}"]
+        asked = [*common, "METHODS=oscar", f"SERVER_URL={s.url}", "LIMIT=5", f"BENCHMARKS={','.join(names)}"]
 
         def predictions() -> list[str]:
             files = (runs["math500"] / "predictions").rglob("*.jsonl")
@@ -119,11 +118,11 @@ def test_benchmarks_interrupted_and_resumed(tmp_path: Path, calibrated: Calibrat
                 line for path in files for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
             ]
 
-        interrupt(script("eval_oscar.sh", *every), {}, tmp_path / "log", lambda: len(predictions()) >= 2)
+        interrupt(script("eval_oscar.sh", *asked), {}, tmp_path / "log", lambda: len(predictions()) >= 2)
         kept = predictions()
         assert 2 <= len(kept) < 5
         assert not (runs["math500"] / "result.json").exists()
-        said = run_script("eval_oscar.sh", *every, status=NO_ANSWERS)
+        said = run_script("eval_oscar.sh", *asked, status=NO_ANSWERS)
         assert "INT2, recipe paper: 0 runs done, 2 to do" in said
         assert "seed 0: no answer (5 asked, 0 answered, 5 cut off)" in said
         assert len(predictions()) == 5
@@ -131,10 +130,9 @@ def test_benchmarks_interrupted_and_resumed(tmp_path: Path, calibrated: Calibrat
         heads = "| Method | BPE | MATH500 | NIAH 4k | Mean | Drop |"
         assert heads in (place / "results.md").read_text()
         assert "| INT2, recipe paper | 2.5" in (place / "results.md").read_text()
-        run_script("eval_oscar_lcb.sh", *asked, status=NO_ANSWERS)
-    for name, count in zip(runs, (5, 5, 2), strict=True):
-        result = json.loads((runs[name] / "result.json").read_text())
-        assert len(result["scores"]) == count, name
+    for name, run in runs.items():
+        result = json.loads((run / "result.json").read_text())
+        assert len(result["scores"]) == 5, name
         assert set(result["scores"].values()) <= {0.0, 1.0}
 
 
