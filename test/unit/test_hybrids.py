@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -266,13 +267,25 @@ def test_mamba2(right: bool, drafts: str | None, change: str | None, monkeypatch
 
     def check(architecture: str) -> None:
         config = SimpleNamespace(architectures=[architecture])
-        refusals.check_model(SimpleNamespace(model_path="m", hf_config=config), args)
+        refusals.check_model(SimpleNamespace(model_path="m", hf_config=config, is_multimodal=False), args)
 
     check("Qwen3NextForCausalLM")
     if change is None:
         return check("NemotronHForCausalLM")
     with pytest.raises(Int2Error, match=change):
         check("NemotronHForCausalLM")
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_images_with_prefill_apart(sees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untried, in whatever release."""
+    monkeypatch.setattr(refusals, "linear_config", lambda model: model)
+    monkeypatch.setattr(refusals, "sends_states", lambda: True)
+    config = SimpleNamespace(architectures=["Qwen3_5ForConditionalGeneration"])
+    model = SimpleNamespace(model_path="m", hf_config=config, is_multimodal=sees)
+    args = SimpleNamespace(**ALLOWED | {"disaggregation_mode": "decode"})
+    with pytest.raises(Int2Error, match="images with disaggregation; drop") if sees else contextlib.nullcontext():
+        refusals.check_model(model, args)
 
 
 def test_lazy_states() -> None:

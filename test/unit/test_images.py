@@ -18,9 +18,11 @@ from oscar_kernels.cache import Windows
 from sglang_oscar.attach import refusals
 from sglang_oscar.attention.refill_pass import parts_of, refill_batch
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.disaggregation import waiting
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.images import sink_images
 from sglang_oscar.memory.sink_refill import Refill
+from support.small_cache import small_cache
 
 SINK, IMAGE_ID = 16, 262
 
@@ -104,6 +106,19 @@ def test_positions_of_a_sink() -> None:
     assert key(short) == before
 
 
+def test_a_sink_that_an_answer_completes_brings_its_image() -> None:
+    """On a decode server: the image, and a position for every token that is computed already."""
+    cache = small_cache(Windows(SINK, 24, 32))
+    for tokens in (11, 13):  # the second after a retraction
+        req = request(WHITE, height=2, width=4, after=2, output_ids=[3] * 3, lora_id=None)
+        waiting.acquire_block(cache, req, tokens)
+        (refill,) = cache.refills.take()
+        assert refill.images is not None
+        assert refill.images.inputs is req.multimodal_inputs
+        assert torch.equal(refill.images.positions, positions(1, 2, 4, 20)[0][:, :tokens])
+        assert len(refill.token_ids) == tokens
+
+
 def test_a_refill_brings_images_and_positions() -> None:
     seen, text = request(WHITE), request(None)
     refills = [Refill(1, ids_of(seen), images_of(seen)), Refill(2, ids_of(text), images_of(text))]
@@ -163,7 +178,6 @@ def test_models_by_name() -> None:
         ({"speculative_algorithm": "NGRAM"}, "drop --speculative-algorithm"),
         ({"enable_torch_compile": True}, "drop --enable-torch-compile"),
         ({"enable_hierarchical_cache": True}, "drop --enable-hierarchical-cache"),
-        ({"disaggregation_mode": "decode"}, "drop --disaggregation-mode"),
     ],
 )
 def test_arguments_that_do_not_go_with_images(given: dict[str, Any], change: str) -> None:
@@ -178,3 +192,11 @@ def test_arguments_that_do_not_go_with_images(given: dict[str, Any], change: str
     refusals.check_model(model(is_multimodal=False), SimpleNamespace(**plain | given))
     with pytest.raises(Int2Error, match=change):
         refusals.check_model(model(), SimpleNamespace(**plain | given))
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_prefill_apart_needs_a_release(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "sends_states", lambda: sent)
+    asked = SimpleNamespace(disaggregation_mode="decode")
+    refused = [what for row, what in refusals.VISION if what.startswith("with disaggregation") and row(asked)]
+    assert [what.rpartition("; ")[2] for what in refused] == ([] if sent else ["drop --disaggregation-mode"])

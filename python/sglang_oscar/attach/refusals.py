@@ -7,7 +7,7 @@ from typing import Any
 from sglang_oscar.attach import model_classes
 from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal, features
-from sglang_oscar.attach.releases import argument, switched_on
+from sglang_oscar.attach.releases import argument, sends_states, switched_on
 from sglang_oscar.errors import Int2Error
 
 
@@ -117,7 +117,10 @@ tokens causally with grouped queries, in every layer; the attention of the visio
 
 VISION: list[Refusal] = [
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
-    (disaggregated, "with disaggregation; drop --disaggregation-mode"),
+    (
+        lambda a: disaggregated(a) and not sends_states(),
+        "with disaggregation before SGLang 0.5.23; drop --disaggregation-mode",
+    ),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (lambda a: a.enable_hierarchical_cache, "with hierarchical caching; drop --enable-hierarchical-cache"),
 ]

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_oscar.attach import releases
 from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.memory.cache import Int2Cache, cache_of
+from sglang_oscar.memory.images import sink_images
 from sglang_oscar.memory.part import Part, Sizing
 from sglang_oscar.requests import late_kernels, lifecycle
 from sglang_oscar.requests.ending import end
@@ -71,5 +72,6 @@ def acquire_block(cache: Int2Cache, req: Any, tokens: int) -> int:
         return lifecycle.acquire_refilled(cache, req)
     # Decoding completes it.
     block = cache.sinks.acquire_private()
-    cache.refills.add(block, (*req.origin_input_ids, *req.output_ids)[:tokens], adapter=req.lora_id)
+    ids = (*req.origin_input_ids, *req.output_ids)[:tokens]
+    cache.refills.add(block, ids, sink_images(req, tokens), req.lora_id)
     return block

@@ -13,7 +13,10 @@ FEATURE = Feature(
         Touchpoint(at(SCHEDULER + "update_running_batch"), AROUND, retraction.around_update_running_batch),
     ],
     architectures=refusals.MODELS,
-    refused_with=[("Hybrid models", refusals.ARGUMENTS), ("Those of Mamba2", refusals.MAMBA2_ARGUMENTS)],
+    refused_with=[
+        ("Hybrid models", refusals.ARGUMENTS + refusals.SEEING_ARGUMENTS),
+        ("Those of Mamba2", refusals.MAMBA2_ARGUMENTS),
+    ],
     refused_models=["other models with linear attention"],
     check_model=refusals.check_model,
     parts=sizing.parts,

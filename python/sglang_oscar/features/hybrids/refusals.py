@@ -60,7 +60,7 @@ ARGUMENTS: list[Refusal] = [
     ),
     (
         lambda a: _strategy(a) not in ("auto", "extra_buffer", "extra_buffer_lazy"),
-        "with states that are kept in another way; drop --mamba-radix-cache-strategy",
+        "with states kept otherwise; drop --mamba-radix-cache-strategy",
     ),
     (
         lambda a: _strategy(a) == "extra_buffer_lazy" and a.speculative_algorithm is not None,
@@ -77,11 +77,11 @@ ARGUMENTS: list[Refusal] = [
     ),
     (
         lambda a: argument(a, "enable_int8_mamba_checkpoint", False),
-        "with states that are kept in 8 bits; drop --enable-int8-mamba-checkpoint",
+        "with states in 8 bits; drop --enable-int8-mamba-checkpoint",
     ),
     (
         lambda a: argument(a, "enable_linear_replayssm", False) or argument(a, "enable_linear_replayssm_spec", False),
-        "with states that are replayed; drop --enable-linear-replayssm and --enable-linear-replayssm-spec",
+        "with replayed states; drop --enable-linear-replayssm and --enable-linear-replayssm-spec",
     ),
     (
         # They end within pages. SGLang then keeps a state for the page before, or, in older releases, one that it lost.
@@ -101,6 +101,12 @@ MAMBA2_ARGUMENTS: list[Refusal] = [
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
 ]
 """Arguments that are refused with models of Mamba2 besides."""
+
+SEEING_ARGUMENTS: list[Refusal] = [
+    # Sinks with images beside states were not tried on a decode server.
+    (disaggregated, "that see images with disaggregation; drop --disaggregation-mode"),
+]
+"""Arguments that are refused with models that see images besides."""
 
 
 def check_model(model: Any, server_args: Any) -> None:
@@ -131,6 +137,6 @@ def check_model(model: Any, server_args: Any) -> None:
             f"--kv-cache-dtype int2 does not support {name} in this release of SGLang, which mistakes states where "
             "prompts are computed at once; install sglang 0.5.20 or later"
         )
-    for refused, what in arguments:
+    for refused, what in arguments + (SEEING_ARGUMENTS if model.is_multimodal else []):
         if server_args is not None and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support hybrid models {what}: {name}")
