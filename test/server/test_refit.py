@@ -83,14 +83,21 @@ def refused(server: Server, action: str) -> str:
     return reply.json()["message"]
 
 
+def cached(server: Server) -> int:
+    """Tokens of a prompt that it has."""
+    return server.generate(prompt(40), 1)["meta_info"]["cached_tokens"]
+
+
 def refit(server: Server, out: Path) -> None:
     """Let a server see prompts and fit to them; some are in its cache when it does."""
     post(server, "weights_checker", action="oscar_sample")
     for seed in range(6):
         server.generate(prompt(60 + seed)[:600], 1)
     server.generate(prompt(40), TOKENS)
+    assert cached(server) > 0
     time.sleep(3)  # until the scheduler has noticed that nobody is left
     post(server, "weights_checker", action=f"oscar_refit:{out}")
+    assert cached(server) == 0, "rows of the old matrices are read with the new ones"
 
 
 def test_keys_that_have_changed_are_told_and_fitted_again(changed: Path, tmp_path: Path) -> None:
