@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import email.message
 import email.parser
-import tarfile
+import shutil
 import zipfile
 
 import pytest
@@ -18,8 +18,7 @@ from support.built import PACKAGES, ROOT, build, copy_sources
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from the source distribution, as pip does where there is no wheel."""
     work = tmp_path_factory.mktemp("packages")
-    with tarfile.open(build("sdist", copy_sources(work / "source"), work / "sdist")) as archive:
-        archive.extractall(work / "unpacked", filter="data")
+    shutil.unpack_archive(build("sdist", copy_sources(work / "source"), work / "sdist"), work / "unpacked")
     (unpacked,) = (work / "unpacked").iterdir()
     return zipfile.ZipFile(build("wheel", unpacked, work / "wheel"))
 

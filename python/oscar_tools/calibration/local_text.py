@@ -37,7 +37,8 @@ TURNS = 6
 
 @cache
 def python_sources(first: Sequence[str] = ()) -> dict[str, str]:
-    """Python files of the standard library, without its tests and tables of characters: path below the library -> text.
+    """Python files of the standard library, without its tests and tables of characters, no text twice: path below the
+    library -> text.
 
     Args:
         first: files that come first, in this order; the others follow by the hash of their names, so that neighbours
@@ -47,10 +48,11 @@ def python_sources(first: Sequence[str] = ()) -> dict[str, str]:
     foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
     names = (str(path.relative_to(root)) for path in root.rglob("*.py") if not foreign & set(path.parts))
     ordered = sorted(set(names) - set(first), key=lambda name: hashlib.sha256(name.encode()).digest())
-    found = {}
+    found, seen = {}, set()
     for name in [*(name for name in first if (root / name).is_file()), *ordered]:
         data = (root / name).read_bytes()
-        if 200 < len(data) < LONGEST_FILE:
+        if 200 < len(data) < LONGEST_FILE and data not in seen:
+            seen.add(data)
             try:
                 found[name] = data.decode("utf-8")
             except UnicodeDecodeError:
