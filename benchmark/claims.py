@@ -107,6 +107,16 @@ def served() -> Iterator[Claim]:
         yield Claim(README, f"{text} |", (*rates, *kl, 16 / bits))
 
 
+def tested(rate: dict[str, Any] | None) -> tuple[str, list[float]]:
+    """A cell of a rate, with p where it is not below .001, and its numbers; "-" where there is no rate."""
+    if not rate:
+        return "-", []
+    right, p = rate["right"]["mean"], rate.get("p_value")
+    if p is None:
+        return "{}", [right]
+    return ("{} (<.001)", [right]) if p < 0.001 else ("{} ({})", [right, p])
+
+
 def accuracy() -> Iterator[Claim]:
     """The table of all caches of the real model: rates, and p where it is not below .001."""
     for row in result("h200_prove_qwen2.5_coder_1.5b")["caches"]:
@@ -121,11 +131,9 @@ def accuracy() -> Iterator[Claim]:
         asked.append(figures.get("recall", {}).get("all"))
         cells, values = [f"| {label}", "{}"], [row["bits"]]
         for rate in asked:
-            p = rate and rate.get("p_value")
-            shown = "" if p is None else " (<.001)" if p < 0.001 else " ({})"
-            cells.append("{}" + shown if rate else "-")
-            values += [rate["right"]["mean"]] if rate else []
-            values += [p] if "{}" in shown else []
+            cell, numbers = tested(rate)
+            cells.append(cell)
+            values += numbers
         needles = figures["retrieval"]["tasks"]["needle"]["lengths"].get("8192")
         cells.append("{}")
         values.append(needles["right"]["mean"])
@@ -145,10 +153,9 @@ def long_contexts() -> Iterator[Claim]:
         cells = ["{}"] * 4
         keys = figures["retrieval"]["tasks"]["multi-key"]["lengths"]["30000"]
         for rate in (*figures["recall"]["lengths"].values(), keys, figures["tasks"]["files"]["gsm8k_test"]):
-            p = rate.get("p_value")
-            shown = "" if p is None else " (<.001)" if p < 0.001 else " ({})"
-            cells.append("{}" + shown)
-            values += [rate["right"]["mean"], *([p] if "{}" in shown else [])]
+            cell, numbers = tested(rate)
+            cells.append(cell)
+            values += numbers
         yield Claim(page, f"| {label} | " + " | ".join(cells) + " |", tuple(values))
     cold = [caches[f"int2-chunk-{n}"]["effects"]["30000"]["cold_kl"]["mean"] for n in (8192, 2048, 512)]
     cached = caches["int2"]["tail-kl"]["30000"]["kl"]["mean"]["mean"]

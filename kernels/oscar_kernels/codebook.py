@@ -80,6 +80,17 @@ class Codebook:
         factor = (points.abs().amax((-2, -1)) / LARGEST).clamp_min(LEAST_FACTOR)
         return Codebook((points / factor[..., None, None]).round().to(torch.int8).contiguous(), factor.contiguous())
 
+    @staticmethod
+    def from_shared(points: torch.Tensor, lengths: torch.Tensor) -> Codebook:
+        """Points that all kv heads and groups share, rounded as in :meth:`from_points`, times a length of each.
+
+        Args:
+            points: float [256, 4].
+            lengths: float32 [kv_heads, head_dim // 4], positive.
+        """
+        one = Codebook.from_points(points[None, None])
+        return Codebook(one.points.repeat(*lengths.shape, 1, 1), one.factor * lengths)
+
     @property
     def kv_heads(self) -> int:
         """kv heads that have points."""

@@ -85,8 +85,8 @@ class Shape:
         size, drawn = (self.kv_heads, self.head_dim // 4), torch.Generator().manual_seed(5)
         if not self.shared_book:
             return Codebook.from_points(torch.randn((*size, 256, 4), generator=drawn))
-        one = Codebook.from_points(torch.randn((1, 1, 256, 4), generator=drawn))
-        return Codebook(one.points.repeat(*size, 1, 1), one.factor * (0.5 + torch.rand(size, generator=drawn)))
+        points = torch.randn((256, 4), generator=drawn)
+        return Codebook.from_shared(points, 0.5 + torch.rand(size, generator=drawn))
 
     @property
     def exact_dtype(self) -> torch.dtype:

@@ -70,9 +70,8 @@ def book_of(layout: RowLayout, seed: int = 0) -> Codebook | None:
     """Random points where rows are indexes of points, the same for all kv heads and groups as a fit makes them."""
     if layout.coding != CODEBOOK:
         return None
-    one = Codebook.from_points(torch.randn((1, 1, POINTS, GROUP), generator=torch.Generator().manual_seed(seed)))
-    size = (layout.kv_heads, layout.head_dim // GROUP)
-    return Codebook(one.points.repeat(*size, 1, 1), one.factor.repeat(size)).to(device())
+    points = torch.randn((POINTS, GROUP), generator=torch.Generator().manual_seed(seed))
+    return Codebook.from_shared(points, torch.ones(layout.kv_heads, layout.head_dim // GROUP)).to(device())
 
 
 def layer_format(layouts: Layouts, key: SideTransform, value: SideTransform) -> LayerFormat:

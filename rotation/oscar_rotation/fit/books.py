@@ -132,5 +132,4 @@ def codebook(y: torch.Tensor, weights: torch.Tensor, seed: int) -> Codebook:
     """
     size = rms(y)
     points, lengths = shared_book(y / size, weights * size[..., 0].square(), GROUP, POINTS, ROUNDS, seed, EARLY)
-    one = Codebook.from_points(points[None, None])
-    return Codebook(one.points.repeat(*lengths.shape, 1, 1), one.factor * lengths)
+    return Codebook.from_shared(points, lengths)
