@@ -12,8 +12,8 @@ from support.servers import Server
 
 MIB = 1 << 20
 SLACK = 96 * MIB
-"""What rounding of allocations may take. Partial results of a verification by the Triton kernel, at the numbers of
-``account_triton``, take twice as much."""
+"""What rounding of allocations and activations of so small a model may take. Partial results of a verification by the
+Triton kernel, at the numbers of ``account_triton``, take twice as much."""
 LOGITS, HIDDEN = 6 * VOCABULARY, 32 * 192 + 12 * 512
 """Bytes that SGLang itself takes for a token of a step: logits in 16 and in 32 bits; hidden states and what the MLP of
 the shipped model works on."""
@@ -35,7 +35,7 @@ def test_account(name: str, fleet: Fleet) -> None:
         list(pool.map(lambda ids: server.generate(ids, 16), prompts))
     told = memory(server)
     planned = int(re.findall(r"gpu_checks: account (\d+)", server.text())[-1])
-    # Pool, windows, workspaces and matrices; then graphs and steps, which have none of their own.
+    # Pool, windows, workspaces and matrices; then graphs, which have none of their own but what SGLang works on.
     assert told["ready"]["allocated"] - told["start"]["allocated"] <= planned + SLACK
     assert told["captured"]["reserved"] - told["ready"]["reserved"] <= running * drafts * (LOGITS + HIDDEN) + SLACK
-    assert told["served"]["most"] - told["captured"]["reserved"] <= HIDDEN * sum(map(len, prompts)) + SLACK
+    assert told["served"]["most"] - told["captured"]["reserved"] <= SLACK
