@@ -34,6 +34,8 @@ declare -A parts=(
   [cuda_store]="test/kernels/test_cuda_store.py"
   [servers]="test/gpu/test_servers.py -k 'not on_'"
   [exact_rows]="test/gpu/test_exact_rows.py -k 'not on_'"
+  [adapters]="test/server/test_adapters.py"
+  [trainers]="test/gpu/test_memory_saver_gpu.py test/server/test_refit.py test/server/test_key_errors_served.py"
   # On two GPUs where there are two; skipped where Mooncake and nixl are missing.
   [disaggregation]="test/gpu/test_gpu_disaggregation.py"
   # Servers on several GPUs.
@@ -42,7 +44,7 @@ declare -A parts=(
   [servers2]="test/gpu/test_servers.py -k on_2"
   [exact_dense2]="test/gpu/test_exact_rows.py -k 'on_2 and (dense or host_tier or experts)'"
   [exact_drafts2]="test/gpu/test_exact_rows.py -k 'on_2 and draft'"
-  [exact_layers2]="test/gpu/test_exact_rows.py -k 'on_2 and (windows or hybrid)'"
+  [exact_layers2]="test/gpu/test_exact_rows.py -k 'on_2 and (windows or hybrid or stages)'"
   [exact_images2]="test/gpu/test_exact_rows.py -k 'on_2 and images'"
   [servers4]="test/gpu/test_servers.py -k on_4"
   [exact_dense4]="test/gpu/test_exact_rows.py -k 'on_4 and (dense or host_tier)'"

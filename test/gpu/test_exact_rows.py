@@ -25,7 +25,7 @@ from oscar_tools.local_server import ServerFailedError
 from sglang_oscar.attach.releases import tells_kept_states_apart
 from support import hybrid_models, models, vision_models
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
-from support.draft_models import glm_with_draft_layer, llama_with_drafts
+from support.draft_models import glm_with_draft_layer, hybrid_with_draft_layer, llama_with_drafts
 from support.fleet import checked
 from support.gpu_answers import assert_ranks_agree
 from support.servers import EXACT, STRICT, Server, ranked, serve
@@ -66,6 +66,8 @@ class Kind:
     """On four, two ranks each hold a copy of a kv head: the models have two."""
     plugins: tuple[str, ...] = ()
     """Test plugins of int2 mode's server."""
+    parallel: bool = True
+    """Whether its GPUs hold a part of every layer, and not layers of their own."""
 
 
 def drafting(algorithm: str, drafts: int, name: str = "") -> Callable[[Path], list[str]]:
@@ -116,11 +118,24 @@ KINDS = {
         (),
         states,
     ),
+    "hybrid_draft_layer": Kind(
+        lambda folder: hybrid_with_draft_layer("qwen3_next", folder),
+        tuple(IDS),
+        lambda model: [*states(model), *drafting("NEXTN", 3)(model)],
+        per_step=1.5,
+        ranks=(1,),
+    ),
     "hybrid_trained": Kind(lambda folder: Path(TRAINED), tuple(IDS), states, ranks=(1,)),
     # Ranks have experts of their own, and hand each other activations in equal shares: odd chunks are padded.
     "experts": Kind(experts, (*IDS, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
     # Ranks have requests of their own, and pad their batches to each other's sizes.
     "experts_attended_apart": Kind(experts, (*IDS, "--dp-size", "2", "--enable-dp-attention"), ranks=(2,)),
+    "stages": Kind(
+        lambda folder: models.save("qwen3", folder),
+        (*IDS, "--pp-size", "2"),
+        ranks=(2,),
+        parallel=False,
+    ),
     "host_tier": Kind(
         lambda folder: models.save("qwen3", folder),
         tuple(IDS),
@@ -189,8 +204,8 @@ def cases() -> list[Any]:
 def test_answers_are_those_of_stock(name: str, ranks: int, tmp_path: Path) -> None:
     kind = KINDS[name]
     model = kind.model(tmp_path / "model")
-    both = [*COMMON, *kind.args, *ranked(ranks)]
-    env = EXACT | STRICT | (checked("ranks", "padding") if ranks > 1 else {})
+    both = [*COMMON, *kind.args, *(ranked(ranks) if kind.parallel else [])]
+    env = EXACT | STRICT | (checked("ranks", "padding") if ranks > 1 and kind.parallel else {})
     env = with_plugins(env, *kind.plugins)
     starts = {
         "int2": partial(serve, model, tmp_path / "log", *INT2, *both, *kind.int2(model), env=env),
@@ -238,7 +253,7 @@ def check_kind(name: str, ranks: int, server: Server, answers: list[dict[str, An
     assert server.alive()
     text = server.text()
     assert "Traceback" not in text
-    if ranks > 1:
+    if ranks > 1 and KINDS[name].parallel:
         assert_ranks_agree(text, ranks, passes=2 * TURNS)
     if KINDS[name].per_step:
         print(f"{name}: {per_step(answers):.2f} tokens a step")

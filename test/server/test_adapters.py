@@ -15,11 +15,12 @@ from support.compare import LOGPROBS, assert_same
 from support.models import COMMON, VOCABULARY
 from support.servers import EXACT, STRICT, Server, refills, serve
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the adapters' products are torch's own"),
-]
-ARGS = ["--skip-tokenizer-init", "--enable-fp32-lm-head", "--lora-backend", "torch_native"]
+pytestmark = pytest.mark.server
+GPU = torch.cuda.is_available()
+PRODUCTS = "triton" if GPU else "torch_native"
+"""Of adapters, and the attention of stock SGLang."""
+ARGS = ["--skip-tokenizer-init", "--enable-fp32-lm-head", "--lora-backend", PRODUCTS]
+NEAR_TIE = DRIFT = 0.15 if GPU else 0.06
 NAMES = (None, "first", "second")
 RANK, TOKENS = 8, 16
 
@@ -56,7 +57,7 @@ def test_adapters_answer_as_stock(qwen3: Path, tmp_path: Path) -> None:
     """Cold and with prefix hits, one at a time and together."""
     paths = [f"{name}={adapter(tmp_path / name, seed)}" for seed, name in enumerate(NAMES) if name]
     args = [*ARGS, "--enable-lora", "--max-loras-per-batch", "3", "--lora-paths", *paths]
-    with serve(qwen3, tmp_path / "stock.log", *args, "--attention-backend", "torch_native") as server:
+    with serve(qwen3, tmp_path / "stock.log", *args, "--attention-backend", PRODUCTS) as server:
         expected = ask(server, 1)
     said = [answer["output_ids"] for answer in expected]
     assert all(len({tuple(ids) for ids in said[at : at + 3]}) == 3 for at in range(0, 9, 3))
@@ -65,7 +66,7 @@ def test_adapters_answer_as_stock(qwen3: Path, tmp_path: Path) -> None:
     with serve(qwen3, tmp_path / "log", *args, *int2, env=EXACT | STRICT) as server:
         for workers in (1, 4):
             got = ask(server, workers)
-            assert_same(expected, got, 0.06, 0.06)
+            assert_same(expected, got, NEAR_TIE, DRIFT)
         assert any(answer["meta_info"]["cached_tokens"] for answer in got)
         assert refills(server) > 0
         assert server.alive()
