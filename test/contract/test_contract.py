@@ -6,9 +6,11 @@ Says nothing about behaviour. It is what a new release breaks first, and it is t
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_oscar.attach import touchpoints
 from sglang_oscar.attach.feature import features
+from sglang_oscar.attach.releases import drafts_token_ids
 from sglang_oscar.attach.touchpoint import Touchpoint
 from sglang_oscar.features import register_all
 from support.releases import SGLANG_VERSIONS, pins, tree
@@ -241,6 +244,14 @@ def test_slots_of_kept_states(version: str) -> None:
     """Where a batch does not say which slot it kept a state in, hybrid models are refused with overlap scheduling."""
     attributes = sources(version).attributes(SRT + "managers.schedule_batch.ScheduleBatch")
     assert ("mamba_track_buffer_indices" in attributes) == (version != "0.5.17")
+
+
+@releases
+def test_drafts_of_prompts_with_images(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of NGRAM they are tokens of the model from 0.5.23 on; the name is in no older release."""
+    source = tree(version) / "sglang" / "srt" / "speculative" / "ngram_worker.py"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=source))
+    assert drafts_token_ids.__wrapped__() == (version not in [f"0.5.{patch}" for patch in range(17, 23)])
 
 
 @releases

@@ -125,6 +125,16 @@ KINDS = {
         per_step=1.5,
         ranks=(1,),
     ),
+    # As published and as the cookbook serves it: it sees images, drafts, and keeps states in host memory.
+    "hybrid_3_6": Kind(
+        lambda folder: hybrid_with_draft_layer("qwen3_5_moe", folder, **hybrid_models.QWEN3_6),
+        (),
+        lambda model: [*states(model), *drafting("NEXTN", 3)(model), *HOST_TIER],
+        images=True,
+        per_step=1.5,
+        ranks=(1, 2),
+        plugins=("late_host_plugin",),
+    ),
     "hybrid_trained": Kind(lambda folder: Path(TRAINED), tuple(IDS), states, ranks=(1,)),
     # Ranks have experts of their own, and hand each other activations in equal shares: odd chunks are padded.
     "experts": Kind(experts, (*IDS, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),

@@ -21,7 +21,7 @@ import torch
 from support import draft_models
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
-from support.releases import environment, installed, needs_newer_python, served
+from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, refills, serve
 from support.speculation import DRIFT, INT2, NEAR_TIE, per_step, with_plugins
 
@@ -152,14 +152,3 @@ def test_a_draft_layer_of_a_dense_model(tmp_path: Path) -> None:
     expected = conversations(dense, tmp_path, turns=2)
     with serve(dense, tmp_path / "log", *INT2, *TRACK, *NEXTN, env=variables_of(installed())) as server:
         assert per_step(assert_turns_are_the_same(server, expected, 1)) > RIGHT
-
-
-@pytest.mark.parametrize("version", [one for one in served() if one != installed()])
-def test_other_releases(version: str, model: Path, expected: list[Turn], tmp_path: Path) -> None:
-    if needs_newer_python(version):
-        pytest.skip(f"SGLang {version} wants a newer Python")
-    args = ["--disable-overlap-schedule", "--chunked-prefill-size", "128"]
-    env = variables_of(version) | {"SGLANG_TEST_RETRACT": "1"}
-    with serve(model, tmp_path / "log", *INT2, *TRACK, *NEXTN, *args, env=env) as server:
-        assert per_step(assert_turns_are_the_same(server, expected[:2], 4)) > RIGHT
-        assert retracted(server) > 0

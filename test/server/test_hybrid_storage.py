@@ -1,11 +1,11 @@
 """States of hybrid models in storage: they come back with their windows, and never without; damaged ones are misses.
+One of two prompts begins with an image.
 
 Rows, windows and blocks are as in ``test_hybrid_host_tier.py``: whatever is read where it was not filled is NaN.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ import pytest
 import requests
 import torch
 
-from support import hybrid_models
+from support import hybrid_models, vision_models
 from support.api import wait_for
 from support.compare import LOGPROBS, assert_same
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, refills, serve
 from support.speculation import with_plugins
+from support.vision_models import IMAGE, Prompt, letters
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
-COMMON = ["--skip-tokenizer-init", "--dtype", "float32"]
+COMMON = ["--dtype", "float32"]
 STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", "--max-running-requests", "4", *COMMON]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--mamba-track-interval", "64", *COMMON]
 TIER = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--hicache-mem-layout", "page_first"]
@@ -37,6 +38,8 @@ FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 FROM = "0.5.22"
 """The first release that takes what lies beside states along."""
 PAGE, LENGTHS, TOKENS = 64, (560, 700), 40
+IMAGE_TOKENS = 82
+"""Of an image of 320 x 256 pixels, with what stands before and behind it."""
 NEAR_TIE = DRIFT = 0.01
 
 
@@ -44,27 +47,30 @@ NEAR_TIE = DRIFT = 0.01
 class Turn:
     """What a server was asked and answered."""
 
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     answers: list[dict[str, Any]]
 
 
-def ask(server: Server, prompts: list[list[int]]) -> Turn:
-    return Turn(prompts, [server.generate(ids, TOKENS, **LOGPROBS) for ids in prompts])
+def ask(server: Server, prompts: list[Prompt]) -> Turn:
+    return Turn(prompts, [vision_models.ask(server, prompt, TOKENS, **LOGPROBS) for prompt in prompts])
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hybrid_models.save("qwen3_next", tmp_path_factory.mktemp("next") / "model")
+    return hybrid_models.save("qwen3_5", tmp_path_factory.mktemp("seeing") / "model")
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Turn]:
     """Two turns with stock SGLang."""
-    rng = random.Random(29)
+    seen, (of_image, of_text) = vision_models.image(0, 320, 256), LENGTHS
+    prompts = [(IMAGE + letters(of_image - IMAGE_TOKENS, seed=29), [seen]), (letters(of_text, seed=30), [])]
     with serve(model, tmp_path_factory.mktemp("stock") / "log", *STOCK, env=FLOAT) as server:
-        first = ask(server, [rng.choices(range(250), k=length) for length in LENGTHS])
-        texts = [ids + one["output_ids"] for ids, one in zip(first.prompts, first.answers, strict=True)]
-        return [first, ask(server, [text + rng.choices(range(250), k=50) for text in texts])]
+        first = ask(server, prompts)
+        texts = [
+            text + one["text"] + letters(50, seed=31) for (text, _), one in zip(prompts, first.answers, strict=True)
+        ]
+        return [first, ask(server, [(text, images) for text, (_, images) in zip(texts, prompts, strict=True)])]
 
 
 @contextmanager
@@ -90,7 +96,7 @@ def states(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.mamba*.bin"))
 
 
-def write(folder: Path, server: Server, prompts: list[list[int]]) -> Turn:
+def write(folder: Path, server: Server, prompts: list[Prompt]) -> Turn:
     """Answers to prompts that are in ``folder`` thereafter, with a state each."""
     before, rows = len(states(folder)), sum(length // PAGE for length in LENGTHS)
     turn = ask(server, prompts)

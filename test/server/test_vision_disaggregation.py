@@ -7,7 +7,6 @@ server computes sinks with tokens of images itself, those that answers complete 
 from __future__ import annotations
 
 import itertools
-import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,35 @@ from typing import Any
 import pytest
 import torch
 
-from support import vision_models
+from support import hybrid_models, vision_models
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.disaggregated import Pair, backend_params, serve_pair
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, refills, serve
 from support.speculation import with_plugins
+from support.vision_models import Prompt, letters
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
 COMMON = ["--enable-fp32-lm-head"]
+FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+KINDS: dict[str, tuple[list[str], list[str]]] = {
+    "qwen3_vl": ([], []),
+    "qwen2_5_vl": ([], []),
+    "qwen3_5": (
+        ["--dtype", "float32"],
+        ["--max-mamba-cache-size", "64", "--mamba-track-interval", "128"],
+    ),
+}
+"""By model: arguments of all servers, and of those in int2 mode."""
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--max-running-requests", "4", *COMMON]
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 NEAR_TIE = DRIFT = 0.06
 TOKENS = 24
 SIZES = [(320, 256), (320, 256), (256, 320), (96, 64), (96, 64)]
 """Images that go on behind the sink, two of one shape and one of another, and two that end within it."""
-Prompt = tuple[str, list[str]]
-
-
-def letters(count: int, seed: int) -> str:
-    """Text of as many tokens."""
-    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.", k=count))
 
 
 def prompts() -> tuple[list[Prompt], list[Prompt]]:
@@ -51,30 +55,29 @@ def prompts() -> tuple[list[Prompt], list[Prompt]]:
 
 
 def ask(server: Server | Pair, asked: list[Prompt], workers: int) -> list[dict[str, Any]]:
-    tokenizer = vision_models.tokenizer()
-
-    def one(prompt: Prompt) -> dict[str, Any]:
-        return server.generate(tokenizer(prompt[0])["input_ids"], TOKENS, image_data=prompt[1], **LOGPROBS)
-
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(one, asked))
+        return list(pool.map(lambda prompt: vision_models.ask(server, prompt, TOKENS, **LOGPROBS), asked))
 
 
 @pytest.mark.parametrize("backend", backend_params())
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", KINDS)
 def test_answers_are_those_of_stock(name: str, backend: str, tmp_path: Path) -> None:
     """One after the other; then four at a time, with chunks, hits on the prefill server, and requests that the decode
     server retracts."""
-    release, model = environment(installed()), vision_models.save(name, tmp_path / "model")
+    release = environment(installed()) | FLOAT
+    save = hybrid_models.save if name in hybrid_models.SEEING else vision_models.save
+    model = save(name, tmp_path / "model")
+    of_all, of_int2 = KINDS[name]
     begin, others = prompts()
-    with serve(model, tmp_path / "stock", "--attention-backend", "torch_native", *COMMON, env=release) as server:
+    stock = ["--attention-backend", "torch_native", "--disable-radix-cache", *COMMON, *of_all]
+    with serve(model, tmp_path / "stock", *stock, env=release) as server:
         expected = ask(server, begin + others, 2)
     for x, y in itertools.combinations(expected[: len(begin)], 2):
         assert first_difference(x, y) or largest_drift(x, y) > DRIFT, "images do not show in the answers"
 
-    env = with_plugins(release | HADAMARD | STRICT, "lossless_plugin")
-    chunks = ("--chunked-prefill-size", "128")
-    with serve_pair(model, tmp_path, *INT2, backend=backend, env=env, prefill=chunks, of_decode=RETRACTING) as pair:
+    env = with_plugins(release | HADAMARD | STRICT, "lossless_plugin", "no_gpu_plugin")
+    args, chunks = [*INT2, *of_all, *of_int2], ("--chunked-prefill-size", "128")
+    with serve_pair(model, tmp_path, *args, backend=backend, env=env, prefill=chunks, of_decode=RETRACTING) as pair:
         assert_same(expected, ask(pair, begin + others, 1), NEAR_TIE, DRIFT)
         again = ask(pair, begin + others, 4)
         assert_same(expected, again, NEAR_TIE, DRIFT)

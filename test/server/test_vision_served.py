@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from support.api import retracted
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.releases import environment, installed, served
 from support.servers import HADAMARD, STRICT, Server, refills, serve
+from support.vision_models import Prompt, letters
 
 pytestmark = [
     pytest.mark.server,
@@ -34,13 +34,6 @@ COMMON = ["--enable-fp32-lm-head"]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--max-running-requests", "2", *COMMON]
 NEAR_TIE = DRIFT = 0.06
 TOKENS = 12
-Prompt = tuple[str, list[str]]
-"""Text of a prompt and its images."""
-
-
-def letters(count: int, seed: int) -> str:
-    """Text of as many tokens."""
-    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.", k=count))
 
 
 def prompts() -> tuple[list[Prompt], list[Prompt]]:

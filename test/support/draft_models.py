@@ -105,11 +105,13 @@ def glm_with_draft_layer(folder: Path) -> Path:
     return folder
 
 
-def hybrid_with_draft_layer(architecture: str, folder: Path) -> Path:
+def hybrid_with_draft_layer(architecture: str, folder: Path, **overrides: Any) -> Path:
     """A hybrid model that brings a draft layer along, as published checkpoints do: it is right often, because it is a
-    copy of the model's first layer with full attention, which leads, and the layer below adds little."""
-    model, leads = hybrid_models.build(architecture), hybrid_models.FULL_LAYERS[0]
-    text = model.model.language_model if architecture == "qwen3_5" else model.model
+    copy of the model's first layer with full attention, which leads, and the layers below add little."""
+    model = hybrid_models.build(architecture, **overrides)
+    seeing = architecture in hybrid_models.SEEING
+    text = model.model.language_model if seeing else model.model
+    leads = text.config.layer_types.index("full_attention")
     with torch.no_grad():
         embedding = text.embed_tokens.weight
         embedding.copy_(embedding.float() / embedding.float().pow(2).mean(-1, keepdim=True).sqrt())
@@ -120,7 +122,7 @@ def hybrid_with_draft_layer(architecture: str, folder: Path) -> Path:
         text.layers[leads].self_attn.o_proj.weight.mul_(ATTENTION)
     hybrid_models.write(model, architecture, folder)
     weights = load_file(folder / "model.safetensors")
-    prefix = "model.language_model." if architecture == "qwen3_5" else "model."
+    prefix = "model.language_model." if seeing else "model."
     layer = f"{prefix}layers.{leads}."
     own = {name.replace(layer, "mtp.layers.0."): tensor for name, tensor in weights.items() if name.startswith(layer)}
     own |= {"mtp.fc.weight": ignoring_the_hidden_state(), "mtp.norm.weight": weights[f"{prefix}norm.weight"]}

@@ -14,7 +14,9 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -22,10 +24,12 @@ from transformers import (
 )
 
 from support.models import COMMON
-from support.vision_models import TOKENS, VISION, save_processor
+from support.vision_models import TOKENS, VISION, letter_ids, save_processor, strengthen_images
 
 FULL_LAYERS = (1, 3)
 """Layers with full attention; the others are linear."""
+SEEING = ("qwen3_5", "qwen3_5_moe")
+"""Models of text and images."""
 LINEAR: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 32,
@@ -48,6 +52,23 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+QWEN3_6: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "rope_parameters": ROPE | {"rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True},
+    "mtp_num_hidden_layers": 1,
+}
+"""Layers and heads as in the published configuration of Qwen3.6-35B-A3B, but for sizes that cost time."""
+
+
 MAMBA2: dict[str, Any] = {
     "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"],
     "n_groups": 2,
@@ -61,10 +82,11 @@ PUBLISHED: dict[str, Any] = {"hybrid_override_pattern": "M*-M*", "mamba_n_groups
 
 
 def build(architecture: str, **overrides: Any) -> PreTrainedModel:
-    """A random model in BF16: ``qwen3_next`` or ``qwen3_5``, of text alone ``qwen3_5_text`` or ``qwen3_5_moe_text``,
-    of Mamba2 ``nemotron_h``."""
+    """A random model in BF16: ``qwen3_next``, of text alone ``qwen3_5_text`` or ``qwen3_5_moe_text``, of Mamba2
+    ``nemotron_h``; of text and images, as published, ``qwen3_5`` or ``qwen3_5_moe``, whose answers are letters."""
     torch.manual_seed(7)
     options = COMMON | LAYERS | LINEAR | overrides
+    vision = VISION | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
     rope = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     if architecture == "qwen3_next":
         options = EXPERTS | options
@@ -77,17 +99,29 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     elif architecture == "qwen3_5_moe_text":
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**EXPERTS | options, rope_parameters=rope))
     else:
-        text = {name: value for name, value in options.items() if name != "tie_word_embeddings"}
-        vision = VISION | {"patch_size": 16, "num_position_embeddings": 64}
-        model = Qwen3_5ForConditionalGeneration(
-            Qwen3_5Config(text_config=text | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
-        )
+        experts = EXPERTS if architecture == "qwen3_5_moe" else {}
+        text = {name: value for name, value in (experts | options).items() if name != "tie_word_embeddings"}
+        parts = {"text_config": {"rope_parameters": rope} | text, "vision_config": vision}
+        if experts:
+            model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**parts, **TOKENS))
+        else:
+            model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**parts, **TOKENS))
+        see_and_write_letters(model)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # so that states forget slowly, and what a wrong one holds shows
             torch.nn.init.uniform_(parameter, -3.0, 0.0)
         elif name.endswith(("norm.weight", "dt_bias")):
             torch.nn.init.normal_(parameter, mean=parameter.float().mean().item(), std=0.2)
     return model.to(torch.bfloat16)
+
+
+def see_and_write_letters(model: PreTrainedModel) -> None:
+    """Let answers depend on what is seen, and be text that a prompt can go on with."""
+    strengthen_images(model)
+    head = model.lm_head.weight.data
+    letters = head[letter_ids()].clone()
+    head.zero_()
+    head[letter_ids()] = letters
 
 
 def save(architecture: str, folder: Path, **overrides: Any) -> Path:
@@ -102,6 +136,6 @@ def write(model: PreTrainedModel, architecture: str, folder: Path) -> Path:
         stated = json.loads((folder / "config.json").read_text())
         del stated["layers_block_type"], stated["mtp_layers_block_type"]
         (folder / "config.json").write_text(json.dumps(stated | PUBLISHED))
-    if architecture == "qwen3_5":
+    if architecture in SEEING:
         save_processor("qwen3_vl", folder)
     return folder

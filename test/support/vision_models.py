@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,11 @@ from support.models import COMMON
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
 SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
 ID = {token: 256 + index for index, token in enumerate(SPECIAL)}
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """How a prompt says where an image is."""
+Prompt = tuple[str, list[str]]
+"""Text of a prompt and its images."""
 TEXT: dict[str, Any] = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}
 VISION: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
 VISION |= {"out_hidden_size": TEXT["hidden_size"], "initializer_range": 0.1}
@@ -70,12 +75,18 @@ def build(architecture: str) -> PreTrainedModel:
         model = Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(text_config=options, vision_config=vision, **TOKENS)
         )
-    for name, parameter in model.named_parameters():
-        if "merger" in name and name.endswith(("linear_fc2.weight", "mlp.2.weight")):
-            torch.nn.init.normal_(parameter, std=0.5)  # so that answers depend on what is seen
+    strengthen_images(model)
     return model.to(torch.bfloat16)
 
 
+def strengthen_images(model: PreTrainedModel) -> None:
+    """Let answers depend on what is seen."""
+    for name, parameter in model.named_parameters():
+        if "merger" in name and name.endswith(("linear_fc2.weight", "mlp.2.weight")):
+            torch.nn.init.normal_(parameter, std=0.5)
+
+
+@cache
 def tokenizer() -> Qwen2TokenizerFast:
     """A token for every byte, and those that Qwen's processors look for."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -84,6 +95,24 @@ def tokenizer() -> Qwen2TokenizerFast:
     bytes_only.decoder = decoders.ByteLevel()
     bytes_only.add_special_tokens(SPECIAL)
     return Qwen2TokenizerFast(tokenizer_object=bytes_only, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+def letters(count: int, seed: int) -> str:
+    """Text of as many tokens."""
+    return "".join(random.Random(seed).choices(LETTERS, k=count))
+
+
+def ask(server: Any, prompt: Prompt, tokens: int, **extra: Any) -> dict[str, Any]:
+    """What a server, or a pair of them, answers to a prompt."""
+    text, images = prompt
+    seen = {"image_data": images} if images else {}
+    answer: dict[str, Any] = server.generate(tokenizer()(text)["input_ids"], tokens, **seen, **extra)
+    return answer
+
+
+def letter_ids() -> list[int]:
+    """Tokens of small letters, space and punctuation: text that is the same once it was decoded."""
+    return tokenizer()(LETTERS)["input_ids"]
 
 
 def save(architecture: str, folder: Path) -> Path:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.attention.batch import refill_batch
-from sglang_oscar.features.disaggregation import handshake, waiting
+from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.disaggregation import arguments, handshake, waiting
 from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.formats.geometry import Geometry
@@ -169,6 +170,23 @@ def test_both_servers_have_what_is_compared_in_common() -> None:
         common(windows=Windows(16, 24, 40)),
     ]
     assert len({common(), *others}) == 9
+
+
+@pytest.mark.parametrize("sent", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "is_multimodal", "is_hybrid_swa", "linear"])
+def test_more_than_rows_of_text_needs_a_release(kind: str, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States, windows and images were tried to arrive in newer ones; and nothing is refused where nothing arrives."""
+    monkeypatch.setattr(arguments, "sends_states", lambda: sent)
+    monkeypatch.setattr(arguments, "linear_config", lambda model: model if kind == "linear" else None)
+    fields = {"is_multimodal": False, "is_hybrid_swa": False, kind: True}
+    model = SimpleNamespace(model_path="m", hf_config=SimpleNamespace(architectures=["A"]), **fields)
+    apart = SimpleNamespace(disaggregation_mode="decode")
+    arguments.check_model(model, SimpleNamespace(disaggregation_mode="null"))
+    arguments.check_model(model, None)
+    if sent or kind == "plain":
+        return arguments.check_model(model, apart)
+    with pytest.raises(Int2Error, match=r"before SGLang 0\.5\.23; drop --disaggregation-mode: m \(A\)"):
+        arguments.check_model(model, apart)
 
 
 @pytest.mark.parametrize(("mode", "slots", "seats"), [("decode", 8, 8), ("decode", None, 0), ("prefill", 8, 0)])

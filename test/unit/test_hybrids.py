@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import re
@@ -277,14 +276,19 @@ def test_mamba2(right: bool, drafts: str | None, change: str | None, monkeypatch
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_images_with_prefill_apart(sees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untried, in whatever release."""
+@pytest.mark.parametrize(("drafts", "known"), [("NGRAM", True), ("NGRAM", False), ("NEXTN", False), (None, False)])
+def test_drafts_of_models_that_see(
+    drafts: str | None, known: bool, sees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NGRAM is refused where it drafts what stands for images."""
     monkeypatch.setattr(refusals, "linear_config", lambda model: model)
-    monkeypatch.setattr(refusals, "sends_states", lambda: True)
-    config = SimpleNamespace(architectures=["Qwen3_5ForConditionalGeneration"])
+    monkeypatch.setattr(refusals, "drafts_token_ids", lambda: known)
+    config = SimpleNamespace(architectures=["Qwen3_5MoeForConditionalGeneration"])
     model = SimpleNamespace(model_path="m", hf_config=config, is_multimodal=sees)
-    args = SimpleNamespace(**ALLOWED | {"disaggregation_mode": "decode"})
-    with pytest.raises(Int2Error, match="images with disaggregation; drop") if sees else contextlib.nullcontext():
+    args = SimpleNamespace(**ALLOWED | {"speculative_algorithm": drafts})
+    if known or not sees or drafts != "NGRAM":
+        return refusals.check_model(model, args)
+    with pytest.raises(Int2Error, match="set it to NEXTN: m"):
         refusals.check_model(model, args)
 
 
@@ -292,14 +296,6 @@ def test_lazy_states() -> None:
     assert refused(**LAZY) == []
     (line,) = refused(**LAZY, speculative_algorithm="NGRAM")
     assert line.endswith("; set --mamba-radix-cache-strategy extra_buffer")
-
-
-@pytest.mark.parametrize("sent", [True, False])
-def test_prefill_apart(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In releases in which states were tried to arrive."""
-    monkeypatch.setattr(refusals, "sends_states", lambda: sent)
-    lines = refused(disaggregation_mode="decode")
-    assert [line.rpartition("; ")[2] for line in lines] == ([] if sent else ["drop --disaggregation-mode"])
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,3 @@ def test_arguments_that_do_not_go_with_images(given: dict[str, Any], change: str
     refusals.check_model(model(is_multimodal=False), SimpleNamespace(**plain | given))
     with pytest.raises(Int2Error, match=change):
         refusals.check_model(model(), SimpleNamespace(**plain | given))
-
-
-@pytest.mark.parametrize("sent", [False, True])
-def test_prefill_apart_needs_a_release(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "sends_states", lambda: sent)
-    asked = SimpleNamespace(disaggregation_mode="decode")
-    refused = [what for row, what in refusals.VISION if what.startswith("with disaggregation") and row(asked)]
-    assert [what.rpartition("; ")[2] for what in refused] == ([] if sent else ["drop --disaggregation-mode"])

@@ -285,14 +285,8 @@ def test_refused_arguments(changed: dict[str, Any], what: str) -> None:
     models.check(config(is_hybrid_swa=False, has_attention_sinks=False), arguments(**changed))
 
 
-def test_prefill_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the release in which it was tried; a request that waits for its prompt has sliding windows, too."""
-    apart = arguments(disaggregation_mode="decode")
-    monkeypatch.setattr(models, "sends_states", lambda: True)
-    models.check(config(), apart)
-    monkeypatch.setattr(models, "sends_states", lambda: False)
-    with pytest.raises(Int2Error, match=r"before SGLang 0\.5\.23; drop --disaggregation-mode"):
-        models.check(config(), apart)
+def test_prefill_apart() -> None:
+    """A request that waits for its prompt has sliding windows, too."""
     plans = [make_plan(GPT_OSS_20B, 60 * GIB, 8, 64, [WINDOWS, WaitingRequests(waiting)]) for waiting in (0, 4)]
     few, more = (pool_sizes(plan, 10**6, 64)["swa_max_total_num_tokens"] for plan in plans)
     assert more - few == 4 * WINDOWS.request_tokens

@@ -126,7 +126,15 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
     torch.manual_seed(0)
     rows = formats()
     side = rows[0].key
-    config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=Qwen3Config(num_hidden_layers=2))
+    text = Qwen3Config(num_hidden_layers=2)
+    config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=text, is_multimodal=False)
+
+    def with_config(**changes: Any) -> SimpleNamespace:
+        return SimpleNamespace(**vars(config) | changes)
+
+    def seeing(**vision: Any) -> SimpleNamespace:
+        whole = SimpleNamespace(to_dict=lambda: {"text_config": text.to_dict(), "vision_config": vision})
+        return with_config(hf_config=whole, is_multimodal=True)
 
     def server(**changes: Any) -> SimpleNamespace:
         of = {"model_path": "a", "revision": None, "quantization": None, "download_dir": None, "load_format": "auto"}
@@ -163,16 +171,16 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
         {"args": server(model_path="b")},
         {"args": server(revision="main")},
         {"args": server(quantization="fp8")},
-        {"config": SimpleNamespace(dtype=torch.float16, hf_text_config=config.hf_text_config)},
-        {"config": SimpleNamespace(dtype=torch.bfloat16, hf_text_config=longer)},
+        *({"config": seeing(patch_size=size)} for size in (14, 16)),
+        {"config": with_config(dtype=torch.float16)},
+        {"config": with_config(hf_text_config=longer)},
         {"heads": slice(0, 1)},
         {"ranks": 2},
         {"page_size": 128},
     ]
     salts = [salt(), *(salt(**changes) for changes in others)]
     assert len(set(salts)) == len(salts)
-    again = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=Qwen3Config(num_hidden_layers=2))
-    assert salt(config=again) == salt()
+    assert salt(config=with_config(hf_text_config=Qwen3Config(num_hidden_layers=2))) == salt()
 
 
 @pytest.mark.parametrize(

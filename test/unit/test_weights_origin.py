@@ -21,7 +21,7 @@ from sglang_oscar.formats.origin import cached_snapshot, sample_digest
 from sglang_oscar.names import WEIGHTS_SEEN
 from sglang_oscar.settings import Settings
 
-MODEL = SimpleNamespace(dtype="bfloat16", hf_text_config=Qwen3Config(num_hidden_layers=2))
+MODEL = SimpleNamespace(dtype="bfloat16", hf_text_config=Qwen3Config(num_hidden_layers=2), is_multimodal=False)
 
 SETTINGS = Settings.from_env({})
 

@@ -7,7 +7,7 @@ from typing import Any
 from sglang_oscar.attach import model_classes
 from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal, features
-from sglang_oscar.attach.releases import argument, sends_states, switched_on
+from sglang_oscar.attach.releases import argument, switched_on
 from sglang_oscar.errors import Int2Error
 
 
@@ -117,14 +117,10 @@ tokens causally with grouped queries, in every layer; the attention of the visio
 
 VISION: list[Refusal] = [
     (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
-    (
-        lambda a: disaggregated(a) and not sends_states(),
-        "with disaggregation before SGLang 0.5.23; drop --disaggregation-mode",
-    ),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
     (lambda a: a.enable_hierarchical_cache, "with hierarchical caching; drop --enable-hierarchical-cache"),
 ]
-"""Arguments that are refused with a multimodal model only."""
+"""Arguments that are refused with these models only."""
 
 
 def _block_sparse(model: Any) -> bool:
@@ -180,7 +176,7 @@ def rows() -> dict[str, list[str]]:
     found = {"Any model": [what for _, what in arguments()]}
     for feature in features():
         found |= {title: [what for _, what in table] for title, table in feature.refused_with}
-    found["Models that see images"] = [what for _, what in VISION]
+    found["Qwen2.5-VL and Qwen3-VL"] = [what for _, what in VISION]
     models = [what for _, what in [*MODELS, *ATTENTION]] + [CLASSES]
     return found | {"Models": models + [line for feature in features() for line in feature.refused_models]}
 
@@ -212,8 +208,9 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
     for feature in features():
         feature.check_model(model_config, server_args)
+    sees = model_config.is_multimodal and not VISION_MODELS.isdisjoint(model_config.hf_config.architectures)
     for refused, what in VISION:
-        if server_args is not None and model_config.is_multimodal and refused(server_args):
+        if server_args is not None and sees and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")
     model_classes.check(model_config.hf_config.architectures, name)
 

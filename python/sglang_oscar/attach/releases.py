@@ -6,10 +6,11 @@ is a row with several targets in :mod:`sglang_oscar.attach.touchpoints`.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 
@@ -245,6 +246,14 @@ def finds_states_of_mamba2() -> bool:
 def sends_states() -> bool:
     """Whether states of hybrid models go from a prefill to a decode server as they were tried to: since 0.5.23."""
     return exists("sglang.srt.disaggregation.base.conn.StateType.REQUEST_ROW")
+
+
+@cache
+def drafts_token_ids() -> bool:
+    """Whether drafts of NGRAM are tokens of the model, also of prompts with images. Older releases draft what stands
+    for an image in a prompt, a hash, and end when they embed it."""
+    spec = importlib.util.find_spec("sglang.srt.speculative.ngram_worker")
+    return spec is not None and "origin_input_ids_unpadded" in Path(str(spec.origin)).read_text(encoding="utf-8")
 
 
 def carries_slot_states() -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal
-from sglang_oscar.attach.releases import argument, differs_from_default
+from sglang_oscar.attach.releases import argument, differs_from_default, sends_states
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.cached_layers import linear_config
 from sglang_oscar.settings import Settings
 
 BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
@@ -43,6 +44,23 @@ def check(args: Any, settings: Settings, model: Any) -> None:
     """
     if disaggregated(args) and not settings.recompute_recent:
         raise Int2Error("SGLANG_OSCAR_RECOMPUTE_RECENT=0 does not go with --disaggregation-mode; unset it")
+
+
+def check_model(model: Any, server_args: Any) -> None:
+    """Refuse releases of SGLang with which models with more than rows of text were not tried.
+
+    Args:
+        model: SGLang's ModelConfig.
+        server_args: None where there are none yet.
+
+    Raises:
+        Int2Error: naming the model.
+    """
+    plain = not (model.is_multimodal or model.is_hybrid_swa) and linear_config(model) is None
+    for refused, what in REFUSED_WITH:
+        if server_args is not None and not plain and refused(server_args):
+            name = f"{model.model_path} ({', '.join(model.hf_config.architectures)})"
+            raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}")
 
 
 def _slices_rows(args: Any) -> bool:
@@ -105,3 +123,11 @@ REFUSED: list[Refusal] = [
     ),
     (_slices_rows, "staging buffers, which cut rows by bytes; unset SGLANG_DISAGG_STAGING_BUFFER"),
 ]
+
+REFUSED_WITH: list[Refusal] = [
+    (
+        lambda a: disaggregated(a) and not sends_states(),
+        "disaggregation before SGLang 0.5.23; drop --disaggregation-mode",
+    ),
+]
+"""Refused with models that have states or windows besides, or see images."""

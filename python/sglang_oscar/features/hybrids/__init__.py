@@ -14,6 +14,8 @@
 * Storage: a state is a page of its own in files, with its windows. SGLang's other backends refuse what lies beside.
 * Prefill and decode apart: states go over as SGLang sends them, windows as those of any model. Sinks are computed
   again, one at a time, as each begins with the state for padding, which is cleared.
+* Images: SGLang keeps states behind them as behind text, hands what it sees to its draft layers, and turns the tokens
+  that are verified by the prompt's images. Windows and sinks come with states, so no image is seen again for them.
 * Memory: SGLang's ratio of states to cache is made for 16 bits. The tokens per state are kept, not the bytes, so states
   take most of what is saved; ``--mamba-full-memory-ratio`` or ``--max-mamba-cache-size`` gives the cache more.
 * SGLang 0.5.17 files states of a request with overlap scheduling under the wrong length with any cache; refused there.

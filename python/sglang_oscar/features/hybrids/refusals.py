@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oscar.attach.arguments import disaggregated
+from sglang_oscar.attach.arguments import algorithm, drafts_with_model
 from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import (
     argument,
     carries_slot_states,
+    drafts_token_ids,
     finds_states_of_mamba2,
     keeps_states_of,
-    sends_states,
     tells_kept_states_apart,
 )
 from sglang_oscar.errors import Int2Error
@@ -53,10 +53,6 @@ ARGUMENTS: list[Refusal] = [
     (
         lambda a: a.enable_hierarchical_cache and a.hicache_mem_layout == "layer_first",
         "with host memory by layers; set --hicache-mem-layout page_first",
-    ),
-    (
-        lambda a: disaggregated(a) and not sends_states(),
-        "with disaggregation before SGLang 0.5.23; drop --disaggregation-mode",
     ),
     (
         lambda a: _strategy(a) not in ("auto", "extra_buffer", "extra_buffer_lazy"),
@@ -102,9 +98,12 @@ MAMBA2_ARGUMENTS: list[Refusal] = [
 ]
 """Arguments that are refused with models of Mamba2 besides."""
 
+
 SEEING_ARGUMENTS: list[Refusal] = [
-    # Sinks with images beside states were not tried on a decode server.
-    (disaggregated, "that see images with disaggregation; drop --disaggregation-mode"),
+    (
+        lambda a: not (algorithm(a) is None or drafts_with_model(a) or drafts_token_ids()),
+        "that see images with NGRAM before SGLang 0.5.23; drop --speculative-algorithm, or set it to NEXTN",
+    ),
 ]
 """Arguments that are refused with models that see images besides."""
 

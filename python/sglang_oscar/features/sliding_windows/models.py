@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oscar.attach.arguments import disaggregated
 from sglang_oscar.attach.feature import Refusal
-from sglang_oscar.attach.releases import argument, sends_states
+from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import WINDOWS_APART
 
@@ -31,10 +30,6 @@ REFUSED: list[Refusal] = [
     (
         lambda a: argument(a, "enable_hierarchical_cache", False),
         "with hierarchical caching; drop --enable-hierarchical-cache",
-    ),
-    (
-        lambda a: disaggregated(a) and not sends_states(),
-        "with disaggregation before SGLang 0.5.23; drop --disaggregation-mode",
     ),
     (
         # SGLang takes 0 for -1, and None for a default of its own.

@@ -59,7 +59,8 @@ def model_facts(server_args: Any, model: Any) -> dict[str, Any]:
         "load format": args.load_format,  # "dummy" reads none of them
         "dtype": str(model.dtype),
         "quantization": args.quantization,
-        "configuration": model.hf_text_config.to_dict(),
+        # Of images, rows depend on how they are seen as well.
+        "configuration": (model.hf_config if model.is_multimodal else model.hf_text_config).to_dict(),
     }
 
 
