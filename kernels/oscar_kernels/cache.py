@@ -196,7 +196,8 @@ class StoreSlots:
 class Copies:
     """Where keys and values of new tokens go beside the cache, in its basis and in 16 bits.
 
-    Shapes: k and v [rows, kv_heads, head_dim] contiguous; rows int64 [tokens], -1 for a token that goes nowhere.
+    Shapes: k and v [rows, kv_heads, head_dim] of one stride, heads contiguous; rows int64 [tokens], -1 for a token that
+    goes nowhere.
     """
 
     k: torch.Tensor
@@ -209,11 +210,26 @@ class Copies:
         Raises:
             ValueError: shapes or strides do not fit.
         """
-        for name, x in (("k", self.k), ("v", self.v)):
-            if x.shape[1:] != (kv_heads, head_dim) or not x.is_contiguous():
-                raise ValueError(f"copies of {name} must be contiguous [rows, {kv_heads}, {head_dim}]")
+        check_16_bit_rows(self.k, self.v, kv_heads, head_dim)
         if self.rows.shape != (tokens,) or self.rows.dtype != torch.int64:
             raise ValueError(f"rows of copies must be int64 [{tokens}]")
+
+
+def check_16_bit_rows(k: torch.Tensor, v: torch.Tensor, kv_heads: int, head_dim: int) -> None:
+    """What a kernel asks that writes keys and values in 16 bits: a row may have further heads, of other parts.
+
+    Raises:
+        ValueError: they are not [rows, kv_heads, head_dim] with contiguous heads, of one stride, a number of heads.
+    """
+    for name, x in (("k", k), ("v", v)):
+        row = x.stride(0)
+        if (
+            x.shape[1:] != (kv_heads, head_dim)
+            or x.stride()[1:] != (head_dim, 1)
+            or row % head_dim
+            or row != k.stride(0)
+        ):
+            raise ValueError(f"rows of {name} must be [rows, {kv_heads}, {head_dim}] with contiguous heads")
 
 
 @dataclass(frozen=True)

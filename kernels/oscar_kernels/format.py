@@ -2,7 +2,8 @@
 
 A :class:`LayerFormat` is the one description that loaders make, memory is sized from, kernels take and a cache is
 known by: :func:`fingerprint` of the formats of all layers says whether rows that one server wrote can be read by
-another.
+another. A :class:`CutFormat` has several: neighbouring kv heads of a layer may have rows of their own, apart from those
+of the others, as if they were a layer of fewer heads.
 """
 
 from __future__ import annotations
@@ -110,6 +111,11 @@ class LayerFormat:
             raise ValueError("values cannot be centered: attention outputs would lack the center")
 
     @property
+    def parts(self) -> tuple[LayerFormat, ...]:
+        """The layer itself: all its kv heads have rows of one format."""
+        return (self,)
+
+    @property
     def sides(self) -> tuple[tuple[str, SideFormat], tuple[str, SideFormat]]:
         """Both sides with their names."""
         return ("key", self.key), ("value", self.value)
@@ -148,13 +154,75 @@ class LayerFormat:
         return replace(self, key=self.key.to(device), value=self.value.to(device))
 
 
-def mean_bits(formats: Iterable[LayerFormat]) -> float:
+@dataclass(frozen=True, eq=False)
+class CutFormat:
+    """How one attention layer is stored whose kv heads do not all have the same format.
+
+    Args:
+        parts: of neighbouring kv heads, in their order; two or more.
+
+    Raises:
+        ValueError: a single part, or parts with heads of different sizes.
+    """
+
+    parts: tuple[LayerFormat, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2 or len({part.head_dim for part in self.parts}) > 1:
+            raise ValueError("a layer is cut into two or more parts with heads of one size")
+
+    @property
+    def kv_heads(self) -> int:
+        """kv heads of all parts."""
+        return sum(part.kv_heads for part in self.parts)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.parts[0].head_dim
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token in this layer: the key rows and value rows of all parts."""
+        return sum(part.cell_bytes for part in self.parts)
+
+    @property
+    def elements(self) -> int:
+        """Key and value channels of one token in this layer."""
+        return sum(part.elements for part in self.parts)
+
+    def of_heads(self, heads: slice) -> AnyFormat:
+        """The format of some neighbouring kv heads, such as those of a tensor-parallel rank: without a cut where all of
+        them lie in one part."""
+        wanted, first, found = range(self.kv_heads)[heads], 0, []
+        for part in self.parts:
+            begin, end = max(wanted.start - first, 0), min(wanted.stop - first, part.kv_heads)
+            if begin < end:
+                found.append(part.of_heads(slice(begin, end)))
+            first += part.kv_heads
+        return found[0] if len(found) == 1 else CutFormat(tuple(found))
+
+    def to(self, device: torch.device | str) -> CutFormat:
+        """The same with its tensors on another device."""
+        return CutFormat(tuple(part.to(device) for part in self.parts))
+
+
+AnyFormat = LayerFormat | CutFormat
+"""Of a layer; ``parts`` are what is stored apart."""
+
+
+def parts_of(formats: Iterable[AnyFormat]) -> list[LayerFormat]:
+    """What is stored apart, of all layers."""
+    return [part for layer in formats for part in layer.parts]
+
+
+def mean_bits(formats: Iterable[AnyFormat]) -> float:
     """Stored bits per key or value channel over all layers, scales and zero points included."""
     formats = list(formats)
     return 8 * sum(layer.cell_bytes for layer in formats) / sum(layer.elements for layer in formats)
 
 
-def code_widths(formats: Iterable[LayerFormat]) -> str:
+def code_widths(formats: Iterable[AnyFormat]) -> str:
     """Bits of codes over all layers, in words, with codings where they are not all affine; 16 is a side that is left
     exact.
 
@@ -165,7 +233,7 @@ def code_widths(formats: Iterable[LayerFormat]) -> str:
     'keys 2, values 2 (symmetric)'
     """
     said = []
-    sides = zip(*((of.key, of.value) for of in formats), strict=True)
+    sides = zip(*((of.key, of.value) for of in parts_of(formats)), strict=True)
     for name, of_layers in zip(("keys", "values"), sides, strict=True):
         bits = sorted({side.bits for side in of_layers})
         codings = [coding for coding in CODINGS if any(side.coding == coding for side in of_layers)]
@@ -174,7 +242,7 @@ def code_widths(formats: Iterable[LayerFormat]) -> str:
     return ", ".join(said)
 
 
-def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
+def fingerprint(formats: Mapping[int, AnyFormat]) -> str:
     """SHA-256, in hex, of what the rows of a model's layers mean.
 
     Equal fingerprints: rows of either cache can be read by the other. It covers the version of the row format
@@ -182,15 +250,15 @@ def fingerprint(formats: Mapping[int, LayerFormat]) -> str:
     global layer id and side the heads, bits, coding, group size, scale dtype, clip ratio, gain (of a side that is left
     exact its dtype in place of these four) and the bytes of matrix, dual, center and codebook. It depends
     neither on the device nor, if given the formats of the whole model, on tensor parallelism. The identity and a matrix
-    of ones and zeros count as different.
+    of ones and zeros count as different. Of a layer that is cut all this is covered part by part.
 
     Args:
         formats: of all layers of the model, by global layer id.
     """
-    codings = {side.coding for layer in formats.values() for _, side in layer.sides}
+    codings = {side.coding for part in parts_of(formats.values()) for _, side in part.sides}
     version = AFFINE_VERSION if codings <= {AFFINE} else FORMAT_VERSION
     digest = hashlib.sha256(f"oscar rows {version}\n".encode())
-    for layer_id, layer in sorted(formats.items()):
+    for layer_id, layer in [(number, part) for number, of in sorted(formats.items()) for part in of.parts]:
         digest.update(f"layer {layer_id} heads {layer.kv_heads} x {layer.head_dim}\n".encode())
         for name, side in layer.sides:
             transform = side.transform

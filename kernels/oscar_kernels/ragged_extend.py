@@ -13,12 +13,15 @@ The attention kernel is FlashInfer's ragged prefill or FlashAttention-3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from oscar_kernels.cache import BatchTables, Chunks, Copies, LayerCache
-from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined, Pass
+from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined, Pass, Short
+from oscar_kernels.parts import attend_parts, split_heads
 from oscar_kernels.ragged_plan import RaggedPlanner
-from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.extend import extend_parts
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 
@@ -45,7 +48,7 @@ class RaggedExtend:
     def run(
         self,
         plan: ExtendPlan,
-        cache: LayerCache,
+        caches: Sequence[LayerCache],
         tables: BatchTables,
         chunks: Chunks,
         q_rot: torch.Tensor | None,
@@ -56,7 +59,7 @@ class RaggedExtend:
 
         Args:
             plan: of this forward pass, not joined.
-            cache: the layer's cache, without the chunks.
+            caches: the layer's, without the chunks: one, or one of every part (:mod:`oscar_kernels.parts`).
             tables: the batch.
             chunks: the new tokens; ``v`` in the model's own basis where nothing is cached.
             q_rot: their queries rotated; None only where ``plan.has_prefix`` is false.
@@ -74,29 +77,30 @@ class RaggedExtend:
         out, sums = self.planner.chunk.forward_return_lse(q, k, v, causal=True, sm_scale=sm_scale)
         if plan.has_prefix:
             assert q_rot is not None
-            self._add_prefixes(plan, cache, tables, out, sums, chunks, q_rot, sm_scale)
+            self._add_prefixes(plan, caches, tables, out, sums, chunks, q_rot, sm_scale)
         if lse is not None:
             lse.copy_(sums)
         return out
 
-    def load_joined(self, joined: Joined, cache: LayerCache, tables: BatchTables) -> Copies:
+    def load_joined(self, joined: Joined, caches: Sequence[LayerCache], tables: BatchTables) -> Copies:
         """Dequantize the prefixes of a joined batch in one layer, before its chunks are stored.
 
         Args:
             joined: of this forward pass's plan.
-            cache, tables: as in :meth:`run`.
+            caches, tables: as in :meth:`run`.
 
         Returns:
             where the store that follows is to copy the chunks to.
         """
-        return Copies(*self._dequantize(joined, cache, tables), joined.chunk_rows)
+        return Copies(*self._dequantize(joined, caches, tables), joined.chunk_rows)
 
     def _dequantize(
-        self, load: Pass | Joined, cache: LayerCache, tables: BatchTables
+        self, load: Pass | Joined, caches: Sequence[LayerCache], tables: BatchTables
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the workspace with a load's prefixes; returns its keys and values [rows, kv_heads, head_dim]."""
         keys, values = self._workspace[:, : load.rows]
-        copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, keys, values)
+        for cache, *own in zip(caches, split_heads(keys, caches), split_heads(values, caches), strict=True):
+            copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, *own)
         return keys, values
 
     def run_joined(
@@ -120,7 +124,7 @@ class RaggedExtend:
     def _add_prefixes(
         self,
         plan: ExtendPlan,
-        cache: LayerCache,
+        caches: Sequence[LayerCache],
         tables: BatchTables,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -130,7 +134,7 @@ class RaggedExtend:
     ) -> None:
         """Merge what is cached before the chunks into their attention to themselves, in place."""
         for load in plan.passes:
-            keys, values = self._dequantize(load, cache, tables)
+            keys, values = self._dequantize(load, caches, tables)
             queries = q_rot[load.tokens].repeat(load.splits, 1, 1) if load.splits > 1 else q_rot[load.tokens]
             parts = load.attention.forward_return_lse(queries, keys, values, causal=False, sm_scale=sm_scale)
             for part in zip(*(x.chunk(load.splits) for x in parts), strict=True):
@@ -138,10 +142,14 @@ class RaggedExtend:
         for short in plan.short:
             own, own_lse = out[short.tokens], lse[short.tokens]
             part_lse = torch.empty_like(own_lse)
-            part_out = self._decode(cache, short.tables, q_rot[short.tokens], sm_scale, lse=part_lse)
+
+            def decode(part: int, q: torch.Tensor, sums: torch.Tensor | None, short: Short = short) -> torch.Tensor:
+                return self._decode(caches[part], short.tables, q, sm_scale, lse=sums)
+
+            part_out = attend_parts(caches, decode, q_rot[short.tokens], part_lse)
             merge_states_(own, own_lse, part_out, part_lse)
             out[short.tokens], lse[short.tokens] = own, own_lse
         if plan.in_place is not None:
             part_lse = torch.empty_like(lse)
-            part_out = extend(cache, plan.in_place, chunks, q_rot, sm_scale, lse=part_lse, prefix_only=True)
+            part_out = extend_parts(caches, plan.in_place, chunks, q_rot, sm_scale, part_lse, prefix_only=True)
             merge_states_(out, lse, part_out, part_lse)

@@ -23,6 +23,7 @@ from oscar_kernels.extend_plan import (
     cut_prefixes,
     cut_spans,
 )
+from oscar_kernels.format import AnyFormat
 from oscar_kernels.joined_extend import is_joined, lengths_joined, rows_of_chunks
 from oscar_kernels.layout import RowLayout
 
@@ -31,7 +32,7 @@ class RaggedPlanner:
     """Plans the extends of a model.
 
     Args:
-        layout: of the cache.
+        heads: whose kv heads and channels those of a layer are, all of its parts.
         q_heads: query heads of this rank.
         dtype: of queries, keys and values, bfloat16 or float16.
         limits: size and number of workspace loads, and what is read without it.
@@ -43,7 +44,7 @@ class RaggedPlanner:
 
     def __init__(
         self,
-        layout: RowLayout,
+        heads: RowLayout | AnyFormat,
         q_heads: int,
         dtype: torch.dtype,
         limits: Limits,
@@ -51,7 +52,7 @@ class RaggedPlanner:
         attention: Callable[[], Ragged],
         processors: int = 1,
     ) -> None:
-        self._layout, self.q_heads, self._dtype, self._device = layout, q_heads, dtype, device
+        self._heads, self.q_heads, self._dtype, self._device = heads, q_heads, dtype, device
         self.limits, self._attention, self._processors = limits, attention, processors
         self.chunk = attention()
         self._prefixes: list[Ragged] = []
@@ -59,7 +60,7 @@ class RaggedPlanner:
 
     def new_workspace(self) -> torch.Tensor:
         """Room for keys and values of a load: [2, capacity, kv_heads, head_dim]."""
-        size = (2, self.limits.capacity, self._layout.kv_heads, self._layout.head_dim)
+        size = (2, self.limits.capacity, self._heads.kv_heads, self._heads.head_dim)
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
     def plan(self, tables: BatchTables, prefix_lens: list[int], chunk_lens: list[int]) -> ExtendPlan:
@@ -158,12 +159,11 @@ class RaggedPlanner:
     def _plan_attention(
         self, attention: Ragged, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, causal: bool
     ) -> None:
-        layout = self._layout
         if self._device.type == "cuda":
             # Copies to the device then wait for nothing.
             qo_indptr, kv_indptr = qo_indptr.pin_memory(), kv_indptr.pin_memory()
         attention.plan(
-            qo_indptr, kv_indptr, self.q_heads, layout.kv_heads, layout.head_dim, causal=causal,
+            qo_indptr, kv_indptr, self.q_heads, self._heads.kv_heads, self._heads.head_dim, causal=causal,
             q_data_type=self._dtype,
         )  # fmt: skip
 

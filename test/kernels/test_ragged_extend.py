@@ -107,12 +107,12 @@ def run(
     assert plan.tokens == len(case.q)
     assert (plan.joined is not None) == limits.joined
     if plan.joined is not None:
-        copies = ragged.load_joined(plan.joined, case.batch.cache, tables)
+        copies = ragged.load_joined(plan.joined, [case.batch.cache], tables)
         copies.k[copies.rows] = rotate(case.k, split_matrix(case.rotation, case.k.dtype))
         copies.v[copies.rows] = case.v
         return ragged.run_joined(copies, case.q_rot, sm_scale)
     q_rot = case.q_rot if plan.has_prefix else None
-    return ragged.run(plan, case.batch.cache, tables, case.chunks, q_rot, sm_scale)
+    return ragged.run(plan, [case.batch.cache], tables, case.chunks, q_rot, sm_scale)
 
 
 def check(

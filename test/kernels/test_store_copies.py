@@ -40,8 +40,8 @@ def test_copies_that_do_not_fit(device: torch.device) -> None:
     layer = prepare(shape.format(SideTransform(), SideTransform()), shape.dtype)
     slots = StoreSlots(nowhere.clamp(min=0), nowhere, nowhere)
     for copies, message in (
-        (Copies(k[:, :1], k, nowhere), "copies of k"),
-        (Copies(k, k.transpose(0, 1), nowhere), "copies of v"),
+        (Copies(k[:, :1], k, nowhere), "rows of k"),
+        (Copies(k, k.transpose(0, 1), nowhere), "rows of v"),
         (Copies(k, k, nowhere[:2]), "rows of copies"),
         (Copies(k, k, nowhere.int()), "rows of copies"),
     ):

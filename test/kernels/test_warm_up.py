@@ -14,6 +14,7 @@ from test_sink_logits import HERE, SHAPE, kernels_of, layer_of
 from oscar_kernels import ragged_extend
 from oscar_kernels.extend_plan import Limits, cut_prefixes
 from oscar_kernels.ragged_plan import RaggedPlanner
+from oscar_kernels.triton import extend as extending
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import gpu, warm_up
 from sglang_oscar.attention.call import Call
@@ -34,8 +35,8 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
 
     for module, name in ((ragged_extend, "copy_prefixes"), (ragged_extend, "merge_states_"), (gpu, "rotate")):
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
-    for name in ("store", "extend"):
-        monkeypatch.setattr(gpu, name, noted(name, getattr(gpu, name)))
+    for module, name in ((gpu, "store"), (extending, "extend")):
+        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
     kernels: Any = kernels_of("triton", layer)
     attend = noted("decode", decode)
     if ragged:

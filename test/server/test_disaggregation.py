@@ -106,9 +106,9 @@ def test_bits_that_differ_by_layer(model: Path, backend: str, tmp_path: Path) ->
 
 
 def by_layer(folder: Path) -> dict[str, str]:
-    """Variables of Hadamard rotations of three layers, each with other bits."""
+    """Variables of Hadamard rotations of three layers, each with other bits, one by kv head."""
     env = {}
-    for side, bits in (("K", (2, 3, 4)), ("V", (2, 2, 4))):
+    for side, bits in (("K", (2, (3, 2), 4)), ("V", (2, 2, 4))):
         plain = load_rotation("hadamard", num_layers=3, head_dim=64, side=side.lower(), model=None, layers=(0, 1, 2))
         path = folder / f"{side}.safetensors"
         save_rotation_file(path, replace(plain, bits=bits))

@@ -84,9 +84,9 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, str], int]] = {
 
 
 def mixed_files(folder: Path) -> dict[str, str]:
-    """Rotations under which layers and sides have rows of four sizes."""
+    """Rotations under which layers and sides have rows of four sizes, and kv heads of one layer of two."""
     paths = {}
-    for side, bits in {"k": (2, 4, 3), "v": (3, 2, 16)}.items():
+    for side, bits in {"k": (2, (4, 2), 3), "v": (3, 2, 16)}.items():
         paths[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(folder / f"{side}.safetensors")
         rotation = recipe_rotation("hadamard", num_layers=3, head_dim=64, side=side)
         save_rotation_file(folder / f"{side}.safetensors", replace(rotation, bits=bits))

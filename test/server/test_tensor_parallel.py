@@ -43,7 +43,8 @@ def ask(server: Server) -> list[list[dict]]:
 
 
 def plus_files(folder: Path) -> dict[str, str]:
-    """Files of the recipe plus for the random model: a transform far from orthogonal and a center for each kv head."""
+    """Files of the recipe plus for the random model: a transform far from orthogonal and a center for each kv head, in
+    one layer also a width, so that rows of two ranks have two sizes."""
     layers, heads, d = (COMMON[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     random_numbers = torch.Generator().manual_seed(12)
     env = {"SGLANG_OSCAR_RECIPE": "plus"}
@@ -53,7 +54,7 @@ def plus_files(folder: Path) -> dict[str, str]:
         centers = torch.randn(layers, heads, d, generator=random_numbers) if side == "k" else None
         content = RotationSet(
             transforms.float(), metadata=RotationMetadata(side=side), duals=torch.linalg.inv(transforms).mT.float(),
-            centers=centers, gains=(0.98,) * layers,
+            centers=centers, gains=(0.98,) * layers, bits=((2, 3), *(2,) * (layers - 1)) if side == "k" else None,
         )  # fmt: skip
         save_rotation_file(folder / f"{side}.safetensors", content)
         env[f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH"] = str(folder / f"{side}.safetensors")

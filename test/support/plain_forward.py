@@ -28,13 +28,15 @@ def read_back(side: RotationSet, layer: int, x: torch.Tensor) -> torch.Tensor:
     """Keys or values of a layer as its rows give them back, float32 [kv_heads, n, head_dim]."""
     matrix = side.rotations[layer].double()
     center = 0 if side.centers is None else side.centers[layer][:, None]
-    book = side.codebooks.of_layer(layer) if side.codebooks and side.coding(layer) == CODEBOOK else None
-    layout = RowLayout(x.shape[0], x.shape[2], GROUP, bits=side.width(layer), coding=side.coding(layer))
-    assert side.clip_ratios is not None
-    assert side.gains is not None
     y = ((x.double() @ matrix).float() - center).transpose(0, 1)
-    rows = encode_rows(y, layout, side.clip_ratios[layer], side.gains[layer], book)
-    return ((decode_rows(rows, layout, book).transpose(0, 1) + center).double() @ matrix.inverse()).float()
+    for heads, bits, coding, clip, gain in side.runs(layer):
+        own = y[:, heads]
+        book = side.codebooks.of_layer(layer, heads) if side.codebooks and coding == CODEBOOK else None
+        layout = RowLayout(own.shape[1], x.shape[2], GROUP, bits=bits, coding=coding)
+        assert clip is not None
+        assert gain is not None
+        y[:, heads] = decode_rows(encode_rows(own, layout, clip, gain, book), layout, book)
+    return ((y.transpose(0, 1) + center).double() @ matrix.inverse()).float()
 
 
 def expected(ids: list[int], prompt: int, sides: tuple[RotationSet, RotationSet], folder: Path = MODEL) -> torch.Tensor:

@@ -125,7 +125,7 @@ def test_rings_are_sent_position_by_position(monkeypatch: pytest.MonkeyPatch) ->
     cache = small_cache(WINDOWS, seats, pool=pool)
     handshake.around_setup_state(lambda *unused: None, said, pool)
     (lengths,), (items,) = said.state_data_lens, said.state_item_lens
-    assert sum(lengths) == cache.window_buffers.ring.nbytes
+    assert sum(lengths) == cache.window_buffers.rings[0].nbytes
     assert lengths == [seats * WINDOWS.ring * item for item in items]
     assert (pool.unified_swa_ring_size, pool.unified_swa_window) == (WINDOWS.ring, WINDOWS.recent)  # type: ignore[attr-defined]
 
@@ -200,6 +200,6 @@ def test_waiting_requests_are_in_the_account(waiting: int, running: int) -> None
     budget = 1 << 30
     plan = make_plan(GEOMETRY, budget, running, 64, [WaitingRequests(waiting)])
     buffers = WindowBuffers(GEOMETRY, plan.rings, plan.sink_blocks, "cpu")
-    assert plan.window_bytes == buffers.ring.nbytes + buffers.sink.nbytes
+    assert plan.window_bytes == buffers.rings[0].nbytes + buffers.sinks[0].nbytes
     assert plan.rings == running + waiting + 1
     assert make_plan(GEOMETRY, budget, None, 64, [WaitingRequests(waiting)]).fixed_bytes <= budget

@@ -114,7 +114,7 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
     prefix, tracked = 8 * prefix, min(tracked, length)
     cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS, layers=1)
     kept, seat, block, slot = KeptWindows(cache), 1, 2, 3
-    rings, sinks = cache.window_buffers.ring.flatten(3), cache.window_buffers.sink.flatten(3)
+    rings, sinks = cache.window_buffers.rings[0].flatten(3), cache.window_buffers.sinks[0].flatten(3)
     for position in range(prefix):
         rings[:, seat, position % 8] = position + 1
         if position < 4:
@@ -151,7 +151,7 @@ def test_a_chunk_leaves_the_window_behind_its_token(prefix: int, length: int, tr
 def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
     cache = small_cache(WINDOWS, ROWS, BLOCKS, SLOTS)
     kept, buffers = KeptWindows(cache), cache.window_buffers
-    buffers.ring.copy_(torch.arange(buffers.ring.numel()).view(buffers.ring.shape) % 251)
+    buffers.rings[0].copy_(torch.arange(buffers.rings[0].numel()).view(buffers.rings[0].shape) % 251)
     mode = SimpleNamespace(is_decode=lambda: True)
     batch = SimpleNamespace(
         forward_mode=mode,
@@ -161,14 +161,14 @@ def test_decode_keeps_whole_windows_where_a_state_is_kept() -> None:
         mamba_track_mask=torch.tensor([True, False]),
         mamba_track_indices=torch.tensor([2, 3]),
     )
-    rings = buffers.ring.clone()
+    rings = buffers.rings[0].clone()
     kept.keep_decoded(batch)
-    assert torch.equal(buffers.ring[:, ROWS + 2], rings[:, 1])
-    assert torch.equal(buffers.ring[:, ROWS + 3], rings[:, ROWS + 3])
+    assert torch.equal(buffers.rings[0][:, ROWS + 2], rings[:, 1])
+    assert torch.equal(buffers.rings[0][:, ROWS + 3], rings[:, ROWS + 3])
     batch.seq_lens_cpu = torch.tensor([9, 13])
-    before = buffers.ring.clone()
+    before = buffers.rings[0].clone()
     kept.keep_decoded(batch)
-    assert torch.equal(buffers.ring, before)
+    assert torch.equal(buffers.rings[0], before)
 
 
 def stock_attention(pool: Any) -> HybridLinearAttnBackend:
@@ -190,7 +190,7 @@ def test_verification_leaves_the_window_behind_its_token(length: int, accepted: 
     windows = with_room(WINDOWS, NEW)
     cache = small_cache(windows, ROWS, BLOCKS, SLOTS, layers=1)
     cache.kept = KeptWindows(cache)
-    rings, ring = cache.window_buffers.ring.flatten(3), windows.ring
+    rings, ring = cache.window_buffers.rings[0].flatten(3), windows.ring
     rings[:, 2] = 99
     path = [0, *sorted(accepted[: data.draw(st.integers(0, NEW - 1))])]
     tracked = data.draw(st.integers(1, len(path)))

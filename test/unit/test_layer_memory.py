@@ -11,11 +11,11 @@ from oscar_kernels import reference
 from oscar_kernels.cache import BatchTables, StoreSlots, Windows
 from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import decode_rows, encode_rows
-from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.format import CutFormat, LayerFormat, SideFormat, parts_of
 from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.build import cached_layers
-from sglang_oscar.memory.layer import CachedLayer
+from sglang_oscar.memory.layer import AnyLayer, CachedLayer
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.window_buffers import WindowBuffers
 
@@ -25,15 +25,17 @@ WINDOW_NAMES = ("k_sink", "v_sink", "k_ring", "v_ring")
 FORMATS = {
     0: LayerFormat(HEADS, D, SideFormat(64), SideFormat(64)),
     1: LayerFormat(HEADS, D, SideFormat(32), SideFormat(64)),
-    2: LayerFormat(HEADS, D, SideFormat(64), SideFormat(32, torch.float32)),
+    2: CutFormat((LayerFormat(1, D, SideFormat(64, bits=4), SideFormat(64)), LayerFormat(1, D, *[SideFormat(64)] * 2))),
+    3: LayerFormat(HEADS, D, SideFormat(64), SideFormat(32, torch.float32)),
 }
+PARTS = parts_of(FORMATS.values())
 
 
-def made() -> tuple[Int2TokenToKVPool, dict[int, CachedLayer], WindowBuffers]:
-    """A pool of three layers with rows of four kinds, and its windows."""
+def made() -> tuple[Int2TokenToKVPool, dict[int, AnyLayer], WindowBuffers]:
+    """A pool of four layers with rows of six kinds, one of them in two parts, and its windows."""
     geometry = Geometry(FORMATS, WINDOWS, torch.bfloat16)
     pool = Int2TokenToKVPool(
-        SIZE, formats=FORMATS, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=3
+        SIZE, formats=FORMATS, page_size=PAGE, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=4
     )
     buffers = WindowBuffers(geometry, 3, 4, "cpu")
     return pool, cached_layers(FORMATS, buffers.layer_caches(pool), "cpu"), buffers
@@ -43,16 +45,18 @@ def test_bytes_are_those_of_the_formats() -> None:
     pool, _, buffers = made()
     geometry = buffers.geometry
     assert sum(pool.get_kv_size_bytes()) == (SIZE + PAGE) * geometry.cell_bytes
-    assert buffers.sink.nbytes == 4 * geometry.sink_bytes
-    assert buffers.ring.nbytes == 3 * geometry.ring_bytes
+    assert sum(x.nbytes for x in buffers.sinks) == 4 * geometry.sink_bytes
+    assert sum(x.nbytes for x in buffers.rings) == 3 * geometry.ring_bytes
+    assert [x.shape[0] for x in buffers.rings] == [6, 4], "keys and values of three layers, and of two parts of one"
 
 
 def test_what_servers_register_is_each_layers_own() -> None:
     """Pages of a layer that are sent by the first one's size would arrive in other places of other layers."""
     pool, _, _ = made()
-    pages = [PAGE * layer.key_layout.row_bytes for layer in FORMATS.values()]
-    pages += [PAGE * layer.value_layout.row_bytes for layer in FORMATS.values()]
-    assert len(set(pages)) == 3
+    pages = [PAGE * part.key_layout.row_bytes for part in PARTS]
+    pages += [PAGE * part.value_layout.row_bytes for part in PARTS]
+    assert len(set(pages)) == 5
+    assert [pool.numbers(layer) for layer in FORMATS] == [[0], [1], [2, 3], [4]]
     addresses, sizes, found = pool.get_contiguous_buf_infos()
     assert found == pages
     assert sizes == [page * (SIZE + PAGE) // PAGE for page in pages]
@@ -142,14 +146,14 @@ def test_codebooks_are_in_the_layers_tensors() -> None:
 def test_layers_do_not_share_bytes() -> None:
     """Every tensor filled with a number of its own keeps it; together they are all of the memory."""
     pool, layers, buffers = made()
-    tensors = [getattr(layer.cache, name) for layer in layers.values() for name in WINDOW_NAMES]
-    tensors += [x for layer in layers.values() for x in (layer.cache.k_rows, layer.cache.v_rows)]
+    caches = [part.cache for layer in layers.values() for part in layer.parts]
+    tensors = [getattr(cache, name) for cache in caches for name in WINDOW_NAMES]
+    tensors += [x for cache in caches for x in (cache.k_rows, cache.v_rows)]
     for number, tensor in enumerate(tensors, start=1):
         tensor.fill_(number)
     for number, tensor in enumerate(tensors, start=1):
         assert (tensor == number).all()
-    assert (buffers.sink > 0).all()
-    assert (buffers.ring > 0).all()
+    assert all((x > 0).all() for x in (*buffers.sinks, *buffers.rings))
     assert all((x > 0).all() for x in (*pool.k_buffer, *pool.v_buffer))
 
 
@@ -158,14 +162,20 @@ def test_rows_are_each_layers_own() -> None:
     pool, layers, _ = made()
     k, v = (torch.randn(PAGE, HEADS, D, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     none = torch.full((PAGE,), -1)
-    for layer in layers.values():
-        reference.store(layer.cache, StoreSlots(PAGE + torch.arange(PAGE), none, none), k, v, layer.format)
+    parts = [(part, first) for layer in layers.values() for first, part in enumerate(layer.parts)]
+
+    def own(x: torch.Tensor, part: CachedLayer, first: int) -> torch.Tensor:
+        return x[:, first : first + part.cache.kv_heads]
+
+    for part, first in parts:
+        slots = StoreSlots(PAGE + torch.arange(PAGE), none, none)
+        reference.store(part.cache, slots, own(k, part, first), own(v, part, first), part.format)
     pool.use_native_move_kv_cache = True  # needs no GPU
     pool.move_kv_cache(3 * PAGE + torch.arange(PAGE), PAGE + torch.arange(PAGE))
-    for layer_id, layer in layers.items():
-        for x, layout, rows in zip(
-            (k, v), (layer.format.key_layout, layer.format.value_layout), pool.rows(layer_id), strict=True
-        ):
+    found = [rows for layer_id in layers for rows in pool.rows(layer_id)]
+    for (part, first), both in zip(parts, found, strict=True):
+        layouts = part.format.key_layout, part.format.value_layout
+        for x, layout, rows in zip((own(k, part, first), own(v, part, first)), layouts, both, strict=True):
             assert rows.shape == (SIZE + PAGE, layout.row_bytes)
             wanted = decode_rows(encode_rows(x, layout, 1.0), layout)
             for page in (1, 3):

@@ -153,12 +153,12 @@ def test_memory_that_is_back_is_as_at_start(saves: bool, monkeypatch: pytest.Mon
     pair = SimpleNamespace(swa_kv_pool=SimpleNamespace(k_buffer=[windows], v_buffer=[]))
     first_request_behind(cache, pair)
     assert [not tensor.any() for tensor in (*memory, windows)] == [saves] * 5
-    cache.window_buffers.ring.fill_(1.0)
+    cache.window_buffers.rings[0].fill_(1.0)
     first_request_behind(cache, pair)
-    assert cache.window_buffers.ring.any() != saves
-    cache.window_buffers.ring.fill_(1.0)
+    assert cache.window_buffers.rings[0].any() != saves
+    cache.window_buffers.rings[0].fill_(1.0)
     next_request(cache, pair)
-    assert cache.window_buffers.ring.all(), "requests are in it"
+    assert cache.window_buffers.rings[0].all(), "requests are in it"
 
 
 def test_a_rank_without_requests_reads_no_memory_as_it_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,9 @@ def test_copies_of_kept_windows_are_released(built: tuple[Any, Int2Cache], monke
     cache.settings = Settings.from_env({"SGLANG_OSCAR_KEPT_WINDOWS": "4"})
     resuming.built(build.Built(None, None, pool, cache))
     assert isinstance(cache.resumed, Resumed)
-    assert cache.resumed.copies.shape[1] == 4
-    assert place(cache.resumed.copies) in StandIn.places
+    (copies,) = cache.resumed.copies
+    assert copies.shape[1] == 4
+    assert place(copies) in StandIn.places
 
 
 def test_windows_of_layers_with_one_are_released(built: tuple[Any, Int2Cache]) -> None:

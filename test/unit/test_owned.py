@@ -159,7 +159,7 @@ def test_a_record_says_what_there_is() -> None:
 def test_rings_are_sent_as_kernels_read_them() -> None:
     """Keys of all layers, then values; nothing without a window; what SGLang cannot send is refused."""
     server = Server()
-    caches = server.cache.window_buffers.layer_caches(server.pool).values()
+    caches = [cache for parts in server.cache.window_buffers.layer_caches(server.pool).values() for cache in parts]
     pieces = pieces_of(RING, server.cache.holdings[RING], WINDOWS.ring)
     kernels = [layer.k_ring for layer in caches] + [layer.v_ring for layer in caches]
     assert [piece.data_ptr() for piece in pieces] == [ring.data_ptr() for ring in kernels]

@@ -12,11 +12,12 @@ import torch
 from oscar_kernels.codebook import Codebook
 from oscar_kernels.cuda.books import arranged_book, searched_points
 from oscar_kernels.cuda.store import arrange
-from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.format import AnyFormat, CutFormat, LayerFormat, SideFormat
 from oscar_kernels.prepared import prepare
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.refitting.in_place import put, replacements
+from sglang_oscar.memory.layer import CachedLayer, CutLayer
 
 HEADS, D = 2, 64
 CPU = torch.device("cpu")
@@ -34,10 +35,11 @@ def made(seed: int, gain: float = 0.98) -> LayerFormat:
     return LayerFormat(HEADS, D, *sides)
 
 
-def cache_with(layer: LayerFormat, derived: list[Any]) -> Any:
-    return SimpleNamespace(
-        layers={3: SimpleNamespace(format=layer)}, derived=derived, seats=SimpleNamespace(device=CPU)
-    )
+def cache_with(layer: AnyFormat, derived: list[Any]) -> Any:
+    none: Any = None
+    parts = tuple(CachedLayer(none, part) for part in layer.parts)
+    layers = {3: parts[0] if len(parts) == 1 else CutLayer(parts)}
+    return SimpleNamespace(layers=layers, derived=derived, seats=SimpleNamespace(device=CPU))
 
 
 def test_everything_made_of_a_format_is_replaced() -> None:
@@ -68,6 +70,19 @@ def test_everything_made_of_a_format_is_replaced() -> None:
         assert torch.equal(at.value.reading.terms, made_new.value.reading.terms)  # type: ignore[union-attr]
         assert torch.equal(at.key.center, made_new.key.center)  # type: ignore[arg-type]
     assert torch.equal(books[0], arranged_book(new.key.codebook))  # type: ignore[arg-type]
+
+
+def test_parts_of_layers_are_replaced() -> None:
+    """Each by its own; layers that would be cut elsewhere change nothing."""
+    old, new = ([made(seed), made(seed + 1, gain=0.9)] for seed in (1, 3))
+    cache, before = cache_with(CutFormat(tuple(old)), []), [part.key.transform.matrix for part in old]
+    with pytest.raises(Int2Error, match="cannot cut layers elsewhere"):
+        replacements(cache, {3: new[0]})
+    with pytest.raises(Int2Error, match="a refit cannot replace"):
+        replacements(cache, {3: CutFormat(tuple(new[::-1]))})
+    put(replacements(cache, {3: CutFormat(tuple(new))}), CPU)
+    for kept, part in zip(before, new, strict=True):
+        assert torch.equal(kept, part.key.transform.matrix)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["gain", "coding", "dual"])

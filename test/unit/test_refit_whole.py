@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from sglang_oscar.features.refitting import actions
 from sglang_oscar.features.refitting.samples import Samples
 from sglang_oscar.formats import origin
 from sglang_oscar.formats.rotations import Loaded, load
+from sglang_oscar.memory.layer import CachedLayer
 from sglang_oscar.settings import Settings
 from support.small_cache import small_cache
 
@@ -52,7 +53,7 @@ def server(group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     requests = SimpleNamespace()
     cache: Any = small_cache(Windows(0, 0, 0), requests=requests)
     formats = loaded(settings).formats
-    cache.layers = {layer: SimpleNamespace(format=of) for layer, of in formats.items()}
+    cache.layers = {layer: CachedLayer(cast(Any, None), of) for layer, of in formats.items()}
     cache.sampler, cache.recipe, cache.settings = Samples(), "paper", settings
     cache.fingerprint = fingerprint(formats)
     args = SimpleNamespace(

@@ -31,15 +31,15 @@ def request(ids: list[int], seat: int | None = None, **fields: Any) -> Any:
 
 def make(windows: int = 3) -> Resumed:
     cache = small_cache(Windows(0, RECENT, RECENT), SEATS, page_size=PAGE)
-    ring = cache.window_buffers.ring
-    made = Resumed(cache, ring.new_zeros(ring.shape[0], windows, *ring.shape[2:]))
+    ring = cache.window_buffers.rings[0]
+    made = Resumed(cache, [ring.new_zeros(ring.shape[0], windows, *ring.shape[2:])])
     cache.seats.moves = made.move
     return made
 
 
 def rings(of: Resumed) -> torch.Tensor:
     """A number for each ring."""
-    return of.cache.window_buffers.ring[0, :, 0, 0, 0]
+    return of.cache.window_buffers.rings[0][0, :, 0, 0, 0]
 
 
 def compute(of: Resumed, req: Any, number: float) -> None:
@@ -47,7 +47,7 @@ def compute(of: Resumed, req: Any, number: float) -> None:
     of.take(req, req.req_pool_idx, 0)
     of.prompt(req, len(req.origin_input_ids))
     of.cache.seats.upload()
-    of.cache.window_buffers.ring[:, req.req_pool_idx] = number
+    of.cache.window_buffers.rings[0][:, req.req_pool_idx] = number
 
 
 def test_a_prompt_again_goes_on_from_its_window() -> None:
@@ -56,7 +56,7 @@ def test_a_prompt_again_goes_on_from_its_window() -> None:
     again = request(PROMPT, 2)
     assert resumed.covered(again, len(PROMPT)) == 0, "it is there once the next batch begins"
     resumed.cache.seats.upload()
-    resumed.cache.window_buffers.ring[:, 1] = 8.0  # the request goes on
+    resumed.cache.window_buffers.rings[0][:, 1] = 8.0  # the request goes on
     assert resumed.covered(again, len(PROMPT)) == 20
     assert resumed.take(again, 2, 20) == len(PROMPT) - RECENT
     resumed.cache.seats.upload()
@@ -69,7 +69,7 @@ def test_a_conversation_goes_on_from_what_a_finished_request_has_left() -> None:
     compute(resumed, first, 7.0)
     resumed.cache.seats.upload()
     first.output_ids = [1, 2, 3, 4]
-    resumed.cache.window_buffers.ring[:, 1] = 9.0
+    resumed.cache.window_buffers.rings[0][:, 1] = 9.0
     resumed.left(first, 1, 24)
     following = request([*PROMPT, 1, 2, 3, 4, 5], 2)
     assert resumed.covered(following, 26) == 24
@@ -133,7 +133,7 @@ def test_a_seat_that_is_left_before_its_copy_is_copied_at_once() -> None:
     compute(resumed, first, 7.0)
     resumed.left(first, 1, 21)
     resumed.take(request([5] * 9), 1, 0)
-    resumed.cache.window_buffers.ring[:, 1] = 1.0
+    resumed.cache.window_buffers.rings[0][:, 1] = 1.0
     resumed.cache.seats.upload()
     again = request(PROMPT, 2)
     assert resumed.covered(again, len(PROMPT)) == 20

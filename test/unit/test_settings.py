@@ -278,7 +278,7 @@ def test_a_rank_keeps_the_centers_of_its_heads(plus_files):
     plus = Settings.from_env(plus_files | {"SGLANG_OSCAR_RECIPE": "plus"})
     loaded = load_formats(plus, PLUS_ROWS, range(2))
     own = {layer_id: layer.of_heads(slice(1, 2)) for layer_id, layer in loaded.items()}
-    for layer_id, layer in cached_layers(own, dict.fromkeys(own), "cpu").items():
+    for layer_id, layer in cached_layers(own, {key: [None] for key in own}, "cpu").items():
         key, value = layer.format.key.transform, layer.format.value.transform
         whole = loaded[layer_id].key.transform
         assert layer.format.kv_heads == 1

@@ -67,7 +67,7 @@ def made_cache(windows: Windows) -> tuple[Any, WindowBuffers]:
 def numbered(buffers: WindowBuffers, rings: int, ring: int) -> torch.Tensor:
     """The ring as [layers * 2, rings, ring], each entry a number of its own, written to all channels."""
     numbers = torch.arange(4 * rings * ring).view(4, rings, ring) % 251
-    view = buffers.ring.view(4, rings, ring, HEADS * D)
+    view = buffers.rings[0].view(4, rings, ring, HEADS * D)
     view.copy_(numbers[..., None].expand_as(view))
     return numbers
 
@@ -80,7 +80,7 @@ def test_accepted_tokens_move_in_ring_and_sink() -> None:
     seats, lens = torch.tensor([2, 1, 3]), torch.tensor([200, 14, 29])
     accepted = torch.tensor([[0, 2, 5, 7], [8, 11, 14, -1], [16, 20, -1, -1]])
     commit.move_accepted(cache, seats, lens, accepted, tokens)
-    after = buffers.ring.view(4, 4, 32, HEADS * D)[..., 0].long()
+    after = buffers.rings[0].view(4, 4, 32, HEADS * D)[..., 0].long()
     expected, sinks = before.clone(), torch.zeros(4, 5, 16, dtype=torch.long)
     for request, (seat, length) in enumerate(zip(seats.tolist(), lens.tolist(), strict=True)):
         block = int(cache.seats.sink_block[seat])
@@ -91,13 +91,13 @@ def test_accepted_tokens_move_in_ring_and_sink() -> None:
             if length + place < 16:
                 sinks[:, block, length + place] = value
     assert torch.equal(after, expected)
-    assert torch.equal(buffers.sink.view(4, 5, 16, HEADS * D)[..., 0].long()[:, 1:], sinks[:, 1:])
+    assert torch.equal(buffers.sinks[0].view(4, 5, 16, HEADS * D)[..., 0].long()[:, 1:], sinks[:, 1:])
 
 
 def test_no_sink_to_move_to() -> None:
     cache, buffers = made_cache(Windows(0, 24, 32))
     commit.move_accepted(cache, torch.tensor([1]), torch.tensor([3]), torch.tensor([[0, 5]]), 8)
-    assert buffers.sink.numel() == 0
+    assert buffers.sinks[0].numel() == 0
 
 
 def test_masks_of_either_form_give_the_same_words() -> None:

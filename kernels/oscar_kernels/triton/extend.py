@@ -9,15 +9,39 @@ works on follows from the chunks' ``starts`` on the device; the grid depends on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
 from oscar_kernels.cache import BatchTables, Chunks, LayerCache, check_lse
+from oscar_kernels.parts import attend_parts, split_heads
 from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
 from oscar_kernels.triton.extend_kernel import extend_kernel
 
 STAGES = 2
 """Tiles of keys in flight, the one worked on included."""
+
+
+def extend_parts(
+    caches: Sequence[LayerCache],
+    tables: BatchTables,
+    chunks: Chunks,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    lse: torch.Tensor | None = None,
+    prefix_only: bool = False,
+) -> torch.Tensor:
+    """:func:`extend` of a layer in parts (:mod:`oscar_kernels.parts`), whose ``caches`` are in the order of heads."""
+    apart = [
+        Chunks(*own, chunks.starts)
+        for own in zip(*(split_heads(x, caches) for x in (chunks.q, chunks.k, chunks.v)), strict=True)
+    ]
+
+    def attend(part: int, q: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+        return extend(caches[part], tables, apart[part], q, sm_scale, lse=sums, prefix_only=prefix_only)
+
+    return attend_parts(caches, attend, q_rot, lse)
 
 
 def extend(

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.cache import BatchTables, LayerCache, check_16_bit_rows
 from oscar_kernels.triton.arith import (
     CODEBOOK,
     EXACT,
@@ -112,14 +112,14 @@ def _copy_side(
     ring_begin, block, ring, STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     CODING: tl.constexpr, GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
-    RECENT: tl.constexpr, RING: tl.constexpr, FINITE: tl.constexpr,
+    RECENT: tl.constexpr, RING: tl.constexpr, OUT_HEADS: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of one head at positions [BLOCK] of a request, each from where it is read.
 
     FINITE: what is no number becomes 0. A tile of keys may reach into the next request's; there weights are 0, but
     0 x NaN is NaN.
     """
-    out_rows = out_ptr + (out_row.to(tl.int64) * KV_HEADS + head) * D
+    out_rows = out_ptr + (out_row.to(tl.int64) * OUT_HEADS + head) * D
     history = live & (position >= sink_end) & (position < ring_begin)
     if tl.max(history.to(tl.int32), 0) > 0:
         page = tl.load(pages_ptr + position // PAGE, mask=history, other=0).to(tl.int64)
@@ -151,7 +151,7 @@ def _prefix_kernel(
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
     V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
-    RECENT: tl.constexpr, RING: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
+    RECENT: tl.constexpr, RING: tl.constexpr, OUT_HEADS: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads; tiles of BLOCK positions, at most one short one per span; keys and values)."""
     head = tl.program_id(0)
@@ -179,14 +179,14 @@ def _prefix_kernel(
             k_out_ptr, k_rows_ptr, k_points_ptr, k_factor_ptr, k_sink_ptr, k_ring_ptr, pages_ptr, position,
             out_first + offset, live, head,
             sink_end, ring_begin, block, ring, K_STRIDE, KV_HEADS, D, K_BITS, K_CODING, K_GROUP, SCALE_DTYPE,
-            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, False,
+            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, OUT_HEADS, False,
         )  # fmt: skip
     else:
         _copy_side(
             v_out_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position,
             out_first + offset, live, head,
             sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_CODING, V_GROUP, SCALE_DTYPE,
-            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, True,
+            EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, OUT_HEADS, True,
         )  # fmt: skip
 
 
@@ -207,13 +207,14 @@ def copy_prefixes(
         requests: int32 [spans], request of each span, on the device like the next two.
         begins: int32 [spans], first position of each span.
         indptr: int32 [spans + 1], first row of each span in the outputs, then the number of rows.
-        k_out, v_out: [rows, kv_heads, head_dim] contiguous, bfloat16 or float16, with at least as many rows as
+        k_out, v_out: [rows, kv_heads, head_dim], heads contiguous, bfloat16 or float16, with at least as many rows as
             ``indptr`` counts. Only their shape decides how many programs run: pass views of the right length.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     kv_heads, head_dim, windows = cache.kv_heads, cache.head_dim, cache.windows
-    for name, out in (("k_out", k_out), ("v_out", v_out)):
-        if out.shape[1:] != (kv_heads, head_dim) or not out.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [rows, {kv_heads}, {head_dim}]")
+    check_16_bit_rows(k_out, v_out, kv_heads, head_dim)
     spans = requests.shape[0]
     if k_out.shape[0] == 0 or spans == 0:
         return
@@ -223,6 +224,6 @@ def copy_prefixes(
         tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, requests,
         begins, indptr, k_out, v_out, spans, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
         KV_HEADS=kv_heads, D=head_dim, **row_constants(cache), DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
-        SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1),
+        SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1), OUT_HEADS=k_out.stride(0) // head_dim,
         SPANS=max(triton.next_power_of_2(spans), FEWEST_SPANS), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -102,7 +102,7 @@ def _store_tile(
     GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, R_SCALE: tl.constexpr, TERMS: tl.constexpr,
     RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_COPY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_COPY: tl.constexpr, COPY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the places it goes to."""
     # Heads that share a matrix may have points of their own, and then have tiles of their own.
@@ -123,7 +123,7 @@ def _store_tile(
     if HAS_SINK:
         _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
     if HAS_COPY:
-        _store_window(copy_ptr, copy_index_ptr, y, token, head, mask, HEADS)
+        _store_window(copy_ptr, copy_index_ptr, y, token, head, mask, COPY_HEADS)
     rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
     if BITS == EXACT:
         at = exact_channels(rows, head, D, EXACT_DTYPE)[:, None] + tl.arange(0, D)[None, :]
@@ -151,7 +151,7 @@ def _store_kernel(
     K_TERMS: tl.constexpr, V_TERMS: tl.constexpr, Q_TERMS: tl.constexpr,
     K_RANK: tl.constexpr, V_RANK: tl.constexpr, K_FITTED: tl.constexpr, V_FITTED: tl.constexpr,
     HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr, HAS_COPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COPY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (key tiles + value tiles + query tiles); Q_HEADS = 0 has no queries."""
     tile = tl.program_id(0)
@@ -169,7 +169,7 @@ def _store_kernel(
             k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, k_copy_ptr, copy_index_ptr, tile,
             tokens, k_gain, k_points_ptr, k_factor_ptr, HEADS, K_SETS, D, K_BITS, K_CODING, K_GROUP, SCALE_DTYPE,
             EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK,
-            K_FITTED, HAS_CENTER, HAS_RING, HAS_SINK, HAS_COPY, BLOCK,
+            K_FITTED, HAS_CENTER, HAS_RING, HAS_SINK, HAS_COPY, COPY_HEADS, BLOCK,
         )  # fmt: skip
     else:
         _store_tile(
@@ -177,7 +177,7 @@ def _store_kernel(
             v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, v_copy_ptr, copy_index_ptr,
             tile - k_tiles, tokens, v_gain, k_points_ptr, k_factor_ptr, HEADS, V_SETS, D, V_BITS, V_CODING, V_GROUP,
             SCALE_DTYPE, EXACT_DTYPE, V_SCALE,
-            V_TERMS, V_RANK, V_FITTED, False, HAS_RING, HAS_SINK, HAS_COPY, BLOCK,
+            V_TERMS, V_RANK, V_FITTED, False, HAS_RING, HAS_SINK, HAS_COPY, COPY_HEADS, BLOCK,
         )  # fmt: skip
 
 
@@ -241,7 +241,8 @@ def store(
         tokens, k_points_ptr=points, k_factor_ptr=factor, HEADS=heads, Q_HEADS=q_heads, D=head_dim,
         **row_constants(cache), **sides,
         HAS_CENTER=center is not None, HAS_RING=cache.k_ring.numel() > 0, HAS_SINK=cache.k_sink.numel() > 0,
-        HAS_COPY=copies is not None, BLOCK=block, num_warps=warps,
+        HAS_COPY=copies is not None, COPY_HEADS=heads if copies is None else copies.k.stride(0) // head_dim,
+        BLOCK=block, num_warps=warps,
         # A product that is not rounded before it is added to moves codes that lie on a boundary.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -92,7 +92,7 @@ class Case:
         def call() -> object:
             rotated, values = self.rotated() if plan.has_prefix else (None, self.v)
             chunks = Chunks(self.q, self.k, values, self.indptr)
-            out = ragged.run(plan, self.cache, self.tables, chunks, rotated, SM_SCALE)
+            out = ragged.run(plan, [self.cache], self.tables, chunks, rotated, SM_SCALE)
             if plan.decoding is not None:
                 assert rotated is not None
                 own = plan.decoding.tokens
@@ -108,7 +108,7 @@ class Case:
             return None
 
         def call() -> object:
-            copies = ragged.load_joined(plan, self.cache, self.tables)
+            copies = ragged.load_joined(plan, [self.cache], self.tables)
             rotated = store(self.chunks, self.slots, self.k, self.v, self.layer, q=self.q, copies=copies)
             assert rotated is not None
             return self.back(ragged.run_joined(copies, rotated, SM_SCALE))

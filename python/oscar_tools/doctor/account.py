@@ -55,8 +55,10 @@ def estimated_geometry(loaded: dict[str, Any]) -> Any:
     windows = settings.windows, settings.window_torch_dtype
     heads = loaded["model"].get_num_kv_heads(loaded["ranks"])
     if "formats" in loaded:
-        of_rank = {layer: found.of_heads(slice(0, heads)) for layer, found in loaded["formats"].items()}
-        return Geometry(of_rank, *windows)
+        # Of ranks that have other parts of layers the largest.
+        firsts = range(0, loaded["layout"].kv_heads, heads)
+        of_ranks = [{n: of.of_heads(slice(i, i + heads)) for n, of in loaded["formats"].items()} for i in firsts]
+        return max((Geometry(of_rank, *windows) for of_rank in of_ranks), key=lambda rank: rank.cell_bytes)
     layout, goal = loaded["layout"], BitGoal.parse(bits_of(settings))
     of_sides = (goal.key, settings.k_coding or AFFINE), (goal.value, settings.v_coding or AFFINE)
     sides = (
@@ -160,8 +162,9 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
         extend = extend_choice.workspace(backend, geometry.any_layer, q_heads, model.dtype, budget)
     kinds, short_chunks = without_rows(geometry, "cuda"), extend is not None
     task = DecodeTask(
-        settings.decode_backend, kinds, DEFAULT_PAGE_SIZE, q_heads, model.dtype, short_chunks, _drafts(loaded)
-    )
+        settings.decode_backend, kinds, DEFAULT_PAGE_SIZE, q_heads, model.dtype, short_chunks, _drafts(loaded),
+        kv_heads=geometry.any_layer.kv_heads,
+    )  # fmt: skip
     return extend, decode_workspace(task, geometry.formats, model.context_len, loaded["ranks"])
 
 

@@ -24,6 +24,7 @@ from sglang_oscar.attention.query_heads import query_heads
 from sglang_oscar.attention.verification import unread_mask
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.cache import cache_of
+from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.names import BACKEND
 
@@ -210,7 +211,9 @@ class OscarAttentionBackend(AttentionBackend):
         self._wait_for_rows(call.layer_id)
         out = attend(layer, batch, call)
         if batch.kept is not None:
-            self.kernels.store(layer, replace(batch.kept, row=call.out_cache_loc), call.k, call.v)
+            slots = replace(batch.kept, row=call.out_cache_loc)
+            for part, own in call.apart(layer):
+                self.kernels.store(part, slots, own.k, own.v)
         if batch.measured and self.key_errors is not None:
             self.key_errors.add(call, batch.tokens)
         if batch.sampled and self.cache.sampler is not None:
@@ -220,11 +223,14 @@ class OscarAttentionBackend(AttentionBackend):
     def _wait_for_rows(self, layer_id: int) -> None:
         """Wait until the host tier has brought this layer's rows, as stock does where a backend asks the pool for them.
 
-        The pool that SGLang gave out is asked: one that holds others keeps the counter for all of them.
+        The pool that SGLang gave out is asked: one that holds others keeps the counter for all of them. Of ours a part
+        of a layer is counted like a layer.
         """
         pool = self.token_to_kv_pool
         if pool.layer_transfer_counter is not None:
-            pool.layer_transfer_counter.wait_until(layer_id - pool.start_layer)
+            ours = isinstance(pool, Int2TokenToKVPool)
+            for number in pool.numbers(layer_id) if ours else [layer_id - pool.start_layer]:
+                pool.layer_transfer_counter.wait_until(number)
 
     def _longest(self, forward_batch: Any) -> int:
         """Upper bound of the batch's lengths, from SGLang's host copy where it keeps one."""

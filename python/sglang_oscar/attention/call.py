@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+
+from oscar_kernels.parts import split_heads
+from sglang_oscar.memory.layer import AnyLayer, CachedLayer
 
 Scale = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 """See :func:`oscar_kernels.sink_logits.scale_by_sinks`; whether ``out`` is overwritten does not matter here."""
@@ -37,6 +40,14 @@ class Call(NamedTuple):
         return self._replace(
             q=self.q[:tokens], k=self.k[:tokens], v=self.v[:tokens], out_cache_loc=self.out_cache_loc[:tokens]
         )
+
+    def apart(self, layer: AnyLayer) -> Iterator[tuple[CachedLayer, Call]]:
+        """Parts of the layer, each with a call for its own heads."""
+        caches = [part.cache for part in layer.parts]
+        sinks = [None] * len(caches) if self.sinks is None else split_heads(self.sinks, caches, 0)
+        own = zip(*(split_heads(x, caches) for x in (self.q, self.k, self.v)), sinks, strict=True)
+        for part, (q, k, v, some) in zip(layer.parts, own, strict=True):
+            yield part, self._replace(q=q, k=k, v=v, sinks=some)
 
     def sums(self) -> torch.Tensor | None:
         """Room for the log-sum-exp of every query, float32 [tokens, q_heads]; None where no sink logits need them."""

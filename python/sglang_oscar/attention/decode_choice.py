@@ -131,6 +131,7 @@ class DecodeTask:
         drafts: new tokens of a request that are verified at once; 0 without speculation.
         sink_logits: whether layers come with them; decode writes log-sum-exps then.
         readings: what outputs are multiplied by, those of one layer of every kind; None where values are not rotated.
+        kv_heads: of a whole layer on this rank; None where no cache is of a part of one.
     """
 
     setting: Setting
@@ -142,6 +143,11 @@ class DecodeTask:
     drafts: int = 0
     sink_logits: bool = False
     readings: Sequence[SplitMatrix | None] = (None,)
+    kv_heads: int | None = None
+
+    def heads(self, cache: LayerCache) -> int:
+        """Query heads of a cache."""
+        return self.q_heads if self.kv_heads is None else self.q_heads // self.kv_heads * cache.kv_heads
 
     @property
     def coded(self) -> list[LayerCache]:
@@ -156,7 +162,7 @@ class DecodeTask:
         return next(filter(None, reasons), None)
 
     def _unsupported(self, cache: LayerCache, max_batch: int) -> str | None:
-        return cuda.unsupported(cache, self.page_size, self.q_heads, self.dtype, max_batch)
+        return cuda.unsupported(cache, self.page_size, self.heads(cache), self.dtype, max_batch)
 
     def workspace_numel(self, max_batch: int) -> int:
         """float32 elements that decode, the prefixes of short chunks and verification take turns to use, for up to
@@ -168,10 +174,10 @@ class DecodeTask:
         for cache in self.caches:
             for requests, new in ((batch, 0), (max_batch, self.drafts)) if self.drafts else ((batch, 0),):
                 if by_cuda and not cache.exact:
-                    sizes.append(cuda.workspace_numel(cache, self.q_heads, requests, new))
+                    sizes.append(cuda.workspace_numel(cache, self.heads(cache), requests, new))
                 else:
                     counters = cuda.MAX_BATCH if by_cuda else 0
-                    sizes.append(counters + triton.workspace_numel(cache, self.q_heads, requests, drafts=new))
+                    sizes.append(counters + triton.workspace_numel(cache, self.heads(cache), requests, drafts=new))
         return max(sizes)
 
     def cuda_variants(self) -> Iterator[Variant]:
@@ -183,7 +189,7 @@ class DecodeTask:
             # Prefixes are merged with chunks; behind a chunk of one token there is nothing to merge.
             uses += [(True, None), (self.sink_logits, None)]
         for cache, (lse, reading) in product(self.coded or self.caches, uses):
-            yield cuda.variant_of(cache, self.page_size, self.q_heads, self.dtype, lse, reading=reading)
+            yield cuda.variant_of(cache, self.page_size, self.heads(cache), self.dtype, lse, reading=reading)
 
 
 def choose(task: DecodeTask, max_batch: int) -> CudaDecode | TritonDecode:
@@ -228,18 +234,18 @@ def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch
     """
     drafts = task.drafts
     if not isinstance(decode, CudaDecode):
-        reasons = (triton.unsupported_verify(cache, task.q_heads, max_batch, drafts) for cache in task.caches)
+        reasons = (triton.unsupported_verify(cache, task.heads(cache), max_batch, drafts) for cache in task.caches)
         if (reason := next(filter(None, reasons), None)) is not None:
             raise Int2Error(f"{reason}; lower --max-running-requests or --speculative-num-draft-tokens")
         logger.info("int2 verification: Triton kernel, %d tokens of a request", drafts)
         return decode.verify
-    rest = task.page_size, task.q_heads, task.dtype
-    reasons = (cuda.unsupported(cache, *rest, max_batch, drafts) for cache in task.coded)
+    page, dtype = task.page_size, task.dtype
+    reasons = (cuda.unsupported(cache, page, task.heads(cache), dtype, max_batch, drafts) for cache in task.coded)
     if (reason := next(filter(None, reasons), None)) is not None:
         raise Int2Error(f"{reason}; set {VARIABLE}=triton, or drop --speculative-algorithm")
     try:
         variants = [
-            cuda.variant_of(cache, *rest, drafts=drafts, reading=reading)
+            cuda.variant_of(cache, page, task.heads(cache), dtype, drafts=drafts, reading=reading)
             for cache, reading in product(task.coded, task.readings)
         ]
         for variant in variants:

@@ -9,7 +9,7 @@ import torch
 
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.cuda.books import copies_bytes
-from oscar_kernels.format import LayerFormat
+from oscar_kernels.format import AnyFormat, parts_of
 from oscar_kernels.prepared import TERMS
 from sglang_oscar.attention.decode_choice import DecodeTask
 from sglang_oscar.formats.geometry import GIB, Geometry
@@ -46,7 +46,7 @@ class DecodeWorkspace(Part):
         ]
 
 
-def decode_workspace(task: DecodeTask, formats: Mapping[int, LayerFormat], context: int, ranks: int) -> DecodeWorkspace:
+def decode_workspace(task: DecodeTask, formats: Mapping[int, AnyFormat], context: int, ranks: int) -> DecodeWorkspace:
     """What GPU kernels take.
 
     Args:
@@ -68,17 +68,17 @@ def without_rows(geometry: Geometry, device: str) -> list[LayerCache]:
     """A cache that holds nothing for every kind of rows."""
     rows = torch.empty(0, dtype=torch.uint8, device=device)
     window = torch.empty(0, dtype=geometry.window_dtype, device=device)
-    kinds = dict.fromkeys((layer.key_layout, layer.value_layout) for layer in geometry.formats.values())
+    kinds = dict.fromkeys((part.key_layout, part.value_layout) for part in parts_of(geometry.formats.values()))
     return [LayerCache(*kind, geometry.windows, rows, rows, window, window, window, window) for kind in kinds]
 
 
-def matrix_bytes(formats: Mapping[int, LayerFormat], dtype: torch.dtype) -> int:
+def matrix_bytes(formats: Mapping[int, AnyFormat], dtype: torch.dtype) -> int:
     """Bytes of the matrices of all layers: in float32, in terms of 16 bits, and in those once more in the order of the
     CUDA kernel; and of codebooks, as files have them and as both CUDA kernels read them.
     """
     terms = 2 * TERMS.get(dtype, max(TERMS.values()))
     total = 0
-    for layer in formats.values():
+    for layer in parts_of(formats.values()):
         for side in (layer.key.transform, layer.value.transform):
             own = [x for x in (side.matrix, side.dual) if x is not None]
             total += sum(x.numel() * (4 + 2 * terms) for x in own)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits, Ragged
-from oscar_kernels.format import LayerFormat
+from oscar_kernels.format import AnyFormat
 from oscar_rotation.errors import first_line
 from sglang_oscar.attention import flash_attention3, flash_attention4, stock_check
 from sglang_oscar.attention.decode_choice import break_even_tokens
@@ -92,7 +92,7 @@ def why_not_flash(setting: str, head_dim: int, sink_logits: bool) -> str | None:
 
 
 def workspace(
-    backend: StockBackend, layer: LayerFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int
+    backend: StockBackend, layer: AnyFormat, q_heads: int, dtype: torch.dtype, budget_bytes: int
 ) -> ExtendWorkspace:
     """What a stock kernel takes of a KV budget on the current GPU.
 
@@ -113,7 +113,7 @@ def workspace(
     return ExtendWorkspace(tokens, token_bytes, q_heads, dtype, backend, kernels, scratch, INT_WORKSPACE_BYTES, passes)
 
 
-def _flashinfer_kernels(layer: LayerFormat, q_heads: int, dtype: torch.dtype) -> tuple[Literal["fa2", "fa3"], int]:
+def _flashinfer_kernels(layer: AnyFormat, q_heads: int, dtype: torch.dtype) -> tuple[Literal["fa2", "fa3"], int]:
     """FlashInfer's family of kernels on this GPU, and bytes that it needs for partial results."""
     from flashinfer.utils import determine_attention_backend
 
@@ -145,9 +145,9 @@ def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.devic
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
     limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=True)
-    layout = geometry.any_layer.key_layout
+    layer = geometry.any_layer
     try:
-        planner = RaggedPlanner(layout, size.q_heads, size.dtype, limits, device, _kernels(size, device), processors)
+        planner = RaggedPlanner(layer, size.q_heads, size.dtype, limits, device, _kernels(size, device), processors)
         made = RaggedExtend(planner, decode)
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
@@ -155,7 +155,7 @@ def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.devic
         # On Hopper version 3 is what is tested and measured.
         if size.backend in FLASH_ATTENTION and torch.cuda.get_device_capability(device) != (9, 0):
             like = torch.empty(0, dtype=size.dtype, device=device)
-            wrong = stock_check.differs(_kernels(size, device), size.q_heads, layout.kv_heads, layout.head_dim, like)
+            wrong = stock_check.differs(_kernels(size, device), size.q_heads, layer.kv_heads, layer.head_dim, like)
     except torch.cuda.OutOfMemoryError:
         raise  # says itself what is missing
     except Exception as error:

@@ -57,8 +57,9 @@ def parts(sizing: Sizing) -> list[Part]:
     drafts = new_tokens(releases.resolved(configurator.server_args))
     kinds = without_rows(geometry, configurator.device)
     task = decode_choice.DecodeTask(
-        settings.decode_backend, kinds, configurator.page_size, q_heads, model.dtype, bool(found), drafts
-    )
+        settings.decode_backend, kinds, configurator.page_size, q_heads, model.dtype, bool(found), drafts,
+        kv_heads=layer.kv_heads,
+    )  # fmt: skip
     return [*found, decode_workspace(task, geometry.formats, model.context_len, ranks)]
 
 

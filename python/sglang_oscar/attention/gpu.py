@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from oscar_kernels.cache import Chunks, StoreSlots
+from oscar_kernels.cache import Chunks, Copies, StoreSlots
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.books import arranged_book, searched_points
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.format import LayerFormat
+from oscar_kernels.parts import attend_parts, join_heads, split_heads
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
-from oscar_kernels.triton.extend import extend
+from oscar_kernels.triton.extend import extend_parts
 from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.sink_logits import scale_by_sinks_
@@ -26,9 +27,10 @@ from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.extend_choice import ragged_extend, why_not_flash
 from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace
+from sglang_oscar.attention.kernels import by_part
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
-from sglang_oscar.memory.layer import CachedLayer
+from sglang_oscar.memory.layer import AnyLayer, CachedLayer, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,31 +63,31 @@ class GpuKernels:
         sink_logits: bool,
     ) -> None:
         self._dtype = dtype
-        self._prepared = {id(layer): prepare(layer.format, dtype) for layer in cache.layers.values()}
+        parts = parts_of(cache.layers.values())
+        self._prepared = {id(part): prepare(part.format, dtype) for part in parts}
         cache.derived.append(self._made_of)
         found = (prepared.value.reading for prepared in self._prepared.values())
         readings = list({reading and (reading.count, reading.sets): reading for reading in found}.values())
         self._page_size = cache.page_size
         # Kernels are compiled for every kind of rows.
-        kinds = list({(layer.cache.k_layout, layer.cache.v_layout): layer for layer in cache.layers.values()}.values())
-        caches = [layer.cache for layer in kinds]
+        caches = list({(part.cache.k_layout, part.cache.v_layout): part.cache for part in parts}.values())
         plan, workspace = cache.plan, cache.plan.part(ExtendWorkspace)
         task = decode_choice.DecodeTask(
             cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype, short_chunks=workspace is not None,
-            drafts=drafts, sink_logits=sink_logits, readings=readings,
+            drafts=drafts, sink_logits=sink_logits, readings=readings, kv_heads=plan.geometry.any_layer.kv_heads,
         )  # fmt: skip
         self._decode = decode_choice.choose(task, max_batch)
         self._verify = decode_choice.choose_verify(self._decode, task, max_batch) if drafts else None
         self._arranged: dict[int, PreparedLayer] = {}
         if isinstance(self._decode, decode_choice.CudaDecode):
-            coded = [layer for layer in cache.layers.values() if not layer.cache.exact]
+            coded = [part for part in parts if not part.cache.exact]
             self._arranged = {id(layer): cuda_store.arrange(self._prepared[id(layer)]) for layer in coded}
             for layer in coded:
                 if layer.cache.k_codebook is not None:  # made before steps are captured
                     arranged_book(layer.cache.k_codebook)
             try:
                 for layer in coded:
-                    variant = cuda_store.variant_of(layer.cache, q_heads, cache.page_size, dtype)
+                    variant = cuda_store.variant_of(layer.cache, task.heads(layer.cache), cache.page_size, dtype)
                     cuda_store.prepare(variant, self._arranged[id(layer)])
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
@@ -104,7 +106,8 @@ class GpuKernels:
         limits = None if self._ragged is None else self._ragged.planner.limits
         longest = cache.req_to_token_pool.req_to_token.shape[1]
         hits = warm_up.PrefixHits(cache.page_size, limits, max_batch, longest)
-        warm_up.chunks_behind_prefixes(self, kinds, q_heads, dtype, hits, sink_logits)
+        kinds = {tuple((x.cache.k_layout, x.cache.v_layout) for x in of.parts): of for of in cache.layers.values()}
+        warm_up.chunks_behind_prefixes(self, list(kinds.values()), q_heads, dtype, hits, sink_logits)
 
     def _made_of(self, layer: CachedLayer, new: LayerFormat) -> Iterator[tuple[Any, Any]]:
         """What kernels read of a layer, beside what they would read of a new format; see :attr:`Int2Cache.derived`."""
@@ -117,6 +120,7 @@ class GpuKernels:
             yield arranged_book(old), arranged_book(book)
             yield searched_points(old), searched_points(book)
 
+    @by_part
     def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         rotated = self._store(layer, batch, call)
@@ -141,6 +145,7 @@ class GpuKernels:
         assert rotated is not None
         return rotated
 
+    @by_part
     def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
@@ -157,7 +162,7 @@ class GpuKernels:
         assert batch.extend_lens is not None
         return self._ragged.planner.plan(batch.tables, batch.prefix_lens, batch.extend_lens)
 
-    def extend(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
+    def extend(self, layer: AnyLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         plan = batch.extend_plan
         lse = call.sums()
@@ -168,46 +173,56 @@ class GpuKernels:
         if plan is not None and not plan.has_prefix:
             return call.with_sinks(out, lse, None, scale_by_sinks_)
         # Keys of the chunk are centered where cached ones are attended to, too.
-        out = call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
-        return _rotate(out, self._prepared[id(layer)].value.reading)
+        out = call.with_sinks(out, lse, _plain_center(layer), scale_by_sinks_)
+        return self._rotate(layer, out, lambda prepared: prepared.value.reading)
 
-    def _extend_joined(self, layer: CachedLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:
+    def _extend_joined(self, layer: AnyLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:
         """Attend to prefixes and chunks at once, each as the store leaves it before its codes."""
         assert self._ragged is not None
         assert batch.extend_plan is not None
         assert batch.extend_plan.joined is not None
         # The store may overwrite what the rings hold of the prefixes.
-        copies = self._ragged.load_joined(batch.extend_plan.joined, layer.cache, batch.tables)
-        prepared = self._prepared[id(layer)]
-        rotated = store(layer.cache, batch.slots, call.k, call.v, prepared, q=call.q, copies=copies)
-        assert rotated is not None
-        return self._ragged.run_joined(copies, rotated, call.sm_scale, lse)
+        caches = [part.cache for part in layer.parts]
+        copies = self._ragged.load_joined(batch.extend_plan.joined, caches, batch.tables)
+        keys, values = split_heads(copies.k, caches), split_heads(copies.v, caches)
+        rotated = []
+        for (part, own), k, v in zip(call.apart(layer), keys, values, strict=True):
+            to = Copies(k, v, copies.rows)
+            queries = store(part.cache, batch.slots, own.k, own.v, self._prepared[id(part)], q=own.q, copies=to)
+            assert queries is not None
+            rotated.append(queries)
+        return self._ragged.run_joined(copies, join_heads(rotated), call.sm_scale, lse)
 
-    def _extend_apart(self, layer: CachedLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:
+    def _extend_apart(self, layer: AnyLayer, batch: Batch, call: Call, lse: torch.Tensor | None) -> torch.Tensor:
         """Attend to chunks as they are and to prefixes, and store the chunks."""
-        prepared, plan, starts = self._prepared[id(layer)], batch.extend_plan, batch.chunk_starts
-        cache, tables, sm_scale = layer.cache, batch.tables, call.sm_scale
+        plan, starts = batch.extend_plan, batch.chunk_starts
+        caches, tables, sm_scale = [part.cache for part in layer.parts], batch.tables, call.sm_scale
         assert starts is not None
         # Without a prefix values need no rotation, keys need not be centered.
         cached = plan is None or plan.has_prefix
-        values = _rotate(call.v, prepared.value.matrix) if cached else call.v
-        rotated = _rotate(call.q, prepared.key.reading) if cached else None
-        chunk = call.k
-        if cached and prepared.key.plain_center is not None:
-            chunk = (call.k - prepared.key.plain_center).to(call.k.dtype)
+        values = self._rotate(layer, call.v, lambda prepared: prepared.value.matrix) if cached else call.v
+        rotated = self._rotate(layer, call.q, lambda prepared: prepared.key.reading) if cached else None
+        chunk, center = call.k, _plain_center(layer)
+        if cached and center is not None:
+            chunk = (call.k - center).to(call.k.dtype)
         chunks = Chunks(call.q, chunk, values, starts)
         if plan is None:
             assert rotated is not None
-            out = extend(cache, tables, chunks, rotated, sm_scale, lse=lse)
+            out = extend_parts(caches, tables, chunks, rotated, sm_scale, lse)
         else:
             assert self._ragged is not None
-            out = self._ragged.run(plan, cache, tables, chunks, rotated, sm_scale, lse)
-        store(cache, batch.slots, call.k, call.v, prepared)
+            out = self._ragged.run(plan, caches, tables, chunks, rotated, sm_scale, lse)
+        for part, its in call.apart(layer):
+            store(part.cache, batch.slots, its.k, its.v, self._prepared[id(part)])
         if plan is not None and plan.decoding is not None:
             assert rotated is not None
-            own = plan.decoding.tokens
+            own, later = plan.decoding.tokens, plan.decoding.tables
             own_lse = None if lse is None else lse.new_empty(len(own), lse.shape[1])
-            out[own] = self._decode(cache, plan.decoding.tables, rotated[own], sm_scale, lse=own_lse)
+
+            def decode(part: int, q: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+                return self._decode(caches[part], later, q, sm_scale, lse=sums)
+
+            out[own] = attend_parts(caches, decode, rotated[own], own_lse)
             if lse is not None and own_lse is not None:
                 lse[own] = own_lse
         return out
@@ -216,6 +231,17 @@ class GpuKernels:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         store(layer.cache, slots, k, v, self._prepared[id(layer)])
 
+    def _rotate(
+        self, layer: AnyLayer, x: torch.Tensor, by: Callable[[PreparedLayer], SplitMatrix | None]
+    ) -> torch.Tensor:
+        """Vectors of all heads, [tokens, heads, head_dim], times a matrix that each part of the layer has."""
+        parts, matrices = layer.parts, [by(self._prepared[id(part)]) for part in layer.parts]
+        apart = zip(split_heads(x, [part.cache for part in parts]), matrices, strict=True)
+        return join_heads(own if matrix is None else rotate(own, matrix) for own, matrix in apart)
 
-def _rotate(x: torch.Tensor, matrix: SplitMatrix | None) -> torch.Tensor:
-    return x if matrix is None else rotate(x, matrix)
+
+def _plain_center(layer: AnyLayer) -> torch.Tensor | None:
+    """Of the keys of all heads, [kv_heads, head_dim]; None where they are not centered."""
+    centers = [part.format.key.transform.plain_center for part in layer.parts]
+    found = [center for center in centers if center is not None]
+    return torch.cat(found) if len(found) > 1 else centers[0]

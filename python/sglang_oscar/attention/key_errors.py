@@ -32,7 +32,11 @@ class KeyErrors:
 
     def __init__(self, cache: Int2Cache) -> None:
         self._cache = cache
-        coded = [layer_id for layer_id, layer in cache.layers.items() if not layer.format.key_layout.exact]
+        coded = [
+            layer_id
+            for layer_id, layer in cache.layers.items()
+            if not all(part.format.key_layout.exact for part in layer.parts)
+        ]
         self._place = {layer_id: index for index, layer_id in enumerate(coded)}
         self._sums = torch.zeros(2, len(coded), device=cache.seats.device)
         self._passes = self._chunks = 0
@@ -78,9 +82,10 @@ class KeyErrors:
         """
         if (at := self._place.get(call.layer_id)) is None:
             return
-        layer, of = self._cache.layers[call.layer_id], slice(max(tokens - MOST, 0), tokens)
-        rows = layer.cache.k_rows[call.out_cache_loc[of].long()]
-        self._sums[:, at] += logit_errors(call.q[of], call.k[of], rows, layer.format.key, layer.format.key_layout)
+        of = slice(max(tokens - MOST, 0), tokens)
+        for part, own in call.apart(self._cache.layers[call.layer_id]):
+            rows = part.cache.k_rows[call.out_cache_loc[of].long()]
+            self._sums[:, at] += logit_errors(own.q[of], own.k[of], rows, part.format.key, part.format.key_layout)
 
     def _say(self, errors: list[float]) -> None:
         """Publish errors by layer, and warn once when that of a layer has doubled."""

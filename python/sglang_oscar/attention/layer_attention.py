@@ -13,7 +13,7 @@ from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.sink_logits import scale_by_sinks
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
-from sglang_oscar.attention.kernels import Kernels
+from sglang_oscar.attention.kernels import Kernels, by_part
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import CachedLayer
 
@@ -21,6 +21,7 @@ from sglang_oscar.memory.layer import CachedLayer
 class TorchKernels:
     """The reference implementation, for machines without a GPU."""
 
+    @by_part
     def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         key, value = layer.format.key.transform, layer.format.value.transform
@@ -30,6 +31,7 @@ class TorchKernels:
         out = call.with_sinks(out, lse, key.plain_center, scale_by_sinks)
         return reference.rotate(out, value.back)
 
+    @by_part
     def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
@@ -43,6 +45,7 @@ class TorchKernels:
         """See :class:`sglang_oscar.attention.kernels.Kernels`: nothing to decide."""
         return None
 
+    @by_part
     def extend(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.extend_lens is not None

@@ -17,7 +17,7 @@ from oscar_kernels.triton.rotate import MANY_VECTORS
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
-from sglang_oscar.memory.layer import CachedLayer
+from sglang_oscar.memory.layer import AnyLayer
 
 SHORT_CHUNK = 2
 """Tokens of a chunk that is more than one token, and that the decode kernel takes behind a long prefix."""
@@ -80,7 +80,7 @@ class PrefixHits:
 
 def chunks_behind_prefixes(
     kernels: Kernels,
-    layers: Sequence[CachedLayer],
+    layers: Sequence[AnyLayer],
     q_heads: int,
     dtype: torch.dtype,
     hits: PrefixHits,
@@ -96,16 +96,17 @@ def chunks_behind_prefixes(
         hits: that may come.
         sink_logits: whether the layers have them.
     """
-    cache = layers[0].cache
-    device = cache.k_rows.device
+    cache = layers[0].parts[0].cache
+    kv_heads, device = sum(part.cache.kv_heads for part in layers[0].parts), cache.k_rows.device
     sinks = torch.zeros(q_heads, dtype=dtype, device=device) if sink_logits else None
-    large = min(MANY_VECTORS // cache.kv_heads + 1, LARGEST_CHUNK)
+    fewest = min(part.cache.kv_heads for layer in layers for part in layer.parts)
+    large = min(MANY_VECTORS // fewest + 1, LARGEST_CHUNK)
     for prefixes, chunks in hits.batches(large):
         batch = _dummy_batch(prefixes, chunks, hits.page_size, device)
         batch.extend_plan = kernels.plan_extend(batch)
         q, k, v = (
             torch.zeros(batch.tokens, heads, cache.head_dim, dtype=dtype, device=device)
-            for heads in (q_heads, cache.kv_heads, cache.kv_heads)
+            for heads in (q_heads, kv_heads, kv_heads)
         )
         for layer in layers:
             kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))

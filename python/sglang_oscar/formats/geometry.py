@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import Windows
-from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.format import AnyFormat, LayerFormat, SideFormat, parts_of
 from oscar_kernels.layout import EXACT, EXACT_DTYPES, RowLayout
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
@@ -26,12 +26,12 @@ class Geometry:
 
     Args:
         formats: of the layers on this rank, with the heads of this rank, by global layer id. Rows may differ from layer
-            to layer and between keys and values.
+            to layer, between keys and values, and between parts of a layer.
         windows: sizes of the 16-bit windows.
         window_dtype: dtype of the windows.
     """
 
-    formats: Mapping[int, LayerFormat]
+    formats: Mapping[int, AnyFormat]
     windows: Windows
     window_dtype: torch.dtype
 
@@ -46,7 +46,7 @@ class Geometry:
         )
 
     @property
-    def any_layer(self) -> LayerFormat:
+    def any_layer(self) -> AnyFormat:
         """For what all layers of a model have in common."""
         return next(iter(self.formats.values()))
 
@@ -68,7 +68,7 @@ class Geometry:
     @property
     def group_sizes(self) -> list[int]:
         """Channels that share a scale, over all layers, ascending; none of sides left exact or with a codebook."""
-        sides = [side for layer in self.formats.values() for _, side in layer.sides]
+        sides = [side for part in parts_of(self.formats.values()) for _, side in part.sides]
         return sorted({side.group_size for side in sides if side.bits != EXACT and side.codebook is None})
 
     @property

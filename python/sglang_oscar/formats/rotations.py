@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from oscar_kernels.format import LayerFormat, SideFormat
-from oscar_kernels.layout import AFFINE, CODEBOOK, EXACT, RowLayout
+from oscar_kernels.format import AnyFormat, CutFormat, LayerFormat, SideFormat
+from oscar_kernels.layout import CODEBOOK, EXACT, RowLayout
 from oscar_kernels.transform import SideTransform
 from oscar_rotation.errors import RotationFileError
+from oscar_rotation.files.by_head import flat
 from oscar_rotation.files.identity import ModelIdentity
 from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.fit.bit_goal import coding_at
@@ -29,19 +31,23 @@ from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 IDENTITY = "identity"
 
 
+Part = tuple[slice, SideFormat]
+"""Neighbouring kv heads of a layer, and how one side of them is stored."""
+
+
 class Loaded(NamedTuple):
     """Formats of a model's layers by global layer id; the recipe that their rotations are of: of built-in ones the
     name, such as "hadamard", or "hadamard+identity" where keys and values differ; and the errors of keys that the fit
     had (:mod:`oscar_rotation.fit.key_errors`) by layer id, None where the file does not state them."""
 
-    formats: Mapping[int, LayerFormat]
+    formats: Mapping[int, AnyFormat]
     recipe: str
     key_errors: Mapping[int, float] | None
 
 
 def load_formats(
     settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None
-) -> Mapping[int, LayerFormat]:
+) -> Mapping[int, AnyFormat]:
     """The formats of :func:`load`."""
     return load(settings, layout, layers, model).formats
 
@@ -63,20 +69,12 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
 
     def of_side(
         side: Literal["k", "v"], override: float | None, default: float
-    ) -> tuple[list[SideFormat], RotationSet]:
+    ) -> tuple[list[list[Part]], RotationSet]:
         source = getattr(settings, f"{side}_rotation")
         found = _read(side, settings, layers, layout, model)
-        bits = _bits(side, source, getattr(settings, f"{side}_bits"), found)
-        codings = _codings(side, source, getattr(settings, f"{side}_coding"), found, bits)
-        transforms = _transforms(found, source, bits, override, default)
-        sides = [
-            SideFormat(
-                layout.group_size, layout.scale_dtype, bits[n], transforms[n], layout.exact_dtype, codings[n],
-                found.codebooks.of_layer(n) if found.codebooks and codings[n] == CODEBOOK else None,
-            )
-            for n in range(found.num_layers)
-        ]  # fmt: skip
-        return sides, found
+        coded = _with_bits(side, source, getattr(settings, f"{side}_bits"), found)
+        coded = _with_codings(side, source, getattr(settings, f"{side}_coding"), coded)
+        return [_parts(coded, layer, source, layout, override, default) for layer in range(found.num_layers)], found
 
     keys, of_keys = of_side("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
     values, of_values = of_side("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
@@ -87,8 +85,8 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
             "give two files of one fit"
         )
     formats = {
-        layer_id: LayerFormat(layout.kv_heads, layout.head_dim, key, value)
-        for layer_id, key, value in zip(layers, keys, values, strict=True)
+        layer_id: _format(layout, parts, value)
+        for layer_id, parts, ((_, value),) in zip(layers, keys, values, strict=True)
     }
     sources = (settings.k_rotation, settings.v_rotation)
     named = [source if source is not None and source in BUILT_IN else of_keys.recipe for source in sources]
@@ -97,7 +95,7 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
     return Loaded(MappingProxyType(formats), "+".join(dict.fromkeys(named)), stated)
 
 
-def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, LayerFormat]:
+def model_formats(args: Any, settings: Settings, model: Any) -> Mapping[int, AnyFormat]:
     """The formats of :func:`model_rotations`."""
     return model_rotations(args, settings, model).formats
 
@@ -147,14 +145,15 @@ def _read(
             f"fit one with `oscar fit --recipe {recipe}`, or unset SGLANG_OSCAR_RECIPE"
         )
     books = found.codebooks
-    for name, x in (
-        ("rotations", found.rotations if found.per_head else None),
-        ("centers", found.centers),
-        ("codebooks", None if books is None else books.points),
+    for name, heads in (
+        ("rotations", found.rotations.shape[1] if found.per_head else None),
+        ("centers", None if found.centers is None else found.centers.shape[1]),
+        ("codebooks", None if books is None else books.points.shape[1]),
+        ("codes", found.coded_heads),
     ):
-        if x is not None and x.shape[1] != layout.kv_heads:
+        if heads not in (None, layout.kv_heads):
             raise Int2Error(
-                f"{named}: {source} has {name} of {x.shape[1]} kv heads, the model has {layout.kv_heads}; use this "
+                f"{named}: {source} has {name} of {heads} kv heads, the model has {layout.kv_heads}; use this "
                 "model's file"
             )
     if found.centers is not None and side == "v":
@@ -164,64 +163,70 @@ def _read(
     return found
 
 
-def _bits(side: Literal["k", "v"], source: str | None, asked: int | None, found: RotationSet) -> tuple[int, ...]:
-    """Bits by layer: what the file says, of a built-in recipe what the variable says."""
-    stated = found.bits or (2,) * found.num_layers
-    if asked is None or set(stated) == {asked}:
-        return stated
+def _with_bits(side: Literal["k", "v"], source: str | None, asked: int | None, found: RotationSet) -> RotationSet:
+    """With the bits that the file says, of a built-in recipe those that the variable says."""
+    stated = set(flat(found.bits or (2,)))
+    if asked is None or stated == {asked}:
+        return found
     if source not in BUILT_IN:
-        variable, states = f"SGLANG_OSCAR_{side.upper()}_BITS", ", ".join(map(str, sorted(set(stated))))
+        variable, states = f"SGLANG_OSCAR_{side.upper()}_BITS", ", ".join(map(str, sorted(stated)))
         raise Int2Error(
             f"{variable}={asked}: {source} is fitted for codes of {states} bits; unset the variable, or fit a file "
             "for others with `oscar fit --bits`"
         )
-    return (asked,) * found.num_layers
+    return replace(found, bits=(asked,) * found.num_layers)
 
 
-def _codings(
-    side: Literal["k", "v"], source: str | None, asked: str | None, found: RotationSet, bits: tuple[int, ...]
-) -> tuple[str, ...]:
-    """Codings by layer: what the file says, of a built-in recipe what the variable says."""
-    stated = found.codings or (AFFINE,) * found.num_layers
+def _with_codings(side: Literal["k", "v"], source: str | None, asked: str | None, found: RotationSet) -> RotationSet:
+    """With the codings that the file says, of a built-in recipe those that the variable says."""
+    every = [run for layer in range(found.num_layers) for run in found.runs(layer)]
     # A codebook stands for two bits, and 16 bits are no codes: other layers are affine whatever is asked for.
-    if asked is None or stated == tuple(coding_at(asked, width) for width in bits):
-        return stated
+    if asked is None or all(run.coding == coding_at(asked, run.bits) for run in every):
+        return found
     variable = f"SGLANG_OSCAR_{side.upper()}_CODING"
     if source not in BUILT_IN:
         flag = "--key-coding" if side == "k" else "--value-coding"
+        said = " and ".join(sorted({run.coding for run in every}))
         raise Int2Error(
-            f"{variable}={asked}: {source} has codes that are {' and '.join(sorted(set(stated)))}; unset the variable, "
+            f"{variable}={asked}: {source} has codes that are {said}; unset the variable, "
             f"or fit a file with `oscar fit {flag} {asked}`"
         )
     if asked == CODEBOOK:
         raise Int2Error(
             f"{variable}={asked}: {source} has no codebooks; fit a file with `oscar fit --key-coding {asked}`"
         )
-    return tuple(coding_at(asked, width) for width in bits)
+    return replace(found, codings=tuple(coding_at(asked, run.bits) for run in every))
 
 
-def _transforms(
-    found: RotationSet, source: str | None, bits: tuple[int, ...], override: float | None, default: float
-) -> list[SideTransform]:
-    """Transforms of one side, one per layer; a layer that is left exact has none unless a file states one."""
+def _format(layout: RowLayout, keys: Sequence[Part], value: SideFormat) -> AnyFormat:
+    """A layer of whose keys neighbouring heads may have formats of their own."""
+    parts = [
+        LayerFormat(len(range(layout.kv_heads)[heads]), layout.head_dim, key, value.of_heads(heads))
+        for heads, key in keys
+    ]
+    return parts[0] if len(parts) == 1 else CutFormat(tuple(parts))
 
-    def of_layer(tensors: torch.Tensor | None, layer: int) -> torch.Tensor | None:
-        return None if tensors is None else tensors[layer]
 
-    layers = found.num_layers
-    clips = found.clip_ratios or (default,) * layers
-    gains = found.gains or (0.0,) * layers
-    transforms = []
-    for layer in range(layers):
-        matrix, dual, center = (of_layer(x, layer) for x in (found.rotations, found.duals, found.centers))
-        if bits[layer] == EXACT:
-            transforms.append(SideTransform() if source in BUILT_IN else _of_exact(matrix, dual, center))
-            continue
-        # The identity costs nothing where it is not multiplied by.
-        matrix = None if source == IDENTITY else matrix
-        clip = clips[layer] if override is None else override
-        transforms.append(SideTransform(matrix, dual, center, clip, gains[layer]))
-    return transforms
+def _parts(
+    found: RotationSet, layer: int, source: str | None, layout: RowLayout, override: float | None, default: float
+) -> list[Part]:
+    """One side of a layer: what is stored alike, in the order of heads."""
+    matrix, dual, center = (
+        None if tensors is None else tensors[layer] for tensors in (found.rotations, found.duals, found.centers)
+    )
+    parts = []
+    for heads, bits, coding, clip, gain in found.runs(layer):
+        if bits == EXACT:
+            transform = SideTransform() if source in BUILT_IN else _of_exact(matrix, dual, center)
+        else:
+            ratio = (default if clip is None else clip) if override is None else override
+            # The identity costs nothing where it is not multiplied by.
+            whole = SideTransform(None if source == IDENTITY else matrix, dual, center, ratio, gain or 0.0)
+            transform = whole.of_heads(heads)
+        book = found.codebooks.of_layer(layer, heads) if found.codebooks and coding == CODEBOOK else None
+        side = SideFormat(layout.group_size, layout.scale_dtype, bits, transform, layout.exact_dtype, coding, book)
+        parts.append((heads, side))
+    return parts
 
 
 def _of_exact(matrix: torch.Tensor | None, dual: torch.Tensor | None, center: torch.Tensor | None) -> SideTransform:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from oscar_kernels.format import LayerFormat
+from oscar_kernels.format import AnyFormat
 from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.settings import Settings
 
@@ -13,7 +13,7 @@ FEW_HEADS = 4
 per layer."""
 
 
-def sharing_warning(settings: Settings, formats: Mapping[int, LayerFormat]) -> str | None:
+def sharing_warning(settings: Settings, formats: Mapping[int, AnyFormat]) -> str | None:
     """What to warn of where a file with one key transform per layer serves a model with few kv heads.
 
     Keys decide: values of every recipe but ``paper`` are one per layer. Built-in recipes know no heads.
@@ -27,7 +27,7 @@ def sharing_warning(settings: Settings, formats: Mapping[int, LayerFormat]) -> s
     """
     if settings.k_rotation is None or settings.k_rotation in BUILT_IN:
         return None
-    keys = [(layer.kv_heads, layer.key.transform) for layer in formats.values()]
+    keys = [(layer.kv_heads, part.key.transform) for layer in formats.values() for part in layer.parts]
     heads = max((heads for heads, key in keys if key.matrix is not None and not key.per_head), default=0)
     if not 1 < heads <= FEW_HEADS:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from oscar_kernels.format import LayerFormat
+from oscar_kernels.format import AnyFormat
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.identity import ModelIdentity, check_weights
 from oscar_rotation.files.reach import reach_warning
@@ -54,7 +54,7 @@ def weights_warning(settings: Settings, model: ModelIdentity) -> str | None:
 
 
 def rotation_warnings(
-    settings: Settings, model: Any, identity: ModelIdentity, formats: Mapping[int, LayerFormat]
+    settings: Settings, model: Any, identity: ModelIdentity, formats: Mapping[int, AnyFormat]
 ) -> list[str]:
     """Warnings, one line each, in the order of what they cost.
 

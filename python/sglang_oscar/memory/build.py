@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from oscar_kernels.cache import LayerCache
-from oscar_kernels.format import LayerFormat, code_widths, fingerprint, mean_bits
+from oscar_kernels.format import AnyFormat, LayerFormat, code_widths, fingerprint, mean_bits
 from sglang_oscar import metrics
 from sglang_oscar.attach import refusals, releases
 from sglang_oscar.attach.arguments import new_tokens
@@ -18,7 +18,7 @@ from sglang_oscar.formats.rotations import model_rotations
 from sglang_oscar.formats.warnings import rotation_warnings, served_identity
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.facts import facts
-from sglang_oscar.memory.layer import CachedLayer
+from sglang_oscar.memory.layer import AnyLayer, CachedLayer, CutLayer
 from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.saver import kv_region
@@ -129,25 +129,30 @@ def check_draft_pool(pool: Any, req_to_token_pool: Any) -> None:
 
 
 def cached_layers(
-    formats: Mapping[int, LayerFormat], caches: Mapping[int, LayerCache], device: str
-) -> dict[int, CachedLayer]:
+    formats: Mapping[int, AnyFormat], caches: Mapping[int, Sequence[LayerCache]], device: str
+) -> dict[int, AnyLayer]:
     """Tensors and formats of every layer by its id, on the device.
 
     Args:
         formats: of this rank's heads.
-        caches: the tensors, of the same layers.
+        caches: the tensors, of the parts of the same layers.
         device: of the tensors.
     """
-    layers = {}
-    for layer_id, layer in formats.items():
-        cache, moved = caches[layer_id], layer.to(device)
+
+    def made(part: LayerFormat, cache: LayerCache) -> CachedLayer:
+        moved = part.to(device)
         if moved.key.codebook is not None:
             cache = replace(cache, k_codebook=moved.key.codebook)
-        layers[layer_id] = CachedLayer(cache, moved)
+        return CachedLayer(cache, moved)
+
+    layers: dict[int, AnyLayer] = {}
+    for layer_id, layer in formats.items():
+        parts = tuple(made(*of) for of in zip(layer.parts, caches[layer_id], strict=True))
+        layers[layer_id] = parts[0] if len(parts) == 1 else CutLayer(parts)
     return layers
 
 
-def check_layers(model: Any, formats: Mapping[int, LayerFormat], windows: Collection[int] = ()) -> None:
+def check_layers(model: Any, formats: Mapping[int, AnyFormat], windows: Collection[int] = ()) -> None:
     """Refuse models whose attention layers do not map one to one to cache layers, or have other heads than these.
 
     Args:

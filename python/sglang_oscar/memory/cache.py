@@ -15,7 +15,7 @@ from oscar_kernels.cache import StoreSlots
 from oscar_kernels.format import LayerFormat
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.images import SinkImages, sink_images
-from sglang_oscar.memory.layer import CachedLayer
+from sglang_oscar.memory.layer import AnyLayer, CachedLayer
 from sglang_oscar.memory.logits_column import LogitsColumn
 from sglang_oscar.memory.owned import Holding, Owned
 from sglang_oscar.memory.plan import MemoryPlan
@@ -97,7 +97,7 @@ class Int2Cache:
     req_to_token_pool: Any
     seats: SeatTables
     sinks: SinkStore
-    layers: dict[int, CachedLayer]
+    layers: dict[int, AnyLayer]
     fingerprint: str
     window_buffers: WindowBuffers
     recipe: str = ""

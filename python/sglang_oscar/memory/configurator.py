@@ -38,6 +38,12 @@ def geometry_of(configurator: Any) -> Geometry:
     return Geometry(own, windows, settings.window_torch_dtype)
 
 
+def has_cut_layers(configurator: Any) -> bool:
+    """Whether the model's layers, on any rank, are cut between kv heads: rows of ranks have other sizes then."""
+    formats = model_formats(configurator.server_args, of_this_process(), configurator.model_config)
+    return any(len(layer.parts) > 1 for layer in formats.values())
+
+
 def keep_plan(configurator: Any, plan: MemoryPlan) -> None:
     """Remember the plan of a configurator's model."""
     _plans[configurator.model] = plan

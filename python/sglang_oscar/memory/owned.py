@@ -98,10 +98,10 @@ def of_every_server(built: Any) -> dict[str, Holding]:
     cache, seats, buffers = built.cache, built.cache.seats, built.cache.window_buffers
     return {
         RING: Holding(
-            units=Units([buffers.ring]), of=lambda seat, tokens: [seat], carried=True, copies=cache.plan.copies
+            units=Units(buffers.rings), of=lambda seat, tokens: [seat], carried=True, copies=cache.plan.copies
         ),
         SINK: Holding(
-            units=Units([buffers.sink]),
+            units=Units(buffers.sinks),
             of=lambda seat, tokens: [seats.block_of(seat)] if seats.block_of(seat) else [],
             free=cache.sinks.release,
             copies=cache.plan.copies,

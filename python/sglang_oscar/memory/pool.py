@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from oscar_kernels.format import LayerFormat
+from oscar_kernels.format import AnyFormat, parts_of
 from sglang_oscar.attach import releases
 from sglang_oscar.memory.cache import cache_of
 from sglang_oscar.memory.owned import Owned
@@ -20,7 +20,8 @@ class Int2TokenToKVPool(MHATokenToKVPool):
     """One uint8 row per token slot, layer and side; see :mod:`oscar_kernels.layout` for its bytes.
 
     Allocation, eviction, moving, copying and transfer are stock, because to them a row is an ordinary vector of
-    ``head_bytes`` uint8 channels per kv head; how many may differ from layer to layer and between keys and values.
+    ``head_bytes`` uint8 channels per kv head; how many may differ from layer to layer and between keys and values. A
+    part of a layer that is cut is a layer to them.
 
     Args:
         size: token slots; the padding page 0 comes on top.
@@ -28,17 +29,18 @@ class Int2TokenToKVPool(MHATokenToKVPool):
         kwargs: further arguments of MHATokenToKVPool.
     """
 
-    def __init__(self, size: int, *, formats: Mapping[int, LayerFormat], **kwargs: Any) -> None:
+    def __init__(self, size: int, *, formats: Mapping[int, AnyFormat], **kwargs: Any) -> None:
         self.formats = formats
-        self._index = {layer_id: index for index, layer_id in enumerate(formats)}
-        first = next(iter(formats.values()))
+        numbers, parts = iter(range(1 << 30)), parts_of(formats.values())
+        self._index = {layer_id: [next(numbers) for _ in layer.parts] for layer_id, layer in formats.items()}
+        first = parts[0]
         super().__init__(
             size,
             dtype=torch.uint8,
             head_num=first.kv_heads,
             head_dim=first.key_layout.head_bytes,
             v_head_dim=first.value_layout.head_bytes,
-            layer_num=len(formats),
+            layer_num=len(parts),
             **kwargs,
         )
         if torch.device(self.device).type == "cpu":
@@ -56,7 +58,8 @@ class Int2TokenToKVPool(MHATokenToKVPool):
         config["byte_tiles"] = -(-int(self.data_strides.max()) // config["bytes_per_tile"])
 
     def _create_buffers_normal(self) -> None:
-        """Stock, but for the size of rows, which is each layer's own."""
+        """Stock, but for the size of rows, which is each part's own."""
+        parts = parts_of(self.formats.values())
         in_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
         with kv_region(self), in_pool:
             self.k_buffer, self.v_buffer = (
@@ -68,10 +71,7 @@ class Int2TokenToKVPool(MHATokenToKVPool):
                     )
                     for layout in layouts
                 ]
-                for layouts in (
-                    [layer.key_layout for layer in self.formats.values()],
-                    [layer.value_layout for layer in self.formats.values()],
-                )
+                for layouts in ([part.key_layout for part in parts], [part.value_layout for part in parts])
             )
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
@@ -103,10 +103,13 @@ class Int2TokenToKVPool(MHATokenToKVPool):
         table = cache.req_to_token_pool.req_to_token
         return cache.owned(releases.seat_of_slots(slots, table) if seat is None else seat, len(slots))
 
-    def rows(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K rows and V rows of a layer, uint8 [slots, row_bytes] each."""
-        k, v = (buffers[self._index[layer_id]] for buffers in (self.k_buffer, self.v_buffer))
-        return k.flatten(1), v.flatten(1)
+    def rows(self, layer_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K rows and V rows of a layer's parts, uint8 [slots, row_bytes] each."""
+        return [(self.k_buffer[part].flatten(1), self.v_buffer[part].flatten(1)) for part in self._index[layer_id]]
+
+    def numbers(self, layer_id: int) -> Sequence[int]:
+        """Of a layer's parts among those of all layers here."""
+        return self._index[layer_id]
 
     def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
         """Not available: only the int2 attention backend can write rows.

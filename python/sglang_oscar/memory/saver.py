@@ -50,4 +50,4 @@ def clear(cache: Int2Cache, kv_pool: Any) -> None:
     for tensor in (cache.req_to_token_pool.req_to_token, *units, *beside):
         tensor.zero_()
     # The next batch may run on another stream.
-    torch.get_device_module(cache.window_buffers.ring.device).synchronize()
+    torch.get_device_module(cache.window_buffers.rings[0].device).synchronize()

@@ -13,7 +13,7 @@ from sglang_oscar.attach.arguments import replicas
 from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import Int2Error, fatal
 from sglang_oscar.memory.build import build_pool, check_draft_pool
-from sglang_oscar.memory.configurator import geometry_of, keep_plan, plan_of
+from sglang_oscar.memory.configurator import geometry_of, has_cut_layers, keep_plan, plan_of
 from sglang_oscar.memory.part import Sizing
 from sglang_oscar.memory.plan import MemoryPlan, make_plan
 from sglang_oscar.names import DTYPE, is_int2
@@ -59,8 +59,10 @@ class PlanConfigurator(MemoryPoolConfigurator):
         except Int2Error as error:
             fatal(error)
         keep_plan(self.configurator, plan)
-        history = available_bytes - plan.fixed_bytes
-        return self.calculate_pool_sizes_from_max_tokens(int(history // plan.token_bytes), page_size)
+        tokens = int((available_bytes - plan.fixed_bytes) // plan.token_bytes)
+        if has_cut_layers(self.configurator):
+            tokens = smallest(tokens)
+        return self.calculate_pool_sizes_from_max_tokens(tokens, page_size)
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
         """Sizes from the tokens of the history pool.
@@ -100,9 +102,8 @@ def plan_for(configurator: Any, budget_bytes: int) -> MemoryPlan:
     asked = get_schedule().max_running_requests
     running = asked if asked is None else max(1, asked // replicas(releases.resolved(configurator.server_args)))
     plan = make_plan(geometry, budget_bytes, running, configurator.page_size, parts)
-    if (
-        releases.resolved(configurator.server_args).pp_size > 1
-    ):  # stages have other layers: all take the smallest limit, or they would evict apart
+    # Stages have other layers, and ranks other parts of them: all take the smallest limit, or they would evict apart.
+    if releases.resolved(configurator.server_args).pp_size > 1 or has_cut_layers(configurator):
         plan = make_plan(geometry, budget_bytes, smallest(plan.max_running), configurator.page_size, parts)
     return plan
 

@@ -11,6 +11,9 @@ MAX_LAYERS = 1024
 MAX_HEAD_DIM = 1024
 """Channels of a head, at most; servers take 256 at most."""
 
+MAX_HEADS = 1024
+"""kv heads of a layer, at most."""
+
 _SHOWN = 60
 
 
@@ -48,32 +51,37 @@ def parsed(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    """A JSON list of numbers, one per layer.
+def numbers(text: str, by_head: bool = False) -> tuple[Any, ...]:
+    """A JSON list of numbers, one per layer; with ``by_head`` a layer may have a list of them.
 
     Raises:
         ValueError: anything else, or more than :data:`MAX_LAYERS`.
     """
-    content = parsed(text)
-    if not isinstance(content, list) or not all(type(x) in (int, float) for x in content):
-        raise ValueError("expected a list of numbers")
-    if len(content) > MAX_LAYERS:
-        raise ValueError(f"{len(content)} numbers, at most {MAX_LAYERS} layers")
+    content = _listed(text, "numbers", (int, float), by_head)
     try:
-        return tuple(float(x) for x in content)
+        return tuple(tuple(map(float, x)) if isinstance(x, list) else float(x) for x in content)
     except OverflowError:
         raise ValueError("a number out of range") from None
 
 
-def strings(text: str) -> tuple[str, ...]:
-    """A JSON list of strings, one per layer.
+def strings(text: str, by_head: bool = False) -> tuple[Any, ...]:
+    """A JSON list of strings, one per layer; with ``by_head`` a layer may have a list of them.
 
     Raises:
         ValueError: anything else, or more than :data:`MAX_LAYERS`.
     """
+    content = _listed(text, "strings", (str,), by_head)
+    return tuple(tuple(x) if isinstance(x, list) else x for x in content)
+
+
+def _listed(text: str, what: str, types: tuple[type, ...], by_head: bool) -> list[Any]:
     content = parsed(text)
-    if not isinstance(content, list) or not all(type(x) is str for x in content):
-        raise ValueError("expected a list of strings")
+    if not isinstance(content, list):
+        raise ValueError(f"expected a list of {what}")
+    for x in content:
+        own = x if by_head and isinstance(x, list) else [x]
+        if not own or len(own) > MAX_HEADS or not all(type(one) in types for one in own):
+            raise ValueError(f"expected a list of {what}")
     if len(content) > MAX_LAYERS:
-        raise ValueError(f"{len(content)} strings, at most {MAX_LAYERS} layers")
-    return tuple(content)
+        raise ValueError(f"{len(content)} {what}, at most {MAX_LAYERS} layers")
+    return content

@@ -12,11 +12,12 @@ from oscar_kernels.codebook import GROUP, LARGEST, POINTS, Codebook
 from oscar_kernels.layout import AFFINE, CODEBOOK, CODINGS, EXACT
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.bounds import shown
+from oscar_rotation.files.by_head import flat
 
 
 @dataclass(frozen=True)
 class Codebooks:
-    """Codebooks of all layers of a side, as a file holds them; rows of layers without one are zeros.
+    """Codebooks of all layers of a side, as a file holds them; of layers and kv heads without one it is zeros.
 
     Attributes:
         points: int8 [layers, kv_heads, head_dim / 4, 256, 4].
@@ -37,9 +38,15 @@ class Codebooks:
                 points[layer], factors[layer] = book.points.cpu(), book.factor.cpu()
         return cls(points, factors)
 
-    def of_layer(self, layer: int) -> Codebook:
-        """The codebook of a layer that has one."""
-        return Codebook(self.points[layer].contiguous(), self.factors[layer].contiguous())
+    def of_layer(self, layer: int, heads: slice = slice(None)) -> Codebook:
+        """The codebook of a layer, or of kv heads of one, that have one."""
+        return Codebook(self.points[layer, heads].contiguous(), self.factors[layer, heads].contiguous())
+
+    def only(self, used: torch.Tensor) -> Codebooks:
+        """The same with zeros in place of those that are not used; bool [layers, kv_heads]."""
+        return Codebooks(
+            torch.where(used[..., None, None, None], self.points, 0), torch.where(used[..., None], self.factors, 0.0)
+        )
 
 
 def check_codings(loaded: Any, source: str) -> None:
@@ -55,10 +62,8 @@ def check_codings(loaded: Any, source: str) -> None:
     """
     codings, books = loaded.codings, loaded.codebooks
     if codings is not None:
-        if len(codings) != loaded.num_layers:
-            raise RotationFileError(f"{source}: codings of {len(codings)} layers for {loaded.num_layers} layers")
-        for layer, coding in enumerate(codings):
-            width = loaded.width(layer)
+        every = [(layer, run) for layer in range(loaded.num_layers) for run in loaded.runs(layer)]
+        for layer, (_, width, coding, *_) in every:
             if coding not in CODINGS:
                 raise RotationFileError(
                     f"{source}: coding {shown(coding)}, this release knows {', '.join(CODINGS)}; update sglang-oscar"
@@ -67,17 +72,17 @@ def check_codings(loaded: Any, source: str) -> None:
                 raise RotationFileError(
                     f"{source}: coding {coding} of layer {layer} does not go with {width} bits; fit it again"
                 )
-    with_books = [layer for layer, coding in enumerate(codings or ()) if coding == CODEBOOK]
+    with_books = [layer for layer, coding in enumerate(codings or ()) if CODEBOOK in flat([coding])]
     if bool(with_books) != (books is not None):
         said = (
             "has the coding codebook, but no codebooks" if with_books else "holds codebooks that no layer is coded by"
         )
         raise RotationFileError(f"{source}: {said}; fit it again")
     if books is not None:
-        _check_books(books, with_books, loaded, source)
+        _check_books(books, loaded, source)
 
 
-def _check_books(books: Codebooks, with_books: Sequence[int], loaded: Any, source: str) -> None:
+def _check_books(books: Codebooks, loaded: Any, source: str) -> None:
     if loaded.metadata.side == "v":
         raise RotationFileError(f"{source}: holds codebooks of values, only keys have them; fit it again")
     points, factors = books.points, books.factors
@@ -99,7 +104,10 @@ def _check_books(books: Codebooks, with_books: Sequence[int], loaded: Any, sourc
     ):
         if of_head and x is not None and x.shape[1] != heads:
             raise RotationFileError(f"{source}: has codebooks of {heads} kv heads, but {name} of {x.shape[1]}")
-    used = torch.tensor([layer in with_books for layer in range(loaded.num_layers)])
+    used = torch.zeros(loaded.num_layers, heads, dtype=torch.bool)
+    for layer, x in enumerate(used):
+        for run in loaded.runs(layer):
+            x[run.heads] = run.coding == CODEBOOK
     if not bool(((factors[used] > 0) & factors[used].isfinite()).all()) or bool((factors[~used] != 0).any()):
         raise RotationFileError(
             f"{source}: codebook factors must be positive, finite, and 0 in layers without a codebook; fit it again"

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from oscar_kernels.layout import AFFINE, EXACT, WIDTHS
+from oscar_kernels.layout import EXACT
 from oscar_rotation.errors import RotationFileError
-from oscar_rotation.files.bounds import parsed, shown
+from oscar_rotation.files.bounds import parsed
+from oscar_rotation.files.by_head import Run, check_numbers, heads_of, runs
 from oscar_rotation.files.codebooks import Codebooks, check_codings
 
 Side = Literal["k", "v"]
 
 DEFAULT_CLIP_RATIOS: dict[Side, float] = {"k": 0.96, "v": 0.92}
 """Clip ratios where a file has none (paper, section 5.1)."""
-
-LEAST_GAIN = 0.5
-"""Smallest gain that is accepted. Least squares would be about 0.88; what is below loses more than it saves."""
 
 LONGEST_TEXT = 4096
 """Characters of one text of the metadata; the longest is the path of a model."""
@@ -98,7 +95,8 @@ class RotationSet:
             head: [layers, kv_heads, head_dim, head_dim].
         eigenvalues: float32 [layers, head_dim] or [layers, kv_heads, head_dim], in the column order of U, or None
             (data-free recipes).
-        clip_ratios: one per layer, each in (0, 1], or None where the file does not say.
+        clip_ratios: one per layer, each in (0, 1], or None where the file does not say. A layer of keys may have one
+            per kv head instead, and so for gains, bits and codings (:mod:`oscar_rotation.files.by_head`).
         metadata: provenance.
         duals: float32 like ``rotations``, the inverse transposes of transforms that are not orthogonal (recipe
             "plus"): what reads x @ rotations[layer] is multiplied by duals[layer]. None: rotations, their own duals.
@@ -116,14 +114,14 @@ class RotationSet:
 
     rotations: torch.Tensor
     eigenvalues: torch.Tensor | None = None
-    clip_ratios: tuple[float, ...] | None = None
+    clip_ratios: tuple[float | tuple[float, ...], ...] | None = None
     metadata: RotationMetadata = field(default_factory=RotationMetadata)
     duals: torch.Tensor | None = None
     centers: torch.Tensor | None = None
-    gains: tuple[float, ...] | None = None
-    bits: tuple[int, ...] | None = None
+    gains: tuple[float | tuple[float, ...], ...] | None = None
+    bits: tuple[int | tuple[int, ...], ...] | None = None
     layer_ids: tuple[int, ...] | None = None
-    codings: tuple[str, ...] | None = None
+    codings: tuple[str | tuple[str, ...], ...] | None = None
     codebooks: Codebooks | None = None
 
     @property
@@ -153,17 +151,28 @@ class RotationSet:
         """Channels per head."""
         return self.rotations.shape[-1]
 
+    def runs(self, layer: int) -> list[Run]:
+        """How codes of a layer are made: once, or by kv head."""
+        return runs(self, layer)
+
     def width(self, layer: int) -> int:
-        """Bits of a code of a layer, or 16 where it is left exact."""
-        return 2 if self.bits is None else self.bits[layer]
+        """Bits of a code of a layer whose heads are alike, or 16 where it is left exact."""
+        (run,) = self.runs(layer)
+        return run.bits
 
     def exact(self, layer: int) -> bool:
         """Whether a layer is left exact: 16 bits, no codes."""
-        return self.width(layer) == EXACT
+        return self.runs(layer)[0].bits == EXACT
 
     def coding(self, layer: int) -> str:
-        """What codes of a layer stand for."""
-        return AFFINE if self.codings is None else self.codings[layer]
+        """What codes of a layer whose heads are alike stand for."""
+        (run,) = self.runs(layer)
+        return run.coding
+
+    @property
+    def coded_heads(self) -> int | None:
+        """kv heads of layers whose codes are made by kv head; None where there are none."""
+        return next(filter(None, (heads_of(self, layer) for layer in range(self.num_layers))), None)
 
     @property
     def per_head(self) -> bool:
@@ -260,34 +269,4 @@ def _check_companions(loaded: RotationSet, source: str) -> None:
             )
         if not bool(eigenvalues.isfinite().all()):
             raise RotationFileError(f"{source}: the eigenvalues hold NaN or infinite entries; fit the file again")
-    _check_numbers(loaded, source)
-
-
-def _check_numbers(loaded: RotationSet, source: str) -> None:
-    """What is one number per layer."""
-    layers, bits, ids = loaded.num_layers, loaded.bits, loaded.layer_ids
-    if ids is not None and (len(ids) != layers or ids[0] < 0 or list(ids) != sorted(set(ids))):
-        raise RotationFileError(f"{source}: {len(ids)} layer ids for {layers} layers are not ascending; fit it again")
-    if bits is not None:
-        if len(bits) != layers:
-            raise RotationFileError(f"{source}: bits of {len(bits)} layers for {layers} layers")
-        odd = [width for width in bits if width not in WIDTHS]
-        if odd:
-            raise RotationFileError(
-                f"{source}: codes of {shown(odd[0])} bits, this release knows {', '.join(map(str, WIDTHS))}; "
-                "update sglang-oscar"
-            )
-    gains = loaded.gains
-    if gains is not None:
-        if len(gains) != layers:
-            raise RotationFileError(f"{source}: {len(gains)} gains for {layers} layers")
-        wrong = [gain for gain in gains if not (math.isfinite(gain) and LEAST_GAIN <= gain <= 1)]
-        if wrong:
-            raise RotationFileError(f"{source}: gain {wrong[0]} is outside [{LEAST_GAIN}, 1]")
-    ratios = loaded.clip_ratios
-    if ratios is not None:
-        if len(ratios) != layers:
-            raise RotationFileError(f"{source}: {len(ratios)} clip ratios for {layers} layers")
-        wrong = [ratio for ratio in ratios if not (math.isfinite(ratio) and 0 < ratio <= 1)]
-        if wrong:
-            raise RotationFileError(f"{source}: clip ratio {wrong[0]} is outside (0, 1]")
+    check_numbers(loaded, source)

@@ -6,9 +6,10 @@ Tensors ``rotations`` float32 [layers, d, d] and optionally ``eigenvalues`` floa
 ``gains`` (JSON lists, one number per layer). Files of format version "2" have ``bits``, another such list: whoever does
 not know it must not read them as codes of two bits. Those of version "3" have ``codings``, a JSON list of strings,
 perhaps ``bits``, and, where a layer is coded by a codebook, tensors ``codebook_points`` int8 [layers, kv_heads, d / 4,
-256, 4] and ``codebook_factors`` float32 [layers, kv_heads, d / 4], zeros in other layers. ``layer_ids``, one more list
-of numbers, says which layers of the model these are where they are not all: whoever does not know it sees a file of too
-few layers.
+256, 4] and ``codebook_factors`` float32 [layers, kv_heads, d / 4], zeros in other layers. In version "4" a layer may
+have a list by kv head in place of a number or a string, and zeros for a head without a codebook. ``layer_ids``, one
+more list of numbers, says which layers of the model these are where they are not all: whoever does not know it sees a
+file of too few layers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from safetensors.torch import save
 from oscar_rotation.atomic import write_atomically
 from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.bounds import MAX_HEAD_DIM, MAX_LAYERS, first_line, numbers, shown, strings
+from oscar_rotation.files.by_head import flat
 from oscar_rotation.files.codebooks import Codebooks
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 
 FORMAT = "oscar-rotation"
-FORMAT_VERSIONS = ("1", "2", "3")
+FORMAT_VERSIONS = ("1", "2", "3", "4")
 _OPTIONAL = ("eigenvalues", "duals", "centers")
 _BOOKS = ("codebook_points", "codebook_factors")
 _PER_LAYER = ("clip_ratios", "gains")
@@ -55,7 +57,7 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
         tensors |= dict(zip(_BOOKS, (books.points.cpu().contiguous(), books.factors.cpu().contiguous()), strict=True))
     header = {
         "format": FORMAT,
-        "format_version": FORMAT_VERSIONS[2 if rotation_set.codings is not None else rotation_set.bits is not None],
+        "format_version": _version(rotation_set),
         **rotation_set.metadata.to_strings(),
     }
     for name in _PER_LAYER:
@@ -74,6 +76,12 @@ def save_safetensors(path: Path, rotation_set: RotationSet) -> None:
         temporary.write_bytes(save(tensors, metadata=header))
 
     write_atomically(path, fill)
+
+
+def _version(rotation_set: RotationSet) -> str:
+    """The oldest that has all of it."""
+    newer = (rotation_set.bits is not None, rotation_set.codings is not None, rotation_set.coded_heads is not None)
+    return FORMAT_VERSIONS[max(number for number, needed in enumerate((True, *newer)) if needed)]
 
 
 def read_safetensors(path: Path) -> RotationSet:
@@ -100,10 +108,12 @@ def read_safetensors(path: Path) -> RotationSet:
         ) from error
     try:
         metadata = RotationMetadata.from_strings(header)
-        per_layer = {name: numbers(header[name]) for name in _PER_LAYER if name in header}
-        with_bits = version == FORMAT_VERSIONS[1] or (version == FORMAT_VERSIONS[2] and _BITS in header)
-        bits = _whole(numbers(header.get(_BITS, ""))) if with_bits else None
-        codings = strings(header.get(_CODINGS, "")) if version == FORMAT_VERSIONS[2] else None
+        by_head = version == FORMAT_VERSIONS[3]
+        per_layer = {name: numbers(header[name], by_head) for name in _PER_LAYER if name in header}
+        with_bits = version == FORMAT_VERSIONS[1] or (version in FORMAT_VERSIONS[2:] and _BITS in header)
+        bits = _whole(numbers(header.get(_BITS, ""), by_head)) if with_bits else None
+        with_codings = version == FORMAT_VERSIONS[2] or (by_head and _CODINGS in header)
+        codings = strings(header.get(_CODINGS, ""), by_head) if with_codings else None
         layer_ids = _whole(numbers(header[_LAYER_IDS])) if _LAYER_IDS in header else None
     except ValueError as error:
         raise RotationFileError(f"{path}: the header cannot be read ({first_line(error)})") from error
@@ -115,15 +125,15 @@ def read_safetensors(path: Path) -> RotationSet:
     )
 
 
-def _whole(numbers: tuple[float, ...]) -> tuple[int, ...]:
+def _whole(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same as integers.
 
     Raises:
         ValueError: one is none.
     """
-    if not all(number.is_integer() for number in numbers):
+    if not all(number.is_integer() for number in flat(numbers)):
         raise ValueError("bits and layer ids are whole numbers")
-    return tuple(map(int, numbers))
+    return tuple(tuple(map(int, number)) if isinstance(number, tuple) else int(number) for number in numbers)
 
 
 def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Path) -> str:
@@ -142,7 +152,7 @@ def _check_header(header: dict[str, str], shapes: dict[str, list[int]], path: Pa
         raise RotationFileError(
             f"{path}: format_version is {shown(version)}, this release reads {known}; update sglang-oscar"
         )
-    books = _BOOKS if version == FORMAT_VERSIONS[2] else ()
+    books = _BOOKS if version in FORMAT_VERSIONS[2:] else ()
     alone = len(shapes.keys() & set(books)) == 1
     if "rotations" not in shapes or set(shapes) - {"rotations", *_OPTIONAL, *books} or alone:
         expected = f"'rotations' and perhaps {', '.join((*_OPTIONAL, *books))}"

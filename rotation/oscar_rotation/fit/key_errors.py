@@ -94,18 +94,23 @@ def _error(
     if keys.exact(layer):
         return 0.0
     dual, center = (None if x is None else x[layer] for x in (keys.duals, keys.centers))
-    clip = DEFAULT_CLIP_RATIOS["k"] if keys.clip_ratios is None else keys.clip_ratios[layer]
-    gain = 0.0 if keys.gains is None else keys.gains[layer]
-    transform = SideTransform(keys.rotations[layer], dual, center, clip, gain)
-    book = keys.codebooks.of_layer(layer) if keys.codebooks and keys.coding(layer) == CODEBOOK else None
-    side = SideFormat(group_size, bits=keys.width(layer), transform=transform, coding=keys.coding(layer), codebook=book)
-    side, sums, loaded = side.to(device), torch.zeros(2, device=device), None
+    sides = []
+    for heads, bits, coding, clip, gain in keys.runs(layer):
+        ratio = DEFAULT_CLIP_RATIOS["k"] if clip is None else clip
+        transform = SideTransform(keys.rotations[layer], dual, center, ratio, gain or 0.0).of_heads(heads)
+        book = keys.codebooks.of_layer(layer, heads) if keys.codebooks and coding == CODEBOOK else None
+        side = SideFormat(group_size, bits=bits, transform=transform, coding=coding, codebook=book)
+        sides.append((heads, side.to(device)))
+    sums, loaded = torch.zeros(2, device=device), None
     for chunk, begin, end in places:
         if loaded is None or loaded[0] != chunk:
             loaded = chunk, dump.load(layer, chunk)
         q, k = (x[begin:end].to(device) for x in (loaded[1].q, loaded[1].k))
-        layout = side.layout(k.shape[1], k.shape[2])
-        rows = encode_rows(transformed(k, side), layout, transform.clip, transform.gain, side.codebook)
-        sums += logit_errors(q, k, rows, side, layout)
+        for heads, side in sides:
+            own, queries = k[:, heads], q.unflatten(1, (k.shape[1], -1))[:, heads].flatten(1, 2)
+            layout = side.layout(own.shape[1], own.shape[2])
+            of = side.transform
+            rows = encode_rows(transformed(own, side), layout, of.clip, of.gain, side.codebook)
+            sums += logit_errors(queries, own, rows, side, layout)
     error, energy = sums.tolist()
     return float(error / max(energy, 1e-30))

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from oscar_kernels.layout import AFFINE
+from oscar_rotation.files.by_head import flat
 from oscar_rotation.files.reach import reach
 from oscar_rotation.files.rotation_file import read_rotation_file, recorded_side
 from oscar_rotation.files.rotation_set import RotationSet, inversion_errors, orthogonality_errors
@@ -59,8 +60,9 @@ def describe(path: str | Path) -> dict[str, Any]:
         layer and kv head; empty without), ``side``, ``objective``, the other metadata fields, ``orthogonality_error``
         (largest of all layers; of transforms with duals, how far they are from inverting each other) and ``layers``:
         one dict per layer with ``layer`` (its id in the model), ``orthogonality_error``, ``clip_ratio``, ``gain``,
-        ``bits``, ``coding``, ``spectrum`` (see :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see
-        :mod:`oscar_rotation.report.sharing`); the last five None where the file does not tell.
+        ``bits``, ``coding`` (these four by kv head where the file has them so), ``spectrum`` (see
+        :func:`spectrum_summary`), ``sharing_loss`` and ``overlap`` (see :mod:`oscar_rotation.report.sharing`); the last
+        five None where the file does not tell.
 
     Raises:
         RotationFileError: if the file cannot be used.
@@ -77,8 +79,8 @@ def describe(path: str | Path) -> dict[str, Any]:
             "orthogonality_error": errors[layer],
             "clip_ratio": loaded.clip_ratios[layer] if loaded.clip_ratios else None,
             "gain": loaded.gains[layer] if loaded.gains else None,
-            "bits": loaded.width(layer),
-            "coding": loaded.coding(layer),
+            "bits": loaded.bits[layer] if loaded.bits else 2,
+            "coding": loaded.codings[layer] if loaded.codings else AFFINE,
             "spectrum": None if loaded.eigenvalues is None else spectrum_summary(_spectrum(loaded.eigenvalues[layer])),
             "sharing_loss": _sharing_loss(loaded, layer),
             "overlap": _overlap(loaded, layer),
@@ -174,8 +176,8 @@ def render(description: dict[str, Any]) -> Group:
             f"{entry['orthogonality_error']:.1e}",
             _number(entry["clip_ratio"], ".3f"),
             _number(entry["gain"], ".3f"),
-            f"{entry['bits']} {BAR * entry['bits']}",
-            *(entry[name] for name in coding),
+            " ".join(f"{bits} {BAR * bits}" for bits in flat([entry["bits"]])),
+            *(" ".join(flat([entry[name]])) for name in coding),
             " ".join(f"{value:.3g}" for value in spectrum.get("top", [])[:4]) or "-",
             _number(spectrum.get("top_share"), ".1%"),
             _number(spectrum.get("condition"), ".2g"),
@@ -190,5 +192,5 @@ def _shared(entry: dict[str, Any]) -> str:
     return _number(entry["overlap"], ".2f") if entry["sharing_loss"] is None else f"+{entry['sharing_loss']:.1%}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | tuple[float, ...] | None, form: str) -> str:
+    return "-" if value is None else " ".join(format(x, form) for x in flat([value]))

@@ -63,8 +63,7 @@ def follow_memory(in_capture: bool) -> None:
 
 
 def poison(state) -> None:
-    for layer in state.layers.values():
-        cache = layer.cache
+    for cache in [part.cache for layer in state.layers.values() for part in layer.parts]:
         everything = "nan_everywhere" in CHECKS
         pages = slice(state.page_size, None) if everything else slice(0, state.page_size)
         rows = slice(1, None) if everything else slice(0, 1)
@@ -85,8 +84,8 @@ def back(original, cache, *args):
 
 def poison_new_sinks(cache) -> None:
     """Blocks that were handed out since the last pass: in stream order, before anything fills or reads them."""
-    for layer in cache.layers.values():
-        for sinks in (layer.cache.k_sink, layer.cache.v_sink):
+    for part in [part.cache for layer in cache.layers.values() for part in layer.parts]:
+        for sinks in (part.k_sink, part.v_sink):
             sinks[cache.sinks.handed_out] = float("nan")
     cache.sinks.handed_out.clear()
 

@@ -51,10 +51,11 @@ def poison_windows():
     attach, acquire_private, assign = Int2Cache.attach, SinkStore.acquire_private, SeatTables.assign
 
     def attach_poisoned(self, kv_pool):
-        self.seats.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_ring, layer.cache.v_ring)]
+        caches = [part.cache for layer in self.layers.values() for part in layer.parts]
+        self.seats.tensors = [x for cache in caches for x in (cache.k_ring, cache.v_ring)]
         for rings in self.seats.tensors:
             rings[1:] = float("nan")
-        self.sinks.tensors = [x for layer in self.layers.values() for x in (layer.cache.k_sink, layer.cache.v_sink)]
+        self.sinks.tensors = [x for cache in caches for x in (cache.k_sink, cache.v_sink)]
         for sinks in self.sinks.tensors:
             sinks[1:] = float("nan")
         attach(self, kv_pool)

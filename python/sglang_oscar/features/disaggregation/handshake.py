@@ -32,6 +32,11 @@ def around_setup_state(
     from sglang.srt.runtime_context import get_parallel
 
     windows = cache.plan.geometry.windows
+    if any(len(layer.parts) > 1 for layer in cache.layers.values()) and get_parallel().pp_size > 1:
+        raise Int2Error(
+            "--disaggregation-mode with --pp-size cannot send layers whose kv heads have codes of their own; set "
+            "--pp-size 1, or fit a file for --bits such as k3v2"
+        )
     # How long rings are, by the names under which SGLang sends them.
     token_to_kv_pool.unified_swa_ring_size, token_to_kv_pool.unified_swa_window = windows.ring, windows.recent
     kv_args.kv_cache_dtype_str = common_format(cache, get_parallel().attn_tp_size)

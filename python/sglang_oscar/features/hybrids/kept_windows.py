@@ -52,7 +52,7 @@ class KeptWindows:
         end = torch.where(mask, end, 0)[request]
         positions, plan, buffers = forward_batch.positions[:tokens].long(), self.cache.plan, self.cache.window_buffers
         windows, slots = plan.geometry.windows, slots[request]
-        first_ring, first_block = (buffer.shape[1] - plan.copies for buffer in (buffers.ring, buffers.sink))
+        first_ring, first_block = (of[0].shape[1] - plan.copies for of in (buffers.rings, buffers.sinks))
         ring, sink = window_slots(positions, slots + first_ring, slots + first_block, windows)
         before = positions < end
         return StoreSlots(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.format import LayerFormat
+from oscar_kernels.format import AnyFormat
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
 
@@ -16,7 +16,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor in use, and what belongs into it."""
 
 
-def replacements(cache: Int2Cache, formats: Mapping[int, LayerFormat]) -> list[Pair]:
+def replacements(cache: Int2Cache, formats: Mapping[int, AnyFormat]) -> list[Pair]:
     """All tensors that are made of the formats of a cache, with what new ones make of them; nothing is changed.
 
     Args:
@@ -28,11 +28,14 @@ def replacements(cache: Int2Cache, formats: Mapping[int, LayerFormat]) -> list[P
     """
     found: list[Pair] = []
     for layer_id, layer in cache.layers.items():
-        new = formats[layer_id].to(cache.seats.device)
-        found += pairs(layer.format, new, f"layer {layer_id}")
-        for made in cache.derived:
-            for old, fresh in made(layer, new):
-                found += pairs(old, fresh, f"layer {layer_id}")
+        parts, place = formats[layer_id].to(cache.seats.device).parts, f"layer {layer_id}"
+        if len(parts) != len(layer.parts):
+            raise Int2Error(f"a refit cannot cut layers elsewhere ({place}); start a server on files of a new fit")
+        for part, new in zip(layer.parts, parts, strict=True):
+            found += pairs(part.format, new, place)
+            for made in cache.derived:
+                for old, fresh in made(part, new):
+                    found += pairs(old, fresh, place)
     return found
 
 

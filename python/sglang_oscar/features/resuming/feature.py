@@ -71,9 +71,9 @@ def built(of: Built) -> None:
     """Begin to keep windows of a cache."""
     global _resumed
     if windows := of.cache.settings.kept_windows:
-        ring = of.cache.window_buffers.ring
+        rings = of.cache.window_buffers.rings
         with kv_region(of.pool):
-            copies = ring.new_zeros(ring.shape[0], windows, *ring.shape[2:])
+            copies = [ring.new_zeros(ring.shape[0], windows, *ring.shape[2:]) for ring in rings]
         _resumed = of.cache.resumed = Resumed(of.cache, copies)
         of.cache.seats.moves = _resumed.move
 

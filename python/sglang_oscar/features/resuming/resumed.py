@@ -41,11 +41,11 @@ class _Pending:
 class Resumed:
     """Args:
     cache: whose rings are copied.
-    copies: room for copies of them, [2 * layers, windows, ring, kv_heads, head_dim] in their dtype.
+    copies: room for copies of them, [2 * layers, windows, ring, kv_heads, head_dim] each, in their dtype.
     """
 
     cache: Int2Cache
-    copies: torch.Tensor
+    copies: list[torch.Tensor]
     _next: list[_Pending] = field(default_factory=list)
     _due: list[_Pending] = field(default_factory=list)
     _brought: list[tuple[int, int]] = field(default_factory=list)
@@ -54,8 +54,8 @@ class Resumed:
     _moved: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        self.store = WindowStore(self.copies.shape[1])
-        self._rings, self._copies = Units([self.cache.window_buffers.ring]), Units([self.copies])
+        self.store = WindowStore(self.copies[0].shape[1])
+        self._rings, self._copies = Units(self.cache.window_buffers.rings), Units(self.copies)
 
     def covered(self, req: Any, input_len: int) -> int:
         """Tokens up to which a hit of a request of ``input_len`` tokens may reach; 0 where no window helps. Behind what

@@ -62,7 +62,8 @@ def move_accepted(
     block = cache.seats.sink_block[seats].long()[:, None]
     sink = torch.where(position < windows.sink, block * windows.sink + position, 0)
     # A unit is a token here. All are read before any is written.
-    rings, sinks = (Units([buffer.flatten(1, 2)]) for buffer in (cache.window_buffers.ring, cache.window_buffers.sink))
+    buffers = cache.window_buffers
+    rings, sinks = (Units([buffer.flatten(1, 2) for buffer in of]) for of in (buffers.rings, buffers.sinks))
     moved = rings.read(source.flatten())
     rings.write(target.flatten(), moved)
     if windows.sink:

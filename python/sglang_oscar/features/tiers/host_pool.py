@@ -14,6 +14,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers import host_releases
 from sglang_oscar.features.tiers.arguments import LAYOUTS
 from sglang_oscar.features.tiers.pages import PAGE_FIRST, HostPages, PageLayout, host_line
+from sglang_oscar.features.tiers.salt import ranks_have_other_parts
 from sglang_oscar.features.tiers.transfer import KernelTransfer, TorchTransfer, device_pages
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class Int2HostPool(HostKVCache):
         further: what releases pass besides.
 
     Raises:
-        Int2Error: a layout that cuts rows, or caches of draft models beside this one.
+        Int2Error: a layout that cuts rows, a size that ranks would not have alike, or caches of draft models beside
+            this one.
     """
 
     def __init__(
@@ -53,6 +55,11 @@ class Int2HostPool(HostKVCache):
     ) -> None:
         if layout not in LAYOUTS:
             raise Int2Error(f"--hicache-mem-layout {layout} cuts rows; set --hicache-mem-layout {LAYOUTS[0]}")
+        if host_size and ranks_have_other_parts():
+            raise Int2Error(
+                "--hicache-size holds other numbers of tokens on ranks whose kv heads have codes of their own; set "
+                "--hicache-ratio instead"
+            )
         # Newer releases also pass buffers for the staged copies of rows, of which there are none; and a draft model's
         # cache has a pool of its own.
         if any(further.get(name) for name in ("draft_buffer_infos", "mtp_draft_device_pools")):

@@ -1,8 +1,9 @@
 """Where the rows of a page lie in host memory and in storage, and the host's pages themselves.
 
-An *item* is what one layer and side has of a page: its rows, one behind the other, as they lie in the history pool. All
-items of a page and then its trailer (:mod:`sglang_oscar.features.tiers.storage`) make up the page, whatever sizes the
-rows of different layers and sides have.
+A part of a layer that is cut is a layer here, as it is to SGLang. An *item* is what one layer and side has of a page:
+its rows, one behind the other, as they lie in the history pool. All items of a page and then its trailer
+(:mod:`sglang_oscar.features.tiers.storage`) make up the page, whatever sizes the rows of different layers and sides
+have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from oscar_kernels.format import LayerFormat
+from oscar_kernels.format import AnyFormat, parts_of
 from sglang_oscar.features.tiers.digest import DIGEST_BYTES
 from sglang_oscar.features.tiers.finite import Column
 from sglang_oscar.formats.geometry import GIB
@@ -53,10 +54,11 @@ class PageLayout:
     row_bytes: tuple[tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def of_formats(cls, formats: Mapping[int, LayerFormat], page_size: int) -> PageLayout:
+    def of_formats(cls, formats: Mapping[int, AnyFormat], page_size: int) -> PageLayout:
         """Of layers with these formats."""
-        keys = tuple(layer.key_layout.row_bytes for layer in formats.values())
-        return cls(page_size, (keys, tuple(layer.value_layout.row_bytes for layer in formats.values())))
+        parts = parts_of(formats.values())
+        keys = tuple(part.key_layout.row_bytes for part in parts)
+        return cls(page_size, (keys, tuple(part.value_layout.row_bytes for part in parts)))
 
     @property
     def layers(self) -> int:
@@ -111,14 +113,14 @@ class PageLayout:
         return self.page_bytes // self.page_size
 
 
-def number_columns(layout: PageLayout, formats: Iterable[LayerFormat]) -> list[Column]:
+def number_columns(layout: PageLayout, formats: Iterable[AnyFormat]) -> list[Column]:
     """Where a page has its numbers: scales and zero points, or all of a side that is left exact.
 
     Args:
         layout: of a page.
         formats: of its layers.
     """
-    rows = [(of.key_layout, of.value_layout) for of in formats]
+    rows = [(of.key_layout, of.value_layout) for of in parts_of(formats)]
     columns: dict[tuple[int, int, int], list[Column]] = {}
     for item in layout.items:
         row = rows[item.layer][item.side]
