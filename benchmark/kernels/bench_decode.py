@@ -3,11 +3,13 @@
     python benchmark/kernels/bench_decode.py --kernels cuda,cuda:k3v2,cuda:k4v2,triton
     python benchmark/kernels/bench_decode.py --heads 16x2x256,32x2x256 --shapes 8x131072,32x32768
     python benchmark/kernels/bench_decode.py --heads 28x4x128,12x2x128 --kernels cuda,cuda:k2bv2s --no-baseline
+    python benchmark/kernels/bench_decode.py --heads 12x2x128 --kernels cuda:k3v2,cuda:k3v2+k2bv2s --no-baseline
     python benchmark/kernels/bench_decode.py --baselines flashinfer,flashinfer_fp8,fa3,fa3_fp8
 
 A kernel reads codes of 2 bits unless widths of keys and values follow its name; s behind a width is coding symmetric, b
-codebook. Heads are query heads x kv heads x head_dim, by default those of Qwen3-8B; shapes are requests x tokens of
-each. Speedups are over the first baseline; those over another carry its name.
+codebook. With a plus between widths equal parts of the kv heads have one each, which takes a launch for each. Heads are
+query heads x kv heads x head_dim, by default those of Qwen3-8B; shapes are requests x tokens of each. Speedups are over
+the first baseline; those over another carry its name.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from oscar_tools.bench import decode_baselines
-from oscar_tools.bench.decode import KERNELS, decode_us, read_bytes, rows_of
+from oscar_tools.bench.decode import KERNELS, decode_us, kernel_bytes
 from oscar_tools.bench.report import report
 from oscar_tools.bench.synthetic import Heads
 from oscar_tools.bench.timing import read_bandwidth, time_us
@@ -63,11 +65,11 @@ def rows_for(
     times = {name: [statistics.median(of_shape) for of_shape in took[name]] for name in names}
     rows = []
     for i, (batch, length) in enumerate(shapes):
-        in_two_bits = read_bytes(batch, length, rows_of("", heads))
+        in_two_bits = kernel_bytes("", heads, batch, length)
         row: dict[str, object] = {"heads": "x".join(map(str, heads)), "batch": batch, "length": length}
         row["limit_us"] = in_two_bits / limit / 1e3
         for kernel in kernels:
-            size = read_bytes(batch, length, rows_of(kernel, heads))
+            size = kernel_bytes(kernel, heads, batch, length)
             row[f"{kernel}_us"] = times[kernel][i]
             row[f"{kernel}_of_limit"] = size / times[kernel][i] / 1e3 / limit
         for baseline in baselines[:1]:

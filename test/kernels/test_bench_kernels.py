@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from oscar_kernels.cache import LayerCache
 from oscar_kernels.codec import decode_rows
 from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import SplitMatrix
@@ -82,6 +83,27 @@ def test_outputs_are_multiplied_as_in_servers(kernel: str, monkeypatch: pytest.M
     for (_, first), (_, second) in zip(given[::2], given[1::2], strict=True):
         first.check(TINY.heads.kv, torch.bfloat16, arranged=kernel == "cuda")
         assert not torch.equal(first.terms, second.terms)
+
+
+def test_parts_of_a_layer_take_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its own heads and rows, and what is read is what both have."""
+    seen: list[tuple[int, int]] = []
+
+    def noted(cache: LayerCache, tables: object, q: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+        seen.append((cache.k_layout.bits, q.shape[1]))
+        return q
+
+    heads, kernel = Heads(8, 4, 64), "triton:k3v2+k2bv2s"
+    monkeypatch.setattr(bench_decode.KERNELS["triton"], "decode", noted)
+    monkeypatch.setattr(bench_decode, "layers_of", lambda size: 1)
+    monkeypatch.setattr(bench_decode, "time_us", lambda calls: float(calls[0]().shape[1]))
+    assert bench_decode.decode_us(kernel, heads, 1, 330) == 8
+    assert seen == [(3, 4), (2, 4)]
+    half = Heads(4, 2, 64)
+    sizes = [bench_decode.kernel_bytes(f"triton:{part}", half, 1, 330) for part in ("k3v2", "k2bv2s")]
+    assert bench_decode.kernel_bytes(kernel, heads, 1, 330) == sum(sizes)
+    with pytest.raises(ValueError, match="3 kv heads do not make 2 equal parts"):
+        bench_decode.parts_of(kernel, Heads(3, 3, 64))
 
 
 def test_codings_follow_widths() -> None:

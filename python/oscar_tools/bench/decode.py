@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -10,6 +11,7 @@ import torch
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.cuda.books import arranged_book
+from oscar_kernels.parts import join_heads
 from oscar_kernels.prepared import SplitMatrix, split_matrix
 from oscar_kernels.triton import decode as triton_decode
 from oscar_tools.bench.synthetic import (
@@ -32,8 +34,24 @@ def rows_of(kernel: str, heads: Heads) -> Layouts:
     return layouts_of(kernel.partition(":")[2] or "k2v2", heads.kv, heads.head_dim)
 
 
-def read_bytes(batch: int, length: int, layouts: Layouts) -> int:
+def parts_of(kernel: str, heads: Heads) -> list[tuple[str, Heads]]:
+    """Kernel and heads of every part of a layer: of widths with a plus between them, such as ``cuda:k3v2+k2bv2s``, each
+    is that of as many kv heads, which take a launch of their own."""
+    name, _, widths = kernel.partition(":")
+    parts = widths.split("+")
+    if heads.kv % len(parts):
+        raise ValueError(f"{heads.kv} kv heads do not make {len(parts)} equal parts")
+    own = Heads(heads.query // len(parts), heads.kv // len(parts), heads.head_dim)
+    return [(f"{name}:{part}" if part else name, own) for part in parts]
+
+
+def kernel_bytes(kernel: str, heads: Heads, batch: int, length: int) -> int:
     """Bytes of cache that one layer's decode has to read."""
+    return sum(read_bytes(batch, length, rows_of(*part)) for part in parts_of(kernel, heads))
+
+
+def read_bytes(batch: int, length: int, layouts: Layouts) -> int:
+    """Bytes of cache that one layer's decode has to read, whose heads are stored alike."""
     window = WINDOWS.sink + WINDOWS.recent
     rows = sum(layout.row_bytes for layout in layouts)
     exact = 2 * layouts[0].kv_heads * layouts[0].head_dim * 2
@@ -65,10 +83,10 @@ def queries(requests: int, heads: Heads) -> torch.Tensor:
 
 
 def caches_of(
-    batch: int, length: int, layouts: Layouts, windows: Windows = WINDOWS
+    batch: int, length: int, layouts: Layouts, windows: Windows = WINDOWS, layers: int | None = None
 ) -> tuple[BatchTables, list[LayerCache]]:
-    """Tables of requests, and a cache for every layer of a graph."""
-    layers = layers_of(read_bytes(batch, length, layouts))
+    """Tables of requests, and a cache for every layer of a graph: as many as a graph has, or so many."""
+    layers = layers_of(read_bytes(batch, length, layouts)) if layers is None else layers
     tables, slots = shuffled_tables([length] * batch, PAGE)
     caches = [random_cache(slots, batch, layouts, windows, seed) for seed in range(layers)]
     for cache in caches:
@@ -78,12 +96,22 @@ def caches_of(
 
 
 def decode_us(kernel: str, heads: Heads, batch: int, length: int) -> float:
-    """Microseconds of one layer, whose outputs are multiplied; every layer of a graph has a cache of its own."""
-    module = KERNELS[kernel.partition(":")[0]]
-    tables, caches = caches_of(batch, length, rows_of(kernel, heads))
-    q = queries(batch, heads)
-    out = torch.empty_like(q)
-    workspace = make_workspace(kernel, caches[0], heads.query, batch)
-    rest = tables, q, heads.sm_scale, out, workspace
-    of_layers = zip(caches, readings_of(kernel, heads, len(caches)), strict=True)
-    return time_us([partial(module.decode, cache, *rest, reading=reading) for cache, reading in of_layers])
+    """Microseconds of one layer, whose outputs are multiplied, and those of parts joined; every layer of a graph has a
+    cache of its own."""
+    module, q = KERNELS[kernel.partition(":")[0]], queries(batch, heads)
+    layers = layers_of(kernel_bytes(kernel, heads, batch, length))
+    launches: list[list[Callable[[], torch.Tensor]]] = [[] for _ in range(layers)]
+    parts = parts_of(kernel, heads)
+    for (part, own), queries_of_part in zip(parts, q.chunk(len(parts), 1), strict=True):
+        tables, caches = caches_of(batch, length, rows_of(part, own), layers=layers)
+        # In servers a part's queries come out of its store.
+        queried = queries_of_part.contiguous()
+        out, workspace = torch.empty_like(queried), make_workspace(part, caches[0], own.query, batch)
+        rest = tables, queried, heads.sm_scale, out, workspace
+        for calls, cache, reading in zip(launches, caches, readings_of(part, own, layers), strict=True):
+            calls.append(partial(module.decode, cache, *rest, reading=reading))
+    return time_us([partial(_joined, calls) for calls in launches])
+
+
+def _joined(calls: list[Callable[[], torch.Tensor]]) -> torch.Tensor:
+    return join_heads(call() for call in calls)
