@@ -48,8 +48,8 @@ def bit_goal(text: str | None, recipe: FittedRecipe) -> BitGoal | None:
 
 
 KEY_CODING_HELP = (
-    "Codes of keys of two bits; codebook fits 256 points a layer to fours of channels; auto takes by layer what a "
-    "mean of --bits is best spent on. Not for paper."
+    "Codes of keys of two bits; codebook fits 256 points a layer to fours of channels; auto takes what a mean "
+    "of --bits is best spent on. Not for paper."
 )
 VALUE_CODING_HELP = "Codes of values; symmetric leaves the zero point out; auto as for keys. Not for paper."
 

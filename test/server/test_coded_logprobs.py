@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from oscar_rotation.files.by_head import flat
 from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.fit.bit_goal import BitGoal
@@ -19,11 +20,12 @@ TOKENS = 24
 
 
 def test_log_probabilities_are_those_of_a_plain_forward_pass(tmp_path: Path) -> None:
-    """Of a prompt in chunks and of its answer; layers have codebooks, affine keys and values without zero points."""
+    """Of a prompt in chunks and of its answer; kv heads have codebooks and affine keys, values no zero points."""
     options = FitOptions(bits=BitGoal(mean=2.6), key_coding="codebook", value_coding="symmetric")
     env = fit_rotations(tmp_path, documents=3, recipe="focus", options=options)
     key, value = (read_rotation_file(Path(env[f"SGLANG_OSCAR_{side}_ROTATION_PATH"])) for side in "KV")
-    assert {key.coding(layer) for layer in range(4)} == {"codebook", "affine"}
+    assert set(flat(key.codings or ())) == {"codebook", "affine"}
+    assert {len(key.runs(layer)) for layer in range(4)} == {1, 2}
     text = document(1300, 40, facts=2)
     prompt = token_ids(text.text + question(next(iter(text.facts))))
     with serve(MODEL, tmp_path / "log", *ARGS, env=env) as server:

@@ -1,4 +1,4 @@
-"""What ``oscar fit --bits`` writes: a recipe's transforms, and bits of a code by layer and side."""
+"""What ``oscar fit --bits`` writes: a recipe's transforms, and bits of a code by layer and side, of keys by kv head."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from accuracy.calibration import Calibration
 from accuracy.methods.base import Method, RowMethod
 from accuracy.methods.focus import ServedFocus
 from accuracy.methods.plus import Plus
-from oscar_kernels.layout import BITS, EXACT, WIDTHS
+from oscar_kernels.layout import AFFINE, BITS, EXACT, WIDTHS
 from oscar_rotation.dump import DumpChunk
-from oscar_rotation.fit.bit_goal import BitGoal, stored_bits
+from oscar_rotation.files.by_head import ByHead, flat
+from oscar_rotation.fit.bit_goal import BitGoal, mean_bits
 from oscar_rotation.fit.bits import from_two_bits, layer_losses
 from oscar_rotation.fit.held_out import HELD_OUT_TOKENS, Request, moved, requests
 from oscar_rotation.fit.model_losses import model_losses
@@ -34,7 +35,7 @@ class Dial(Method):
         goal: as the command takes it.
         by_model: whether the model says what bits cost, on the calibration text (``--text``).
         sink, recent, table: as of :class:`Method`.
-        bits: of keys and of values, by layer; set by fit.
+        bits: of keys and of values, by layer, or by kv head of one; set by fit.
     """
 
     make: Callable[[], RowMethod]
@@ -47,7 +48,7 @@ class Dial(Method):
     source: str = "this project; see rotation/oscar_rotation/fit/bits.py"
     name: str = field(init=False)
     domain: str = field(init=False)
-    bits: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
+    bits: tuple[tuple[ByHead[int], ...], tuple[ByHead[int], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.base = self.make()
@@ -67,8 +68,9 @@ class Dial(Method):
         if self.by_model:
             two = calibration.once(("model losses", self.base.name), lambda: self._of_model(calibration))
             losses = from_two_bits(two, losses)
-        plan = goal.plan(losses.flatten(0, 1), calibration.head_dim, self.base.group)
-        self.bits = plan[::2], plan[1::2]
+        plan = goal.choices(losses.flatten(0, 1), calibration.head_dim, self.base.group)
+        widths = tuple(width for width, _ in plan)
+        self.bits = widths[::2], widths[1::2]
 
     def _losses(self, calibration: Calibration) -> torch.Tensor:
         positions = calibration.positions(getattr(self.base, "context", None))
@@ -89,7 +91,11 @@ class Dial(Method):
         positions = calibration.positions(getattr(self.base, "context", None))
         return model_losses(calibration.model, calibration.ids, reads, TAIL, positions)
 
-    def _key(self, layer: int, k: torch.Tensor, bits: int) -> torch.Tensor:
+    def _key(self, layer: int, k: torch.Tensor, bits: ByHead[int]) -> torch.Tensor:
+        """Keys [..., kv_heads, n, head_dim] as codes of so many bits give them back."""
+        if isinstance(bits, tuple):
+            read = {width: self._key(layer, k, width) for width in set(bits)}
+            return torch.stack([read[width].select(-3, head) for head, width in enumerate(bits)], -3)
         if bits == EXACT:
             return k.float()
         return self.base.read_keys(layer, k, KEY_ROWS[bits], 1 << bits)
@@ -105,12 +111,15 @@ class Dial(Method):
 
     def values(self, layer: int, v: torch.Tensor) -> torch.Tensor:
         """See :class:`Method`."""
-        return self._value(layer, v, self.bits[1][layer])
+        (bits,) = flat([self.bits[1][layer]])
+        return self._value(layer, v, bits)
 
     def stored_bits(self, head_dim: int) -> tuple[float, float]:
         """See :class:`Method`."""
         group = min(self.base.group, head_dim)
-        keys, values = (float(sum(stored_bits(bits, group) for bits in side) / len(side)) for side in self.bits)
+        keys, values = (
+            sum(mean_bits(bits, AFFINE, group, head_dim) for bits in side) / len(side) for side in self.bits
+        )
         return keys, values
 
 

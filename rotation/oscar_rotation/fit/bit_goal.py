@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
+from typing import NamedTuple
 
 import torch
 
 from oscar_kernels.layout import AFFINE, BITS, CODEBOOK, EXACT, SYMMETRIC, WIDTHS
+from oscar_rotation.files.by_head import ByHead, alike, flat
 from oscar_rotation.math.bit_plan import spend
 
 PARAMETER_BITS = {AFFINE: 32, SYMMETRIC: 16, CODEBOOK: 16}
 """Of a group's scale and, where its coding has one, zero point, in 16 bits each."""
 
 AUTO = "auto"
-"""Instead of a coding: whichever is worth most, by layer."""
+"""Instead of a coding: whichever is worth most."""
 
 FORMS = ((AFFINE, CODEBOOK), (AFFINE, SYMMETRIC))
-"""What keys and values may be where a fit chooses. All heads of a layer have the same width and coding: rows of a side
-have one layout."""
+"""What keys and values may be where a fit chooses."""
+
+Choice = tuple[ByHead[int], ByHead[str]]
+"""Width and coding of one side of a layer, or of each kv head."""
 
 Codings = tuple[str, str]
 """Of keys and of values."""
@@ -94,35 +100,82 @@ class BitGoal:
         Raises:
             ValueError: the mean is out of reach, or a loss is not finite.
         """
-        return tuple(width for width, _ in self.choices(losses, head_dim, group_size, codings))
+        return tuple(width for width, _ in self.choices(losses, head_dim, group_size, codings))  # type: ignore[misc]
 
     def choices(
         self, losses: torch.Tensor, head_dim: int, group_size: int, codings: Codings = (AFFINE, AFFINE)
-    ) -> tuple[tuple[int, str], ...]:
-        """Width and coding of every side; arguments and errors as of :meth:`plan`, but losses [sides, 3 f] where sides
-        have f :func:`forms`: form after form."""
+    ) -> tuple[Choice, ...]:
+        """Width and coding of every side.
+
+        Arguments and errors are those of :meth:`plan`, but for losses [sides, 3 f] where sides have f :func:`forms`:
+        form after form. With losses [sides, 3 f, kv_heads], which add up, keys of a layer may be cut between two kv
+        heads: a decode step then reads it in two launches.
+        """
         widths, group = self.widths(head_dim, group_size, codings), min(group_size, head_dim)
         assert self.mean is not None
-        sides = [[(width, coding_at(form, width)) for form in side for width in BITS] for side in forms(codings)]
-        if EXACT in widths:
-            losses = torch.cat([losses, torch.zeros(len(losses), 1, dtype=losses.dtype)], 1)
-            sides = [[*side, (EXACT, AFFINE)] for side in sides]
-        order = [sorted(range(len(x)), key=lambda n: stored_bits(x[n][0], group, x[n][1], head_dim)) for x in sides]
-        sides = [[side[n] for n in by] for side, by in zip(sides, order, strict=True)]
-        rows = torch.stack([losses[n, order[n % 2]] for n in range(len(losses))])
-        bits = [[stored_bits(width, group, coding, head_dim) for width, coding in side] for side in sides]
-        more = [[x - side[0] for x in side] for side in bits]
-        # In the largest steps that all of them are multiples of: without sides that are left exact, in bits.
-        parts = math.lcm(*(x.denominator for side in more for x in side))
-        step = math.gcd(*(int(x * parts) for side in more for x in side))
-        costs = [[int(x * parts) // step for x in side] for side in more]
-        cheapest = sum(bits[n % 2][0] for n in range(len(rows)))
-        room = int((len(rows) * self.mean - cheapest) * parts / step + 1e-6)
-        found = []
-        for n, cost in enumerate(spend(rows, [costs[n % 2] for n in range(len(rows))], room)):
-            equal = [choice for choice, x in enumerate(costs[n % 2]) if x == cost]
-            found.append(sides[n % 2][min(equal, key=lambda choice: float(rows[n, choice]))])
-        return tuple(found)
+        losses = losses if losses.dim() == 3 else losses[..., None]
+        if not bool(losses.isfinite().all()):
+            raise ValueError("losses must be finite")
+        items = []
+        for side, by_head in enumerate(losses.double()):
+            pairs = [(width, coding_at(form, width)) for form in forms(codings)[side % 2] for width in BITS]
+            items.append(_options(pairs, by_head, group, head_dim, cuts=side % 2 == 0, exact=EXACT in widths))
+        # In the largest steps that all costs are multiples of.
+        more = [option.bits - options[0].bits for options in items for option in options]
+        parts = math.lcm(*(x.denominator for x in more))
+        step = math.gcd(*(int(x * parts) for x in more)) or 1
+        most = max(map(len, items))
+        rows = [[option.loss for option in options] for options in items]
+        costs = [[int((option.bits - options[0].bits) * parts) // step for option in options] for options in items]
+        filled = torch.tensor([row + row[-1:] * (most - len(row)) for row in rows], dtype=torch.float64)
+        cheapest = sum(options[0].bits for options in items)
+        room = int((len(items) * self.mean - cheapest) * parts / step + 1e-6)
+        spent = spend(filled, [cost + cost[-1:] * (most - len(cost)) for cost in costs], room)
+        return tuple(
+            options[cost.index(taken)].choice for options, cost, taken in zip(items, costs, spent, strict=True)
+        )
+
+
+class _Option(NamedTuple):
+    bits: Fraction
+    loss: float
+    choice: Choice
+
+
+def _options(
+    pairs: Sequence[tuple[int, str]], losses: torch.Tensor, group: int, head_dim: int, cuts: bool, exact: bool
+) -> list[_Option]:
+    """What one side of a layer may be, by stored bits; of equal ones that which loses least, whole before cut.
+
+    Args:
+        pairs: widths and codings.
+        losses: float64 [pairs, kv_heads].
+        group, head_dim: channels.
+        cuts: whether neighbouring heads may have one pair and the others another.
+        exact: whether the side may be left exact.
+    """
+    heads, bits = losses.shape[1], [stored_bits(width, group, coding, head_dim) for width, coding in pairs]
+    sums = torch.cat([torch.zeros(len(pairs), 1, dtype=losses.dtype), losses.cumsum(1)], 1)
+    found = [_Option(bits[n], float(sums[n, -1]), pair) for n, pair in enumerate(pairs)]
+    found += [_Option(Fraction(EXACT), 0.0, (EXACT, AFFINE))] if exact else []
+    for cut, a, b in product(range(1, heads if cuts else 1), *[range(len(pairs))] * 2):
+        if pairs[a] != pairs[b]:
+            each = [pairs[a]] * cut + [pairs[b]] * (heads - cut)
+            mean = (cut * bits[a] + (heads - cut) * bits[b]) / heads
+            loss = float(sums[a, cut] + sums[b, -1] - sums[b, cut])
+            found.append(_Option(mean, loss, (alike(x for x, _ in each), alike(x for _, x in each))))
+    best: dict[Fraction, _Option] = {}
+    for option in found:
+        if option.bits not in best or option.loss < best[option.bits].loss:
+            best[option.bits] = option
+    return [best[x] for x in sorted(best)]
+
+
+def mean_bits(width: ByHead[int], coding: ByHead[str], group: int, head_dim: int) -> float:
+    """Bits of a channel, as of :func:`stored_bits`, on average over kv heads."""
+    heads = max(len(flat([width])), len(flat([coding])))
+    each = zip(*(x if isinstance(x, tuple) else (x,) * heads for x in (width, coding)), strict=True)
+    return float(sum(stored_bits(x, group, of, head_dim) for x, of in each) / heads)
 
 
 def forms(codings: Codings) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -59,6 +59,6 @@ def fit_gains(
         with one_thread():
             for request in held_out:
                 read = coded_by_book(into(keys, layer, request.k), book, GAINS)
-                errors += measure(request, [out_of(keys, layer, y) for y in read], [], scale, reader)[0][0]
+                errors += measure(request, [out_of(keys, layer, y) for y in read], [], scale, reader)[0][0].sum(-1)
         found.append(GAINS[int(errors.argmin())])
     return tuple(found)

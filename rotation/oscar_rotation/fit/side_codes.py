@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from oscar_kernels.layout import AFFINE, CODEBOOK, EXACT
+from oscar_rotation.files.by_head import ByHead, alike, flat
 from oscar_rotation.files.codebooks import Codebooks
 from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.fit.bit_goal import coding_at
@@ -29,29 +30,37 @@ class SideCodes:
 
     Attributes:
         rows: clip ratio and gain of affine codes, by bits.
-        coding: asked for, of all layers or of each; widths that do not have it are affine
+        coding: asked for, of all layers or of each, or of each of its kv heads; widths that do not have it are affine
             (:func:`oscar_rotation.fit.bit_goal.coding_at`).
         books: of all layers where the coding is codebook.
         gains: of codebooks, by layer; empty for those of the rows.
     """
 
     rows: Mapping[int, Row]
-    coding: str | tuple[str, ...] = AFFINE
+    coding: str | tuple[ByHead[str], ...] = AFFINE
     books: Codebooks | None = None
     gains: tuple[float, ...] = ()
 
-    def coding_of(self, layer: int, bits: int) -> str:
-        """Coding of a layer with codes of so many bits."""
-        return coding_at(self.coding if isinstance(self.coding, str) else self.coding[layer], bits)
+    def coding_of(self, layer: int, bits: int, head: int = 0) -> str:
+        """Coding of a layer, or of a kv head of one, with codes of so many bits."""
+        asked = self.coding if isinstance(self.coding, str) else self.coding[layer]
+        return coding_at(asked[head] if isinstance(asked, tuple) else asked, bits)
 
-    def row(self, bits: int, layer: int) -> Row:
+    def row(self, bits: int, layer: int, head: int = 0) -> Row:
         """Clip ratio and gain; only affine codes are clipped, others have no range that a large number would widen."""
         if bits == EXACT:
             return NOTHING
-        (clip, gain), coding = self.rows[bits], self.coding_of(layer, bits)
+        (clip, gain), coding = self.rows[bits], self.coding_of(layer, bits, head)
         if coding == CODEBOOK and self.gains:
             gain = self.gains[layer]
         return (clip if coding == AFFINE else 1.0), gain
+
+    def by_head(self, layer: int, bits: ByHead[int]) -> list[tuple[int, str, float, float]]:
+        """Bits, coding, clip ratio and gain of a layer: once, or of each kv head."""
+        asked = AFFINE if isinstance(self.coding, str) else self.coding[layer]
+        heads = next((len(x) for x in (bits, asked) if isinstance(x, tuple)), 1)
+        each = bits if isinstance(bits, tuple) else (bits,) * heads
+        return [(x, self.coding_of(layer, x, head), *self.row(x, layer, head)) for head, x in enumerate(each)]
 
     def coded(self, y: torch.Tensor, layer: int, bits: int, group: int) -> torch.Tensor:
         """What stored rows of a layer give back.
@@ -71,36 +80,38 @@ class SideCodes:
         return coded_symmetric(y, group, self.row(bits, layer)[1], bits)
 
 
-def with_bits(rotations: RotationSet, bits: Sequence[int], codes: SideCodes) -> RotationSet:
+def with_bits(rotations: RotationSet, bits: Sequence[ByHead[int]], codes: SideCodes) -> RotationSet:
     """The same for codes of other widths: clip ratios, gains and codings follow. Layers that are left exact have the
     identity.
 
     Args:
         rotations: of one side.
-        bits: by layer.
+        bits: by layer, or by kv head of one.
         codes: of that side.
     """
-    clips, gains = zip(*(codes.row(width, layer) for layer, width in enumerate(bits)), strict=True)
     exact = torch.tensor([width == EXACT for width in bits])
     if bool(exact.any()):
         rotations = _left_alone(rotations, exact)
-    codings = tuple(codes.coding_of(layer, width) for layer, width in enumerate(bits))
+    rows = [codes.by_head(layer, width) for layer, width in enumerate(bits)]
+    widths = tuple(alike(width for width, *_ in heads) for heads in rows)
+    codings = tuple(alike(coding for _, coding, *_ in heads) for heads in rows)
     return replace(
         rotations,
-        clip_ratios=clips,
-        gains=gains,
-        bits=None if set(bits) == {2} else tuple(bits),
+        clip_ratios=tuple(alike(clip for *_, clip, _ in heads) for heads in rows),
+        gains=tuple(alike(gain for *_, gain in heads) for heads in rows),
+        bits=None if set(widths) == {2} else widths,
         codings=None if set(codings) == {AFFINE} else codings,
         codebooks=_books_of(codes, codings),
     )
 
 
-def _books_of(codes: SideCodes, codings: Sequence[str]) -> Codebooks | None:
-    used = [coding == CODEBOOK for coding in codings]
-    if codes.books is None or not any(used):
+def _books_of(codes: SideCodes, codings: Sequence[ByHead[str]]) -> Codebooks | None:
+    if codes.books is None or CODEBOOK not in flat(codings):
         return None
-    books = codes.books
-    return Codebooks.of_layers([books.of_layer(layer) if taken else None for layer, taken in enumerate(used)])
+    used = torch.zeros(codes.books.factors.shape[:2], dtype=torch.bool)
+    for layer, coding in enumerate(codings):
+        used[layer] = torch.tensor([x == CODEBOOK for x in flat([coding])])
+    return codes.books.only(used)
 
 
 def _left_alone(rotations: RotationSet, layers: torch.Tensor) -> RotationSet:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_kernels.format import AnyFormat, SideFormat
 from oscar_kernels.layout import CODEBOOK, EXACT
 from oscar_rotation.dump import DumpReader
+from oscar_rotation.files.by_head import ByHead, alike
 from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_rotation.files.rotation_set import RotationSet
 from oscar_rotation.fit.books import fit_books
@@ -38,7 +39,7 @@ def fitted_recipe(name: str) -> Any:
 
 
 def fit_again(
-    dump: Path, settings: Settings, formats: Mapping[int, LayerFormat], recipe: str, device: torch.device
+    dump: Path, settings: Settings, formats: Mapping[int, AnyFormat], recipe: str, device: torch.device
 ) -> FitResult:
     """Files of a new fit, for the rows of a server: bits, codings, clip ratios and gains stay.
 
@@ -53,20 +54,21 @@ def fit_again(
         DumpError, RotationFileError, ValueError: the samples do not suffice, or a file is gone.
     """
     served = [read_rotation_file(str(path)) for path in (settings.k_rotation, settings.v_rotation)]
-    keys, values = [of.key for of in formats.values()], [of.value for of in formats.values()]
-    group = keys[0].group_size
+    keys = [[part.key for part in of.parts for _ in range(part.kv_heads)] for of in formats.values()]
+    values = [[of.parts[0].value] for of in formats.values()]
+    group = keys[0][0].group_size
     options = _options(served[0], served[1], group)
     request = FitRequest(dump, options, device=str(device))
     result = fitted_recipe(recipe).run(request)
-    codes = SideCodes(plus.KEY_ROWS, tuple(side.coding for side in keys))
+    codes = SideCodes(plus.KEY_ROWS, _codings(keys))
     reader = DumpReader(dump)
-    if any(side.coding == CODEBOOK for side in keys):
+    if any(side.coding == CODEBOOK for heads in keys for side in heads):
         positions = output_weights(request, reader, recipe).positions(result.key.head_dim, options.context)
         held = plan_held_out(reader, reader.fit_chunks(), "a codebook")
         books = fit_books(reader, result.key, positions, device, held)
         codes = replace(codes, books=books)
     key = _as_served(result.key, keys, codes)
-    value = _as_served(result.value, values, SideCodes(plus.VALUE_ROWS, tuple(side.coding for side in values)))
+    value = _as_served(result.value, values, SideCodes(plus.VALUE_ROWS, _codings(values)))
     key = with_key_errors(key, reader, reader.fit_chunks(), group, device)
     return replace(result, key=key, value=value)
 
@@ -84,11 +86,15 @@ def _options(keys: RotationSet, values: RotationSet, group: int) -> FitOptions:
     return FitOptions(**targets, **said, share=share, group_size=group)  # type: ignore[arg-type]
 
 
-def _as_served(fitted: RotationSet, sides: list[SideFormat], codes: SideCodes) -> RotationSet:
+def _codings(layers: list[list[SideFormat]]) -> tuple[ByHead[str], ...]:
+    return tuple(alike(side.coding for side in heads) for heads in layers)
+
+
+def _as_served(fitted: RotationSet, layers: list[list[SideFormat]], codes: SideCodes) -> RotationSet:
     """The same for codes as they are served; graphs hold clip ratios and gains."""
-    changed = with_bits(fitted, [side.bits for side in sides], codes)
-    transforms = [side.transform if side.bits != EXACT else None for side in sides]
-    clips = tuple(1.0 if of is None else of.clip for of in transforms)
-    gains = tuple(1.0 if of is None else of.gain for of in transforms)
-    any_gain = any(of is not None and of.gain > 0 for of in transforms)
+    changed = with_bits(fitted, [alike(side.bits for side in heads) for heads in layers], codes)
+    transforms = [[side.transform if side.bits != EXACT else None for side in heads] for heads in layers]
+    clips = tuple(alike(1.0 if of is None else of.clip for of in heads) for heads in transforms)
+    gains = tuple(alike(1.0 if of is None else of.gain for of in heads) for heads in transforms)
+    any_gain = any(of is not None and of.gain > 0 for heads in transforms for of in heads)
     return replace(changed, clip_ratios=clips, gains=gains if any_gain else None)
