@@ -7,7 +7,6 @@ blocks than images, so that sinks with tokens of images are computed again.
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +22,13 @@ from support.api import retracted
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.releases import environment, installed, served
 from support.servers import HADAMARD, STRICT, Server, refills, serve
+from support.speculation import with_plugins
 from support.vision_models import Prompt, letters
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
-LOSSLESS = str(Path(__file__).parents[1] / "support" / "lossless_plugin")
 COMMON = ["--enable-fp32-lm-head"]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--max-running-requests", "2", *COMMON]
 NEAR_TIE = DRIFT = 0.06
@@ -82,9 +81,13 @@ def fitted(dump: Path) -> dict[str, str]:
     return {f"SGLANG_OSCAR_{side}_ROTATION_PATH": str(path) for side, path in sides.items()}
 
 
+HOST = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-mem-layout", "page_first"]
+HOST += ["--max-total-tokens", "2048"]
+"""Tokens of some of the prompts."""
+CHUNKS = ["--chunked-prefill-size", "128"]
 CONFIGURATIONS: dict[str, tuple[str, list[str], int, bool]] = {
-    "qwen3_vl": (installed(), ["--chunked-prefill-size", "128", "--enable-mixed-chunk"], 3, False),
-    "qwen2_5_vl": (served()[0], [], 1, True),
+    "qwen3_vl": (installed(), [*CHUNKS, "--speculative-algorithm", "NGRAM"], 3, False),
+    "qwen2_5_vl": (served()[0], [*CHUNKS, "--enable-mixed-chunk", *HOST], 1, True),
 }
 """By model: release, arguments, requests at once, and whether rotations are fitted to a dump of the stock server or
 requests are retracted. The oldest release has another scheduler of images."""
@@ -106,7 +109,7 @@ def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
         assert first_difference(x, y) or largest_drift(x, y) > DRIFT, "images do not show in the answers"
 
     env = release | rotations | STRICT | ({} if fits else {"SGLANG_TEST_RETRACT": "1"})
-    env["PYTHONPATH"] = os.pathsep.join([LOSSLESS, *filter(None, [release.get("PYTHONPATH")])])
+    env = with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin")
     with serve(model, tmp_path / "log", *INT2, *args, env=env) as server:
         assert_same(expected, ask(server, asked, workers), NEAR_TIE, DRIFT)
         before = refills(server)

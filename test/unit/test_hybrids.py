@@ -275,23 +275,6 @@ def test_mamba2(right: bool, drafts: str | None, change: str | None, monkeypatch
         check("NemotronHForCausalLM")
 
 
-@pytest.mark.parametrize("sees", [True, False])
-@pytest.mark.parametrize(("drafts", "known"), [("NGRAM", True), ("NGRAM", False), ("NEXTN", False), (None, False)])
-def test_drafts_of_models_that_see(
-    drafts: str | None, known: bool, sees: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NGRAM is refused where it drafts what stands for images."""
-    monkeypatch.setattr(refusals, "linear_config", lambda model: model)
-    monkeypatch.setattr(refusals, "drafts_token_ids", lambda: known)
-    config = SimpleNamespace(architectures=["Qwen3_5MoeForConditionalGeneration"])
-    model = SimpleNamespace(model_path="m", hf_config=config, is_multimodal=sees)
-    args = SimpleNamespace(**ALLOWED | {"speculative_algorithm": drafts})
-    if known or not sees or drafts != "NGRAM":
-        return refusals.check_model(model, args)
-    with pytest.raises(Int2Error, match="set it to NEXTN: m"):
-        refusals.check_model(model, args)
-
-
 def test_lazy_states() -> None:
     assert refused(**LAZY) == []
     (line,) = refused(**LAZY, speculative_algorithm="NGRAM")

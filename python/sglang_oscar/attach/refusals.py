@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_oscar.attach import model_classes
-from sglang_oscar.attach.arguments import disaggregated
+from sglang_oscar.attach.arguments import algorithm, disaggregated, drafts_with_model
 from sglang_oscar.attach.feature import Refusal, features
-from sglang_oscar.attach.releases import argument, switched_on
+from sglang_oscar.attach.releases import argument, drafts_token_ids, switched_on
 from sglang_oscar.errors import Int2Error
 
 
@@ -116,11 +116,13 @@ VISION_MODELS = frozenset({"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForCond
 tokens causally with grouped queries, in every layer; the attention of the vision tower keeps nothing in the cache."""
 
 VISION: list[Refusal] = [
-    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
-    (lambda a: a.enable_hierarchical_cache, "with hierarchical caching; drop --enable-hierarchical-cache"),
+    (
+        lambda a: not (algorithm(a) is None or drafts_with_model(a) or drafts_token_ids()),
+        "with drafts of NGRAM before SGLang 0.5.23; drop --speculative-algorithm, or set it to another",
+    ),
 ]
-"""Arguments that are refused with these models only."""
+"""Arguments that are refused with a multimodal model only."""
 
 
 def _block_sparse(model: Any) -> bool:
@@ -176,7 +178,7 @@ def rows() -> dict[str, list[str]]:
     found = {"Any model": [what for _, what in arguments()]}
     for feature in features():
         found |= {title: [what for _, what in table] for title, table in feature.refused_with}
-    found["Qwen2.5-VL and Qwen3-VL"] = [what for _, what in VISION]
+    found["Models that see images"] = [what for _, what in VISION]
     models = [what for _, what in [*MODELS, *ATTENTION]] + [CLASSES]
     return found | {"Models": models + [line for feature in features() for line in feature.refused_models]}
 
@@ -208,9 +210,8 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}; use --kv-cache-dtype auto")
     for feature in features():
         feature.check_model(model_config, server_args)
-    sees = model_config.is_multimodal and not VISION_MODELS.isdisjoint(model_config.hf_config.architectures)
     for refused, what in VISION:
-        if server_args is not None and sees and refused(server_args):
+        if server_args is not None and model_config.is_multimodal and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")
     model_classes.check(model_config.hf_config.architectures, name)
 

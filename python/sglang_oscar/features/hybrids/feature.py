@@ -14,7 +14,7 @@ FEATURE = Feature(
     ],
     architectures=refusals.MODELS,
     refused_with=[
-        ("Hybrid models", refusals.ARGUMENTS + refusals.SEEING_ARGUMENTS),
+        ("Hybrid models", refusals.ARGUMENTS),
         ("Those of Mamba2", refusals.MAMBA2_ARGUMENTS),
     ],
     refused_models=["other models with linear attention"],

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oscar.attach.arguments import algorithm, drafts_with_model
 from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import (
     argument,
     carries_slot_states,
-    drafts_token_ids,
     finds_states_of_mamba2,
     keeps_states_of,
     tells_kept_states_apart,
@@ -99,15 +97,6 @@ MAMBA2_ARGUMENTS: list[Refusal] = [
 """Arguments that are refused with models of Mamba2 besides."""
 
 
-SEEING_ARGUMENTS: list[Refusal] = [
-    (
-        lambda a: not (algorithm(a) is None or drafts_with_model(a) or drafts_token_ids()),
-        "that see images with NGRAM before SGLang 0.5.23; drop --speculative-algorithm, or set it to NEXTN",
-    ),
-]
-"""Arguments that are refused with models that see images besides."""
-
-
 def check_model(model: Any, server_args: Any) -> None:
     """Refuse hybrid models that are not served, and arguments that do not go with the others.
 
@@ -136,6 +125,6 @@ def check_model(model: Any, server_args: Any) -> None:
             f"--kv-cache-dtype int2 does not support {name} in this release of SGLang, which mistakes states where "
             "prompts are computed at once; install sglang 0.5.20 or later"
         )
-    for refused, what in arguments + (SEEING_ARGUMENTS if model.is_multimodal else []):
+    for refused, what in arguments:
         if server_args is not None and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support hybrid models {what}: {name}")
