@@ -129,7 +129,7 @@ KINDS = {
     "hybrid_3_6": Kind(
         lambda folder: hybrid_with_draft_layer("qwen3_5_moe", folder, **hybrid_models.QWEN3_6),
         (),
-        lambda model: [*states(model), *drafting("NEXTN", 3)(model), *HOST_TIER],
+        lambda model: [*states(model), *drafting("NEXTN", 3)(model), *HOST_TIER, "--max-total-tokens", "1792"],
         images=True,
         per_step=1.5,
         ranks=(1, 2),
