@@ -43,8 +43,8 @@ def test_of_every_kind_of_model(name: str, tmp_path: Path) -> None:
         raise
 
 
-@each("plain", "per_head", "by_layer", "triton", "triton_extend", "triton_decode", "fa3", "flashinfer", "chunked",
-      "mixed", "speculating", "by_layer_speculating", "speculating_triton")  # fmt: skip
+@each("plain", "per_head", "by_layer", "by_head", "triton", "triton_extend", "triton_decode", "fa3", "flashinfer",
+      "chunked", "mixed", "speculating", "by_layer_speculating", "speculating_triton")  # fmt: skip
 def test_of_every_backend(name: str, fleet: Fleet) -> None:
     server = fleet[name]
     golden.conversations(server)

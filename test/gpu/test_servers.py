@@ -105,6 +105,17 @@ def test_other_bits_in_every_layer(name: str, fleet: Fleet, expected: dict) -> N
     healthy(server, FLEET[name].ranks)
 
 
+@each("by_head", "by_head_on_2")
+def test_other_bits_in_every_kv_head(name: str, fleet: Fleet) -> None:
+    """Layers in two parts, through graphs and prefix hits; what pads them is NaN, and nothing waits."""
+    server = fleet[name]
+    for flush in (True, False):
+        score = right(golden.many(server, workers=64, flush=flush))
+        print(f"{name}: {score} of 64 right")
+        assert score >= 56
+    healthy(server, FLEET[name].ranks)
+
+
 @pytest.mark.uses("compiled")
 def test_decoding_inside_torch_compile(fleet: Fleet, expected: dict) -> None:
     """One and two requests are compiled, a graph each, in which attention is an operator; 16 are not."""

@@ -79,6 +79,7 @@ FLEET = {
     "plain": Launch(env=STRICT),
     "per_head": Launch(env=STRICT, rotations=focused),
     "by_layer": Launch(env=STRICT, rotations=golden.rotations_by_layer),
+    "by_head": Launch(env=STRICT | checked("nan", "sync"), rotations=golden.rotations_by_head),
     "by_layer_speculating": Launch(
         args=(*golden.WHOLE, *ORACLE),
         env=STRICT | checked("nan", "sync") | DRAFTED,
@@ -123,6 +124,7 @@ ON_RANKS = {
     "plain": (replace(FLEET["plain"], running=8, tokens=24576), (2, 4)),
     "refilled": (FLEET["refilled"], (2, 4)),
     "per_head": (FLEET["per_head"], (2, 4)),
+    "by_head": (FLEET["by_head"], (2,)),
     "by_layer_speculating": (FLEET["by_layer_speculating"], (2, 4)),
     "fa3": (FLEET["fa3"], (2,)),
     "retract": (FLEET["retract"], (2, 4)),

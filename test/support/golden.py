@@ -26,6 +26,8 @@ ROTATIONS = {
 """Fitted once: eigenvectors of two machines differ in sign, and codes with them."""
 BY_LAYER = {"k": (16, 3, 2, 4), "v": (16, 2, 16, 2)}
 """Bits of keys and values in every layer: an exact layer, an exact side, and codes of three kinds."""
+BY_HEAD = {"k": ((2, 3), (4, 2), 2, (3, 2)), "v": None}
+"""Bits of the keys of every kv head; values have two."""
 ARGS = ("--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--enable-fp32-lm-head")
 WHOLE = ("--chunked-prefill-size", "-1")
 """Prompts are never cut, so that answers do not depend on what else runs."""
@@ -156,11 +158,20 @@ def save(answers: dict[str, list[dict[str, Any]]]) -> None:
 
 def rotations_by_layer(folder: Path) -> dict[str, str]:
     """Variables of rotation files whose layers have other bits each (:data:`BY_LAYER`)."""
+    return _rotations_of(BY_LAYER, folder, "by_layer")
+
+
+def rotations_by_head(folder: Path) -> dict[str, str]:
+    """Variables of rotation files whose kv heads have other bits each, but for one layer (:data:`BY_HEAD`)."""
+    return _rotations_of(BY_HEAD, folder, "by_head")
+
+
+def _rotations_of(bits: dict[str, Any], folder: Path, name: str) -> dict[str, str]:
     env = {}
     for variable, path in ROTATIONS.items():
         side = variable.split("_")[2].lower()
-        chosen = replace(read_rotation_file(path), bits=BY_LAYER[side])
-        env[variable] = str(folder / f"{side}_by_layer.safetensors")
+        chosen = replace(read_rotation_file(path), bits=bits[side])
+        env[variable] = str(folder / f"{side}_{name}.safetensors")
         save_rotation_file(env[variable], chosen)
     return env
 
