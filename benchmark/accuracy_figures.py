@@ -122,18 +122,23 @@ class Point:
     kl: tuple[float, float, float]
 
 
+def measured_in(folder: Path, kind: str) -> list[Measured]:
+    """Those of :data:`MODELS` that results of a kind have, "accuracy" or "widths", by their files' names."""
+    found: dict[tuple[str, str], Rows] = {}
+    for path in sorted(folder.glob(f"*{kind}*.json")):
+        for name, data in json.loads(path.read_text(encoding="utf-8")).get("models", {}).items():
+            for regime, measured in data["regimes"].items():
+                found.setdefault((name, regime), {}).update(measured["rows"])
+    return [Measured(x, found[x.name, x.regime]) for x in MODELS if (x.name, x.regime) in found]
+
+
 def models_to_draw(folder: Path) -> list[Measured]:
     """The first model of :data:`MODELS` that ``folder`` has results of, and every further real one.
 
     Raises:
         SystemExit: there is none.
     """
-    found: dict[tuple[str, str], Rows] = {}
-    for path in sorted(folder.glob("*accuracy*.json")):
-        for name, data in json.loads(path.read_text(encoding="utf-8")).get("models", {}).items():
-            for regime, measured in data["regimes"].items():
-                found.setdefault((name, regime), {}).update(measured["rows"])
-    known = [Measured(x, found[x.name, x.regime]) for x in MODELS if (x.name, x.regime) in found]
+    known = measured_in(folder, "accuracy")
     if not known:
         raise SystemExit(f"no results of accuracy/run.py for {' or '.join(x.name for x in MODELS)} in {folder}")
     return known[:1] + [x for x in known[1:] if x.model.regime == "as trained"]

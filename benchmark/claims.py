@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from accuracy_figures import chart_names, mean_kl
 from check_claims import ROOT, Claim
 
 README = "README.md"
@@ -179,6 +180,24 @@ def long_contexts() -> Iterator[Claim]:
     yield Claim(page, "Of 36 needles BF16 finds {}, the default {}", tuple(found))
 
 
+def laboratory() -> Iterator[Claim]:
+    """Widths of keys and of values on the real model."""
+    (model,) = result("h200_widths_qwen2.5_coder_1.5b")["models"].values()
+    rows, names = model["regimes"]["as trained"]["rows"], chart_names("focus g128, served form")
+    yield Claim(
+        "docs/accuracy.md",
+        "A third bit is worth more for keys (KL from {} to {}, laboratory) than for values ({}).",
+        tuple(mean_kl(rows[names[widths]]) for widths in ((2, 2), (3, 2), (2, 3))),
+    )
+
+
+def codebooks() -> Iterator[Claim]:
+    """Decoding with points that a layer shares."""
+    rows = {(row["batch"], row["length"]): row for row in result("h200_kernels_codings_shared")["decode"][0]["rows"]}
+    times = tuple(rows[SHAPES[shape]]["cuda:k2bv2s_us"] for shape in ("1 x 100K", "32 x 32K", "32 x 100K"))
+    yield Claim("docs/decode_kernel.md", "{}, {} and {} us at 1 x 100K, 32 x 32K and 32 x 100K", times)
+
+
 def proved() -> Iterator[Claim]:
     """The example of docs/prove.md: all lengths together."""
     rows = {
@@ -307,6 +326,8 @@ def all_claims() -> list[Claim]:
             served,
             accuracy,
             long_contexts,
+            laboratory,
+            codebooks,
             proved,
             kernels,
             decode_kernel,

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accuracy_figures import draw_accuracy, draw_bits, models_to_draw
+from accuracy_figures import draw_accuracy, draw_bits, measured_in, models_to_draw
 from figures import new_figure, save
 from served_figure import draw_served
 
@@ -132,9 +132,9 @@ def main(argv: list[str] | None = None) -> None:
         name = "accuracy" if number == 0 else f"accuracy_{measured.name.split('-')[0].lower()}"
         drawn.append(args.out / f"{name}.svg")
         draw_accuracy(measured, drawn[-1])
-        if number == 0 and measured.has_chart:
-            drawn.append(args.out / "bits.svg")
-            draw_bits(measured, drawn[-1])
+    for measured in [x for x in measured_in(args.results, "widths") if x.has_chart][:1]:
+        drawn.append(args.out / "bits.svg")
+        draw_bits(measured, drawn[-1])
     for path in drawn:
         print(f"wrote {path}")
 

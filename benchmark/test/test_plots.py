@@ -55,10 +55,10 @@ def rows_of(results: Path) -> dict:
     return run["models"]["reference"]["regimes"]
 
 
-def add_real(results: Path, model: accuracy_figures.Model, rows: dict) -> None:
+def add_real(results: Path, model: accuracy_figures.Model, rows: dict, kind: str = "accuracy") -> None:
     """Results of a real model with these rows."""
     regimes = {model.regime: {"rows": rows}}
-    (results / f"accuracy_{model.name}.json").write_text(json.dumps({"models": {model.name: {"regimes": regimes}}}))
+    (results / f"{kind}_{model.name}.json").write_text(json.dumps({"models": {model.name: {"regimes": regimes}}}))
 
 
 def test_points_are_those_of_the_results(results: Path) -> None:
@@ -110,7 +110,7 @@ def test_chart_has_every_width_of_keys_and_of_values(results: Path, tmp_path: Pa
         row["kinds"] = {"chat": {"kl": {"mean": 0.0}}}
         rows[name] = row
         wanted.append(f"{loss:.4f}" if loss else "0")
-    add_real(results, model, rows)
+    add_real(results, model, rows, "widths")
     plots.main(["--results", str(results), "--out", str(tmp_path)])
     text = (tmp_path / "bits.svg").read_text(encoding="utf-8")
     assert all(f">{number}<" in text for number in wanted)
