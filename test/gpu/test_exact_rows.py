@@ -45,6 +45,8 @@ TRAINED = os.environ.get("OSCAR_TEST_HYBRID", "")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 LINEAR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 """A key head of linear attention for each of four ranks."""
+APART = ["--disable-shared-experts-fusion"]
+"""With the shared expert among those that are chosen from, SGLang would ask for one more than there are."""
 FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4}
 """As many experts as ranks, which SGLang wants; all are asked: rounding must not choose between them."""
 HOST_TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "2560"]
@@ -137,9 +139,9 @@ KINDS = {
     ),
     "hybrid_trained": Kind(lambda folder: Path(TRAINED), tuple(IDS), states, ranks=(1,)),
     # Ranks have experts of their own, and hand each other activations in equal shares: odd chunks are padded.
-    "experts": Kind(experts, (*IDS, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
+    "experts": Kind(experts, (*IDS, *APART, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
     # Ranks have requests of their own, and pad their batches to each other's sizes.
-    "experts_attended_apart": Kind(experts, (*IDS, "--dp-size", "2", "--enable-dp-attention"), ranks=(2,)),
+    "experts_attended_apart": Kind(experts, (*IDS, *APART, "--dp-size", "2", "--enable-dp-attention"), ranks=(2,)),
     "stages": Kind(
         lambda folder: models.save("qwen3", folder),
         (*IDS, "--pp-size", "2"),

@@ -25,7 +25,7 @@ from sglang_oscar.rotation_source import places
 from sglang_oscar.rotation_source.cache import Calibration
 from sglang_oscar.rotation_source.flags import recording_flags
 
-TOKENS = 20000
+TOKENS = 32768
 """Ten thousand do nearly what forty thousand do; that all kinds of text are among them does more."""
 POOL_TOKENS = 2 * LONGEST_PROMPT
 """Of the server that records: one prompt at a time, and what is computed of it is not looked at again."""

@@ -20,8 +20,8 @@ from oscar_tools.calibration import local_text
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.local_text import Messages, Render, plain_chat, renderer
 
-LENGTH, LONG, SHORTEST = 800, 4096, 256
-"""Tokens of a prompt at most, of a long document, and of one that is worth recording. Of 20,000 tokens every kind gets
+LENGTH, LONG, SHORTEST = 800, 4096, 512
+"""Tokens of a prompt at most, of a long document, and of one that is worth recording. Of 32,768 tokens every kind gets
 two prompts or more, so that the end, which a fit chooses on, has all kinds, and long enough to choose by."""
 
 CHARACTERS = 8
@@ -65,16 +65,16 @@ def shipped_chats(render: Render) -> Iterator[str]:
 
 KINDS: tuple[tuple[Kind, float, int], ...] = (
     (source, 0.12, LENGTH),
-    (library_chats, 0.08, LENGTH),
-    (tools, 0.08, LENGTH),
-    (reference, 0.04, LENGTH),
-    (partial(shipped, "readmes.txt"), 0.08, LENGTH),
-    (partial(shipped, "prose.txt"), 0.08, LENGTH),
-    (partial(shipped, "languages.txt"), 0.12, LENGTH),
+    (library_chats, 0.14, LENGTH),
+    (tools, 0.07, LENGTH),
+    (reference, 0.03, LENGTH),
+    (partial(shipped, "readmes.txt"), 0.07, LENGTH),
+    (partial(shipped, "prose.txt"), 0.06, LENGTH),
+    (partial(shipped, "languages.txt"), 0.11, LENGTH),
     (partial(shipped, "code.txt"), 0.08, LENGTH),
-    (shipped_chats, 0.12, LENGTH),
-    (source, 0.1, LONG),
-    (reference, 0.1, LONG),
+    (shipped_chats, 0.14, LENGTH),
+    (source, 0.09, LONG),
+    (reference, 0.09, LONG),
 )
 """Kind, its share of the tokens, tokens of a prompt of it at most."""
 
@@ -114,6 +114,7 @@ def _pieces(tokenizer: Any, texts: Iterable[str], budget: int, length: int) -> t
     """Token ids of texts, short ones joined, in pieces of at most ``length``; and how many texts that took."""
     found: list[list[int]] = []
     piece: list[int] = []
+    shortest = min(SHORTEST, length)
     total = read = 0
     for text in texts:
         read += 1
@@ -123,9 +124,10 @@ def _pieces(tokenizer: Any, texts: Iterable[str], budget: int, length: int) -> t
         if len(piece) >= min(length, budget - total):
             found.append(piece[: min(length, budget - total)])
             total, piece = total + len(found[-1]), []
-            if total > budget - SHORTEST:
+            if total > budget - shortest:
                 break
-    return ([*found, piece] if piece else found), read
+    kept = piece and (len(piece) >= shortest or not found)
+    return ([*found, piece] if kept else found), read
 
 
 def _tools(module: str, text: str) -> Iterator[dict[str, Any]]:
