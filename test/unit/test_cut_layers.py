@@ -33,6 +33,7 @@ from oscar_rotation.errors import RotationFileError
 from oscar_rotation.files.codebooks import Codebooks
 from oscar_rotation.files.rotation_file import read_rotation_file, save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
+from oscar_tools.doctor import account
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.disaggregation import handshake
 from sglang_oscar.features.tiers import salt
@@ -203,3 +204,14 @@ def test_ranks_have_host_memory_for_as_many_tokens(
     if ranks > 1:
         with pytest.raises(Int2Error, match=r"--hicache-size holds .*set --hicache-ratio instead"):
             Int2HostPool(None, 2.0, 10, 64, "page_first")
+
+
+def test_the_account_is_that_of_the_largest_rank(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``oscar doctor`` promises no tokens that another rank has no room for."""
+    monkeypatch.setattr(account, "cached_layer_ids", lambda _: range(LAYERS))
+    model = SimpleNamespace(get_num_kv_heads=lambda ranks: HEADS // ranks)
+    loaded: dict[str, Any] = {"settings": Settings.from_env(files), "model": model, "layout": LAYOUT, "ranks": 2}
+    formats = loaded["formats"] = load(files)
+    sizes = [sum(of.of_heads(own).cell_bytes for of in formats.values()) for own in (slice(0, 2), slice(2, 4))]
+    assert sizes[0] != sizes[1]
+    assert account.estimated_geometry(loaded).cell_bytes == max(sizes)
