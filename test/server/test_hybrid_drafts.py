@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from support import draft_models
-from support.api import retracted
 from support.compare import LOGPROBS, assert_same
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, refills, serve
@@ -112,22 +111,13 @@ def assert_turns_are_the_same(server: Server, expected: list[Turn], workers: int
     return [answer for turn in turns for answer in turn.answers]
 
 
-PLANNED: dict[str, tuple[list[str], dict[str, str], int]] = {
-    "chains": ([], {"ORACLE_PLAN": "chains"}, 1),
-    "trees_chunked_retracted": (["--chunked-prefill-size", "128"], {"SGLANG_TEST_RETRACT": "1"}, 4),
-}
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_planned_drafts(name: str, model: Path, expected: list[Turn], tmp_path: Path) -> None:
-    args, variables, workers = PLANNED[name]
+def test_planned_drafts(model: Path, expected: list[Turn], tmp_path: Path) -> None:
+    """Chains, one request at a time; trees of several are those of ``test_hybrid_images.py``."""
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([text for turn in expected for text in turn.texts]))
-    env = variables_of(installed(), "oracle_plugin") | variables | {"ORACLE_TEXTS": str(texts)}
-    with serve(model, tmp_path / "log", *INT2, *TRACK, *ORACLE, *args, env=env) as server:
-        answers = assert_turns_are_the_same(server, expected, workers)
-        assert 1.5 < per_step(answers) < NEW - 1
-        assert (retracted(server) > 0) == ("SGLANG_TEST_RETRACT" in variables)
+    env = variables_of(installed(), "oracle_plugin") | {"ORACLE_PLAN": "chains", "ORACLE_TEXTS": str(texts)}
+    with serve(model, tmp_path / "log", *INT2, *TRACK, *ORACLE, env=env) as server:
+        assert 1.5 < per_step(assert_turns_are_the_same(server, expected, 1)) < NEW - 1
 
 
 def test_a_draft_layer_of_the_model(model: Path, expected: list[Turn], tmp_path: Path) -> None:

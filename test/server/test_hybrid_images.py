@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
 COMMON = ["--dtype", "float32"]
-STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", "--max-running-requests", "4", *COMMON]
+STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", "--max-running-requests", "7", *COMMON]
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
 TRACK = ["--mamba-track-interval", "64", "--max-mamba-cache-size", "96"]
 NEXTN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
@@ -45,7 +45,7 @@ CHUNKS = ["--chunked-prefill-size", "128"]
 RETRACTING = {"SGLANG_TEST_RETRACT": "1"}
 FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 NEAR_TIE = DRIFT = 0.01
-TURNS, TOKENS, PAGE = 3, 40, 64
+TURNS, TOKENS, PAGE = 3, 32, 64
 Picture = tuple[int, int, int]
 """Seed of its pixels, width and height."""
 Prompt = tuple[str, list[Picture]]
@@ -116,7 +116,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Turn
     turns, prompts = list[Turn](), opening()
     with serve(model, tmp_path_factory.mktemp("stock") / "log", *STOCK, env=FLOAT) as server:
         for _ in range(TURNS):
-            turns.append(ask(server, prompts, 4))
+            turns.append(ask(server, prompts, 7))
             prompts = next_turn(turns[-1])
     assert first_difference(*turns[0].answers[:2]), "images do not show in the answers"
     return turns
@@ -131,7 +131,7 @@ def from_host(answers: list[dict[str, Any]]) -> int:
 OTHERS = [one for one in served() if one != installed()]
 CONFIGURATIONS: dict[str, tuple[str, list[str], dict[str, str], int, int]] = {
     "planned_drafts": (installed(), [*TRACK, *ORACLE, *CHUNKS], RETRACTING, 4, TURNS),
-    "cookbook": (installed(), [*COOKBOOK, *SMALL], {}, 1, TURNS),
+    "cookbook": (installed(), [*COOKBOOK, *SMALL], {}, 2, TURNS),
     **{one: (one, [*TRACK, *NEXTN, *CHUNKS, "--disable-overlap-schedule"], RETRACTING, 4, 2) for one in OTHERS},
 }
 """By name: release, arguments, variables, requests at once, and turns. Chunks end within images."""
