@@ -51,7 +51,7 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     elif architecture == "llama":
         model = LlamaForCausalLM(LlamaConfig(**options))
     elif architecture == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, **MOE, num_experts=4, norm_topk_prob=True))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE | options, num_experts=4, norm_topk_prob=True))
     elif architecture == "glm4_moe":
         extra = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
         model = Glm4MoeForCausalLM(Glm4MoeConfig(**MOE, **extra | options, use_qk_norm=True))
