@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from oscar_kernels.codebook import Codebook
@@ -25,6 +25,7 @@ DTYPES = st.sampled_from(list(SCALE_DTYPES.values()))
 
 
 @settings(max_examples=30)
+@example(seed=25, bits=4, dtype=torch.bfloat16, gain=0.0)  # a number in the middle between two codes
 @given(seed=st.integers(0, 1000), bits=st.sampled_from(BITS), dtype=DTYPES, gain=st.sampled_from([0.0, 0.98]))
 def test_heads_and_signs_do_not_matter(seed: int, bits: int, dtype: torch.dtype, gain: float) -> None:
     """Heads in another order are stored in that order; what is negated is read back negated, ties aside."""
@@ -33,7 +34,11 @@ def test_heads_and_signs_do_not_matter(seed: int, bits: int, dtype: torch.dtype,
     layout = RowLayout(3, 64, 32, dtype, bits, coding=SYMMETRIC)
     read = decode_rows(encode_rows(y, layout, 1.0, gain), layout)
     assert torch.equal(decode_rows(encode_rows(y[:, order], layout, 1.0, gain), layout), read[:, order])
-    assert torch.equal(decode_rows(encode_rows(-y, layout, 1.0, gain), layout), -read)
+    kept, negated = (decode_rows(encode_rows(x, layout, 1.0, 0.0), layout) for x in (y, -y))
+    ties = kept != -negated
+    assert torch.allclose((y - kept).abs()[ties], (y + negated).abs()[ties])
+    if not ties.any():
+        assert torch.equal(decode_rows(encode_rows(-y, layout, 1.0, gain), layout), -read)
     book, layout = random_book(3, 64, seed), RowLayout(3, 64, 32, dtype, coding=CODEBOOK)
     read = decode_rows(encode_rows(y, layout, 1.0, gain, book), layout, book)
     moved = Codebook(book.points[order].contiguous(), book.factor[order].contiguous())
