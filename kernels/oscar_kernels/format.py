@@ -216,6 +216,11 @@ def parts_of(formats: Iterable[AnyFormat]) -> list[LayerFormat]:
     return [part for layer in formats for part in layer.parts]
 
 
+def any_cut(formats: Iterable[AnyFormat]) -> bool:
+    """Whether a layer has more than one part."""
+    return any(len(layer.parts) > 1 for layer in formats)
+
+
 def mean_bits(formats: Iterable[AnyFormat]) -> float:
     """Stored bits per key or value channel over all layers, scales and zero points included."""
     formats = list(formats)

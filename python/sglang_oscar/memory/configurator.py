@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from oscar_kernels.format import any_cut
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.errors import Int2Error
@@ -41,7 +42,7 @@ def geometry_of(configurator: Any) -> Geometry:
 def has_cut_layers(configurator: Any) -> bool:
     """Whether the model's layers, on any rank, are cut between kv heads: rows of ranks have other sizes then."""
     formats = model_formats(configurator.server_args, of_this_process(), configurator.model_config)
-    return any(len(layer.parts) > 1 for layer in formats.values())
+    return any_cut(formats.values())
 
 
 def keep_plan(configurator: Any, plan: MemoryPlan) -> None:

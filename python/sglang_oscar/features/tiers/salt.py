@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from oscar_kernels.format import AnyFormat, fingerprint
+from oscar_kernels.format import AnyFormat, any_cut, fingerprint
 from sglang_oscar.attach import releases
 from sglang_oscar.features.tiers.finite import Column
 from sglang_oscar.features.tiers.pages import PAGE_VERSION, PageLayout, number_columns
@@ -76,8 +76,7 @@ def ranks_have_other_parts() -> bool:
     """Whether rows of a layer may have another size on another rank."""
     from sglang.srt.runtime_context import get_parallel
 
-    cut = any(len(layer.parts) > 1 for layer in formats_of_this_process().values())
-    return cut and get_parallel().attn_tp_size > 1
+    return any_cut(formats_of_this_process().values()) and get_parallel().attn_tp_size > 1
 
 
 def columns_of_this_process(page: PageLayout) -> list[Column]:
