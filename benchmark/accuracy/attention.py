@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from accuracy.layer_kinds import cached_layers
+from accuracy.reach import BLOCK_SCORES, Reach, exact_attention
+
 NAME = "cache_laboratory"
-BLOCK_SCORES = 1 << 26
-"""Scores of a block of queries: 256 MB in float32."""
 
 Quantizer = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer, [batch, kv_heads, n, head_dim]) -> float32 of the same shape: what the cache gives back for each token.
-Layers are counted among those that attend to everything."""
+Layers are counted among those that have a quantized cache."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class CacheView:
         keys, values: quantizers; None reads everything exactly.
         sink: leading tokens that are exact.
         key_exact_from, value_exact_from: int64 [n], from :func:`sliding_window` or a method's own rule.
-        observe: called with (layer, q, k, v, module) of every layer; for calibration and measurements.
+        observe: called with (layer, q, k, v, module) of every layer with a quantized cache; for calibration and
+            measurements.
         by_token: whether what is read of a token depends on this token alone.
         alike: sequences that begin alike, whose beginning is then quantized once; None for none.
     """
@@ -135,19 +136,7 @@ class CacheView:
 
 _view: CacheView | None = None
 _ordinals: dict[int, int] = {}
-"""Of the model that is read: its layers that attend to everything, counted from 0, by their place among all."""
-
-
-def attending_layers(model: Any) -> list[int]:
-    """Layers that attend to everything, by their place among all; in most models these are all."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
-
-
-def all_layers_attend(model: Any) -> bool:
-    """Whether a model has no linear layers."""
-    return len(attending_layers(model)) == int(model.config.get_text_config().num_hidden_layers)
+"""Of the model that is read: its layers with a quantized cache, counted from 0, by their place among all."""
 
 
 @contextmanager
@@ -157,7 +146,7 @@ def reading(model: Any, view: CacheView) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     _view = view
-    _ordinals = {layer: number for number, layer in enumerate(attending_layers(model))}
+    _ordinals = {layer: number for number, layer in enumerate(cached_layers(model))}
     try:
         yield
     finally:
@@ -177,10 +166,15 @@ def attend(
     """The attention function that transformers calls: q [batch, q_heads, n, d], k and v [batch, kv_heads, n, d]."""
     assert _view is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = _ordinals[module.layer_idx]
+    layer = _ordinals.get(module.layer_idx)
+    reach = Reach.of(module)
+    if layer is None:
+        wide_k, wide_v = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        out = exact_attention(query, wide_k, wide_v, key.shape[2] - query.shape[2], scale, reach)
+        return out.transpose(1, 2), None
     if _view.observe is not None:
         _view.observe(layer, query, key, value, module)
-    out = composed_attention(layer, query, key, value, scale, _view)
+    out = composed_attention(layer, query, key, value, scale, _view, reach)
     return out.transpose(1, 2), None
 
 
@@ -200,13 +194,20 @@ def first_quantized_query(view: CacheView) -> int:
 
 
 def composed_attention(
-    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, view: CacheView
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    view: CacheView,
+    reach: Reach = Reach(),  # noqa: B008 (frozen)
 ) -> torch.Tensor:
     """Causal attention in which every query reads exact or quantized keys and values as ``view`` says.
 
     Args:
         q: [batch, q_heads, m, d], the last m of the n tokens.
         k, v: [batch, kv_heads, n, d].
+        reach: of the layer.
 
     Returns:
         [batch, q_heads, m, d] in the dtype of ``q``.
@@ -218,22 +219,19 @@ def composed_attention(
     out = torch.empty_like(q)
     if begin:
         wide_k, wide_v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
-        out[:, :, :begin] = exact_attention(q[:, :, :begin], wide_k, wide_v, offset, scale)
+        out[:, :, :begin] = exact_attention(q[:, :, :begin], wide_k, wide_v, offset, scale, reach)
     if begin == m:
         return out
     assert view.key_exact_from is not None
     assert view.value_exact_from is not None
     keys = Composed(k.float(), view.read(view.keys, layer, k), view.sink, view.key_exact_from)
     values = Composed(v.float(), view.read(view.values, layer, v), view.sink, view.value_exact_from)
-    positions = torch.arange(n, device=q.device)
     step = max(1, BLOCK_SCORES // (q.shape[0] * q.shape[1] * n))
     for start in range(begin, m, step):
         rows = slice(offset + start, offset + min(start + step, m))
         queries = q[:, :, rows.start - offset : rows.stop - offset].float() * scale
         scores = keys.scores(queries.unflatten(1, (kv_heads, -1)), rows)
-        future = positions[rows.start : rows.stop] > positions[rows, None]
-        scores[..., rows.start :].masked_fill_(future, float("-inf"))
-        mixed = values.mixed(scores.softmax(-1), rows)
+        mixed = values.mixed(reach.weights(scores, rows), rows)
         out[:, :, rows.start - offset : rows.stop - offset] = mixed.flatten(1, 2).to(q.dtype)
     return out
 
@@ -290,13 +288,3 @@ class Composed:
         near = min(max(int(self.least[rows].min()), sink), rows.stop)
         positions = torch.arange(near, rows.stop, device=self.exact.device)
         return sink, near, positions >= self.exact_from[rows, None]
-
-
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int, scale: float) -> torch.Tensor:
-    """Causal attention of queries at positions ``offset`` and on; k and v have as many heads as q and may go on."""
-    m, last = q.shape[2], offset + q.shape[2]
-    k, v = k[:, :, :last], v[:, :, :last]
-    if offset == 0:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    visible = torch.ones(m, last, dtype=torch.bool, device=q.device).tril(offset)
-    return scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)

@@ -10,6 +10,7 @@ import torch
 
 from accuracy.attention import CacheView, reading
 from accuracy.host_memory import LayerActivations, ParkedLayers
+from accuracy.reach import Reach
 from oscar_rotation.fit.output_weights import reader_of
 from oscar_rotation.math.covariance import CovarianceAccumulator
 from oscar_rotation.math.positions import Positions
@@ -22,6 +23,7 @@ class Calibration:
     Attributes:
         layers: per layer; on a GPU they wait in host memory and are copied when they are asked for.
         seq_lens: lengths of the sequences, which lie one after the other.
+        sinks: per layer [q_heads], sink logits; None for a layer without. Empty for none at all.
         readers: per layer W_o W_o^T by kv head, summed over its query heads: float32 [kv_heads, d, d].
         rotary: n -> cosines and sines of the rotary embedding of positions 0 .. n-1, [n, d] each.
         context: positions that the recipes fit for by default.
@@ -38,6 +40,7 @@ class Calibration:
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     model: Any = None
     ids: torch.Tensor | None = None
+    sinks: Sequence[torch.Tensor | None] = ()
 
     @property
     def head_dim(self) -> int:
@@ -53,6 +56,10 @@ class Calibration:
     def device(self) -> torch.device:
         """Where the activations are used."""
         return self.readers[0].device
+
+    def sink_logits(self, layer: int) -> torch.Tensor | None:
+        """Of a layer, [q_heads]; None for one without."""
+        return self.sinks[layer] if self.sinks else None
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """``compute()``, or what it gave when ``key`` was asked for before."""
@@ -89,7 +96,14 @@ class Calibration:
         layers = ParkedLayers(parts, self.device)
         ids = None if self.ids is None else self.ids[:sequences]
         return Calibration(
-            layers, self.seq_lens[:sequences], self.readers, self.rotary, self.context, model=self.model, ids=ids
+            layers,
+            self.seq_lens[:sequences],
+            self.readers,
+            self.rotary,
+            self.context,
+            model=self.model,
+            ids=ids,
+            sinks=self.sinks,
         )
 
 
@@ -104,16 +118,23 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
     """
     parts: dict[int, list[LayerActivations]] = {}
     readers: dict[int, torch.Tensor] = {}
+    sinks: dict[int, torch.Tensor | None] = {}
 
     def observe(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> None:
         flat = [x.float().transpose(1, 2).flatten(0, 1).cpu() for x in (q, k, v)]
         parts.setdefault(layer, []).append(LayerActivations(*flat))
         readers.setdefault(layer, reader_of(module.o_proj.weight, k.shape[1], k.shape[3]))
+        sinks[layer] = Reach.of(module).sinks
 
     def rotary(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(n, device=model.device)[None]
-        cos, sin = model.model.rotary_emb(torch.zeros(1, device=model.device), positions)
-        return cos[0], sin[0]
+        positions, embedding = torch.arange(n, device=model.device)[None], model.model.rotary_emb
+        # Where kinds of layers have embeddings of their own, it is asked for one.
+        kind = {"layer_type": "full_attention"} if hasattr(embedding, "layer_types") else {}
+        tables = [x[0] for x in embedding(torch.zeros(1, device=model.device), positions, **kind)]
+        half = tables[0].shape[-1] // 2
+        if not torch.equal(tables[0][:, :half], tables[0][:, half:]):  # gpt-oss has each angle once
+            tables = [torch.cat([x, x], -1) for x in tables]
+        return tables[0], tables[1]
 
     for chunk in ids.split(batch):
         with reading(model, CacheView(observe=observe)):
@@ -123,7 +144,14 @@ def calibrate(model: Any, ids: torch.Tensor, batch: int = 8) -> Calibration:
         for found in (parts.pop(layer) for layer in sorted(parts))
     )
     layers = ParkedLayers(joined, model.device)
-    outputs = [readers[layer] for layer in range(len(layers))]
+    numbers = range(len(layers))
     return Calibration(
-        layers, [ids.shape[1]] * len(ids), outputs, rotary, model.config.max_position_embeddings, model=model, ids=ids
+        layers,
+        [ids.shape[1]] * len(ids),
+        [readers[layer] for layer in numbers],
+        rotary,
+        model.config.max_position_embeddings,
+        model=model,
+        ids=ids,
+        sinks=[sinks[layer] for layer in numbers],
     )

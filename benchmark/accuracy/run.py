@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from accuracy import scope  # noqa: E402
-from accuracy.attention import all_layers_attend  # noqa: E402
 from accuracy.bench import Bench  # noqa: E402
 from accuracy.earlier_runs import merged, resumed  # noqa: E402
+from accuracy.layer_kinds import all_layers_cached  # noqa: E402
 from accuracy.material import Material, RealMaterial, ShippedMaterial  # noqa: E402
 from accuracy.measures.outliers import common_direction, outlier_statistics  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
@@ -105,8 +105,8 @@ def measure_model(
 ) -> list[str]:
     """All regimes and methods on one model; ``save`` is given what there is after every row.
 
-    Regimes are of the shipped models whose layers all attend; any other is measured as it is, one that was not trained
-    here on four kinds of text. Rows of ``known``, what an earlier run saved, are kept and not measured again.
+    Regimes are of the shipped models whose layers are all cached alike; any other is measured as it is, one that was
+    not trained here on four kinds of text. Rows of ``known``, what an earlier run saved, are kept.
 
     Returns:
         names of methods that failed.
@@ -126,7 +126,7 @@ def measure_model(
     out["regimes"] = dict(known.get("regimes", {}))  # Of regimes behind the one that is measured, too.
     out |= {"calibration": args.calibrate} if args.calibrate else {}
     failed: list[str] = []
-    regimes = [r for r in REGIMES if r.name in size.regimes] if shipped and all_layers_attend(model) else [REGIMES[0]]
+    regimes = [r for r in REGIMES if r.name in size.regimes] if shipped and all_layers_cached(model) else [REGIMES[0]]
     for regime in regimes:
         begin, before = time.time(), known.get("regimes", {}).get(regime.name, {})
         methods = chosen_methods(regime, size, args, not shipped, set(before.get("rows", {})))

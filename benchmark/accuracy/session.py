@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from accuracy.attention import Alike, CacheView, Schedule, all_layers_attend, reading
+from accuracy.attention import Alike, CacheView, Schedule, reading
 from accuracy.host_memory import LayerActivations, parked
+from accuracy.layer_kinds import has_linear_layers
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Session:
         self.first = min(int(seen[0]) if len(seen) else schedule.length - 1, schedule.decode_from)
         self.told = self.first if told is None else told
         self.first = min(self.first, self.told)
-        if not all_layers_attend(model):
+        if has_linear_layers(model):
             self.first = 0  # not every release of transformers goes on from the state of a linear layer
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.alike: Alike | None = None

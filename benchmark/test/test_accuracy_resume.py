@@ -41,7 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(run, "Bench", Bench)
     monkeypatch.setattr(run, "load", lambda *_: (torch.nn.Linear(1, 1), None))
     monkeypatch.setattr(run, "ShippedMaterial", lambda *_: SimpleNamespace(calibration=lambda _: None))
-    for name, value in {"is_shipped": True, "all_layers_attend": True, "apply_regime": None}.items():
+    for name, value in {"is_shipped": True, "all_layers_cached": True, "apply_regime": None}.items():
         monkeypatch.setattr(run, name, lambda *_, value=value: value)
     for name in ("outlier_statistics", "common_direction"):
         monkeypatch.setattr(run, name, lambda _: [])

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation")]
 
-from accuracy.attention import CacheView, attending_layers, prefill_then_decode, sliding_window  # noqa: E402
+from accuracy.attention import CacheView, prefill_then_decode, sliding_window  # noqa: E402
 from accuracy.calibration import calibrate  # noqa: E402
+from accuracy.layer_kinds import cached_layers  # noqa: E402
 from accuracy.models import check_head  # noqa: E402
 from accuracy.session import Session  # noqa: E402
 from reference_model.export import load_tokenizer  # noqa: E402
@@ -82,7 +83,7 @@ def test_full_attention_layers_are_read_by_their_order(model: Any, ids: torch.Te
     window = sliding_window(schedule, 24)
     view = CacheView(coarse, coarse, 16, window, window)
     read, exact = Session(model, ids, schedule).run(view).logits, exact[:, -TOLD:]
-    assert attending_layers(model) == FULL
+    assert cached_layers(model) == FULL
     assert set(asked) == set(range(len(FULL)))
     first = int((window > 16).nonzero()[0]) - CHUNK
     assert first > 0

@@ -9,6 +9,7 @@ import torch
 from accuracy.attention import CacheView, composed_attention
 from accuracy.host_memory import LayerActivations
 from accuracy.methods.base import Method
+from accuracy.reach import Reach
 from accuracy.session import Session
 from oscar_tools.evaluation.intervals import bootstrap
 
@@ -50,7 +51,7 @@ class Layers:
         if view.keys is None:
             return {name: torch.zeros(batch) for name in NAMES}
         assert view.key_exact_from is not None
-        scale = module.scaling
+        scale, reach = module.scaling, Reach.of(module)
         k, v = method.keys(layer, x.k), method.values(layer, x.v)
         group = x.q.shape[1] // k.shape[1]
         behind = slice(view.sink, None)
@@ -69,12 +70,16 @@ class Layers:
         seen = torch.where(coded, seen, true)
         errors["logits"] = relative(seen.masked_fill(~coded, 0), true.masked_fill(~coded, 0))
         future = positions > at[:, None]
+        if reach.sinks is not None:  # one more outcome, which nothing is wrong about
+            sinks = reach.sinks.to(q)[None, :, None, None].expand(*true.shape[:3], 1)
+            true, seen = (torch.cat([y, sinks], -1) for y in (true, seen))
+            future = torch.nn.functional.pad(future, (0, 1))
         p, other = (y.masked_fill(future, float("-inf")).log_softmax(-1) for y in (true, seen))
         errors["attention_kl"] = (p.exp() * (p - other).nan_to_num(0)).sum(-1).mean((1, 2))
         exact_only_v = CacheView(None, view.values, view.sink, view.key_exact_from, view.value_exact_from)
-        plain = composed_attention(layer, x.q, x.k, x.v, scale, CacheView())
-        mixed = composed_attention(layer, x.q, x.k, x.v, scale, exact_only_v)
-        both = composed_attention(layer, x.q, x.k, x.v, scale, view)
+        plain = composed_attention(layer, x.q, x.k, x.v, scale, CacheView(), reach)
+        mixed = composed_attention(layer, x.q, x.k, x.v, scale, exact_only_v, reach)
+        both = composed_attention(layer, x.q, x.k, x.v, scale, view, reach)
         errors["mixed_values"] = relative(mixed, plain)
         weight = module.o_proj.weight.float()
         errors["attention_output"] = relative(*(y.transpose(1, 2).flatten(2) @ weight.T for y in (both, plain)))

@@ -110,7 +110,8 @@ class Combined(ServedFocus):
             read, losses = code.reader(book, keys), []
             for r in held_out:
                 if keys:
-                    losses.append(attention_kl(r.q, r.k, self._through(layer, r.k, read, True), scale))
+                    coded = self._through(layer, r.k, read, True)
+                    losses.append(attention_kl(r.q, r.k, coded, scale, sinks=r.sinks))
                     continue
                 wrong = self._through(layer, r.v, read, False) - r.v
                 whole = output_error(r.q, r.k, r.v, scale, reader).sum()
@@ -165,9 +166,9 @@ def split_requests(calibration: Calibration, layer: int, context: int | None) ->
     """Requests that the transforms of ``focus`` were fitted to, and those held out, both spread over a context."""
     x = calibration.layers[layer]
     chunk = DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))
-    first = plan_samples({0: chunk.seq_lens}, HELD_OUT_TOKENS)[0]
+    first, sinks = plan_samples({0: chunk.seq_lens}, HELD_OUT_TOKENS)[0], calibration.sink_logits(layer)
     positions = calibration.positions(context)
-    fitted, later = (moved(list(requests(part)), positions) for part in chunk.split(first))
+    fitted, later = (moved(list(requests(part, sinks)), positions) for part in chunk.split(first))
     return fitted, later
 
 

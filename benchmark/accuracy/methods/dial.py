@@ -78,7 +78,8 @@ class Dial(Method):
         for layer, x in enumerate(calibration.layers):
             chunk = DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))
             first = plan_samples({0: chunk.seq_lens}, HELD_OUT_TOKENS)[0]
-            held_out: list[Request] = moved(list(requests(chunk.split(first)[1])), positions)
+            later = list(requests(chunk.split(first)[1], calibration.sink_logits(layer)))
+            held_out: list[Request] = moved(later, positions)
             sides = partial(self._key, layer), partial(self._value, layer)
             with one_thread():
                 found.append(layer_losses(held_out, *sides, calibration.head_dim**-0.5, calibration.readers[layer]))

@@ -38,7 +38,7 @@ def requests_of(calibration: Calibration, layer: int) -> list[Request]:
 
 @dataclass
 class Focus(Method):
-    """See :mod:`accuracy.focus_fit`.
+    """See :mod:`accuracy.focus_fit`, which knows no sink logits.
 
     Attributes:
         label: what differs from the recipe; "" for the recipe itself.
@@ -144,11 +144,12 @@ def served_layer(calibration: Calibration, layer: int, context: int | None) -> r
     first = plan_samples({0: chunk.seq_lens}, HELD_OUT_TOKENS)[0]
     fitted, later = chunk.split(first)
     d = calibration.head_dim
-    moments = recipe.FocusMoments(calibration.kv_heads, d, d**-0.5, calibration.device)
+    sinks = calibration.sink_logits(layer)
+    moments = recipe.FocusMoments(calibration.kv_heads, d, d**-0.5, calibration.device, sinks)
     moments.update_keys(fitted)
     moments.update_values(chunk)
     positions = calibration.positions(context)
-    return recipe.fit_focus_layer(moments, list(requests(later)), calibration.readers[layer], positions)
+    return recipe.fit_focus_layer(moments, list(requests(later, sinks)), calibration.readers[layer], positions)
 
 
 def variant(label: str, table: str = "focus", domain: str = "retrieval", **changes: object) -> Callable[[], Focus]:

@@ -79,7 +79,7 @@ class Oscar(RowMethod):
             return haar(d, SEED + 2 * layer + (side == "v")).to(device)
         if target in BUILT_IN:
             return BUILT_IN[target].matrix(d).float().to(device)
-        inputs = TargetInputs(calibration.kv_heads, d, device)
+        inputs = TargetInputs(calibration.kv_heads, d, device, sinks=calibration.sink_logits(layer))
         if target == "proxy":
             queries = calibration.covariance(layer, QueryCovariance).per_head()
             accumulator = calibration.accumulated(layer, target, lambda: ProxyValueCovariance(queries, device))

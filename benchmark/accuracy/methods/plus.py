@@ -97,7 +97,10 @@ class Plus(RowMethod):
     def _values(self, calibration: Calibration, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
             if self.values_by == "paper":
-                rotation = compose_side(calibration.covariance(layer, ScoreValueCovariance).shared(), FitOptions())[0]
+                make = partial(ScoreValueCovariance, sinks=calibration.sink_logits(layer))
+                size = (calibration.kv_heads, calibration.head_dim, calibration.device)
+                moment = calibration.accumulated(layer, ScoreValueCovariance, lambda: make(*size))
+                rotation = compose_side(moment.shared(), FitOptions())[0]
                 return rotation, rotation.mT
             found = balance(moments(calibration, layer).values.shared(), calibration.readers[layer].mean(0))
             return found.transform, found.dual.mT

@@ -80,7 +80,7 @@ def weighted_keys(
         float32 [kv_heads, tokens, d] and [kv_heads, tokens]; tokens of the sink weigh nothing.
     """
     x = calibration.layers[layer]
-    found = list(requests(DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens))))
+    found = list(requests(DumpChunk(x.q, x.k, x.v, tuple(calibration.seq_lens)), calibration.sink_logits(layer)))
     scale = calibration.head_dim**-0.5
     keys = torch.cat([r.k for r in found], 1)
     weights = calibration.once((layer, "key weights", share), lambda: served.weighted_keys(found, scale, share)[1])
