@@ -7,14 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
-"""Token types of a GGUF vocabulary: special, added but shown in text, and names for rows of the embedding that no text
-has."""
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Token types of a GGUF vocabulary: those of text, special, added but shown in text, and names for rows of the
+embedding that no text has."""
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
 
 
 class TokenizerError(ValueError):
@@ -46,6 +50,51 @@ KINDS: dict[str, Callable[[Tokenizer], None]] = {"smollm": smollm, "qwen2": qwen
 """How each kind of byte-level BPE cuts text into words, by its name in GGUF files."""
 
 
+def byte_level(facts: dict[str, Any]) -> Tokenizer:
+    """A byte-level BPE.
+
+    Raises:
+        TokenizerError: it cuts words in a way that is none of ``KINDS``.
+    """
+    kind = facts.get("tokenizer.ggml.pre")
+    if kind not in KINDS:
+        raise TokenizerError(f"the tokenizer is of kind gpt2, {kind}; need {' or '.join(KINDS)}")
+    merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary(facts), merges=merges))
+    KINDS[kind](tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece(facts: dict[str, Any]) -> Tokenizer:
+    """A BPE of characters, which SentencePiece gives as scores: of two pieces that make one together, those are merged
+    first whose whole has the highest. What has no piece is spelled in bytes."""
+    known, scores = vocabulary(facts), facts["tokenizer.ggml.scores"]
+    kinds = facts["tokenizer.ggml.token_type"]
+    merges = [
+        (-scores[i], known[piece[:at]], known[piece[at:]], piece[:at], piece[at:])
+        for piece, i in known.items()
+        if kinds[i] == NORMAL
+        for at in range(1, len(piece))
+        if piece[:at] in known and piece[at:] in known
+    ]
+    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def vocabulary(facts: dict[str, Any]) -> dict[str, int]:
+    """Ids of the tokens that a text can have."""
+    kinds = facts["tokenizer.ggml.token_type"]
+    return {token: i for i, token in enumerate(facts["tokenizer.ggml.tokens"]) if kinds[i] != UNUSED}
+
+
+MODELS = {"gpt2": byte_level, "llama": sentencepiece}
+"""Tokenizers by their names in GGUF files."""
+
+
 def write_tokenizer(facts: dict[str, Any], context: int, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json, the chat template among them.
 
@@ -55,17 +104,13 @@ def write_tokenizer(facts: dict[str, Any], context: int, folder: Path) -> None:
         folder: where the files go; exists.
 
     Raises:
-        TokenizerError: not a byte-level BPE of one of ``KINDS``.
+        TokenizerError: not one of ``MODELS``, or see those.
     """
-    bpe, kind = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre")
-    if bpe != "gpt2" or kind not in KINDS:
-        raise TokenizerError(f"the tokenizer is of kind {bpe}, {kind}; need gpt2, {' or '.join(KINDS)}")
+    bpe = facts.get("tokenizer.ggml.model")
+    if bpe not in MODELS:
+        raise TokenizerError(f"the tokenizer is of kind {bpe}; need {' or '.join(MODELS)}")
     tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
-    vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    KINDS[kind](tokenizer)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = MODELS[bpe](facts)
     added = [
         AddedToken(token, special=of_kind == CONTROL, normalized=False)
         for token, of_kind in zip(tokens, kinds, strict=True)
@@ -73,15 +118,21 @@ def write_tokenizer(facts: dict[str, Any], context: int, folder: Path) -> None:
     ]
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
-    tokenizer.save(str(folder / "tokenizer.json"))
     ids = special_ids(facts)
+    if facts.get("tokenizer.ggml.add_bos_token"):
+        first = tokens[ids["bos_token"]]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, ids["bos_token"])]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         **{name: tokens[i] for name, i in ids.items()},
-        "chat_template": facts["tokenizer.chat_template"],
     }
+    if "tokenizer.chat_template" in facts:  # not of a model that was trained on text alone
+        config["chat_template"] = facts["tokenizer.chat_template"]
     unknown = facts.get("tokenizer.ggml.unknown_token_id")
     if unknown is not None:
         config["unk_token"] = tokens[unknown]

