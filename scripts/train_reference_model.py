@@ -100,7 +100,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that build samples")
     parser.add_argument("--work", type=Path, help="folder for tokens and tokenizer, reused if filled (default: OUT)")
     parser.add_argument("--outlier-factor", type=float, default=32, help="key outliers: a power of two, 1 for none")
-    parser.add_argument("--no-sinks", action="store_true", help="gpt-oss without its sink logits")
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu, which computes in float32")
     parser.add_argument("--prepare-only", action="store_true", help="stop when tokens and tokenizer are written")
@@ -217,7 +216,7 @@ def train_other(
         trained: HybridModel | GptOssModel = HybridModel(config.vocab, config.max_positions)
     else:
         text = torch.from_numpy(np.load(work / "tokens.npy", mmap_mode="r")[:4096].astype(np.int64))
-        trained = GptOssModel(START, config.max_positions, text.view(8, -1), not args.no_sinks)
+        trained = GptOssModel(START, config.max_positions, text.view(8, -1))
     trained.to(args.device)
     begin = time.time()
     tokens = train(args, trained, tokenizer, words, work)

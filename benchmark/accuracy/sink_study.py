@@ -1,11 +1,11 @@
 """What sink logits, sliding windows and heads of 64 channels have to do with what two bits lose.
 
-    python benchmark/accuracy/sink_study.py --model results/gpt_oss --model results/gpt_oss_no_sinks \\
-        --model models/reference --out results/sinks.json
+    python benchmark/accuracy/sink_study.py --model results/gpt_oss --model models/reference --out results/sinks.json
 
 For every model and method: KL of the next token as a server caches it; without the first and last tokens in 16 bits;
 and with layers of a sliding window quantized as well. By layer: the part of attention that sinks take, and the KL of
-attention with them and, of the same queries and keys, without them.
+attention with them and, of the same queries and keys, without them. A model that has sinks is measured once more with
+all of them taken out, of what it is compared with as well.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from oscar_tools.evaluation.intervals import bootstrap  # noqa: E402
 
 METHODS = ("naive INT2 g128", "QuaRot-INT2 g64", "OSCAR g64", "plus g64", "focus g64, served form")
 SERVED, BARE, ALL = "as served", "no 16-bit tokens", "no 16-bit tokens, windows too"
+NO_SINK = -1e4
+"""A logit that gets nothing of a softmax."""
 TAIL = 256
 """Tokens of a context that are decoded."""
 
@@ -95,10 +97,13 @@ def by_layer(session: Session, method: Method) -> list[dict[str, Any]]:
     return found
 
 
-def study(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def sinks_of(model: Any) -> list[torch.Tensor]:
+    """Sink logits of a model, by layer."""
+    return [parameter.data for name, parameter in model.named_parameters() if name.endswith("sinks")]
+
+
+def study(label: str, model: Any, material: ShippedMaterial, args: argparse.Namespace) -> dict[str, Any]:
     """All settings of one model."""
-    model, tokenizer = load(folder, "cpu")
-    material = ShippedMaterial(tokenizer, "report")
     ids = material.text("source", args.contexts, args.context)
     session = Session(model, ids[: scope.LAYER_CONTEXTS], prefill_then_decode(args.context, args.context - TAIL))
     language = Language(model, ids, TAIL, scope.LAYER_CONTEXTS)
@@ -114,7 +119,7 @@ def study(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             if setting == SERVED:
                 out["bf16"] = row["nll"]["mean"] - row["excess"]["mean"]
                 out["layers"][name] = by_layer(session, method)
-            print(f"{folder.name}, {name}, {setting}: KL {row['kl']['mean']:.5f}", flush=True)
+            print(f"{label}, {name}, {setting}: KL {row['kl']['mean']:.5f}", flush=True)
     return out
 
 
@@ -127,8 +132,17 @@ def main(argv: list[str] | None = None) -> None:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "command": shlex.join(["python", "benchmark/accuracy/sink_study.py", *(argv or sys.argv[1:])]),
-        "models": {folder.name: study(folder, args) for folder in args.model},
+        "models": {},
     }
+    for folder in args.model:
+        model, tokenizer = load(folder, "cpu")
+        material = ShippedMaterial(tokenizer, "report")
+        results["models"][folder.name] = study(folder.name, model, material, args)
+        if sinks := sinks_of(model):
+            for logits in sinks:
+                logits.fill_(NO_SINK)
+            without = f"{folder.name}, sinks taken out"
+            results["models"][without] = study(without, model, material, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(args.out, json.dumps(results) + "\n")
 

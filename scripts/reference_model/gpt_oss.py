@@ -31,8 +31,6 @@ SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "swiglu_limit": 7.0,
 }
-NO_SINK = -1e4
-"""A logit of which no softmax sees anything."""
 
 
 def config_of(start: ModelConfig, positions: int) -> GptOssConfig:
@@ -172,13 +170,12 @@ class GptOssModel(nn.Module):
         start: folder of a trained model of :mod:`reference_model.model`.
         positions: tokens of the longest context.
         ids: int64 [batch, n], text on which sizes of queries and keys are measured.
-        sinks: whether heads have sink logits that count.
 
     Raises:
         ValueError: ``start`` has no even number of layers.
     """
 
-    def __init__(self, start: Path, positions: int, ids: torch.Tensor, sinks: bool = True) -> None:
+    def __init__(self, start: Path, positions: int, ids: torch.Tensor) -> None:
         super().__init__()
         shape, state = load_state(start)
         if shape.layers % 2:
@@ -200,10 +197,7 @@ class GptOssModel(nn.Module):
             own |= {f"{name}.{key}": tensor for key, tensor in parts.items()}
         self.model.load_state_dict(own, strict=False)
         for name, parameter in self.model.named_parameters():
-            if name.endswith("sinks"):
-                nn.init.constant_(parameter, 0.0 if sinks else NO_SINK)
-                parameter.requires_grad_(sinks)
-            elif name.endswith(("_proj.bias", "router.bias")):
+            if name.endswith(("sinks", "_proj.bias", "router.bias")):
                 nn.init.zeros_(parameter)
 
         self.apart: torch.Tensor | float = 0.0
