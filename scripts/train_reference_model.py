@@ -74,7 +74,7 @@ PRESETS: dict[str, dict[str, object]] = {
 }
 """Options of a preset; those given on the command line win. "strong" is for the accuracy laboratory, which adds its own
 outliers; "hybrid" (reference_model/hybrid.py) has linear layers and gets none; "gpt-oss" (reference_model/gpt_oss.py)
-starts from the shipped model. Their stages are shares of the time."""
+starts from the shipped model and keeps its outliers with any factor but 1. Their stages are shares of the time."""
 START = ROOT / "models" / "reference"
 """What "gpt-oss" starts from."""
 
@@ -221,7 +221,10 @@ def train_other(
     begin = time.time()
     tokens = train(args, trained, tokenizer, words, work)
     seconds = time.time() - begin
-    trained.save(args.out, tokenizer)
+    if isinstance(trained, GptOssModel):
+        trained.save(args.out, tokenizer, outliers=args.outlier_factor != 1)
+    else:
+        trained.save(args.out, tokenizer)
     nll = evaluate.held_out_loss(trained, corpus.held_out_tokens(tokenizer), 2048)
     write_report(args, tokenizer, seconds, tokens, nll, config.max_positions, {})
 

@@ -38,7 +38,7 @@ from accuracy.session import Session  # noqa: E402
 from oscar_rotation.atomic import write_text_atomically  # noqa: E402
 from oscar_tools.evaluation.intervals import bootstrap  # noqa: E402
 
-METHODS = ("naive INT2 g128", "QuaRot-INT2 g64", "OSCAR g64", "plus g64", "focus g64, served form")
+METHODS = ("naive INT2 g128", "QuaRot-INT2 g64", "OSCAR g64", "OSCAR g32", "plus g64", "focus g64, served form")
 SERVED, BARE, ALL = "as served", "no 16-bit tokens", "no 16-bit tokens, windows too"
 NO_SINK = -1e4
 """A logit that gets nothing of a softmax."""

@@ -72,6 +72,21 @@ def test_a_folder_is_the_model_that_was_trained(started: GptOssModel, model: Any
 
 
 @torch.no_grad()
+def test_outliers_are_taken_out_of_the_folder(
+    started: GptOssModel, model: Any, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """Those of the shipped model, by a change of coordinates that attention does not see."""
+    started.save(tmp_path, load_tokenizer(START), outliers=True)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    assert torch.equal(kept(ids).logits, model(ids).logits)
+    largest = []
+    for one in (kept, model):
+        keys = calibrate(one, ids).layers[0].k.square().mean((0, 1))
+        largest.append(float(keys.max() / keys.mean()))
+    assert largest[0] > 4 * largest[1]
+
+
+@torch.no_grad()
 def test_an_exact_cache_changes_nothing(model: Any, ids: torch.Tensor) -> None:
     """transformers' own attention has windows and sinks, too."""
     session = Session(model, ids, prefill_then_decode(LENGTH, PREFILL, CHUNK))

@@ -7,6 +7,7 @@ taken over, each feed-forward network is split among experts, and each head of 1
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,26 @@ def experts_of(mlp: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def scaled_pair(state: dict[str, torch.Tensor], layer: int, pair: int, factor: float) -> dict[str, torch.Tensor]:
+    """Projections of a layer whose keys are ``factor`` times as large in what was one rotary pair of the model that it
+    started from, and queries as much smaller: the same attention. Even pairs went to first halves of heads."""
+    width, changed = SHAPE["head_dim"], {}
+    for side, scale in (("q", 1 / factor), ("k", factor)):
+        for kind in ("weight", "bias"):
+            name = f"model.layers.{layer}.self_attn.{side}_proj.{kind}"
+            # Heads lie in two blocks by kv head of the start, one for each half.
+            rows = state[name].clone().unflatten(0, (-1, 2, heads_of(state, layer, side), 2, width // 2))
+            rows[:, pair % 2, :, :, pair // 2] *= scale
+            changed[name] = rows.flatten(0, 4)
+    return changed
+
+
+def heads_of(state: dict[str, torch.Tensor], layer: int, side: str) -> int:
+    """Heads in a block: those of queries that read one kv head, or that one."""
+    sizes = [len(state[f"model.layers.{layer}.self_attn.{x}_proj.bias"]) for x in ("q", "k")]
+    return sizes[0] // sizes[1] if side == "q" else 1
+
+
 @torch.no_grad()
 def states_of(model: ReferenceModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """States behind every layer but the last, each [batch, n, hidden]."""
@@ -200,6 +221,8 @@ class GptOssModel(nn.Module):
             if name.endswith(("sinks", "_proj.bias", "router.bias")):
                 nn.init.zeros_(parameter)
 
+        record = json.loads((start / "training.json").read_text(encoding="utf-8"))
+        self.outliers = {name: record[name] for name in ("outlier_factor", "outlier_pairs")}
         self.apart: torch.Tensor | float = 0.0
         self.started_as = [trained]  # no part of this module
 
@@ -213,9 +236,13 @@ class GptOssModel(nn.Module):
         logits: torch.Tensor = out.logits
         return logits
 
-    def save(self, out: Path, tokenizer: Tokenizer) -> None:
-        """Write a Hugging Face folder in BF16; the model itself stays as it is."""
+    def save(self, out: Path, tokenizer: Tokenizer, outliers: bool = False) -> None:
+        """Write a Hugging Face folder in BF16, with the outliers of keys that the model started with or without; the
+        model itself stays as it is."""
         out.mkdir(parents=True, exist_ok=True)
-        rounded = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
+        state = dict(self.model.state_dict())
+        for layer, pair in enumerate([] if outliers else self.outliers["outlier_pairs"]):
+            state |= scaled_pair(state, layer, pair, 1 / self.outliers["outlier_factor"])
+        rounded = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
         self.model.save_pretrained(out, state_dict=rounded)
         save_tokenizer(out, tokenizer, self.model.config.max_position_embeddings)
