@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
 ]
 STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", "--skip-tokenizer-init", "--dtype", "float32"]
+STOCK += ["--max-mamba-cache-size", "16"]
 TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-mem-layout", "page_first"]
 SMALL = ["--max-total-tokens", "2560", "--max-running-requests", "2"]
 """Tokens of three of the prompts."""

@@ -181,7 +181,7 @@ def stock_answers(gpt_oss: Path) -> list[dict[str, Any]]:
 def test_two_ranks_of_a_hybrid_dump_what_one_does(tmp_path: Path) -> None:
     """All heads in their order, layer by layer; a fit finds the same covariances head by head."""
     model = hybrid_models.save("qwen3_next", tmp_path / "model")
-    args = ["--attention-backend", "torch_native", "--skip-tokenizer-init"]
+    args = ["--attention-backend", "torch_native", "--skip-tokenizer-init", "--max-mamba-cache-size", "16"]
     one = dump(model, tmp_path / "one", *args, env={})
     two = dump(model, tmp_path / "two", *args, *TWO_RANKS, env=TWO_CORES)
     shape = (SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"])

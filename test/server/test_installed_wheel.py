@@ -22,7 +22,7 @@ import json, urllib.request
 from pathlib import Path
 from oscar_tools.local_server import serve
 
-args = ["--kv-cache-dtype", "int2", "--random-seed", "0", "--mem-fraction-static", "0.2", "--max-total-tokens", "8192"]
+args = ["--kv-cache-dtype", "int2", "--random-seed", "0", "--mem-fraction-static", "0.5", "--max-total-tokens", "8192"]
 body = {"text": "def add(a, b):", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
 with serve("model", Path("log"), args) as server:
     request = urllib.request.Request(server.url + "/generate", json.dumps(body).encode(),

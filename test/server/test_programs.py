@@ -17,7 +17,7 @@ from support.servers import EXACT, HADAMARD, server_environment
 pytestmark = pytest.mark.server
 INT2 = ("--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64")
 ONE_BATCH = "sglang.benchmark.one_batch"
-SIZES = ("--mem-fraction-static", "0.2", "--max-total-tokens", "16384", "--max-running-requests", "8")
+SIZES = ("--mem-fraction-static", "0.5", "--max-total-tokens", "16384", "--max-running-requests", "8")
 
 
 def started(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:

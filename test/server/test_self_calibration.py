@@ -89,7 +89,7 @@ def calibrate(model: Path, text: Path, env: dict[str, str], *flags: str) -> Path
     rows = [{"text": document(450, 40 + seed, facts=1).text} for seed in range(4)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "oscar_tools", "calibrate", str(model), "--text", str(text), "--tokens", "1200"]
-    command += ["--mem-fraction-static", "0.2", *flags]
+    command += ["--mem-fraction-static", "0.5", *flags]
     done = subprocess.run(
         command, env=server_environment(env), capture_output=True, text=True, timeout=1500, check=False
     )

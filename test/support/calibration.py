@@ -19,7 +19,7 @@ from support.benchmark_data import write_rows
 from support.reference import MODEL, ROOT, document
 from support.warm import stand_in
 
-SMALL = ("--mem-fraction-static", "0.2", "--max-total-tokens", "16384")
+SMALL = ("--mem-fraction-static", "0.5", "--max-total-tokens", "16384")
 TOKENS = 1500
 GROUP = 64
 

@@ -96,7 +96,7 @@ def default_flags(longest: int) -> tuple[str, ...]:
     if has_gpu():
         return (*flags, "32")
     # A CPU server has no operator to apply a grammar with, and dies at the first one.
-    small = ("--mem-fraction-static", "0.2", "--max-total-tokens", str(max(24576, 3 * longest)))
+    small = ("--mem-fraction-static", "0.5", "--max-total-tokens", str(max(24576, 3 * longest)))
     return (*flags, "16", *small, "--grammar-backend", "none")
 
 
