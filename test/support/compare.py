@@ -1,9 +1,15 @@
-"""Comparing greedy outputs of two servers: equal, up to near-ties that log probabilities show to be such."""
+"""Comparing a server's greedy answers with another: equal, up to near-ties that log probabilities show to be such.
+
+Where the other is stock SGLang with nothing to be tested of it, it need not answer: :func:`assert_follows` lets it read
+the answers, in one pass each, and compares every token; :func:`assert_same` compares two answers up to where they part.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": -1}
 """Extra fields of a /generate request whose answer is to be compared."""
@@ -15,6 +21,14 @@ class Difference:
 
     index: int
     drift: float
+    gap: float
+
+
+@dataclass
+class Step:
+    """A server's log probability of a token that another chose, and how much more its own choice has there."""
+
+    logprob: float
     gap: float
 
 
@@ -80,3 +94,54 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: floa
         usual += before_a_flip(len(x["output_ids"]))
         compared += len(x["output_ids"]) if found is None else found.index
     assert len(a) < 8 or compared * 2 >= usual, f"only {compared} tokens agree before a near-tie, usually {usual:.0f}"
+
+
+class Reads(Protocol):
+    """A server that is given token ids."""
+
+    def generate(self, ids: list[int], tokens: int, **extra: Any) -> dict[str, Any]:
+        """The reply of /generate."""
+
+
+def read(stock: Reads, prompts: Sequence[list[int]], answers: Sequence[dict[str, Any]]) -> list[list[Step]]:
+    """What a server says of every token of answers that another has given, in one pass over prompt and answer each.
+
+    Raises:
+        AssertionError: a probability is not a number.
+    """
+
+    def one(number: int) -> list[Step]:
+        prompt, ids = prompts[number], answers[number]["output_ids"]
+        meta = stock.generate([*prompt, *ids], 1, **LOGPROBS | {"logprob_start_len": len(prompt) - 1})["meta_info"]
+        said = list(zip(meta["input_token_logprobs"], meta["input_top_logprobs"], strict=True))[-len(ids) :]
+        # SGLang calls the last token of a vocabulary 0 here; the probability is that token's.
+        assert all(entry[1] in (asked, 0) for (entry, _), asked in zip(said, ids, strict=True))
+        steps = []
+        for index, (entry, top) in enumerate(said):
+            assert entry[0] is not None, f"request {number}: stock's probability of token {index} is not a number"
+            steps.append(Step(entry[0], top[0][0] - entry[0]))
+        return steps
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(one, range(len(answers))))
+
+
+def assert_follows(
+    stock: Reads, prompts: Sequence[list[int]], answers: Sequence[dict[str, Any]], near_tie: float, drift: float
+) -> None:
+    """Stock SGLang would have given these answers: at every token it has the same log probability and the same choice.
+
+    Args:
+        stock: a server that computes what it is given anew.
+        prompts, answers: token ids that were asked of the tested server, and its answers of /generate.
+        near_tie: by how much, in log probability, stock may prefer another token.
+        drift: largest difference in log probability allowed.
+    """
+    for number, (answer, steps) in enumerate(zip(answers, read(stock, prompts, answers), strict=True)):
+        said = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        known = [logprob is not None for logprob in said]
+        assert all(known), f"request {number}: from token {known.index(False)} on probabilities are not numbers"
+        for index, (logprob, step) in enumerate(zip(said, steps, strict=True)):
+            off = abs(logprob - step.logprob)
+            assert off <= drift, f"request {number}, token {index}: log probabilities drift by {off:.4f}"
+            assert step.gap <= near_tie, f"request {number}, token {index}: another is better by {step.gap:.4f}"
