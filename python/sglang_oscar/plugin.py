@@ -23,7 +23,11 @@ def register() -> None:
     try:
         # On another release nothing is touched: a hook may fit by name and mean something else.
         if failure.unsupported_release() is None:
-            from sglang_oscar.attach import bindings, processes, touchpoints
+            from sglang_oscar.attach import processes
+
+            if processes.detokenizes():
+                return
+            from sglang_oscar.attach import bindings, touchpoints
 
             register_all()
             flags.install()

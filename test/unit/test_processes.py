@@ -60,3 +60,17 @@ def test_a_child_of_a_trainer_launches(
     processes.declare(False)
     assert plugins["launch"]()[1] is not launches
     assert processes.may_serve_int2() is launches, "it forgets what its parent said of another server"
+
+
+@pytest.mark.parametrize(("caller", "found"), [(processes.DETOKENIZER, True), (processes.SCHEDULER, False)])
+def test_a_detokenizer_is_told_by_who_loads_plugins(
+    caller: str, found: bool, worker: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left alone; a process that launches servers is not, whoever loads plugins there."""
+    loader = {"asked": processes.detokenizes}
+    exec("def load_plugins():\n    return asked()", loader)
+    plugins = {"__name__": caller, "load_plugins": loader["load_plugins"]}
+    exec("def run():\n    return load_plugins()", plugins)
+    assert plugins["run"]() is found
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
+    assert not plugins["run"]()

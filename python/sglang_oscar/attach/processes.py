@@ -16,6 +16,7 @@ MARK = "OSCAR_SERVERS_ASK_FOR"
 """Environment variable of a launching process and its workers."""
 INT2, OTHER = "int2", "other"
 SCHEDULER = "sglang.srt.managers.scheduler"
+DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
 LAUNCHERS = "sglang.srt.entrypoints."
 """Modules of SGLang that launch servers."""
 
@@ -32,8 +33,13 @@ def declare(int2: bool) -> None:
         os.environ[MARK] = INT2 if int2 else OTHER
 
 
+def detokenizes() -> bool:
+    """Whether this process turns tokens into text and does nothing else: it resolves no arguments and runs no model."""
+    return multiprocessing.parent_process() is not None and _loader() == DETOKENIZER
+
+
 def schedules() -> bool:
-    """Whether this process is a worker that has imported SGLang's scheduler to run it; a detokenizer has not."""
+    """Whether this process is a worker that has imported SGLang's scheduler to run it."""
     return not _launches() and SCHEDULER in sys.modules
 
 
