@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from support.api import retracted
-from support.compare import LOGPROBS, assert_same
+from support.compare import LOGPROBS, assert_follows
 from support.models import VOCABULARY, save
 from support.releases import environment, installed, served
 from support.servers import HADAMARD, STRICT, Server, refills, serve
@@ -92,10 +92,8 @@ def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
         assert account.groups() == ("bfloat16", str(2 * 2 * 2 * 64 * 2))
         assert server.alive()
     with serve(model, tmp_path / "stock", *STOCK, env=plugins(release, "gpt_oss_plugin")) as server:
-        expected = ask(server, prompts(), 2)
-        assert_same(expected, first, NEAR_TIE, DRIFT)
-        assert_same(expected, again, NEAR_TIE, DRIFT)
-        assert_same([server.generate(prompt, ANSWER, **LOGPROBS) for prompt in said], answers, NEAR_TIE, DRIFT)
+        for asked, given in ((prompts(), first), (prompts(), again), (said, answers)):
+            assert_follows(server, asked, given, NEAR_TIE, DRIFT)
 
 
 def test_hits_within_long_answers(tmp_path: Path) -> None:
