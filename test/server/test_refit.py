@@ -56,7 +56,7 @@ def prompt(seed: int) -> list[int]:
 def growth(server: Server) -> float:
     """Of the worst layer's error, on as many prompts as a result takes."""
     for seed in range(EVERY * CHUNKS + 1):
-        server.generate(prompt(100 + seed % 6)[seed : seed + 300], 1)
+        server.generate(prompt(100 + seed % 6)[seed : seed + 150], 1)
     text = requests.get(f"{server.url}/metrics", timeout=600).text
     return max(map(float, re.findall(r"^sglang:oscar_key_error_growth\{.*\} (\S+)$", text, re.MULTILINE)))
 
