@@ -8,7 +8,7 @@
 # started, and the oldest and the newest are tested further; OSCAR_TEST_RELEASES says which releases instead ("all", or
 # versions with commas between).
 #
-# Test files run two at a time, which takes 8 GB or so: servers spend much of their start waiting. OSCAR_TEST_WORKERS
+# Test files run two at a time, which takes 14 GB or so: servers spend much of their start waiting. OSCAR_TEST_WORKERS
 # says how many.
 #
 # Without a GPU, servers and other Python processes that tests start are forked from a process that has imported the
