@@ -41,12 +41,12 @@ class LayerCache:
     """One layer's cache.
 
     Shapes: k_rows, v_rows uint8 [slots, row_bytes]; k_sink, v_sink [sink_blocks, sink, kv_heads, head_dim];
-    k_ring, v_ring [requests, ring, kv_heads, head_dim]. Sink and ring are bfloat16 or float16 and hold rotated
-    vectors. Slot ``page * page_size + i`` is token ``i`` of a page; ``k_layout`` and ``v_layout`` say
-    what is in it, and ``k_codebook``, on the same device, what keys of that coding stand for.
+    k_ring, v_ring [requests, ring, kv_heads, head_dim], head_dim of keys or of values. Sink and ring are bfloat16 or
+    float16 and hold rotated vectors. Slot ``page * page_size + i`` is token ``i`` of a page; ``k_layout`` and
+    ``v_layout`` say what is in it, and ``k_codebook``, on the same device, what keys of that coding stand for.
 
     Raises:
-        ValueError: keys and values have other heads, or values a codebook.
+        ValueError: keys and values have other numbers of heads, or values a codebook.
     """
 
     k_layout: RowLayout
@@ -61,8 +61,8 @@ class LayerCache:
     k_codebook: Codebook | None = None
 
     def __post_init__(self) -> None:
-        if (self.k_layout.kv_heads, self.k_layout.head_dim) != (self.v_layout.kv_heads, self.v_layout.head_dim):
-            raise ValueError(f"keys and values must have the same heads, got {self.k_layout} and {self.v_layout}")
+        if self.k_layout.kv_heads != self.v_layout.kv_heads:
+            raise ValueError(f"keys and values must have as many heads, got {self.k_layout} and {self.v_layout}")
         if self.v_layout.coding == CODEBOOK:
             raise ValueError("values cannot have a codebook, only keys can")
 
@@ -73,8 +73,13 @@ class LayerCache:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Channels of a head of the keys."""
         return self.k_layout.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of a head of the values, and so of attention's output."""
+        return self.v_layout.head_dim
 
     @property
     def exact(self) -> bool:
@@ -196,40 +201,39 @@ class StoreSlots:
 class Copies:
     """Where keys and values of new tokens go beside the cache, in its basis and in 16 bits.
 
-    Shapes: k and v [rows, kv_heads, head_dim] of one stride, heads contiguous; rows int64 [tokens], -1 for a token that
-    goes nowhere.
+    Shapes: k and v [rows, kv_heads, head_dim], heads contiguous and rows as many heads apart; rows int64 [tokens], -1
+    for a token that goes nowhere.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     rows: torch.Tensor
 
-    def check(self, tokens: int, kv_heads: int, head_dim: int) -> None:
+    def check(self, tokens: int, cache: LayerCache) -> None:
         """Refuse copies of other vectors.
 
         Raises:
             ValueError: shapes or strides do not fit.
         """
-        check_16_bit_rows(self.k, self.v, kv_heads, head_dim)
+        check_16_bit_rows(self.k, self.v, cache)
         if self.rows.shape != (tokens,) or self.rows.dtype != torch.int64:
             raise ValueError(f"rows of copies must be int64 [{tokens}]")
 
 
-def check_16_bit_rows(k: torch.Tensor, v: torch.Tensor, kv_heads: int, head_dim: int) -> None:
+def check_16_bit_rows(k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> None:
     """What a kernel asks that writes keys and values in 16 bits: a row may have further heads, of other parts.
 
     Raises:
-        ValueError: they are not [rows, kv_heads, head_dim] with contiguous heads, of one stride, a number of heads.
+        ValueError: they are not [rows, kv_heads, head_dim] with contiguous heads, rows of both as many heads apart.
     """
-    for name, x in (("k", k), ("v", v)):
-        row = x.stride(0)
+    for name, x, head_dim in (("k", k, cache.head_dim), ("v", v, cache.value_head_dim)):
         if (
-            x.shape[1:] != (kv_heads, head_dim)
+            x.shape[1:] != (cache.kv_heads, head_dim)
             or x.stride()[1:] != (head_dim, 1)
-            or row % head_dim
-            or row != k.stride(0)
+            or x.stride(0) * cache.head_dim != k.stride(0) * head_dim
+            or x.stride(0) % head_dim
         ):
-            raise ValueError(f"rows of {name} must be [rows, {kv_heads}, {head_dim}] with contiguous heads")
+            raise ValueError(f"rows of {name} must be [rows, {cache.kv_heads}, {head_dim}] with contiguous heads")
 
 
 @dataclass(frozen=True)
@@ -237,8 +241,9 @@ class Chunks:
     """New tokens of prompts, a chunk per request, one after the other.
 
     Shapes: q [tokens, q_heads, head_dim], not rotated; k and v [tokens, kv_heads, head_dim], k not rotated, v in the
-    basis of the cached values. starts is int32 [batch + 1] on the device: the first token of every chunk, then the
-    number of tokens; a chunk may be empty. Channels are contiguous; tokens and heads may have any stride.
+    basis of the cached values and with heads of its own size. starts is int32 [batch + 1] on the device: the first
+    token of every chunk, then the number of tokens; a chunk may be empty. Channels are contiguous; tokens and heads may
+    have any stride.
     """
 
     q: torch.Tensor

@@ -78,8 +78,9 @@ class LayerFormat:
 
     Args:
         kv_heads: kv heads: of the model, or of one tensor-parallel rank (:meth:`of_heads`).
-        head_dim: channels per head.
+        head_dim: channels per head of the keys.
         key, value: each side's format.
+        value_head_dim: channels per head of the values, 64, 128 or 256; given as 0 where keys have as many.
 
     Raises:
         ValueError: rows cannot be stored so, a transform or a codebook is of other heads, or values have a codebook.
@@ -89,21 +90,26 @@ class LayerFormat:
     head_dim: int
     key: SideFormat
     value: SideFormat
+    value_head_dim: int = 0
 
     def __post_init__(self) -> None:
+        if self.value_head_dim == 0:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
         _ = self.key_layout, self.value_layout  # raise where rows cannot be stored so
-        for name, side in self.sides:
+        if self.value_head_dim & (self.value_head_dim - 1):
+            raise ValueError(f"heads of values must have 64, 128 or 256 channels, got {self.value_head_dim}")
+        for (name, side), head_dim in zip(self.sides, (self.head_dim, self.value_head_dim), strict=True):
             transform = side.transform
-            if transform.head_dim not in (None, self.head_dim) or transform.kv_heads not in (None, self.kv_heads):
+            if transform.head_dim not in (None, head_dim) or transform.kv_heads not in (None, self.kv_heads):
                 raise ValueError(
                     f"the {name} transform is for {transform.kv_heads or self.kv_heads} kv heads of "
-                    f"{transform.head_dim}, the layer has {self.kv_heads} of {self.head_dim}"
+                    f"{transform.head_dim}, the layer has {self.kv_heads} of {head_dim}"
                 )
             book = side.codebook
-            if book is not None and (book.kv_heads, book.head_dim) != (self.kv_heads, self.head_dim):
+            if book is not None and (book.kv_heads, book.head_dim) != (self.kv_heads, head_dim):
                 raise ValueError(
                     f"the {name} codebook is for {book.kv_heads} kv heads of {book.head_dim}, "
-                    f"the layer has {self.kv_heads} of {self.head_dim}"
+                    f"the layer has {self.kv_heads} of {head_dim}"
                 )
         if self.value.codebook is not None:
             raise ValueError("values cannot have a codebook, only keys can")
@@ -128,7 +134,7 @@ class LayerFormat:
     @cached_property
     def value_layout(self) -> RowLayout:
         """Geometry of the value rows."""
-        return self.value.layout(self.kv_heads, self.head_dim)
+        return self.value.layout(self.kv_heads, self.value_head_dim)
 
     @property
     def cell_bytes(self) -> int:
@@ -138,7 +144,7 @@ class LayerFormat:
     @property
     def elements(self) -> int:
         """Key and value channels of one token in this layer."""
-        return 2 * self.kv_heads * self.head_dim
+        return self.kv_heads * (self.head_dim + self.value_head_dim)
 
     def with_transforms(self, key: SideTransform, value: SideTransform) -> LayerFormat:
         """The same rows with other transforms."""
@@ -147,7 +153,7 @@ class LayerFormat:
     def of_heads(self, heads: slice) -> LayerFormat:
         """The format of some of the kv heads, such as those of a tensor-parallel rank."""
         kv_heads = len(range(self.kv_heads)[heads])
-        return LayerFormat(kv_heads, self.head_dim, self.key.of_heads(heads), self.value.of_heads(heads))
+        return replace(self, kv_heads=kv_heads, key=self.key.of_heads(heads), value=self.value.of_heads(heads))
 
     def to(self, device: torch.device | str) -> LayerFormat:
         """The same with its tensors on another device."""
@@ -168,7 +174,7 @@ class CutFormat:
     parts: tuple[LayerFormat, ...]
 
     def __post_init__(self) -> None:
-        if len(self.parts) < 2 or len({part.head_dim for part in self.parts}) > 1:
+        if len(self.parts) < 2 or len({(part.head_dim, part.value_head_dim) for part in self.parts}) > 1:
             raise ValueError("a layer is cut into two or more parts with heads of one size")
 
     @property
@@ -178,8 +184,13 @@ class CutFormat:
 
     @property
     def head_dim(self) -> int:
-        """Channels per head."""
+        """Channels per head of the keys."""
         return self.parts[0].head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels per head of the values."""
+        return self.parts[0].value_head_dim
 
     @property
     def cell_bytes(self) -> int:
@@ -264,7 +275,8 @@ def fingerprint(formats: Mapping[int, AnyFormat]) -> str:
     version = AFFINE_VERSION if codings <= {AFFINE} else FORMAT_VERSION
     digest = hashlib.sha256(f"oscar rows {version}\n".encode())
     for layer_id, layer in [(number, part) for number, of in sorted(formats.items()) for part in of.parts]:
-        digest.update(f"layer {layer_id} heads {layer.kv_heads} x {layer.head_dim}\n".encode())
+        apart = f"/{layer.value_head_dim}" if layer.value_head_dim != layer.head_dim else ""
+        digest.update(f"layer {layer_id} heads {layer.kv_heads} x {layer.head_dim}{apart}\n".encode())
         for name, side in layer.sides:
             transform = side.transform
             if side.bits == EXACT:

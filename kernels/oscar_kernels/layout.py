@@ -48,8 +48,19 @@ CODINGS = (AFFINE, SYMMETRIC, CODEBOOK)
 HIGH_BITS = (2, 4, 6, 0)
 """Where the high bits of three-bit codes lie in their byte, by plane of the low ones."""
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HEAD_DIMS = (64, 128, 192, 256)
+"""Channels that a head may have; one of values 64, 128 or 256 (:class:`oscar_kernels.format.LayerFormat`)."""
 EXACT_DTYPES = (torch.bfloat16, torch.float16)
 """Of the numbers of a side that is left exact."""
+
+
+def largest_group(head_dim: int, most: int) -> int:
+    """Channels of the largest groups that heads divide into, of ``most`` at most.
+
+    >>> largest_group(256, 128), largest_group(64, 128), largest_group(192, 128)
+    (128, 64, 64)
+    """
+    return min(most, head_dim & -head_dim)
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,9 @@ class RowLayout:
 
     Args:
         kv_heads: kv heads stored in a row (of this tensor-parallel rank).
-        head_dim: channels per head; a power of two from 64 to 256.
-        group_size: consecutive channels that share a scale and a zero point; a power of two from 32 to head_dim. Of no
-            meaning with 16 bits or a codebook.
+        head_dim: channels per head, one of :data:`HEAD_DIMS`.
+        group_size: consecutive channels that share a scale and a zero point; a power of two from 32 that divides
+            head_dim. Of no meaning with 16 bits or a codebook.
         scale_dtype: dtype of scale and zero point: bfloat16, float16 or float32. Of no meaning with 16 bits.
         bits: bits of a code, 2, 3 or 4; or 16 for numbers of ``exact_dtype``.
         exact_dtype: bfloat16 or float16. Of no meaning with codes.
@@ -81,12 +92,13 @@ class RowLayout:
     def __post_init__(self) -> None:
         if self.kv_heads < 1:
             raise ValueError(f"kv_heads must be at least 1, got {self.kv_heads}")
-        if self.head_dim not in (64, 128, 256):
-            raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {self.head_dim}")
         power_of_two = self.group_size > 0 and self.group_size & (self.group_size - 1) == 0
-        if not power_of_two or not 32 <= self.group_size <= self.head_dim:
+        if not power_of_two or self.group_size < 32 or self.head_dim % self.group_size:
             raise ValueError(
-                f"group_size must be a power of two from 32 to head_dim {self.head_dim}, got {self.group_size}"
+                f"group_size must be a power of two from 32 that divides head_dim {self.head_dim}, "
+                f"got {self.group_size}"
             )
         if self.scale_dtype not in SCALE_DTYPES.values():
             raise ValueError(f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}, got {self.scale_dtype}")

@@ -41,9 +41,9 @@ class RaggedExtend:
     def warm_up(self) -> None:
         """Plan and run a chunk of one token: whatever the attention kernel compiles or loads, it does here."""
         self.planner.plan_chunks([1])
-        _, _, kv_heads, head_dim = self._workspace.shape
-        q, k = (self._workspace.new_zeros(1, heads, head_dim) for heads in (self.planner.q_heads, kv_heads))
-        self.planner.chunk.forward_return_lse(q, k, k, causal=True, sm_scale=1.0)
+        k, v = (torch.zeros_like(room[:1]) for room in self._workspace)
+        q = k.new_zeros(1, self.planner.q_heads, k.shape[2])
+        self.planner.chunk.forward_return_lse(q, k, v, causal=True, sm_scale=1.0)
 
     def run(
         self,
@@ -98,7 +98,7 @@ class RaggedExtend:
         self, load: Pass | Joined, caches: Sequence[LayerCache], tables: BatchTables
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the workspace with a load's prefixes; returns its keys and values [rows, kv_heads, head_dim]."""
-        keys, values = self._workspace[:, : load.rows]
+        keys, values = (room[: load.rows] for room in self._workspace)
         for cache, *own in zip(caches, split_heads(keys, caches), split_heads(values, caches), strict=True):
             copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, *own)
         return keys, values

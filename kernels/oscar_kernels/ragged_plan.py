@@ -25,14 +25,13 @@ from oscar_kernels.extend_plan import (
 )
 from oscar_kernels.format import AnyFormat
 from oscar_kernels.joined_extend import is_joined, lengths_joined, rows_of_chunks
-from oscar_kernels.layout import RowLayout
 
 
 class RaggedPlanner:
     """Plans the extends of a model.
 
     Args:
-        heads: whose kv heads and channels those of a layer are, all of its parts.
+        heads: a layer, all of its parts, whose kv heads and channels others have, too.
         q_heads: query heads of this rank.
         dtype: of queries, keys and values, bfloat16 or float16.
         limits: size and number of workspace loads, and what is read without it.
@@ -44,7 +43,7 @@ class RaggedPlanner:
 
     def __init__(
         self,
-        heads: RowLayout | AnyFormat,
+        heads: AnyFormat,
         q_heads: int,
         dtype: torch.dtype,
         limits: Limits,
@@ -58,10 +57,13 @@ class RaggedPlanner:
         self._prefixes: list[Ragged] = []
         self._planned: torch.cuda.Event | None = None
 
-    def new_workspace(self) -> torch.Tensor:
-        """Room for keys and values of a load: [2, capacity, kv_heads, head_dim]."""
-        size = (2, self.limits.capacity, self._heads.kv_heads, self._heads.head_dim)
-        return torch.empty(size, dtype=self._dtype, device=self._device)
+    def new_workspace(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for keys and for values of a load: [capacity, kv_heads, head_dim] each, of one tensor."""
+        heads, rows = self._heads, self.limits.capacity * self._heads.kv_heads
+        room = torch.empty(rows * (heads.head_dim + heads.value_head_dim), dtype=self._dtype, device=self._device)
+        keys, values = room.split([rows * heads.head_dim, rows * heads.value_head_dim])
+        shape = (self.limits.capacity, heads.kv_heads)
+        return keys.view(*shape, heads.head_dim), values.view(*shape, heads.value_head_dim)
 
     def plan(self, tables: BatchTables, prefix_lens: list[int], chunk_lens: list[int]) -> ExtendPlan:
         """Decide how a batch is worked on; once per forward pass, valid until the next call.
@@ -163,8 +165,8 @@ class RaggedPlanner:
             # Copies to the device then wait for nothing.
             qo_indptr, kv_indptr = qo_indptr.pin_memory(), kv_indptr.pin_memory()
         attention.plan(
-            qo_indptr, kv_indptr, self.q_heads, self._heads.kv_heads, self._heads.head_dim, causal=causal,
-            q_data_type=self._dtype,
+            qo_indptr, kv_indptr, self.q_heads, self._heads.kv_heads, self._heads.head_dim,
+            head_dim_vo=self._heads.value_head_dim, causal=causal, q_data_type=self._dtype,
         )  # fmt: skip
 
     def _upload(self, x: torch.Tensor) -> torch.Tensor:

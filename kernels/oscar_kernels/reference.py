@@ -119,18 +119,18 @@ def decode(
         lse: float32 [batch, q_heads]; takes the log2 of the sum of exp2 of the logits (times log2 e), unless None.
 
     Returns:
-        float32 [batch, q_heads, head_dim] in the basis of the cached values.
+        float32 [batch, q_heads, head_dim of the values] in the basis of the cached values.
     """
     kv_heads, head_dim = cache.k_layout.kv_heads, cache.k_layout.head_dim
     queries = rotate(q, reading).view(q.shape[0], kv_heads, -1, head_dim) * sm_scale
-    out = torch.empty_like(queries)
+    out = queries.new_empty(*queries.shape[:-1], cache.value_head_dim)
     for request, kv_len in enumerate(tables.kv_lens.tolist()):
         k, v = gather(cache, tables, request, kv_len)
         scores = torch.einsum("hgd,thd->hgt", queries[request], k)
         if lse is not None:
             lse[request] = scores.logsumexp(-1).flatten() * LOG2_E
         out[request] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), v)
-    return out.view(q.shape[0], -1, head_dim)
+    return out.view(q.shape[0], -1, cache.value_head_dim)
 
 
 def verify(
@@ -157,14 +157,14 @@ def verify(
         sm_scale: factor on the logits.
 
     Returns:
-        float32 [batch * tokens, q_heads, head_dim] in the basis of the cached values.
+        float32 [batch * tokens, q_heads, head_dim of the values] in the basis of the cached values.
     """
     (batch, tokens), windows = visible.shape, cache.windows
     check_new_tokens(windows, tokens)
     kv_heads, head_dim = cache.k_layout.kv_heads, cache.k_layout.head_dim
     queries = rotate(q, reading).view(batch, tokens, kv_heads, -1, head_dim) * sm_scale
     seen = mask_of(visible)
-    out = torch.empty_like(queries)
+    out = queries.new_empty(*queries.shape[:-1], cache.value_head_dim)
     for request, kv_len in enumerate(tables.kv_lens.tolist()):
         k, v = gather(cache, tables, request, kv_len)
         new = torch.arange(kv_len, kv_len + tokens, device=q.device) % windows.ring
@@ -174,7 +174,7 @@ def verify(
         shown = torch.cat([seen.new_ones(tokens, kv_len), seen[request]], dim=1)
         scores.masked_fill_(~shown, float("-inf"))
         out[request] = weighted_sum(scores.softmax(-1), v, shown)
-    return out.view(batch * tokens, -1, head_dim)
+    return out.view(batch * tokens, -1, cache.value_head_dim)
 
 
 def extend(
@@ -199,11 +199,11 @@ def extend(
         lse: float32 [tokens, q_heads]; takes the log2 of the sum of exp2 of the logits (times log2 e), unless None.
 
     Returns:
-        float32 [tokens, q_heads, head_dim] in the basis of the cached values.
+        float32 [tokens, q_heads, head_dim of the values] in the basis of the cached values.
     """
     kv_heads, head_dim = cache.k_layout.kv_heads, cache.k_layout.head_dim
     q, k, v, lengths = chunks.q, chunks.k, chunks.v, chunks.starts.diff().tolist()
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    out = torch.empty(*q.shape[:2], cache.value_head_dim, dtype=torch.float32, device=q.device)
     begin = 0
     for request, (prefix_len, length) in enumerate(zip(tables.kv_lens.tolist(), lengths, strict=True)):
         span = slice(begin, begin + length)
@@ -223,6 +223,6 @@ def extend(
             if lse is not None:
                 lse[begin + start : begin + stop] = scores.logsumexp(-1).movedim(-1, 0).flatten(1) * LOG2_E
             mixed = weighted_sum(scores.softmax(-1), values[: prefix_len + stop], seen)
-            out[begin + start : begin + stop] = mixed.reshape(stop - start, -1, head_dim)
+            out[begin + start : begin + stop] = mixed.reshape(stop - start, -1, cache.value_head_dim)
         begin += length
     return out

@@ -22,16 +22,16 @@ def attend(
 
     Args:
         q: [queries, q_heads, head_dim], of the last ``queries`` tokens.
-        k, v: [tokens, kv_heads, head_dim].
+        k, v: [tokens, kv_heads, head_dim], the heads of ``v`` of any size.
         sm_scale: factor on the logits.
         window: tokens before its own that a query sees; None for all.
         sinks: [q_heads], sink logits (:mod:`oscar_kernels.sink_logits`); None for a model without.
 
     Returns:
-        float32 [queries, q_heads, head_dim].
+        float32 [queries, q_heads, head_dim of ``v``].
     """
     queries, tokens, kv_heads = len(q), len(k), k.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float32, device=q.device)
     for start in range(0, queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, queries)
         own = torch.arange(start, stop, device=q.device) + (tokens - queries)

@@ -47,13 +47,13 @@ class WindowAttention(AttentionBackend):
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        """One token per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
+        """One token per request; returns [tokens, q_heads * v_head_dim] in the dtype of ``q``."""
         return self._forward(q, k, v, layer, forward_batch, [1] * forward_batch.batch_size, save_kv_cache, **kwargs)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        """A chunk per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
+        """A chunk per request; returns [tokens, q_heads * v_head_dim] in the dtype of ``q``."""
         lengths = forward_batch.extend_seq_lens_cpu
         return self._forward(q, k, v, layer, forward_batch, lengths, save_kv_cache, **kwargs)
 
@@ -77,7 +77,7 @@ class WindowAttention(AttentionBackend):
             slots = forward_batch.out_cache_loc
             pool.set_kv_buffer(layer, KVWriteLoc(slots, window_slots(pool, slots)), keys, values)
         k_buffer, v_buffer = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        out, begin = torch.zeros_like(queries), 0
+        out, begin = queries.new_zeros(*queries.shape[:2], layer.v_head_dim), 0
         rows, kv_lens = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
         for row, kv_len, length in zip(rows, kv_lens, lengths, strict=True):
             # What lies before the first query's window may be somebody else's by now.

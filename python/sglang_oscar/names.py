@@ -21,7 +21,8 @@ change."""
 DEFAULT_PAGE_SIZE = 64
 """Tokens of a page unless --page-size is given."""
 DEFAULT_GROUP_SIZE = GROUP_SIZE_OF_FITS
-"""Channels that share a scale unless --kv-cache-quant-group-size is given, or head_dim where that is smaller."""
+"""Channels that share a scale unless --kv-cache-quant-group-size is given, or the largest power of two below that
+divides head_dim."""
 
 
 def is_int2(server_args: Any) -> bool:

@@ -28,7 +28,6 @@ OTHERS = {
     "models of MindSpore": "MindSporeForCausalLM",
     "diffusion": "LLaDA2MoeModelLM DiffusionGemmaForBlockDiffusion",
     "several modalities": "YiVLForCausalLM MuseGlimmerForCausalLM",
-    "heads of keys and values that differ in size": "MiMoV2ForCausalLM MiMoV2FlashForCausalLM",
     "layers with a window that have other heads": "Gemma4ForCausalLM",
     "an attention backend that SGLang insists on": "Exaone4ForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM",
     "a learned sink key, which needs sums that attention does not return": "IQuestQ1ForCausalLM",

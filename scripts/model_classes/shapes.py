@@ -65,6 +65,18 @@ STEP |= {"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "need_fp3
 STEP |= {"moe_router_activation": "sigmoid", "moe_router_scaling_factor": 1.0}
 STEP |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": [0]}
 
+MIMO = MOE | {"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128, "topk_method": "noaux_tc"}
+MIMO |= {
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 2,
+    "hybrid_layer_pattern": [1, 0],
+    "sliding_window": 96,
+}
+MIMO |= {"sliding_window_size": 96, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+MIMO |= {"attention_value_scale": 0.707, "layernorm_epsilon": 1e-5, "partial_rotary_factor": 0.334, "n_group": 1}
+MIMO |= {"rope_theta": 5000000.0, "swa_rope_theta": 10000.0, "moe_layer_freq": [0, 1], "scoring_func": "sigmoid"}
+MIMO |= {"topk_group": 1, "norm_topk_prob": True, "n_shared_experts": None, "routed_scaling_factor": None}
+
 NEMOTRON = {"hybrid_override_pattern": "M*-M*", "ssm_state_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 32}
 NEMOTRON |= {"n_groups": 2, "mamba_n_groups": 2, "chunk_size": 128, "num_hidden_layers": 5}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_chunk_size": 64}
@@ -129,6 +141,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", {}),
     "MellumForCausalLM": ("mellum", MOE | WINDOW | DENSE | BOTH_ROPES),
     "MiMoForCausalLM": ("llama", HEADS | {"num_nextn_predict_layers": 1}),
+    "MiMoV2FlashForCausalLM": ("llama", MIMO),
     "MiniCPMForCausalLM": ("llama", HEADS | {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 256}),
     "Ministral3ForCausalLM": ("ministral3", {}),
     "MistralForCausalLM": ("mistral", NO_WINDOW),

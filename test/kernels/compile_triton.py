@@ -1,6 +1,7 @@
-"""Compile the Triton kernels for a GPU that is not there: ``compile_triton.py COMPUTE_CAPABILITY KEYS VALUES``.
+"""Compile the Triton kernels for a GPU that is not there:
+``compile_triton.py COMPUTE_CAPABILITY KEYS VALUES HEAD_DIM``.
 
-Keys and values are said by their bits, or as ``2:codebook`` and ``2:symmetric``.
+Keys and values are said by their bits, or as ``2:codebook`` and ``2:symmetric``. HEAD_DIM is of keys; values have 128.
 
 Launches are turned into compilations, down to machine code, for a driver that only says what it would drive. What
 Hopper's tensor cores read must follow from what is known (:mod:`machine_code`). Prints the kernels. To be run without
@@ -70,7 +71,7 @@ def check_descriptors(name: str, machine_code: bytes) -> None:
     assert not stray, f"{name} multiplies what nothing says: {stray}"
 
 
-def main(capability: int, keys: str, values: str) -> None:
+def main(capability: int, keys: str, values: str, head_dim: int) -> None:
     (k_bits, k_coding), (v_bits, v_coding) = (
         (int(bits), coding or AFFINE) for bits, _, coding in (side.partition(":") for side in (keys, values))
     )
@@ -89,15 +90,19 @@ def main(capability: int, keys: str, values: str) -> None:
 
     JITFunction.run = only_compile
     windows = Windows(64, 256, 256)
-    shape = Shape(8, 4, 128, 128, windows=windows, page_size=64, k_bits=k_bits, v_bits=v_bits)
-    shape = replace(shape, k_coding=k_coding, v_coding=v_coding)
+    shape = Shape(8, 4, head_dim, head_dim & -head_dim, windows=windows, page_size=64, k_bits=k_bits, v_bits=v_bits)
+    shape = replace(shape, k_coding=k_coding, v_coding=v_coding, v_head_dim=128, v_group=128)
     cache = empty_cache(shape, 4, 2, CPU)
     ones = [torch.ones(2, dtype=torch.int32) for _ in range(4)]
     tables = BatchTables(shape.page_size, torch.zeros(2, 4, dtype=torch.int32), *ones)
-    q, k = (torch.zeros(2, heads, shape.head_dim, dtype=shape.dtype) for heads in (shape.q_heads, shape.kv_heads))
+    q, k, out, v = (
+        torch.zeros(2, heads, channels, dtype=shape.dtype)
+        for channels in (shape.head_dim, shape.value_dim)
+        for heads in (shape.q_heads, shape.kv_heads)
+    )
     lse = torch.zeros(2, shape.q_heads)
     decode(cache, tables, q, 1.0, lse=lse)
-    reading = split_matrix(random_rotation(shape.head_dim, 1, CPU).repeat(shape.kv_heads, 1, 1), q.dtype)
+    reading = split_matrix(random_rotation(shape.value_dim, 1, CPU).repeat(shape.kv_heads, 1, 1), q.dtype)
     decode(cache, tables, q, 1.0, lse=lse, reading=reading)
     many = replace(
         tables, **{name: x.repeat(64, *[1] * (x.dim() - 1)) for name, x in vars(tables).items() if name != "page_size"}
@@ -108,21 +113,21 @@ def main(capability: int, keys: str, values: str) -> None:
     key = SideTransform(random_rotation(shape.head_dim, 1, CPU), clip=0.96, gain=0.98)
     slots = StoreSlots(*[torch.zeros(2, dtype=torch.int64)] * 3)
     made = prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype)
-    store(cache, slots, k, k, made, q=q)
-    store(cache, slots, k, k, made, q=q, copies=Copies(k.clone(), k.clone(), slots.row))
+    store(cache, slots, k, v, made, q=q)
+    store(cache, slots, k, v, made, q=q, copies=Copies(k.clone(), v.clone(), slots.row))
     rotate(q, split_matrix(random_rotation(shape.head_dim, 1, CPU), q.dtype))
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    extend(cache, tables, Chunks(q, k, k, starts), q, 1.0, lse=lse)
-    make_values_finite_(k, k.clone())
+    extend(cache, tables, Chunks(q, k, v, starts), q, 1.0, lse=lse)
+    make_values_finite_(k, v)
     zero_broken_rows_(torch.zeros(2, 5))
-    scale_by_sinks_(q.clone(), lse, lse[0].bfloat16(), q, torch.zeros(shape.kv_heads, shape.head_dim), 1.0)
+    scale_by_sinks_(out, lse, lse[0].bfloat16(), q, torch.zeros(shape.kv_heads, shape.head_dim), 1.0)
     spans = torch.zeros(1, dtype=torch.int32)
-    copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), k.clone())
-    merge_states_(q.clone(), lse, q, lse)
+    copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), v.clone())
+    merge_states_(out.clone(), lse, out, lse)
     rows, slot_table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 256, dtype=torch.int32)
     fill_decode_tables(Requests(rows, rows, slot_table, ones[0], ones[1]), windows, 256, tables, slots)
     print(" ".join(sorted(compiled)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]))

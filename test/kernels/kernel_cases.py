@@ -63,6 +63,12 @@ class Shape:
     k_coding: str = AFFINE
     v_coding: str = AFFINE
     shared_book: bool = False
+    v_head_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head of the values."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def key_layout(self) -> RowLayout:
@@ -74,7 +80,7 @@ class Shape:
     def value_layout(self) -> RowLayout:
         group = self.v_group or self.group
         return RowLayout(
-            self.kv_heads, self.head_dim, group, self.scale_dtype, self.v_bits, self.exact_dtype, self.v_coding
+            self.kv_heads, self.value_dim, group, self.scale_dtype, self.v_bits, self.exact_dtype, self.v_coding
         )
 
     @property
@@ -108,7 +114,7 @@ class Shape:
                 (self.key_layout, key, self.codebook), (self.value_layout, value, None)
             )
         )  # fmt: skip
-        return LayerFormat(self.kv_heads, self.head_dim, *sides)
+        return LayerFormat(self.kv_heads, self.head_dim, *sides, self.value_dim)
 
     @property
     def q_heads(self) -> int:
@@ -151,6 +157,17 @@ OF_OTHER_CODINGS = [
 ]  # fmt: skip
 """Symmetric codes of every width on either side, codebooks of keys beside every coding, every head_dim."""
 
+OF_UNEQUAL_HEADS = [
+    Shape(gqa=4, head_dim=192, v_head_dim=128, v_group=128),
+    Shape(gqa=16, kv_heads=1, head_dim=192, v_head_dim=128, k_coding=CODEBOOK, v_coding=SYMMETRIC, page_size=64),
+    Shape(gqa=2, kv_heads=3, head_dim=192, v_head_dim=128, group=32, v_group=64, k_bits=3, v_bits=4,
+          dtype=torch.float16, scale_dtype=torch.float16),
+    Shape(gqa=2, head_dim=192, v_head_dim=128, k_bits=16, v_bits=3, page_size=8),
+    Shape(gqa=8, kv_heads=1, head_dim=192, v_head_dim=128, k_bits=4, v_bits=16, k_coding=SYMMETRIC),
+    Shape(gqa=3, head_dim=64, v_head_dim=128),
+]  # fmt: skip
+"""Keys whose heads have more channels than those of values, or fewer; 192 are no power of two, with every coding."""
+
 
 def sampled(shapes: list[Shape], first: int = 0) -> list[Shape]:
     """All of them on a GPU; in Triton's interpreter, which takes seconds for each, every second one from ``first``."""
@@ -159,11 +176,10 @@ def sampled(shapes: list[Shape], first: int = 0) -> list[Shape]:
 
 def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, fill: float = 0.0) -> LayerCache:
     """A cache with room for so many pages and requests (+1 each for the dummies)."""
-    side = (shape.kv_heads, shape.head_dim)
     windows = shape.windows
 
-    def buffer(*size: int) -> torch.Tensor:
-        return torch.full((*size, *side), fill, dtype=shape.dtype, device=device)
+    def buffer(head_dim: int, *size: int) -> torch.Tensor:
+        return torch.full((*size, shape.kv_heads, head_dim), fill, dtype=shape.dtype, device=device)
 
     def rows(layout: RowLayout) -> torch.Tensor:
         return torch.zeros(pages * shape.page_size, layout.row_bytes, dtype=torch.uint8, device=device)
@@ -174,10 +190,8 @@ def empty_cache(shape: Shape, pages: int, requests: int, device: torch.device, f
         windows,
         rows(shape.key_layout),
         rows(shape.value_layout),
-        buffer(requests + 1, windows.sink),
-        buffer(requests + 1, windows.sink),
-        buffer(requests + 1, windows.ring),
-        buffer(requests + 1, windows.ring),
+        *(buffer(of, requests + 1, windows.sink) for of in (shape.head_dim, shape.value_dim)),
+        *(buffer(of, requests + 1, windows.ring) for of in (shape.head_dim, shape.value_dim)),
         None if shape.codebook is None else shape.codebook.to(device),
     )
 
@@ -215,7 +229,6 @@ def filled_batch(
         own = order[used : used + pages_of[request]]
         used += pages_of[request]
         page_table[request, : len(own)] = own.int()
-        size = (length, shape.kv_heads, shape.head_dim)
         begin, end = split_positions(length, int(ring_start[request]), shape.windows)
         position = torch.arange(length, device=device)
         own = own.to(device)
@@ -224,6 +237,7 @@ def filled_batch(
             (1, cache.k_layout, cache.k_rows, cache.k_sink, cache.k_ring, cache.k_codebook),
             (2, cache.v_layout, cache.v_rows, cache.v_sink, cache.v_ring, None),
         ):
+            size = (length, shape.kv_heads, layout.head_dim)
             y = random_vectors(size, torch.float32, seed + 10 * request + offset, device)
             rows[slot[begin:end]] = encode_rows(y[begin:end], layout, 0.96, 0.0, codebook)
             sink[sink_block[request], :begin] = y[:begin].to(shape.dtype)
@@ -242,7 +256,8 @@ def with_new_tokens(batch: Batch, tokens: int, seed: int = 7) -> Batch:
     for request, kv_len in enumerate(batch.tables.kv_lens.tolist()):
         place = torch.arange(kv_len, kv_len + tokens, device=batch.cache.k_ring.device) % ring
         for offset, store in enumerate((batch.cache.k_ring, batch.cache.v_ring)):
-            y = random_vectors((tokens, shape.kv_heads, shape.head_dim), shape.dtype, seed + 10 * request + offset, CPU)
+            size = (tokens, shape.kv_heads, store.shape[-1])
+            y = random_vectors(size, shape.dtype, seed + 10 * request + offset, CPU)
             store[batch.tables.ring_row[request].long(), place] = y.to(store.device)
     return batch
 
@@ -265,7 +280,7 @@ def verify_exact(
 ) -> torch.Tensor:
     """Verification of every request from the codes as stored, in ``dtype``: [batch * tokens, q_heads, head_dim]."""
     tokens, ring = seen.shape[1], batch.shape.windows.ring
-    out = torch.zeros(q_rot.shape, dtype=dtype, device=q_rot.device)
+    out = torch.zeros(*q_rot.shape[:2], batch.shape.value_dim, dtype=dtype, device=q_rot.device)
     for request, kv_len in enumerate(batch.tables.kv_lens.tolist()):
         k, v = reference.gather(batch.cache, batch.tables, request, kv_len)
         row = int(batch.tables.ring_row[request])
@@ -313,7 +328,7 @@ def attend(
 
 def decode_exact(batch: Batch, q_rot: torch.Tensor, sm_scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Decode of every request from the codes as stored, in ``dtype``; zeros for an empty request."""
-    out = torch.zeros(q_rot.shape, dtype=dtype, device=q_rot.device)
+    out = torch.zeros(*q_rot.shape[:2], batch.shape.value_dim, dtype=dtype, device=q_rot.device)
     for request, kv_len in enumerate(batch.tables.kv_lens.tolist()):
         if kv_len:
             k, v = reference.gather(batch.cache, batch.tables, request, kv_len)

@@ -137,11 +137,15 @@ def run_both(shape: Shape, tokens: int, clip: float, device: torch.device, rotat
     """Store the same vectors with the kernel and with the reference."""
     pages, requests = -(-tokens // shape.page_size) + 2, max(2, tokens // 8)
     slots = random_slots(tokens, shape.windows, pages * shape.page_size, requests, device)
-    heads = shape.q_heads + 2 * shape.kv_heads
-    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 1, device)
-    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    sizes = (shape.q_heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)
+    # Slices of one projection, as a model hands them over.
+    fused = torch.cat([
+        random_vectors((tokens, *size), shape.dtype, 1 + number, device).flatten(1) for number, size in enumerate(sizes)
+    ], 1)  # fmt: skip
+    apart = fused.split([heads * channels for heads, channels in sizes], dim=1)
+    q, k, v = (x.unflatten(1, size) for x, size in zip(apart, sizes, strict=True))
     rk = random_rotation(shape.head_dim, 2, device) if rotate_k else None
-    rv = random_rotation(shape.head_dim, 3, device) if rotate_v else None
+    rv = random_rotation(shape.value_dim, 3, device) if rotate_v else None
     caches = [empty_cache(shape, pages, requests, device, fill=7.0) for _ in range(2)]
     layer = shape.format(*(SideTransform(matrix, clip=clip, gain=gain) for matrix in (rk, rv))).to(device)
     q_rot = store(caches[0], slots, k, v, prepare(layer, shape.dtype), q=q)

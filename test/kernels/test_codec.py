@@ -39,6 +39,8 @@ from oscar_kernels.layout import (
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = {version: json.loads((DATA / f"row_format_v{version}.json").read_text()) for version in (1, 2, 3)}
 """Rows of every version; those of version 1 have two bits, and those before version 3 are affine or exact."""
+GOLDEN_192 = json.loads((DATA / "row_format_v3_192.json").read_text())
+"""Rows of keys whose heads are no power of two, of every width and coding."""
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
 
@@ -56,7 +58,7 @@ def vectors(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @settings(max_examples=40)
-@given(data=st.data(), head_dim=st.sampled_from([64, 128, 256]), bits=st.sampled_from(BITS))
+@given(data=st.data(), head_dim=st.sampled_from([64, 128, 192, 256]), bits=st.sampled_from(BITS))
 def test_pack_and_unpack_are_inverse(data: st.DataObject, head_dim: int, bits: int) -> None:
     """And every code lies where :mod:`oscar_kernels.layout` says."""
     raw = data.draw(st.binary(min_size=head_dim, max_size=head_dim))
@@ -168,7 +170,7 @@ def test_constant_vectors_survive() -> None:
 
 
 @pytest.mark.parametrize("dtype", SCALE_DTYPES.values(), ids=str)
-@pytest.mark.parametrize(("head_dim", "group", "bits"), [(64, 32, 2), (128, 128, 3), (256, 64, 4)])
+@pytest.mark.parametrize(("head_dim", "group", "bits"), [(64, 32, 2), (128, 128, 3), (192, 64, 3), (256, 64, 4)])
 def test_rows_carry_scale_and_zero_bit_for_bit(dtype: torch.dtype, head_dim: int, group: int, bits: int) -> None:
     """Quantizer and dequantizer use the same rounded parameters, so a row decodes to what quantize meant."""
     layout = RowLayout(3, head_dim, group, dtype, bits)
@@ -181,7 +183,7 @@ def test_rows_carry_scale_and_zero_bit_for_bit(dtype: torch.dtype, head_dim: int
 
 @pytest.mark.parametrize(
     "case",
-    [row for golden in GOLDEN.values() for row in golden["rows"]],
+    [row for golden in (*GOLDEN.values(), GOLDEN_192) for row in golden["rows"]],
     ids=lambda c: f"{c['head_dim']}-{c['scale_dtype']}-{c.get('bits', 'v1')}-{c.get('coding', AFFINE)}",
 )
 def test_stored_bytes_never_change(case: dict) -> None:

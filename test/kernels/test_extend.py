@@ -62,8 +62,10 @@ class Case:
 def make(shape: Shape, prefixes: list[int], lengths: list[int], device: torch.device, ring_starts=None) -> Case:
     batch = filled_batch(shape, prefixes, device, ring_starts)
     tokens, heads = sum(lengths), shape.q_heads + 2 * shape.kv_heads
-    fused = random_vectors((tokens, heads, shape.head_dim), shape.dtype, 50, device)
+    # Where heads have one size, slices of one projection, as a model hands them over.
+    fused = random_vectors((tokens, heads, max(shape.head_dim, shape.value_dim)), shape.dtype, 50, device)
     q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    q, k, v = q[..., : shape.head_dim], k[..., : shape.head_dim], v[..., : shape.value_dim]
     rotation = random_rotation(shape.head_dim, 4, device)
     indptr = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     return Case(batch, lengths, indptr, q, k, v, rotation, rotate(q, split_matrix(rotation, q.dtype)))
@@ -87,9 +89,8 @@ def exact(case: Case, sm_scale: float, dtype: torch.dtype, chunk: bool = True) -
         q = torch.cat([case.q_rot[span], case.q[span]], -1)
         position = torch.arange(len(keys), device=q.device) - kv_len
         hidden = position > torch.arange(length, device=q.device)[:, None]
-        wide = torch.cat([values, torch.zeros_like(values)], -1)
-        result = attend(q, keys, wide, sm_scale, dtype, hidden) if len(keys) else torch.zeros_like(q).to(dtype)
-        out.append(result[..., : case.q.shape[-1]])
+        nothing = torch.zeros(*q.shape[:2], v.shape[-1], dtype=dtype, device=q.device)
+        out.append(attend(q, keys, values, sm_scale, dtype, hidden) if len(keys) else nothing)
     return torch.cat(out)
 
 

@@ -46,10 +46,10 @@ JOINED = Limits(capacity=1000, passes=8, break_even=0, window=0, joined=True)
 class TorchRagged:
     """Plain attention behind the interface of FlashInfer's ragged wrapper."""
 
-    def plan(self, qo_indptr, kv_indptr, q_heads, kv_heads, head_dim, *, causal, q_data_type) -> None:
+    def plan(self, qo_indptr, kv_indptr, q_heads, kv_heads, head_dim, *, head_dim_vo, causal, q_data_type) -> None:
         assert qo_indptr.device.type == kv_indptr.device.type == "cpu"
         self.q_spans, self.kv_spans = qo_indptr.tolist(), kv_indptr.tolist()
-        self.shape, self.causal, self.dtype = (q_heads, kv_heads, head_dim), causal, q_data_type
+        self.shape, self.causal, self.dtype = (q_heads, kv_heads, head_dim, head_dim_vo), causal, q_data_type
 
     def forward(self, q, k, v, causal, sm_scale) -> torch.Tensor:
         return self.forward_return_lse(q, k, v, causal, sm_scale)[0]
@@ -57,9 +57,10 @@ class TorchRagged:
     def forward_return_lse(self, q, k, v, causal, sm_scale) -> tuple[torch.Tensor, torch.Tensor]:
         assert causal == self.causal
         assert q.dtype == k.dtype == v.dtype == self.dtype
-        assert (q.shape[1], *k.shape[1:]) == self.shape
+        assert (q.shape[1], *k.shape[1:], v.shape[2]) == self.shape
+        assert q.shape[2] == k.shape[2]
         assert (len(q), len(k)) == (self.q_spans[-1], self.kv_spans[-1])
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
         lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
         for i in range(len(self.q_spans) - 1):
             own = slice(*self.q_spans[i : i + 2])
@@ -93,7 +94,7 @@ def ragged_extend_of(
     case: Case, limits: Limits, device: torch.device, kernel: Decode = decode, attention: Any = None
 ) -> RaggedExtend:
     shape, attention = case.batch.shape, attention or attention_kernel(device)
-    planner = RaggedPlanner(shape.key_layout, shape.q_heads, shape.dtype, limits, device, attention, 132)
+    planner = RaggedPlanner(shape.format(), shape.q_heads, shape.dtype, limits, device, attention, 132)
     return RaggedExtend(planner, kernel)
 
 

@@ -67,7 +67,7 @@ def kernels_of(way: str, layer: CachedLayer) -> Kernels:
     made._prepared = {id(layer): prepare(layer.format, SHAPE.dtype)}
     made._decode, made._arranged, made._ragged = decode, {}, None
     if way != "triton":
-        planner = RaggedPlanner(SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged)
+        planner = RaggedPlanner(SHAPE.format(), SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged)
         made._ragged = RaggedExtend(planner, decode)
     return made
 

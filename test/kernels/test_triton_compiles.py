@@ -23,13 +23,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "sides"),
-    [(90, ("2:codebook", 2)), (80, (3, 4)), (100, (16, "2:symmetric"))],
+    ("capability", "sides", "head_dim"),
+    [(90, ("2:codebook", 2), 128), (80, (3, 4), 128), (100, (16, "2:symmetric"), 128), (90, (2, 2), 192)],
     ids=str,
-)
-def test_kernels_compile(capability: int, sides: tuple[int | str, int | str], cache: Path) -> None:
+)  # fmt: skip
+def test_kernels_compile(capability: int, sides: tuple[int | str, int | str], head_dim: int, cache: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), str(capability), *map(str, sides)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("compile_triton.py")),
+        str(capability),
+        *map(str, (*sides, head_dim)),
+    ]
     done = subprocess.run(
         command,
         env=env | {"TRITON_CACHE_DIR": str(cache)},

@@ -41,7 +41,7 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
     attend = noted("decode", decode)
     if ragged:
         kernels._decode = attend
-        planner = RaggedPlanner(SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
+        planner = RaggedPlanner(SHAPE.format(), SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
         kernels._ragged = ragged_extend.RaggedExtend(planner, attend)
     before = {name: getattr(layer.cache, name).clone() for name in ("k_rows", "v_rows")}
     limits = LIMITS if ragged else None
@@ -112,7 +112,7 @@ def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypa
     layer = layer_of(centered=sink_logits, device=HERE)
     kernels: Any = kernels_of("triton", layer)
     if ragged:
-        planner = RaggedPlanner(SHAPE.key_layout, SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
+        planner = RaggedPlanner(SHAPE.format(), SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
         kernels._ragged = ragged_extend.RaggedExtend(planner, decode)
     limits = LIMITS if ragged else None
     hits = warm_up.PrefixHits(SHAPE.page_size, limits, max_batch=200, longest=10_000)

@@ -27,16 +27,19 @@ def make_dump() -> Callable[..., Path]:
         q_heads: int = 4,
         kv_heads: int = 2,
         head_dim: int = 32,
+        value_head_dim: int | None = None,
         tp_size: int = 1,
         requests: list[list[int]] = REQUESTS,
     ) -> Path:
         generator = torch.Generator().manual_seed(0)
-        scales = torch.linspace(0.2, 3.0, head_dim)
+        sizes = (q_heads, head_dim), (kv_heads, head_dim), (kv_heads, value_head_dim or head_dim)
         for layer in range(layers):
             for chunk, lengths in enumerate(requests):
                 q, k, v = (
-                    (torch.randn(sum(lengths), heads, head_dim, generator=generator) * scales).bfloat16()
-                    for heads in (q_heads, kv_heads, kv_heads)
+                    (
+                        torch.randn(sum(lengths), *size, generator=generator) * torch.linspace(0.2, 3.0, size[1])
+                    ).bfloat16()
+                    for size in sizes
                 )
                 q_share, kv_share = q_heads // tp_size, max(1, kv_heads // tp_size)
                 for rank in range(tp_size):

@@ -135,7 +135,7 @@ def test_moments_leave_the_sink_out_of_what_is_stored() -> None:
     q, k, v = (torch.randn(300, heads, 8, generator=generator) for heads in (4, 2, 2))
     k[:64] += 100
     k[200:250] -= 100
-    moments = Moments(2, 8)
+    moments = Moments(2, 8, 8)
     moments.update(q, k, v, (200, 100))
     kept = torch.cat([k[64:200], k[250:]]).double()
     torch.testing.assert_close(moments.center(), kept.mean(0), rtol=1e-6, atol=1e-6)

@@ -75,7 +75,7 @@ def build(name: str, q: torch.Tensor, k: torch.Tensor) -> CovarianceAccumulator:
     if name == "proxy":
         queries = QueryCovariance(kv_heads, HEAD_DIM)
         queries.update(q, k, k, [q.shape[0]])
-        return ProxyValueCovariance(queries.per_head())
+        return ProxyValueCovariance(queries.per_head(), HEAD_DIM)
     classes: dict[str, Callable[[int, int], CovarianceAccumulator]] = {
         "qqt": QueryCovariance,
         "ktk": KeyCovariance,

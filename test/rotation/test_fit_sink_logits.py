@@ -229,7 +229,7 @@ def test_recipe_focus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moments of keys are weighed, and shares chosen, by attention in which the sink has its part."""
     dump = DumpReader(written(tmp_path / "dump", True))
     sinks = dump.sink_logits(1)
-    made = [FocusMoments(HEADS, D, SCALE, sinks=x) for x in (sinks, None)]
+    made = [FocusMoments(HEADS, D, D, SCALE, sinks=x) for x in (sinks, None)]
     for moments in made:
         for chunk in (dump.load(1, 1),):
             moments.update_keys(chunk)

@@ -42,7 +42,7 @@ def drawn(lengths: tuple[int, ...], seed: int = 0, queries: float = 1.0) -> Dump
 
 
 def moments_of(*chunks: DumpChunk) -> FocusMoments:
-    moments = FocusMoments(KV_HEADS, D, D**-0.5)
+    moments = FocusMoments(KV_HEADS, D, D, D**-0.5)
     for chunk in chunks:
         moments.update_keys(chunk)
         moments.update_values(chunk)
@@ -75,7 +75,7 @@ def test_of_a_long_request_some_queries_say_it(monkeypatch: pytest.MonkeyPatch) 
 def test_without_attention_it_is_plus_per_kv_head() -> None:
     """With no share of attention keys are those of plus, balanced by kv head; values are those of plus in any case."""
     chunk = drawn((150, 90), seed=4)
-    moments, known = moments_of(chunk), Moments(KV_HEADS, D)
+    moments, known = moments_of(chunk), Moments(KV_HEADS, D, D)
     known.update(chunk.q, chunk.k, chunk.v, chunk.seq_lens)
     stored, center = moments.keys(0.0)
     torch.testing.assert_close(center, known.center(), rtol=1e-5, atol=1e-5)
@@ -202,8 +202,8 @@ def test_what_does_not_suffice_is_refused(make_dump: Callable[..., Path], model:
     one = make_dump(tmp_path / "one", requests=[[5], [90]])
     with pytest.raises(DumpError, match="holds one request; the recipe focus needs two or more"):
         fit_focus(one, OutputWeights(model))
-    odd = make_dump(tmp_path / "odd", head_dim=48, requests=[[5], [90, 20], [90]])
-    with pytest.raises(DumpError, match="head_dim is 48; a Hadamard rotation needs a power of two"):
+    odd = make_dump(tmp_path / "odd", head_dim=40, requests=[[5], [90, 20], [90]])
+    with pytest.raises(DumpError, match="head_dim is 40; a Hadamard rotation needs a power of two"):
         fit_focus(odd, OutputWeights(model))
 
 

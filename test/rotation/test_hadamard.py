@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_rotation.math.compose import r_h_pbr
-from oscar_rotation.math.hadamard import bit_reversal, pbr_permutation, sylvester_hadamard
+from oscar_rotation.math.hadamard import bit_reversal, hadamard, pbr_permutation, sylvester_hadamard
 
 EXAMPLE = Path(__file__).parents[1] / "data" / "worked_example_layer10.json"
 # The inputs are rounded to two decimals: a sum of 128 of them, each within 0.005, has this much play.
@@ -112,9 +112,30 @@ def test_pbr_spreads_the_leading_directions_over_the_groups(exponent: int, seed:
     assert len(set((positions // group).tolist())) == d // group
 
 
-@pytest.mark.parametrize("n", [0, 3, 96, -4])
+@pytest.mark.parametrize("n", [0, 3, 80, 96, -4])
 def test_sizes_that_are_not_powers_of_two_are_refused(n: int) -> None:
     with pytest.raises(ValueError, match=f"power of two, got {n}"):
         sylvester_hadamard(n)
-    with pytest.raises(ValueError, match=f"power of two, got {n}"):
-        bit_reversal(n)
+    if n == 96:
+        return
+    for make in (hadamard, bit_reversal):
+        with pytest.raises(ValueError, match=f"power of two or 12 times one, got {n}"):
+            make(n)
+
+
+@pytest.mark.parametrize("n", [12, 24, 96, 192])
+def test_twelve_times_a_power_of_two(n: int) -> None:
+    """Symmetric, orthogonal, flat; what lies along the first direction shifts all channels alike."""
+    h = hadamard(n)
+    assert torch.allclose(h @ h, torch.eye(n, dtype=torch.float64), atol=1e-13)
+    assert torch.equal(h, h.T)
+    assert torch.equal((h * n**0.5).round().abs(), torch.ones(n, n, dtype=torch.float64))
+    assert (h[0] > 0).all()
+    assert torch.equal(hadamard(64), sylvester_hadamard(64))
+    order = bit_reversal(n)
+    assert torch.equal(order.sort().values, torch.arange(n))
+    # Leading channels are dealt out: none of three groups has two more than another.
+    counts = torch.bincount(bit_reversal(192)[:16] // 64, minlength=3)
+    assert int(counts.max() - counts.min()) <= 1
+    eigenvalues = shuffled_spectrum(n, 5)
+    assert torch.equal((eigenvalues @ pbr_permutation(eigenvalues))[order], eigenvalues.sort(descending=True).values)

@@ -97,7 +97,7 @@ def test_recipes() -> None:
     assert hadamard.rotations.dtype == torch.float32
     assert hadamard.eigenvalues is None
     assert hadamard.clip_ratios is None
-    assert "power of two" in refused("hadamard", head_dim=96)
+    assert "power of two" in refused("hadamard", head_dim=80)
 
 
 def test_file_names() -> None:

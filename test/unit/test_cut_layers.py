@@ -210,7 +210,12 @@ def test_the_account_is_that_of_the_largest_rank(files: dict[str, str], monkeypa
     """``oscar doctor`` promises no tokens that another rank has no room for."""
     monkeypatch.setattr(account, "cached_layer_ids", lambda _: range(LAYERS))
     model = SimpleNamespace(get_num_kv_heads=lambda ranks: HEADS // ranks)
-    loaded: dict[str, Any] = {"settings": Settings.from_env(files), "model": model, "layout": LAYOUT, "ranks": 2}
+    loaded: dict[str, Any] = {
+        "settings": Settings.from_env(files),
+        "model": model,
+        "layouts": (LAYOUT, LAYOUT),
+        "ranks": 2,
+    }
     formats = loaded["formats"] = load(files)
     sizes = [sum(of.of_heads(own).cell_bytes for of in formats.values()) for own in (slice(0, 2), slice(2, 4))]
     assert sizes[0] != sizes[1]

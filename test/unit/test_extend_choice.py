@@ -29,17 +29,17 @@ WORKSPACE = ExtendWorkspace(
 @pytest.mark.parametrize("installed", [False, True])
 def test_choice_on_a_gpu(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert choose("auto", "cuda", 128, False) == ("flashinfer" if installed else "triton")
-    assert choose("triton", "cuda", 128, False) == "triton"
+    assert choose("auto", "cuda", (128, 128), False) == ("flashinfer" if installed else "triton")
+    assert choose("triton", "cuda", (128, 128), False) == "triton"
     if installed:
-        assert choose("flashinfer", "cuda", 128, False) == "flashinfer"
+        assert choose("flashinfer", "cuda", (128, 128), False) == "flashinfer"
     else:
         with pytest.raises(Int2Error, match="not installed; pip install flashinfer-python"):
-            choose("flashinfer", "cuda", 128, False)
+            choose("flashinfer", "cuda", (128, 128), False)
 
 
 def test_a_cpu_has_no_choice() -> None:
-    assert choose("auto", "cpu", 128, False) is None
+    assert choose("auto", "cpu", (128, 128), False) is None
     for setting in ("triton", "flashinfer", "fa3"):
         with pytest.raises(Int2Error, match=f"{extend_choice.VARIABLE}={setting} needs --device cuda"):
             choose(setting, "cpu", 128, False)
@@ -72,10 +72,10 @@ def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -
     made = extend_choice.workspace("fa3", layer, 32, torch.bfloat16, 100 * GIB)
     assert (made.kernel, made.kernels) == ("FlashAttention-3", "fa3")
     assert (made.tokens, made.passes, made.fixed_bytes()) == (65_536, 32, 65_536 * 4096)
-    monkeypatch.setattr(flash_attention3, "missing", lambda head_dim: None if head_dim == 128 else "not that")
-    assert choose("fa3", "cuda", 128, False) == "fa3"
+    monkeypatch.setattr(flash_attention3, "missing", lambda *heads: None if heads == (128, 128) else "not that")
+    assert choose("fa3", "cuda", (128, 128), False) == "fa3"
     with pytest.raises(Int2Error, match="EXTEND_BACKEND=fa3, but not that; unset it"):
-        choose("fa3", "cuda", 96, False)
+        choose("fa3", "cuda", (96, 96), False)
 
 
 CARDS = [
@@ -96,20 +96,22 @@ def test_what_sglang_brings_for_the_card(
     for version in (flash_attention3, flash_attention4):
         monkeypatch.setattr(version, "installed", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert choose("auto", "cuda", 128, False) == with_128
-    assert choose("auto", "cuda", 256, False) == with_256
-    assert choose("auto", "cuda", 96, False) == "flashinfer"
-    assert choose("auto", "cuda", 128, sink_logits=True) == "flashinfer"
-    assert choose("flashinfer", "cuda", 128, False) == "flashinfer"
+    assert choose("auto", "cuda", (128, 128), False) == with_128
+    assert choose("auto", "cuda", (256, 256), False) == with_256
+    assert choose("auto", "cuda", (96, 96), False) == "flashinfer"
+    assert choose("auto", "cuda", (192, 128), False) == with_128
+    assert choose("auto", "cuda", (192, 192), False) == "flashinfer"
+    assert choose("auto", "cuda", (128, 128), sink_logits=True) == "flashinfer"
+    assert choose("flashinfer", "cuda", (128, 128), False) == "flashinfer"
     if with_128 != "flashinfer":
-        assert choose(with_128, "cuda", 128, sink_logits=True) == with_128
-        assert extend_choice.why_not_flash("auto", 128, False) is None
+        assert choose(with_128, "cuda", (128, 128), sink_logits=True) == with_128
+        assert extend_choice.why_not_flash("auto", (128, 128), False) is None
     other = "fa3" if with_128 == "fa4" else "fa4"
     with pytest.raises(Int2Error, match=f"{extend_choice.VARIABLE}={other}, but it is .*; unset it"):
-        choose(other, "cuda", 128, False)
-    assert extend_choice.why_not_flash("auto", 128, True) == "the model has sink logits"
-    assert extend_choice.why_not_flash("triton", 128, False) == f"{extend_choice.VARIABLE}=triton"
-    assert "head_dim 96" in str(extend_choice.why_not_flash("auto", 96, False)) or with_128 == "flashinfer"
+        choose(other, "cuda", (128, 128), False)
+    assert extend_choice.why_not_flash("auto", (128, 128), True) == "the model has sink logits"
+    assert extend_choice.why_not_flash("triton", (128, 128), False) == f"{extend_choice.VARIABLE}=triton"
+    assert "head_dim 96" in str(extend_choice.why_not_flash("auto", (96, 96), False)) or with_128 == "flashinfer"
 
 
 def test_the_newer_version_is_looked_for_in_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +147,11 @@ class Torch:
 
 def test_a_kernel_that_is_wrong_is_found() -> None:
     like = torch.empty(0, dtype=torch.bfloat16)
-    assert stock_check.differs(Torch, 4, 2, 64, like) is None
-    assert "differ by 0.2 " in str(stock_check.differs(lambda: Torch(0.2), 4, 2, 64, like))
-    assert "no keys" in str(stock_check.differs(lambda: Torch(empty=math.inf), 4, 2, 64, like))
-    assert "differ by inf" in str(stock_check.differs(lambda: Torch(float("nan")), 4, 2, 64, like))
+    assert stock_check.differs(Torch, 4, (2, 64, 64), like) is None
+    assert stock_check.differs(Torch, 4, (2, 192, 128), like) is None
+    assert "differ by 0.2 " in str(stock_check.differs(lambda: Torch(0.2), 4, (2, 64, 64), like))
+    assert "no keys" in str(stock_check.differs(lambda: Torch(empty=math.inf), 4, (2, 64, 64), like))
+    assert "differ by inf" in str(stock_check.differs(lambda: Torch(float("nan")), 4, (2, 64, 64), like))
 
 
 def test_what_is_expected_is_attention() -> None:

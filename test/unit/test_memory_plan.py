@@ -14,7 +14,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat, mean_bits
 from oscar_kernels.layout import RowLayout
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.formats.geometry import GIB, Geometry, row_layout
+from sglang_oscar.formats.geometry import GIB, Geometry, row_layouts
 from sglang_oscar.memory.part import Part
 from sglang_oscar.memory.plan import DEFAULT_MAX_RUNNING, WINDOW_SHARE, MemoryPlan, make_plan
 from sglang_oscar.settings import Settings
@@ -160,8 +160,8 @@ def test_the_models_dtype_is_that_of_exact_sides() -> None:
     """Where it computes in float32 that of the windows."""
     args, settings = SimpleNamespace(kv_cache_quant_group_size=None), Settings.from_env({})
     for dtype, wanted in ((torch.float16, torch.float16), (torch.float32, torch.bfloat16)):
-        model = SimpleNamespace(head_dim=128, dtype=dtype)
-        assert row_layout(args, settings, model, 8).exact_dtype == wanted
+        model = SimpleNamespace(head_dim=128, v_head_dim=128, dtype=dtype)
+        assert [of.exact_dtype for of in row_layouts(args, settings, model, 8)] == [wanted] * 2
 
 
 def test_without_windows_nothing_is_set_aside() -> None:

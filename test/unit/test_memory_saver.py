@@ -192,7 +192,8 @@ def test_copies_of_kept_windows_are_released(built: tuple[Any, Int2Cache], monke
 def test_windows_of_layers_with_one_are_released(built: tuple[Any, Int2Cache]) -> None:
     """Older releases of SGLang would not."""
     model = SimpleNamespace(
-        dtype=torch.bfloat16, swa_head_dim=D, swa_attention_layer_ids=[2, 3], full_attention_layer_ids=[0, 1],
+        dtype=torch.bfloat16, swa_head_dim=D, swa_v_head_dim=D, swa_attention_layer_ids=[2, 3],
+        full_attention_layer_ids=[0, 1],
         get_swa_num_kv_heads=lambda ranks: HEADS,
     )  # fmt: skip
     sizes = SimpleNamespace(full_max_total_num_tokens=TOKENS, swa_max_total_num_tokens=TOKENS)

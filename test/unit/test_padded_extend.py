@@ -77,7 +77,7 @@ def extend(lengths: list[int], padding: int) -> tuple[torch.Tensor, LayerCache]:
     slots = torch.cat([(request + 1) * SHAPE.page_size + position, torch.zeros(padding, dtype=torch.int64)])
     layer = SimpleNamespace(
         layer_id=7, tp_q_head_num=SHAPE.q_heads, tp_k_head_num=SHAPE.kv_heads, tp_v_head_num=SHAPE.kv_heads,
-        head_dim=SHAPE.head_dim, scaling=0.1,
+        head_dim=SHAPE.head_dim, v_head_dim=SHAPE.head_dim, scaling=0.1,
     )  # fmt: skip
     out = backend_of(cache, lengths).forward_extend(q, k, v, layer, SimpleNamespace(out_cache_loc=slots))
     return out, cache

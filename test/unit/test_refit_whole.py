@@ -61,7 +61,11 @@ def server(group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         download_dir=None, json_model_override_args="{}",
     )  # fmt: skip
     model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: HEADS, num_attention_heads=2 * HEADS, head_dim=D, num_hidden_layers=LAYERS
+        get_total_num_kv_heads=lambda: HEADS,
+        num_attention_heads=2 * HEADS,
+        head_dim=D,
+        v_head_dim=D,
+        num_hidden_layers=LAYERS,
     )
     found: Any = SimpleNamespace(cache=cache, flushes=0, noted=None)
     for name, stand_in in {

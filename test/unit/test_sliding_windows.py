@@ -47,6 +47,7 @@ def config(architecture: str = "GptOssForCausalLM", **facts: Any) -> Any:
         "num_hidden_layers": 4,
         "dtype": torch.bfloat16,
         "swa_head_dim": 64,
+        "swa_v_head_dim": 64,
         "get_swa_num_kv_heads": lambda ranks: 2 // ranks,
     }
     hf_config = SimpleNamespace(architectures=[architecture])
@@ -170,7 +171,7 @@ class Recorded(AttentionBackend):
 
 def layer(layer_id: int) -> Any:
     return SimpleNamespace(
-        layer_id=layer_id, tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, head_dim=64, scaling=0.1,
+        layer_id=layer_id, tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, head_dim=64, v_head_dim=64, scaling=0.1,
         sliding_window_size=5 if layer_id in SLIDING else -1,
     )  # fmt: skip
 

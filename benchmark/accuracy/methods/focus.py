@@ -145,7 +145,7 @@ def served_layer(calibration: Calibration, layer: int, context: int | None) -> r
     fitted, later = chunk.split(first)
     d = calibration.head_dim
     sinks = calibration.sink_logits(layer)
-    moments = recipe.FocusMoments(calibration.kv_heads, d, d**-0.5, calibration.device, sinks)
+    moments = recipe.FocusMoments(calibration.kv_heads, d, d, d**-0.5, calibration.device, sinks)
     moments.update_keys(fitted)
     moments.update_values(chunk)
     positions = calibration.positions(context)

@@ -79,10 +79,10 @@ class Oscar(RowMethod):
             return haar(d, SEED + 2 * layer + (side == "v")).to(device)
         if target in BUILT_IN:
             return BUILT_IN[target].matrix(d).float().to(device)
-        inputs = TargetInputs(calibration.kv_heads, d, device, sinks=calibration.sink_logits(layer))
+        inputs = TargetInputs(calibration.kv_heads, d, d, device, sinks=calibration.sink_logits(layer))
         if target == "proxy":
             queries = calibration.covariance(layer, QueryCovariance).per_head()
-            accumulator = calibration.accumulated(layer, target, lambda: ProxyValueCovariance(queries, device))
+            accumulator = calibration.accumulated(layer, target, lambda: ProxyValueCovariance(queries, d, device))
         else:
             known = KEY_TARGETS if side == "k" else VALUE_TARGETS
             make = known[target].make

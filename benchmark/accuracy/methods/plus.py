@@ -110,7 +110,7 @@ class Plus(RowMethod):
 
 def moments(calibration: Calibration, layer: int) -> Moments:
     """What the transforms of a layer are made of."""
-    size = (calibration.kv_heads, calibration.head_dim, calibration.device)
+    size = (calibration.kv_heads, calibration.head_dim, calibration.head_dim, calibration.device)
     found: Moments = calibration.accumulated(layer, Moments, lambda: Moments(*size))
     return found
 

@@ -67,6 +67,8 @@ class Variant:
         """What no kernel reads or writes of these rows, or None."""
         if self.exact:
             return "keys or values of 16 bits"
+        if self.key.head_dim != self.value.head_dim:
+            return "heads of keys and values that differ in size"
         if self.key.scale_dtype != self.value.scale_dtype:
             return "keys and values with scales of different dtypes"
         return None

@@ -49,11 +49,12 @@ def param_bytes(groups, dtype, coding):
 def unit_size(head_dim, bits, group):
     """Channels of a *unit*: channels side by side that share a plane and a group.
 
-    A quarter of a head at most, though the planes of four-bit codes hold half of one: from keys in units of half a head
-    ptxas 12.8, which Triton 3.6 brings, makes wgmma descriptors with upper halves that nothing has set. Numbers of 16
-    bits have no groups.
+    A quarter of a head at most, or the largest power of two that divides that, though the planes of four-bit codes hold
+    half of one: from keys in units of half a head ptxas 12.8, which Triton 3.6 brings, makes wgmma descriptors with
+    upper halves that nothing has set. Numbers of 16 bits have no groups.
     """
-    return head_dim // 4 if bits == 16 else min(head_dim // 4, group)
+    largest = head_dim // 4 & -(head_dim // 4)
+    return largest if bits == 16 else min(largest, group)
 
 
 @triton.constexpr_function
@@ -82,11 +83,12 @@ def unit_weight(unit, bits, coding=layout.AFFINE):
 
 @triton.jit
 def unit_channels(unit: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, CODING: tl.constexpr):
-    """Channels of a unit; unit j of a codebook, which has one group, holds channel j of every four."""
+    """Channels of a unit; unit j of a codebook, which has one group, holds channel j % 4 of every four."""
+    UNIT: tl.constexpr = unit_size(D, BITS, GROUP)
     if CODING == CODEBOOK:
-        return tl.arange(0, D // 4) * 4 + unit
+        return (unit // 4 * UNIT + tl.arange(0, UNIT)) * 4 + unit % 4
     else:
-        return unit_start(unit, D, BITS, GROUP) + tl.arange(0, unit_size(D, BITS, GROUP))
+        return unit_start(unit, D, BITS, GROUP) + tl.arange(0, UNIT)
 
 
 @triton.jit
@@ -234,7 +236,7 @@ def load_points(rows, points, byte):
     Args:
         rows: pointers to the head's indices, of a shape that broadcasts with ``byte``.
         points: int32 pointers to the head's points, likewise.
-        byte: 0 .. D / 4 - 1, along the axis of channels.
+        byte: some of 0 .. D / 4 - 1, along the axis of channels.
     """
     index = tl.load(rows + byte).to(tl.int32)
     # A whole number n from -128 to 127 is the fp16 number whose bits are 0x6400 + n + 128, less 1152: no conversion.

@@ -75,9 +75,9 @@ def passes_of(drafts: int, gqa: int) -> tuple[int, int]:
 def tile_shape(cache: LayerCache, block_h: int) -> tuple[int, int, int | None]:
     """(tokens of a tile of history, tiles in flight, register limit) of programs of ``block_h`` kv heads.
 
-    128 registers let 16 warps share a multiprocessor; the sums of 256 channels do not fit them.
+    128 registers let 16 warps share a multiprocessor; what more channels need does not fit them.
     """
-    registers = None if cache.head_dim == 256 else 128
+    registers = None if cache.head_dim > 128 or cache.value_head_dim > 128 else 128
     key, value = cache.k_layout, cache.v_layout
     if not (key.exact or value.exact):
         return 32, BOOK_STAGES if key.coding == CODEBOOK else STAGES, registers
@@ -102,7 +102,7 @@ def workspace_numel(cache: LayerCache, q_heads: int, batch: int, drafts: int = 0
     """
     queries, _ = passes_of(drafts, q_heads // cache.kv_heads)
     partials = partials_of(cache, q_heads, batch, default_pieces(cache), drafts)
-    return partials * q_heads * queries * (cache.head_dim + 1)
+    return partials * q_heads * queries * (cache.value_head_dim + 1)
 
 
 def partials_of(cache: LayerCache, q_heads: int, batch: int, pieces: int, drafts: int) -> int:
@@ -143,7 +143,7 @@ def decode(
         tables: the batch; ``kv_lens`` counts what is attended to. Requests of length 0 get zeros.
         q_rot: [batch, q_heads, head_dim], rotated, bfloat16 or float16; channels contiguous.
         sm_scale: factor on the logits.
-        out: [batch, q_heads, head_dim] with contiguous channels; like ``q_rot`` where None.
+        out: [batch, q_heads, head_dim of the values] with contiguous channels; in the dtype of ``q_rot`` where None.
         workspace: float32 of :func:`workspace_numel` elements or more; allocated where None.
         lse: float32 [batch, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e), -inf
             for requests of length 0. Nothing of the kind is written where None.
@@ -198,12 +198,12 @@ def _attend(
 ) -> torch.Tensor:
     out, lse, reading = output
     kv_heads, windows = cache.kv_heads, cache.windows
-    tokens, q_heads, head_dim = q_rot.shape
+    tokens, q_heads, head_dim = *q_rot.shape[:2], cache.value_head_dim
     batch, drafts = (tokens, 0) if visible is None else visible.shape
     gqa = q_heads // kv_heads
     queries, passes = passes_of(drafts, gqa)
     check_queries(cache, q_rot)
-    out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
+    out = q_rot.new_empty(tokens, q_heads, head_dim) if out is None else out
     check_lse(lse, batch, q_heads)
     if reading is not None:
         reading.check(kv_heads, q_rot.dtype, arranged=False)
@@ -223,7 +223,6 @@ def _attend(
     block_h = min(triton.next_power_of_2(kv_heads), HEADS_PER_PROGRAM)
     block_n, stages, registers = tile_shape(cache, block_h)
     shared = {
-        "D": head_dim,
         "SINK": windows.sink,
         "RECENT": windows.recent,
         "WINDOW_PARTS": sink_parts + ring_parts,
@@ -262,7 +261,7 @@ def _attend(
     merge_kernel[(tiles, head_dim // block_d)](
         workspace, partial_lse, out, out.stride(0), out.stride(1), partial_lse if lse is None else lse,
         out if reading is None else reading.terms, tables.kv_lens, tables.ring_start, batch, pieces, Q_HEADS=rows,
-        BLOCK=block, BLOCK_D=block_d, HAS_LSE=lse is not None, ROWS=heads, SETS=sets,
+        D=head_dim, BLOCK=block, BLOCK_D=block_d, HAS_LSE=lse is not None, ROWS=heads, SETS=sets,
         TERMS=0 if reading is None else reading.count, R_SCALE=1.0 if reading is None else reading.scale,
         **shared, num_warps=min(max(heads * block * block_d // 1024, 1 if reading is None else 4), 4),
     )  # fmt: skip

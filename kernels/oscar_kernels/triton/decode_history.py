@@ -37,6 +37,7 @@ from oscar_kernels.triton.arith import (
     unit_start,
     unit_weight,
 )
+from oscar_kernels.triton.padding import padded
 
 Q_PEAK = tl.constexpr(2.0**13)
 """Queries enter the tensor cores as float16 with largest magnitude in [Q_PEAK, 2 Q_PEAK)."""
@@ -44,6 +45,16 @@ Q_UNSCALE = tl.constexpr(1.4426950408889634 * 2.0**24 / 2.0**13)
 """log2(e) * CODES_PER_UNIT / Q_PEAK: what makes a product of such queries with codes a logit in log2."""
 Q_UNSCALE_POINTS = tl.constexpr(1.4426950408889634 / 2.0**13)
 """The same with points, which are no subnormals."""
+
+
+@triton.jit
+def load_heads(q_rows, mask, D: tl.constexpr):
+    """All channels of the queries: [BLOCK_H, padded(D), BLOCK_G], 0 where there are none."""
+    channel = tl.arange(0, padded(D))
+    live = mask[:, None, :]
+    if padded(D) != D:
+        live = live & (channel < D)[None, :, None]
+    return tl.load(q_rows[:, None, :] + channel[None, :, None], mask=live, other=0.0)
 
 
 @triton.jit
@@ -59,7 +70,7 @@ def _load_units(
         channel = unit_channels(u, D, BITS, GROUP, CODING)
         q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=mask[:, None, :], other=0.0).to(tl.float32)
         if CODING == CODEBOOK:
-            q = q * tl.load(factor_rows[:, None] + tl.arange(0, UNIT)[None, :])[:, :, None]
+            q = q * tl.load(factor_rows[:, None] + (u // 4 * UNIT + tl.arange(0, UNIT))[None, :])[:, :, None]
         units = units + (q,)
     return units
 
@@ -68,24 +79,24 @@ def _load_units(
 def attend_history(
     q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, pages_ptr, head,
     tile_begin, tile_end, begin, end, sm_scale, o_rows, lse_ptrs,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A piece of history: positions [begin, end) of tiles [tile_begin, tile_end); every tile has one at least."""
     K_UNIT: tl.constexpr = unit_size(D, K_BITS, K_GROUP)
-    V_UNIT: tl.constexpr = unit_size(D, V_BITS, V_GROUP)
+    V_UNIT: tl.constexpr = unit_size(V_D, V_BITS, V_GROUP)
     K_UNITS: tl.constexpr = D // K_UNIT
-    V_UNITS: tl.constexpr = D // V_UNIT
+    V_UNITS: tl.constexpr = V_D // V_UNIT
     K_GROUPS: tl.constexpr = D // K_GROUP
-    V_GROUPS: tl.constexpr = D // V_GROUP
+    V_GROUPS: tl.constexpr = V_D // V_GROUP
     K_CODE_BYTES: tl.constexpr = code_bytes(D, K_BITS)
-    V_CODE_BYTES: tl.constexpr = code_bytes(D, V_BITS)
+    V_CODE_BYTES: tl.constexpr = code_bytes(V_D, V_BITS)
 
     if K_BITS == EXACT:
-        channel = tl.arange(0, D)
-        q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=q_mask[:, None, :], other=0.0)
+        channel = tl.arange(0, padded(D))
+        q = load_heads(q_rows, q_mask, D)
         q = narrow(q.to(tl.float32), EXACT_DTYPE)
     else:
         # Queries: normalized by one power of two, without the weight that its bit position gives to a plane.
@@ -141,18 +152,22 @@ def attend_history(
         # what lies outside [begin, end) is cut off at the logits and at the scales and zero points of the values.
         if K_BITS == EXACT:
             at = exact_channels(k_row[None, :, None], head[:, None, None], D, EXACT_DTYPE) + channel[None, None, :]
-            logits = dot(tl.load(at), q, tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)) * (sm_scale * LOG2_E)
+            if padded(D) == D:
+                k = tl.load(at)
+            else:
+                k = tl.load(at, mask=(channel < D)[None, None, :], other=0.0)
+            logits = dot(k, q, tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)) * (sm_scale * LOG2_E)
         else:
             scales, zeros = load_params(
                 k_row[None, :] + k_head_params[:, None], K_GROUPS, SCALE_DTYPE, K_BITS, K_CODING
             )
             at = k_row[None, :, None] + (head * K_CODE_BYTES)[:, None, None]
             codes = ()
-            if K_CODING == CODEBOOK:
-                points = k_points_ptr + (head * (D // 4 * 256))[:, None, None]
-                codes = load_points(at, points, k_byte[None, None, :])
-            else:
-                for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+            for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+                if K_CODING == CODEBOOK:
+                    points = k_points_ptr + (head * (D // 4 * 256))[:, None, None]
+                    codes = codes + load_points(at, points, (span * K_UNIT + k_byte)[None, None, :])
+                else:
                     codes = codes + load_codes(at, span, k_byte[None, None, :], D, K_BITS, K_UNIT)
             logits = tl.zeros([BLOCK_H, BLOCK_N, BLOCK_G], tl.float32)
             for g in tl.static_range(K_GROUPS):
@@ -183,9 +198,9 @@ def attend_history(
         if V_BITS == EXACT:
             total = total * fade + tl.sum(p, 1)
             weight = narrow(p, EXACT_DTYPE)
-            at = exact_channels(v_row[None, None, :], head[:, None, None], D, EXACT_DTYPE)
+            at = exact_channels(v_row[None, None, :], head[:, None, None], V_D, EXACT_DTYPE)
             for u in tl.static_range(V_UNITS):
-                channel_of_unit = unit_start(u, D, V_BITS, V_GROUP) + v_byte
+                channel_of_unit = unit_start(u, V_D, V_BITS, V_GROUP) + v_byte
                 # A row that is not live may hold a NaN, which a weight of 0 would not hide.
                 v = tl.load(at + channel_of_unit[None, :, None], mask=live[None, None, :], other=0.0)
                 new_out = new_out + (dot(v, weight, out[u] * fade[:, None, :]),)
@@ -196,7 +211,7 @@ def attend_history(
             at = v_row[None, None, :] + (head * V_CODE_BYTES)[:, None, None]
             codes = ()
             for span in tl.static_range(V_UNITS // plane_count(V_BITS)):
-                codes = codes + load_codes(at, span, v_byte[None, :, None], D, V_BITS, V_UNIT)
+                codes = codes + load_codes(at, span, v_byte[None, :, None], V_D, V_BITS, V_UNIT)
             weights = ()
             new_shift = ()
             for g in tl.static_range(V_GROUPS):
@@ -209,7 +224,7 @@ def attend_history(
                 new_shift = new_shift + (shift[g] * fade + tl.sum(weight * zero[:, :, None], 1),)
             shift = new_shift
             for u in tl.static_range(V_UNITS):
-                weight = weights[unit_group(u, D, V_BITS, V_GROUP)]
+                weight = weights[unit_group(u, V_D, V_BITS, V_GROUP)]
                 new_out = new_out + (dot(codes[u], weight, out[u] * fade[:, None, :]),)
         out = new_out
 
@@ -218,8 +233,8 @@ def attend_history(
         if V_BITS == EXACT:
             value = out[u] * inverse[:, None, :]
         else:
-            moved = shift[unit_group(u, D, V_BITS, V_GROUP)]
+            moved = shift[unit_group(u, V_D, V_BITS, V_GROUP)]
             value = (out[u] * (CODES_PER_UNIT / unit_weight(u, V_BITS)) - moved[:, None, :]) * inverse[:, None, :]
-        channel = unit_start(u, D, V_BITS, V_GROUP) + v_byte
+        channel = unit_start(u, V_D, V_BITS, V_GROUP) + v_byte
         tl.store(o_rows[:, None, :] + channel[None, :, None], value, mask=q_mask[:, None, :])
     tl.store(lse_ptrs, top + tl.log2(total), mask=q_mask)

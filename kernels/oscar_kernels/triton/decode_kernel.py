@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.triton.arith import LOG2_E, dot, exp2, narrow
-from oscar_kernels.triton.decode_history import attend_history
+from oscar_kernels.triton.decode_history import attend_history, load_heads
+from oscar_kernels.triton.padding import padded
 from oscar_kernels.triton.plan import plan_pieces, split_lengths
 
 LOWEST = tl.constexpr(-1e30)
@@ -20,7 +21,7 @@ LOWEST = tl.constexpr(-1e30)
 @triton.jit
 def _fold(
     state, q, k_ptr, v_ptr, first_row, rows, head, first, end, new, visible, sm_scale, KV_HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, FRESH: tl.constexpr,
+    D: tl.constexpr, V_D: tl.constexpr, BLOCK_N: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """Fold a tile of a window, positions [first, end) and no more than BLOCK_N of them, into ``state``.
 
@@ -28,14 +29,16 @@ def _fold(
     position new + j.
     """
     top, total, out = state
-    D: tl.constexpr = q.shape[1]
-    channel = tl.arange(0, D)
+    channel, v_channel = tl.arange(0, padded(D)), tl.arange(0, V_D)
     position = first + tl.arange(0, BLOCK_N)
     live = position < end
-    row = (first_row + position % rows) * (KV_HEADS * D)
-    head_at = (head * D)[:, None, None]
-    k = tl.load(k_ptr + (row[None, :, None] + head_at + channel[None, None, :]), mask=live[None, :, None], other=0.0)
-    v_at = row[None, None, :] + head_at + channel[None, :, None]
+    row = (first_row + position % rows) * KV_HEADS
+    k_at = (row * D)[None, :, None] + (head * D)[:, None, None] + channel[None, None, :]
+    k_live = live[None, :, None]
+    if padded(D) != D:
+        k_live = k_live & (channel < D)[None, None, :]
+    k = tl.load(k_ptr + k_at, mask=k_live, other=0.0)
+    v_at = (row * V_D)[None, None, :] + (head * V_D)[:, None, None] + v_channel[None, :, None]
     logits = dot(k, q, tl.zeros([q.shape[0], BLOCK_N, q.shape[2]], tl.float32)) * (sm_scale * LOG2_E)
     logits = tl.where(live[None, :, None], logits, float("-inf"))
     if FRESH:
@@ -63,30 +66,29 @@ def _fold(
 @triton.jit
 def _window(
     q_rows, q_mask, k_ptr, v_ptr, first_row, rows, head, begin, end, new, visible, sm_scale, o_rows, lse_ptrs,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    DRAFTS: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Positions [begin, end) of a 16-bit window, position p in row first_row + p % rows; from ``new`` on they are new
     tokens of a verification.
     """
-    channel = tl.arange(0, D)
-    q = tl.load(q_rows[:, None, :] + channel[None, :, None], mask=q_mask[:, None, :], other=0.0)
-    q = narrow(q.to(tl.float32), k_ptr.dtype.element_ty)
+    channel = tl.arange(0, V_D)
+    q = narrow(load_heads(q_rows, q_mask, D).to(tl.float32), k_ptr.dtype.element_ty)
     top = tl.full([BLOCK_H, BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H, BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_H, D, BLOCK_G], tl.float32)
+    out = tl.zeros([BLOCK_H, V_D, BLOCK_G], tl.float32)
     old_end = tl.minimum(end, new) if DRAFTS > 0 else end
     # Two loop iterations in flight: more would take the shared memory of the history's tiles.
     for first in tl.range(begin, old_end, BLOCK_N, num_stages=2):
         top, total, out = _fold(
             (top, total, out), q, k_ptr, v_ptr, first_row, rows, head, first, old_end, new, visible, sm_scale,
-            KV_HEADS, BLOCK_N, False,
+            KV_HEADS, D, V_D, BLOCK_N, False,
         )  # fmt: skip
     if DRAFTS > 0:
         for first in tl.range(tl.maximum(begin, new), end, BLOCK_N, num_stages=1):
             top, total, out = _fold(
                 (top, total, out), q, k_ptr, v_ptr, first_row, rows, head, first, end, new, visible, sm_scale,
-                KV_HEADS, BLOCK_N, True,
+                KV_HEADS, D, V_D, BLOCK_N, True,
             )  # fmt: skip
     out = out / total[:, None, :]
     tl.store(o_rows[:, None, :] + channel[None, :, None], out, mask=q_mask[:, None, :])
@@ -109,7 +111,7 @@ def decode_kernel(
     k_sink_ptr, v_sink_ptr, k_ring_ptr, v_ring_ptr, page_table_ptr, page_table_stride, kv_lens_ptr,
     ring_row_ptr, ring_start_ptr, sink_block_ptr, o_ptr, lse_ptr, batch, pieces, sm_scale,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GQA: tl.constexpr, D: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr,
+    V_D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     RING: tl.constexpr, SINK_PARTS: tl.constexpr, WINDOW_PARTS: tl.constexpr, PART: tl.constexpr,
@@ -118,7 +120,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Grid (kv heads / BLOCK_H, pieces + batch + batch * WINDOW_PARTS): heads of one token are read together.
 
-    o [grid y, q_heads, D] float32 and lse [grid y, q_heads] float32 in log2 take the partial results; lse = -inf
+    o [grid y, q_heads, V_D] float32 and lse [grid y, q_heads] float32 in log2 take the partial results; lse = -inf
     where there was nothing to attend to. In verification ``batch`` counts passes over requests, each for QUERIES
     tokens, and q_heads is that of all of these.
     """
@@ -131,7 +133,7 @@ def decode_kernel(
     COLUMNS: tl.constexpr = GQA * QUERIES
     q_mask = head_mask[:, None] & (in_group < COLUMNS)[None, :]
     partial = work.to(tl.int64) * (KV_HEADS * COLUMNS) + head[:, None] * COLUMNS + in_group[None, :]
-    o_rows = o_ptr + partial * D
+    o_rows = o_ptr + partial * V_D
     lse_ptrs = lse_ptr + partial
     if DRAFTS == 0:
         q_rows = q_ptr + (head[:, None] * GQA + in_group[None, :]) * q_stride_head
@@ -159,7 +161,7 @@ def decode_kernel(
                 q_rows + first_token(request, DRAFTS, QUERIES, PASSES) * q_stride_token, q_mask, k_rows_ptr, v_rows_ptr,
                 k_points_ptr, k_factor_ptr, page_table_ptr + row.to(tl.int64) * page_table_stride, read_head,
                 first_tile + tiles * piece // count, first_tile + tiles * (piece + 1) // count, begin, end, sm_scale,
-                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, K_BITS, V_BITS, K_CODING, V_CODING, K_GROUP,
+                o_rows, lse_ptrs, K_STRIDE, V_STRIDE, KV_HEADS, D, V_D, K_BITS, V_BITS, K_CODING, V_CODING, K_GROUP,
                 V_GROUP, SCALE_DTYPE,
                 EXACT_DTYPE, PAGE, BLOCK_H, BLOCK_G, BLOCK_N,
             )  # fmt: skip
@@ -189,5 +191,5 @@ def decode_kernel(
         else:
             _window(
                 q_rows, q_mask, k_ptr, v_ptr, first_row, rows, read_head, begin, end, kv_len, visible,
-                sm_scale, o_rows, lse_ptrs, KV_HEADS, D, BLOCK_H, BLOCK_G, BLOCK_W, DRAFTS,
+                sm_scale, o_rows, lse_ptrs, KV_HEADS, D, V_D, BLOCK_H, BLOCK_G, BLOCK_W, DRAFTS,
             )  # fmt: skip

@@ -22,6 +22,8 @@ def row_constants(cache: LayerCache) -> dict[str, Any]:
     """
     key, value = cache.k_layout, cache.v_layout
     return {
+        "D": key.head_dim,
+        "V_D": value.head_dim,
         "K_BITS": key.bits,
         "V_BITS": value.bits,
         "K_CODING": key.coding,

@@ -64,7 +64,8 @@ def extend(
         chunks: the new tokens.
         q_rot: their queries rotated (:func:`oscar_kernels.triton.rotate.rotate`).
         sm_scale: factor on the logits.
-        out: [tokens, q_heads, head_dim]; like ``q_rot`` where None. Rows beyond the last chunk are not written.
+        out: [tokens, q_heads, head_dim of the values]; in the dtype of ``q_rot`` where None. Rows beyond the last
+            chunk are not written.
         lse: float32 [tokens, q_heads], contiguous; takes the log2 of the sum of exp2 of the logits (times log2 e),
             which FlashInfer's merge_state expects. -inf where nothing was attended to.
         prefix_only: attend to the cache only, every query to all of it; of ``chunks`` only ``starts`` is used.
@@ -74,6 +75,7 @@ def extend(
     """
     kv_heads, windows = cache.kv_heads, cache.windows
     tokens, q_heads, head_dim = q_rot.shape
+    shape = (tokens, q_heads, cache.value_head_dim)
     if head_dim != cache.head_dim or q_heads % kv_heads:
         raise ValueError(f"queries {tuple(q_rot.shape)} do not fit {kv_heads} kv heads of {cache.head_dim}")
     if cache.k_sink.dtype != cache.k_ring.dtype:
@@ -83,12 +85,12 @@ def extend(
         if x.stride(2) != 1:
             raise ValueError(f"{name} must have contiguous channels")
     check_lse(lse, tokens, q_heads)
-    out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
+    out = torch.empty(shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     batch = chunks.starts.shape[0] - 1
     if tokens == 0 or batch == 0:
         return out
     gqa = q_heads // kv_heads
-    block_m, block_n, warps = (128, 64, 8) if head_dim < 256 else (64, 32, 8)
+    block_m, block_n, warps = (128, 64, 8) if head_dim <= 128 else (64, 32, 8)
     per_tile = block_m // gqa
     extend_kernel[(triton.cdiv(tokens, per_tile) + batch, kv_heads)](
         q, q.stride(0), q.stride(1), q_rot, q_rot.stride(0), q_rot.stride(1), k, k.stride(0), k.stride(1), v,
@@ -98,7 +100,7 @@ def extend(
         tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, chunks.starts, out, out.stride(0),
         out.stride(1), chunks.starts if lse is None else lse, batch, sm_scale, K_STRIDE=cache.k_rows.stride(0),
         V_STRIDE=cache.v_rows.stride(0), KV_HEADS=kv_heads, GQA=gqa,
-        D=head_dim, **row_constants(cache), PAGE=tables.page_size,
+        **row_constants(cache), PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1), HAS_CHUNK=not prefix_only,
         HAS_LSE=lse is not None, BATCH=max(triton.next_power_of_2(batch), 64), TOKENS=per_tile, BLOCK_M=block_m,
         BLOCK_N=block_n, num_warps=warps, num_stages=STAGES,

@@ -32,12 +32,20 @@ from oscar_kernels.triton.arith import (
     unit_weight,
 )
 from oscar_kernels.triton.decode_history import Q_PEAK, Q_UNSCALE, Q_UNSCALE_POINTS
+from oscar_kernels.triton.padding import channel_mask, padded
 
 
 @triton.jit
 def load_rows(rows, mask, start, SIZE: tl.constexpr):
     """[rows, SIZE] from channel ``start`` on; 0 where masked."""
     return tl.load(rows[:, None] + (start + tl.arange(0, SIZE))[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def load_heads(rows, mask, D: tl.constexpr):
+    """All channels of the rows: [rows, padded(D)], 0 where there are none."""
+    at = rows[:, None] + tl.arange(0, padded(D))[None, :]
+    return tl.load(at, mask=channel_mask(mask, D), other=0.0)
 
 
 @triton.jit
@@ -49,35 +57,36 @@ def _load_unit(
     channel = unit_channels(u, D, BITS, GROUP, CODING)
     q = tl.load(q_rows[:, None] + channel[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
     if CODING == CODEBOOK:
-        q = q * tl.load(factor_row + tl.arange(0, D // 4))[None, :]
+        UNIT: tl.constexpr = unit_size(D, BITS, GROUP)
+        q = q * tl.load(factor_row + u // 4 * UNIT + tl.arange(0, UNIT))[None, :]
     return q
 
 
 @triton.jit
 def attend_history(
     state, q_rows, q_mask, k_rows_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, pages_ptr, head, begin, end, sm_scale,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold history positions [begin, end) into ``state``, which must be fresh; see decode for the arithmetic."""
     K_UNIT: tl.constexpr = unit_size(D, K_BITS, K_GROUP)
-    V_UNIT: tl.constexpr = unit_size(D, V_BITS, V_GROUP)
+    V_UNIT: tl.constexpr = unit_size(V_D, V_BITS, V_GROUP)
     K_UNITS: tl.constexpr = D // K_UNIT
-    V_UNITS: tl.constexpr = D // V_UNIT
+    V_UNITS: tl.constexpr = V_D // V_UNIT
     K_GROUPS: tl.constexpr = D // K_GROUP
-    V_GROUPS: tl.constexpr = D // V_GROUP
+    V_GROUPS: tl.constexpr = V_D // V_GROUP
     K_CODE_BYTES: tl.constexpr = code_bytes(D, K_BITS)
-    V_CODE_BYTES: tl.constexpr = code_bytes(D, V_BITS)
+    V_CODE_BYTES: tl.constexpr = code_bytes(V_D, V_BITS)
     top, total, out = state
 
     shift = ()
     for g in tl.static_range(V_GROUPS):
         shift = shift + (tl.zeros([BLOCK_M], tl.float32),)
     if K_BITS == EXACT:
-        channel = tl.arange(0, D)
-        q = narrow(load_rows(q_rows, q_mask, 0, D).to(tl.float32), EXACT_DTYPE)
+        channel = tl.arange(0, padded(D))
+        q = narrow(load_heads(q_rows, q_mask, D).to(tl.float32), EXACT_DTYPE)
     else:
         factor_row = k_factor_ptr + head * (D // 4)
         largest = tl.full([], 1e-30, tl.float32)
@@ -123,15 +132,20 @@ def attend_history(
 
         if K_BITS == EXACT:
             at = exact_channels(k_row, head, D, EXACT_DTYPE)[None, :] + channel[:, None]
-            logits = dot(q, tl.load(at), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (sm_scale * LOG2_E)
+            if padded(D) == D:
+                k = tl.load(at)
+            else:
+                k = tl.load(at, mask=(channel < D)[:, None], other=0.0)
+            logits = dot(q, k, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (sm_scale * LOG2_E)
         else:
             scales, zeros = load_params(k_row + k_head_params, K_GROUPS, SCALE_DTYPE, K_BITS, K_CODING)
             codes = ()
             at = k_row[None, :] + head * K_CODE_BYTES
-            if K_CODING == CODEBOOK:
-                codes = load_points(at, k_points_ptr + head * (D // 4 * 256), k_byte[:, None])
-            else:
-                for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+            for span in tl.static_range(K_UNITS // plane_count(K_BITS)):
+                if K_CODING == CODEBOOK:
+                    points = k_points_ptr + head * (D // 4 * 256)
+                    codes = codes + load_points(at, points, (span * K_UNIT + k_byte)[:, None])
+                else:
                     codes = codes + load_codes(at, span, k_byte[:, None], D, K_BITS, K_UNIT)
             logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for g in tl.static_range(K_GROUPS):
@@ -159,9 +173,9 @@ def attend_history(
         if V_BITS == EXACT:
             total = total * fade + tl.sum(p, 1)
             weight = narrow(p, EXACT_DTYPE)
-            numbers = exact_channels(v_row, head, D, EXACT_DTYPE)
+            numbers = exact_channels(v_row, head, V_D, EXACT_DTYPE)
             for u in tl.static_range(V_UNITS):
-                v = load_rows(numbers, live, unit_start(u, D, V_BITS, V_GROUP), V_UNIT)
+                v = load_rows(numbers, live, unit_start(u, V_D, V_BITS, V_GROUP), V_UNIT)
                 new_out = new_out + (dot(weight, v, out[u] * fade[:, None]),)
         else:
             inverse = reciprocal(largest_scale)
@@ -170,7 +184,7 @@ def attend_history(
             codes = ()
             for span in tl.static_range(V_UNITS // plane_count(V_BITS)):
                 at = v_row[:, None] + head * V_CODE_BYTES
-                codes = codes + load_codes(at, span, v_byte[None, :], D, V_BITS, V_UNIT)
+                codes = codes + load_codes(at, span, v_byte[None, :], V_D, V_BITS, V_UNIT)
             weights = ()
             new_shift = ()
             for g in tl.static_range(V_GROUPS):
@@ -183,14 +197,14 @@ def attend_history(
                 new_shift = new_shift + (shift[g] * fade + tl.sum(weight * zero[None, :], 1),)
             shift = new_shift
             for u in tl.static_range(V_UNITS):
-                weight = weights[unit_group(u, D, V_BITS, V_GROUP)]
+                weight = weights[unit_group(u, V_D, V_BITS, V_GROUP)]
                 new_out = new_out + (dot(weight, codes[u], out[u] * fade[:, None]),)
         out = new_out
 
     if V_BITS != EXACT:
         values = ()
         for u in tl.static_range(V_UNITS):
-            moved = shift[unit_group(u, D, V_BITS, V_GROUP)]
+            moved = shift[unit_group(u, V_D, V_BITS, V_GROUP)]
             values = values + (out[u] * (CODES_PER_UNIT / unit_weight(u, V_BITS)) - moved[:, None],)
         out = values
     return top, total, out

@@ -27,7 +27,8 @@ def _square(word):
 
 @triton.jit
 def store_nearest(
-    codes, y, mask, head, gain, points_ptr, factor_ptr, SCALE_DTYPE: tl.constexpr, FITTED: tl.constexpr
+    codes, y, mask, head, gain, points_ptr, factor_ptr, D: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    FITTED: tl.constexpr,
 ):  # fmt: skip
     """Write the indices of vectors, all of one head, at byte pointers [BLOCK]; returns scales [BLOCK, 1].
 
@@ -35,14 +36,13 @@ def store_nearest(
     numbers: the channels' high and low parts, times the point's, and the two bytes of |p|^2, times constants.
     """
     BLOCK: tl.constexpr = y.shape[0]
-    D: tl.constexpr = y.shape[1]
     broken = tl.max((y != y).to(tl.int32), 1) > 0
     rms = tl.sqrt_rn(tl.sum(y * y, 1) * (1.0 / D))
     scale = tl.maximum(rms, MIN_RANGE)
     x = tl.where(broken[:, None], 0.0, y * tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), scale)[:, None])
     high = x.to(tl.float16)
     low = (x - high.to(tl.float32)).to(tl.float16)
-    channel = tl.arange(0, D)[:, None]
+    channel = tl.arange(0, y.shape[1])[:, None]
     depth = tl.arange(0, 16)
     number = tl.arange(0, AT_ONCE)
     first = tl.max(head, 0) * (D // 4)

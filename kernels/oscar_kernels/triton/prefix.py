@@ -27,6 +27,7 @@ from oscar_kernels.triton.arith import (
 )
 from oscar_kernels.triton.dtypes import TRITON_DTYPES, codebook_tensors, row_constants
 from oscar_kernels.triton.finite import finite_or_zero
+from oscar_kernels.triton.padding import channel_mask, padded
 from oscar_kernels.triton.plan import split_lengths
 
 BLOCK = 64
@@ -38,11 +39,11 @@ FEWEST_SPANS = 64
 @triton.jit
 def _copy_window(out_rows, window_rows, mask, D: tl.constexpr, FINITE: tl.constexpr, DTYPE: tl.constexpr):
     """Rows of the sink store or the ring at pointers [BLOCK] to the workspace."""
-    channel = tl.arange(0, D)
-    x = tl.load(window_rows[:, None] + channel[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    channel, exists = tl.arange(0, padded(D)), channel_mask(mask, D)
+    x = tl.load(window_rows[:, None] + channel[None, :], mask=exists, other=0.0).to(tl.float32)
     if FINITE:
         x = finite_or_zero(x)
-    tl.store(out_rows[:, None] + channel[None, :], narrow(x, DTYPE), mask=mask[:, None])
+    tl.store(out_rows[:, None] + channel[None, :], narrow(x, DTYPE), mask=exists)
 
 
 @triton.jit
@@ -89,13 +90,16 @@ def _look_up_rows(
     CODE_BYTES: tl.constexpr = D // 4
     params = rows + (KV_HEADS * CODE_BYTES + head * param_bytes(1, SCALE_DTYPE, CODEBOOK))
     scales, _ = load_params(params, 1, SCALE_DTYPE, 2, CODEBOOK)
-    byte = tl.arange(0, CODE_BYTES)
-    index = tl.load(rows[:, None] + (head * CODE_BYTES + byte)[None, :]).to(tl.int32)
-    word = tl.load(points_ptr + ((head * CODE_BYTES + byte) * 256)[None, :] + index)
-    factor = tl.load(factor_ptr + head * CODE_BYTES + byte)
-    for j in tl.static_range(4):
-        x = scales[0][:, None] * (factor[None, :] * point_channel(word, j).to(tl.float32))
-        tl.store(out_rows[:, None] + (4 * byte + j)[None, :], narrow(x, DTYPE), mask=mask[:, None])
+    # In pieces of a power of two.
+    PIECE: tl.constexpr = CODE_BYTES & -CODE_BYTES
+    for first in tl.static_range(0, CODE_BYTES, PIECE):
+        byte = first + tl.arange(0, PIECE)
+        index = tl.load(rows[:, None] + (head * CODE_BYTES + byte)[None, :]).to(tl.int32)
+        word = tl.load(points_ptr + ((head * CODE_BYTES + byte) * 256)[None, :] + index)
+        factor = tl.load(factor_ptr + head * CODE_BYTES + byte)
+        for j in tl.static_range(4):
+            x = scales[0][:, None] * (factor[None, :] * point_channel(word, j).to(tl.float32))
+            tl.store(out_rows[:, None] + (4 * byte + j)[None, :], narrow(x, DTYPE), mask=mask[:, None])
 
 
 @triton.jit
@@ -148,8 +152,9 @@ def _prefix_kernel(
     page_table_ptr, page_table_stride,
     kv_lens_ptr, ring_row_ptr, ring_start_ptr, sink_block_ptr, request_ptr, begin_ptr, indptr_ptr, k_out_ptr,
     v_out_ptr, spans,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr,
+    V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, DTYPE: tl.constexpr, PAGE: tl.constexpr, SINK: tl.constexpr,
     RECENT: tl.constexpr, RING: tl.constexpr, OUT_HEADS: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +190,7 @@ def _prefix_kernel(
         _copy_side(
             v_out_ptr, v_rows_ptr, k_points_ptr, k_factor_ptr, v_sink_ptr, v_ring_ptr, pages_ptr, position,
             out_first + offset, live, head,
-            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, D, V_BITS, V_CODING, V_GROUP, SCALE_DTYPE,
+            sink_end, ring_begin, block, ring, V_STRIDE, KV_HEADS, V_D, V_BITS, V_CODING, V_GROUP, SCALE_DTYPE,
             EXACT_DTYPE, DTYPE, PAGE, SINK, RECENT, RING, OUT_HEADS, True,
         )  # fmt: skip
 
@@ -207,14 +212,15 @@ def copy_prefixes(
         requests: int32 [spans], request of each span, on the device like the next two.
         begins: int32 [spans], first position of each span.
         indptr: int32 [spans + 1], first row of each span in the outputs, then the number of rows.
-        k_out, v_out: [rows, kv_heads, head_dim], heads contiguous, bfloat16 or float16, with at least as many rows as
-            ``indptr`` counts. Only their shape decides how many programs run: pass views of the right length.
+        k_out, v_out: [rows, kv_heads, head_dim of keys or of values], heads contiguous, bfloat16 or float16, with at
+            least as many rows as ``indptr`` counts. Only their shape decides how many programs run: pass views of the
+            right length.
 
     Raises:
         ValueError: shapes or strides do not fit.
     """
-    kv_heads, head_dim, windows = cache.kv_heads, cache.head_dim, cache.windows
-    check_16_bit_rows(k_out, v_out, kv_heads, head_dim)
+    kv_heads, windows = cache.kv_heads, cache.windows
+    check_16_bit_rows(k_out, v_out, cache)
     spans = requests.shape[0]
     if k_out.shape[0] == 0 or spans == 0:
         return
@@ -223,7 +229,8 @@ def copy_prefixes(
         cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
         tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, requests,
         begins, indptr, k_out, v_out, spans, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
-        KV_HEADS=kv_heads, D=head_dim, **row_constants(cache), DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
-        SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1), OUT_HEADS=k_out.stride(0) // head_dim,
-        SPANS=max(triton.next_power_of_2(spans), FEWEST_SPANS), BLOCK=BLOCK, num_warps=4,
+        KV_HEADS=kv_heads, **row_constants(cache), DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
+        SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1),
+        OUT_HEADS=k_out.stride(0) // cache.head_dim, SPANS=max(triton.next_power_of_2(spans), FEWEST_SPANS),
+        BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

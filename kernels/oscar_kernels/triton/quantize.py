@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from oscar_kernels import scales
-from oscar_kernels.triton.arith import narrow, plane_count
+from oscar_kernels.triton.arith import code_bytes, dot, narrow, plane_count
+from oscar_kernels.triton.padding import padded
 
 STRETCH = tl.constexpr(scales.STRETCH)
 MIN_RANGE = tl.constexpr(scales.MIN_RANGE)
@@ -73,28 +74,47 @@ def clip(y, mask, RANK: tl.constexpr, ZERO_BITS: tl.constexpr):
 
 
 @triton.jit
-def pack(code, broken, BITS: tl.constexpr):
-    """Bytes of codes float32 [BLOCK, D] below 2^BITS, BITS 2 or 4: uint8 [BLOCK, D * BITS / 8]; 0 where ``broken``."""
+def pack(code, broken, BITS: tl.constexpr, D: tl.constexpr):
+    """Bytes of codes float32 [BLOCK, padded(D)] below 2^BITS, BITS 2 or 4: uint8 [BLOCK, padded(D * BITS / 8)]; 0 where
+    ``broken``."""
     BLOCK: tl.constexpr = code.shape[0]
-    D: tl.constexpr = code.shape[1]
     PLANES: tl.constexpr = plane_count(BITS)
     # The code of plane j goes to bits BITS * j of its byte. Exact in float32, and one conversion a byte.
-    weight = (1 << (BITS * tl.arange(0, PLANES))).to(tl.float32)
-    packed = tl.sum(tl.reshape(code, [BLOCK, PLANES, D // PLANES]) * weight[None, :, None], 1)
+    if padded(D) == D:
+        weight = (1 << (BITS * tl.arange(0, PLANES))).to(tl.float32)
+        packed = tl.sum(tl.reshape(code, [BLOCK, PLANES, D // PLANES]) * weight[None, :, None], 1)
+    else:
+        channel = tl.arange(0, padded(D))[:, None]
+        byte = tl.arange(0, padded(code_bytes(D, BITS)))[None, :]
+        own = (channel < D) & (channel % (D // PLANES) == byte)
+        packed = gathered(code, tl.where(own, 1 << (BITS * (channel // (D // PLANES))), 0))
     return tl.where(broken[:, None], 0.0, packed).to(tl.int32).to(tl.uint8)
 
 
 @triton.jit
-def pack_high(high, broken):
-    """Bytes of the high bits of three-bit codes, float32 [BLOCK, D] of 0 and 1: uint8 [BLOCK, D/8]."""
+def gathered(x, weight):
+    """Bytes [BLOCK, bytes] of small whole numbers [BLOCK, channels] whose planes are no powers of two apart, by a
+    product with int32 weights [channels, bytes] that float16 holds: exact."""
+    of_byte = weight.to(tl.float32).to(tl.float16)
+    return dot(x.to(tl.float16), of_byte, tl.zeros([x.shape[0], weight.shape[1]], tl.float32))
+
+
+@triton.jit
+def pack_high(high, broken, D: tl.constexpr):
+    """Bytes of the high bits of three-bit codes, float32 [BLOCK, padded(D)] of 0 and 1: uint8 [BLOCK, padded(D/8)]."""
     BLOCK: tl.constexpr = high.shape[0]
-    D: tl.constexpr = high.shape[1]
     # Of plane j and half h to bit (2 j + 2) % 8 + h: oscar_kernels.layout.HIGH_BITS.
-    of_plane = (1 << ((2 * tl.arange(0, 4) + 2) % 8)).to(tl.float32)
-    of_half = (1 + tl.arange(0, 2)).to(tl.float32)
-    planes = tl.sum(tl.reshape(high, [BLOCK, 4, D // 4]) * of_plane[None, :, None], 1)
-    packed = tl.sum(tl.reshape(planes, [BLOCK, D // 32, 2, 4]) * of_half[None, None, :, None], 2)
-    packed = tl.reshape(packed, [BLOCK, D // 8])
+    if padded(D) == D:
+        of_plane = (1 << ((2 * tl.arange(0, 4) + 2) % 8)).to(tl.float32)
+        of_half = (1 + tl.arange(0, 2)).to(tl.float32)
+        planes = tl.sum(tl.reshape(high, [BLOCK, 4, D // 4]) * of_plane[None, :, None], 1)
+        packed = tl.sum(tl.reshape(planes, [BLOCK, D // 32, 2, 4]) * of_half[None, None, :, None], 2)
+        packed = tl.reshape(packed, [BLOCK, D // 8])
+    else:
+        channel = tl.arange(0, padded(D))[:, None]
+        low = channel % (D // 4)
+        own = (channel < D) & (low // 8 * 4 + low % 4 == tl.arange(0, padded(D // 8))[None, :])
+        packed = gathered(high, tl.where(own, 1 << ((2 * (channel // (D // 4)) + 2) % 8 + low // 4 % 2), 0))
     return tl.where(broken[:, None], 0.0, packed).to(tl.int32).to(tl.uint8)
 
 
@@ -104,7 +124,7 @@ def quantize(
 ):  # fmt: skip
     """Codes float32 [BLOCK, D], which vectors have a NaN, scale and zero point [BLOCK, D/GROUP] in SCALE_DTYPE.
 
-    ``y`` is ``whole`` clipped.
+    ``y`` is ``whole`` clipped; of what it is padded with, groups of zeros, nobody reads the result.
     """
     STEPS: tl.constexpr = (1 << BITS) - 1
     BLOCK: tl.constexpr = y.shape[0]

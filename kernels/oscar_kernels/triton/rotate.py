@@ -17,6 +17,7 @@ from triton.runtime.driver import driver
 
 from oscar_kernels.prepared import TERMS, SplitMatrix
 from oscar_kernels.triton.arith import INTERPRET, dot, narrow
+from oscar_kernels.triton.padding import channel_mask, padded
 
 MANY_VECTORS = 16384
 """(token, head) vectors above which tiles are larger."""
@@ -51,27 +52,33 @@ def vectors_of_tile(
 
 @triton.jit
 def rotate_tile(x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 [BLOCK, D]: the vectors times the rotation; TERMS = 0 is identity.
+    """float32 [BLOCK, padded(D)]: the vectors times the rotation, 0 behind D channels; TERMS = 0 is identity.
 
     Identity is a product with the unit matrix, which is exact: so every tile leaves the tensor cores with its vectors
     spread over few threads, where what follows is cheap.
     """
     DEPTH: tl.constexpr = 64
     STEPS: tl.constexpr = D // DEPTH
-    channel = tl.arange(0, D)
-    y = tl.zeros([BLOCK, D], tl.float32)
+    P: tl.constexpr = padded(D)
+    channel = tl.arange(0, P)
+    y = tl.zeros([BLOCK, P], tl.float32)
     if TERMS == 0:
         for step in tl.static_range(STEPS):
             row = step * DEPTH + tl.arange(0, DEPTH)
             x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
             y = dot(x, (row[:, None] == channel[None, :]).to(tl.float32).to(x.dtype), y)
     else:
-        # Small terms first. All loads of a short loop are in flight at once.
-        for step in tl.range(0, TERMS * STEPS, num_stages=4):
+        # Small terms first. All loads of a short loop are in flight at once; of padded heads two, which are as large as
+        # the shared memory of the smallest GPUs lets them be.
+        for step in tl.range(0, TERMS * STEPS, num_stages=4 if P == D else 2):
             row = step % STEPS * DEPTH + tl.arange(0, DEPTH)
             x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
             term = TERMS - 1 - step // STEPS
-            r = tl.load(r_ptr + (term * D * D + row[:, None] * D + channel[None, :]))
+            at = r_ptr + (term * D * D + row[:, None] * D + channel[None, :])
+            if P == D:
+                r = tl.load(at)
+            else:
+                r = tl.load(at, mask=(channel < D)[None, :], other=0.0)
             y = dot(x, r, y)
         y = y * (1.0 / R_SCALE)
     return y
@@ -88,7 +95,8 @@ def write_rotated(
     )
     y = rotate_tile(x_rows, mask, terms_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
     rows = out_ptr + (token * HEADS + head) * D
-    tl.store(rows[:, None] + tl.arange(0, D)[None, :], narrow(y, out_ptr.dtype.element_ty), mask=mask[:, None])
+    at = rows[:, None] + tl.arange(0, padded(D))[None, :]
+    tl.store(at, narrow(y, out_ptr.dtype.element_ty), mask=channel_mask(mask, D))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -144,8 +152,8 @@ def tile_shape(vectors: int, head_dim: int) -> tuple[int, int]:
     """(vectors per tile, warps): small tiles spread a decode step over the GPU, large ones read R less often."""
     if _has_tensor_memory():
         # Triton 3.6 cannot lay out what is done here with products that come from there.
-        return 32, 4 if head_dim < 256 else 8
-    if head_dim == 256:
+        return 32, 4 if head_dim <= 128 else 8
+    if head_dim > 128:
         return 64, 8
     return (64, 4) if vectors <= MANY_VECTORS else (128, 8)
 

@@ -21,6 +21,7 @@ from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
 from oscar_kernels.triton.arith import AFFINE, CODEBOOK, EXACT, code_bytes, exact_channels, narrow, param_bytes
 from oscar_kernels.triton.dtypes import codebook_tensors, row_constants
 from oscar_kernels.triton.nearest import store_nearest
+from oscar_kernels.triton.padding import channel_mask, padded
 from oscar_kernels.triton.quantize import clip, pack, pack_high, quantize, quantize_symmetric, stored_scale
 from oscar_kernels.triton.rotate import (
     check_vectors,
@@ -34,23 +35,22 @@ from oscar_kernels.triton.rotate import (
 
 
 @triton.jit
-def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constexpr):
+def _store_window(window_ptr, index_ptr, y, token, head, mask, HEADS: tl.constexpr, D: tl.constexpr):
     """Write vectors to a ring, a sink store or a copy where the token has a place in it."""
-    D: tl.constexpr = y.shape[1]
     index = tl.load(index_ptr + token, mask=mask, other=-1)
     rows = window_ptr + (index * HEADS + head) * D
-    keep = mask & (index >= 0)
-    tl.store(rows[:, None] + tl.arange(0, D)[None, :], narrow(y, window_ptr.dtype.element_ty), mask=keep[:, None])
+    keep = channel_mask(mask & (index >= 0), D)
+    at = rows[:, None] + tl.arange(0, padded(D))[None, :]
+    tl.store(at, narrow(y, window_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def _store_codes(
-    rows, y, mask, head, gain, x_ptr, HEADS: tl.constexpr, BITS: tl.constexpr, CODING: tl.constexpr,
+    rows, y, mask, head, gain, x_ptr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, CODING: tl.constexpr,
     GROUP: tl.constexpr, SCALE_DTYPE: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, FITTED: tl.constexpr,
     HAS_CENTER: tl.constexpr,
 ):  # fmt: skip
     """Clip and quantize vectors, and write them to rows of codes at byte pointers [BLOCK]."""
-    D: tl.constexpr = y.shape[1]
     # float32 has 13 bits of mantissa more than float16 and 16 more than bfloat16.
     ZERO_BITS: tl.constexpr = 0 if TERMS > 0 or HAS_CENTER else (13 if x_ptr.dtype.element_ty == tl.float16 else 16)
     clipped = clip(y, mask, RANK, ZERO_BITS)
@@ -63,32 +63,35 @@ def _store_codes(
     codes = rows + head * CODE_BYTES
     if BITS == 3:
         high = (code >= 4).to(tl.float32)
-        at = codes[:, None] + D // 4 + tl.arange(0, D // 8)[None, :]
-        tl.store(at, pack_high(high, broken), mask=mask[:, None])
-        low = pack(code - 4 * high, broken, 2)
-        tl.store(codes[:, None] + tl.arange(0, D // 4)[None, :], low, mask=mask[:, None])
+        at = codes[:, None] + D // 4 + tl.arange(0, padded(D // 8))[None, :]
+        tl.store(at, pack_high(high, broken, D), mask=channel_mask(mask, D // 8))
+        low = pack(code - 4 * high, broken, 2, D)
+        at = codes[:, None] + tl.arange(0, padded(D // 4))[None, :]
+        tl.store(at, low, mask=channel_mask(mask, D // 4))
     else:
-        tl.store(codes[:, None] + tl.arange(0, CODE_BYTES)[None, :], pack(code, broken, BITS), mask=mask[:, None])
+        at = codes[:, None] + tl.arange(0, padded(CODE_BYTES))[None, :]
+        tl.store(at, pack(code, broken, BITS, D), mask=channel_mask(mask, CODE_BYTES))
     params = rows + (HEADS * CODE_BYTES + head * param_bytes(GROUPS, SCALE_DTYPE, CODING))
     params = params.to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
-    group = tl.arange(0, GROUPS)[None, :]
+    group = tl.arange(0, padded(GROUPS))[None, :]
+    exists = channel_mask(mask, GROUPS)
     if CODING == AFFINE:
         at = params[:, None] + 2 * group
-        tl.store(at, scale, mask=mask[:, None])
-        tl.store(at + 1, zero, mask=mask[:, None])
+        tl.store(at, scale, mask=exists)
+        tl.store(at + 1, zero, mask=exists)
     else:
-        tl.store(params[:, None] + group, scale, mask=mask[:, None])
+        tl.store(params[:, None] + group, scale, mask=exists)
 
 
 @triton.jit
 def _store_indices(
-    rows, y, mask, head, gain, points_ptr, factor_ptr, HEADS: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    FITTED: tl.constexpr,
+    rows, y, mask, head, gain, points_ptr, factor_ptr, HEADS: tl.constexpr, D: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, FITTED: tl.constexpr,
 ):  # fmt: skip
     """Find the nearest points of vectors, all of one head, and write them to rows at byte pointers [BLOCK]."""
-    CODE_BYTES: tl.constexpr = y.shape[1] // 4
+    CODE_BYTES: tl.constexpr = D // 4
     codes = rows + head * CODE_BYTES
-    scale = store_nearest(codes, y, mask, head, gain, points_ptr, factor_ptr, SCALE_DTYPE, FITTED)
+    scale = store_nearest(codes, y, mask, head, gain, points_ptr, factor_ptr, D, SCALE_DTYPE, FITTED)
     params = rows + (HEADS * CODE_BYTES + head * param_bytes(1, SCALE_DTYPE, CODEBOOK))
     at = params.to(tl.pointer_type(SCALE_DTYPE), bitcast=True)
     tl.store(at[:, None], stored_scale(scale, SCALE_DTYPE), mask=mask[:, None])
@@ -113,27 +116,33 @@ def _store_tile(
         matrix = 0
     if BITS == EXACT and TERMS == 0:
         # Nothing is worked out: what is not finite stays in its channel.
-        y = tl.load(x_rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+        at = x_rows[:, None] + tl.arange(0, padded(D))[None, :]
+        y = tl.load(at, mask=channel_mask(mask, D), other=0.0).to(tl.float32)
     else:
         y = rotate_tile(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
     if HAS_CENTER:
-        y = y - tl.load(center_ptr + head[:, None] * D + tl.arange(0, D)[None, :])
+        at = center_ptr + head[:, None] * D + tl.arange(0, padded(D))[None, :]
+        if padded(D) == D:
+            y = y - tl.load(at)
+        else:
+            y = y - tl.load(at, mask=(tl.arange(0, padded(D)) < D)[None, :], other=0.0)
     if HAS_RING:
-        _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS)
+        _store_window(ring_ptr, ring_index_ptr, y, token, head, mask, HEADS, D)
     if HAS_SINK:
-        _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS)
+        _store_window(sink_ptr, sink_index_ptr, y, token, head, mask, HEADS, D)
     if HAS_COPY:
-        _store_window(copy_ptr, copy_index_ptr, y, token, head, mask, COPY_HEADS)
+        _store_window(copy_ptr, copy_index_ptr, y, token, head, mask, COPY_HEADS, D)
     rows = rows_ptr + tl.load(row_index_ptr + token, mask=mask, other=0) * row_stride
     if BITS == EXACT:
-        at = exact_channels(rows, head, D, EXACT_DTYPE)[:, None] + tl.arange(0, D)[None, :]
-        tl.store(at, narrow(y, EXACT_DTYPE), mask=mask[:, None])
+        at = exact_channels(rows, head, D, EXACT_DTYPE)[:, None] + tl.arange(0, padded(D))[None, :]
+        tl.store(at, narrow(y, EXACT_DTYPE), mask=channel_mask(mask, D))
     elif CODING == CODEBOOK:
-        _store_indices(rows, y, mask, head, gain, points_ptr, factor_ptr, HEADS, SCALE_DTYPE, FITTED)
+        _store_indices(rows, y, mask, head, gain, points_ptr, factor_ptr, HEADS, D, SCALE_DTYPE, FITTED)
     else:
         _store_codes(
-            rows, y, mask, head, gain, x_ptr, HEADS, BITS, CODING, GROUP, SCALE_DTYPE, TERMS, RANK, FITTED, HAS_CENTER
-        )
+            rows, y, mask, head, gain, x_ptr, HEADS, D, BITS, CODING, GROUP, SCALE_DTYPE, TERMS, RANK, FITTED,
+            HAS_CENTER,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "k_gain", "v_gain"])
@@ -143,7 +152,8 @@ def _store_kernel(
     k_rows_ptr, v_rows_ptr, k_row_stride, v_row_stride, k_ring_ptr, v_ring_ptr, k_sink_ptr, v_sink_ptr,
     row_index_ptr, ring_index_ptr, sink_index_ptr, k_copy_ptr, v_copy_ptr, copy_index_ptr, tokens,
     k_terms_ptr, v_terms_ptr, q_terms_ptr, k_gain, v_gain, k_points_ptr, k_factor_ptr,
-    HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     K_CODING: tl.constexpr, V_CODING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr,
     K_SETS: tl.constexpr, V_SETS: tl.constexpr, Q_SETS: tl.constexpr,
@@ -175,7 +185,7 @@ def _store_kernel(
         _store_tile(
             v_ptr, v_stride_token, v_stride_head, v_terms_ptr, v_terms_ptr, v_rows_ptr, v_row_stride,
             v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, v_copy_ptr, copy_index_ptr,
-            tile - k_tiles, tokens, v_gain, k_points_ptr, k_factor_ptr, HEADS, V_SETS, D, V_BITS, V_CODING, V_GROUP,
+            tile - k_tiles, tokens, v_gain, k_points_ptr, k_factor_ptr, HEADS, V_SETS, V_D, V_BITS, V_CODING, V_GROUP,
             SCALE_DTYPE, EXACT_DTYPE, V_SCALE,
             V_TERMS, V_RANK, V_FITTED, False, HAS_RING, HAS_SINK, HAS_COPY, COPY_HEADS, BLOCK,
         )  # fmt: skip
@@ -197,8 +207,8 @@ def store(
         cache: the layer's cache, written in place; every window is contiguous, both sides have scales of one
             dtype.
         slots: destination of every token.
-        k, v: [tokens, kv_heads, head_dim], bfloat16 or float16; keys after RoPE. Any stride between tokens and
-            between heads, so slices of a fused projection need no copy.
+        k, v: [tokens, kv_heads, head_dim of keys or of values], bfloat16 or float16; keys after RoPE. Any stride
+            between tokens and between heads, so slices of a fused projection need no copy.
         layer: from :func:`oscar_kernels.prepared.prepare`; without a value matrix where values come multiplied.
         q: [tokens, q_heads, head_dim] of the dtype of ``k``, to be rotated.
         q_out: where to; allocated where None.
@@ -211,8 +221,8 @@ def store(
         ValueError: shapes, dtypes or row layouts do not fit.
     """
     layer.check(cache)
-    for name, x in (("k", k), ("v", v)):
-        check_vectors(name, x, cache.kv_heads, cache.head_dim, k.dtype)
+    for name, x, channels in (("k", k, cache.head_dim), ("v", v, cache.value_head_dim)):
+        check_vectors(name, x, cache.kv_heads, channels, k.dtype)
     tokens, heads, head_dim = k.shape
     q_heads = 0 if q is None else q.shape[1]
     if q is not None:
@@ -221,10 +231,10 @@ def store(
         if not q_out.is_contiguous():
             raise ValueError("q_out must be contiguous")
     if copies is not None:
-        copies.check(tokens, heads, head_dim)
+        copies.check(tokens, cache)
     sides = _side("K", layer.key, heads, k) | _side("V", layer.value, heads, v)
     sides |= _terms("Q", None if q is None else layer.key.reading, q_heads, k)
-    block, warps = tile_shape(tokens * (2 * heads + q_heads), head_dim)
+    block, warps = tile_shape(tokens * (2 * heads + q_heads), max(head_dim, cache.value_head_dim))
     k_sets = heads if layer.key.coding == CODEBOOK_CODING else sides["K_SETS"]
     counts = ((heads, k_sets), (heads, sides["V_SETS"]), (q_heads, sides["Q_SETS"]))
     tiles = sum(host_tile_count(tokens, count, sets, block) for count, sets in counts)
@@ -238,7 +248,7 @@ def store(
         k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), *queries, k if center is None else center,
         cache.k_rows, cache.v_rows, cache.k_rows.stride(0), cache.v_rows.stride(0),
         cache.k_ring, cache.v_ring, cache.k_sink, cache.v_sink, slots.row, slots.ring, slots.sink, *copied,
-        tokens, k_points_ptr=points, k_factor_ptr=factor, HEADS=heads, Q_HEADS=q_heads, D=head_dim,
+        tokens, k_points_ptr=points, k_factor_ptr=factor, HEADS=heads, Q_HEADS=q_heads,
         **row_constants(cache), **sides,
         HAS_CENTER=center is not None, HAS_RING=cache.k_ring.numel() > 0, HAS_SINK=cache.k_sink.numel() > 0,
         HAS_COPY=copies is not None, COPY_HEADS=heads if copies is None else copies.k.stride(0) // head_dim,

@@ -182,7 +182,7 @@ def served(setting: extend_choice.Setting, budget: int = BUDGET) -> Served:
         Int2Error: they cannot be had.
     """
     cache = random_cache(PAGE, 1, LAYOUTS, WINDOWS)
-    backend = extend_choice.choose(setting, "cuda", HEAD_DIM, sink_logits=False)
+    backend = extend_choice.choose(setting, "cuda", (HEAD_DIM, HEAD_DIM), sink_logits=False)
     assert backend is not None
     stock = backend != "triton"
     task = decode_choice.DecodeTask("auto", [cache], PAGE, Q_HEADS, torch.bfloat16, short_chunks=stock)

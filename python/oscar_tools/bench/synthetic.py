@@ -77,13 +77,13 @@ def book_of(layout: RowLayout, seed: int = 0) -> Codebook | None:
 def layer_format(layouts: Layouts, key: SideTransform, value: SideTransform) -> LayerFormat:
     """Sides in rows of given layouts."""
     of_sides = zip(layouts, (key, value), strict=True)
-    sides = (
+    key_side, value_side = (
         SideFormat(
             layout.group_size, layout.scale_dtype, layout.bits, of, coding=layout.coding, codebook=book_of(layout)
         )
         for layout, of in of_sides
     )
-    return LayerFormat(layouts[0].kv_heads, layouts[0].head_dim, *sides)
+    return LayerFormat(layouts[0].kv_heads, layouts[0].head_dim, key_side, value_side)
 
 
 def rotation_of(head_dim: int) -> torch.Tensor:

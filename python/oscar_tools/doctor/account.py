@@ -56,19 +56,20 @@ def estimated_geometry(loaded: dict[str, Any]) -> Any:
     heads = loaded["model"].get_num_kv_heads(loaded["ranks"])
     if "formats" in loaded:
         # Of ranks that have other parts of layers the largest.
-        firsts = range(0, loaded["layout"].kv_heads, heads)
+        firsts = range(0, loaded["layouts"][0].kv_heads, heads)
         of_ranks = [{n: of.of_heads(slice(i, i + heads)) for n, of in loaded["formats"].items()} for i in firsts]
         return max((Geometry(of_rank, *windows) for of_rank in of_ranks), key=lambda rank: rank.cell_bytes)
-    layout, goal = loaded["layout"], BitGoal.parse(bits_of(settings))
+    layouts, goal = loaded["layouts"], BitGoal.parse(bits_of(settings))
     of_sides = (goal.key, settings.k_coding or AFFINE), (goal.value, settings.v_coding or AFFINE)
-    sides = (
+    key, value = (
         SideFormat(
             layout.group_size, layout.scale_dtype, bits or layout.bits, exact_dtype=layout.exact_dtype, coding=coding,
             codebook=empty_codebook(heads, layout.head_dim) if coding == CODEBOOK else None,
         )
-        for bits, coding in of_sides
+        for layout, (bits, coding) in zip(layouts, of_sides, strict=True)
     )  # fmt: skip
-    return Geometry(dict.fromkeys(layers, LayerFormat(heads, layout.head_dim, *sides)), *windows)
+    layer = LayerFormat(heads, layouts[0].head_dim, key, value, layouts[1].head_dim)
+    return Geometry(dict.fromkeys(layers, layer), *windows)
 
 
 def empty_codebook(heads: int, head_dim: int) -> Any:
@@ -157,7 +158,9 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
         return None, None
     model, settings = loaded["model"], loaded["settings"]
     q_heads, extend = model.num_attention_heads // loaded["ranks"], None
-    backend = extend_choice.choose(settings.extend_backend, "cuda", model.head_dim, model.has_attention_sinks)
+    backend = extend_choice.choose(
+        settings.extend_backend, "cuda", (model.head_dim, model.v_head_dim), model.has_attention_sinks
+    )
     if backend is not None and backend != "triton":
         extend = extend_choice.workspace(backend, geometry.any_layer, q_heads, model.dtype, budget)
     kinds, short_chunks = without_rows(geometry, "cuda"), extend is not None

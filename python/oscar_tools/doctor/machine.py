@@ -154,8 +154,8 @@ def check_kernels() -> str:
     if not torch.cuda.is_available():
         return "none without a GPU: torch computes"
     decode = "cuda" if torch.cuda.get_device_capability() == (9, 0) else "triton"
-    chosen = str(extend_choice.choose("auto", "cuda", 128, sink_logits=False))
-    against = extend_choice.why_not_flash("auto", 128, sink_logits=False)
+    chosen = str(extend_choice.choose("auto", "cuda", (128, 128), sink_logits=False))
+    against = extend_choice.why_not_flash("auto", (128, 128), sink_logits=False)
     prompts = EXTEND[chosen] if against is None else f"{EXTEND[chosen]} ({against})"
     reach = known(torch.cuda.get_device_name(), decode)
     return f"{DECODE[decode]} decodes, {reach}; prompts by {prompts}"

@@ -37,7 +37,7 @@ def model_checks(
     from sglang_oscar.attach import refusals
     from sglang_oscar.attach.gate import check_sink
     from sglang_oscar.attention import decode_choice, extend_choice
-    from sglang_oscar.formats.geometry import row_layout
+    from sglang_oscar.formats.geometry import row_layouts
     from sglang_oscar.settings import Settings
 
     loaded: dict[str, Any] = {"ranks": ranks}
@@ -48,7 +48,8 @@ def model_checks(
         found = loaded["model"] = model_config(path, **config)
         refusals.check_model(found, arguments)
         check_ranks(found, ranks)
-        heads = f"{found.num_attention_heads} query and {found.get_total_num_kv_heads()} kv heads of {found.head_dim}"
+        kv_heads, channels = found.get_total_num_kv_heads(), dict.fromkeys((found.head_dim, found.v_head_dim))
+        heads = f"{found.num_attention_heads} query and {kv_heads} kv heads of {' and '.join(map(str, channels))}"
         return f"{found.hf_config.architectures[0]}, {layer_facts(found)}, {heads}, {found.context_len:,} positions"
 
     def variables() -> str:
@@ -60,16 +61,18 @@ def model_checks(
     def group() -> str:
         args = SimpleNamespace(kv_cache_quant_group_size=group_size)
         config = loaded["model"]
-        layout = row_layout(args, loaded["settings"], config, config.get_total_num_kv_heads())
-        loaded["layout"] = layout
-        return f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
+        layouts = loaded["layouts"] = row_layouts(args, loaded["settings"], config, config.get_total_num_kv_heads())
+        said = [
+            f"{layout.group_size} channels, {layout.bits_per_element:.2f} bits per element of {layout.bits} bits"
+            for layout in dict.fromkeys(layouts)
+        ]
+        return said[0] if len(said) == 1 else f"keys {said[0]}; values {said[1]}"
 
     def prompts() -> str:
         config = loaded["model"]
         decode_choice.check(loaded["settings"].decode_backend, device)
-        chosen = extend_choice.choose(
-            loaded["settings"].extend_backend, device, config.head_dim, config.has_attention_sinks
-        )
+        heads = (config.head_dim, config.v_head_dim)
+        chosen = extend_choice.choose(loaded["settings"].extend_backend, device, heads, config.has_attention_sinks)
         return f"attention by {EXTEND[chosen] if chosen else 'the torch reference'}"
 
     def account() -> str:
@@ -81,12 +84,12 @@ def model_checks(
     checks = [attempt("model", model), attempt("variables", variables)]
     if all(check.ok for check in checks):
         checks.append(attempt("group size", group))
-        if "layout" in loaded:
+        if "layouts" in loaded:
             checks.append(attempt("rotations", lambda: rotation_source(path, group_size, loaded)))
         checks.append(attempt("prompts", prompts))
         if draft_path is not None:
             checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
-    if "layout" in loaded:
+    if "layouts" in loaded:
         devices = "one device" if ranks == 1 else f"each of {ranks} devices"
         checks.append(attempt(f"memory (estimate, {devices}, {MEM_FRACTION:.0%} of it)", account))
     if "tokens" in loaded and (host_size or host_ratio):
@@ -188,7 +191,9 @@ def rotation_source(path: str, group_size: int | None, loaded: dict[str, Any]) -
     settings = settings.with_rotations(chosen.keys, chosen.values, chosen.origin)
     args.model_path = path
     identity = served_identity(args, config)
-    loaded["formats"] = load_formats(settings, loaded["layout"], cached_layer_ids(config), identity)
+    loaded["formats"] = load_formats(
+        settings, loaded["layouts"][0], cached_layer_ids(config), identity, loaded["layouts"][1]
+    )
     return f"from {chosen.origin}: {rotation_facts(settings, config, identity, loaded['formats'])}"
 
 

@@ -77,8 +77,11 @@ class Method:
             return
         settings = Settings.from_env(self.env)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layout = RowLayout(config.num_key_value_heads, head_dim, self.group_size, settings.scale_torch_dtype)
-        load_formats(settings, layout, cached_layers_of_files(config))
+        keys, values = (
+            RowLayout(config.num_key_value_heads, channels, self.group_size, settings.scale_torch_dtype)
+            for channels in (head_dim, getattr(config, "v_head_dim", None) or head_dim)
+        )
+        load_formats(settings, keys, cached_layers_of_files(config), value_layout=values)
 
 
 def contents(env: Mapping[str, str]) -> dict[str, str]:

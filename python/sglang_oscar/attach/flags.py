@@ -19,8 +19,8 @@ from sglang_oscar.names import DEFAULT_PAGE_SIZE, DTYPE, GROUP_SIZE
 
 FLAG = f"--{GROUP_SIZE.replace('_', '-')}"
 HELP = (
-    "Channels of head_dim that share a scale and a zero point with --kv-cache-dtype int2: a power of two from 32 to "
-    "head_dim. Default: 128, or head_dim where that is smaller."
+    "Channels of head_dim that share a scale and a zero point with --kv-cache-dtype int2: a power of two from 32 that "
+    "divides head_dim. Default: the largest up to 128."
 )
 DTYPE_HELP = f'"{DTYPE}" stores history in 2 to 4 bits (sglang-oscar plugin).'
 RING = "a ring and two sink blocks"

@@ -124,6 +124,9 @@ VISION: list[Refusal] = [
 ]
 """Arguments that are refused with a multimodal model only."""
 
+UNEQUAL: list[Refusal] = [(disaggregated, "with disaggregation; drop --disaggregation-mode")]
+"""Arguments that are refused with a model only whose heads of keys and values differ in size."""
+
 
 def _block_sparse(model: Any) -> bool:
     from sglang.srt.configs.model_config import is_minimax_sparse
@@ -137,6 +140,9 @@ def _other_multimodal(model: Any) -> bool:
     return model.is_multimodal and served.isdisjoint(model.hf_config.architectures)
 
 
+HEADS = {(64, 64), (128, 128), (256, 256), (192, 128)}
+"""Channels of a head of keys and of values that were tried."""
+
 MODELS: list[Refusal] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
@@ -144,8 +150,10 @@ MODELS: list[Refusal] = [
     (_other_multimodal, "multimodal models other than Qwen2.5-VL, Qwen3-VL and Qwen3.5/3.6"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
-    (lambda m: m.v_head_dim != m.head_dim, "models whose value head_dim differs from the key head_dim"),
-    (lambda m: m.head_dim not in (64, 128, 256), "a head_dim other than 64, 128 or 256"),
+    (
+        lambda m: (m.head_dim, m.v_head_dim) not in HEADS,
+        "a head_dim other than 64, 128 or 256, or 192 of keys and 128 of values",
+    ),
 ]
 
 
@@ -179,6 +187,7 @@ def rows() -> dict[str, list[str]]:
     for feature in features():
         found |= {title: [what for _, what in table] for title, table in feature.refused_with}
     found["Models that see images"] = [what for _, what in VISION]
+    found["Heads of two sizes"] = [what for _, what in UNEQUAL]
     models = [what for _, what in [*MODELS, *ATTENTION]] + [CLASSES]
     return found | {"Models": models + [line for feature in features() for line in feature.refused_models]}
 
@@ -213,6 +222,11 @@ def check_model(model_config: Any, server_args: Any = None) -> None:
     for refused, what in VISION:
         if server_args is not None and model_config.is_multimodal and refused(server_args):
             raise Int2Error(f"--kv-cache-dtype int2 does not support multimodal models {what}: {name}")
+    for refused, what in UNEQUAL:
+        if server_args is not None and model_config.head_dim != model_config.v_head_dim and refused(server_args):
+            raise Int2Error(
+                f"--kv-cache-dtype int2 does not support heads of keys and values that differ in size {what}: {name}"
+            )
     model_classes.check(model_config.hf_config.architectures, name)
 
 

@@ -170,7 +170,7 @@ class OscarAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One token per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
+        """One token per request; returns [tokens, q_heads * v_head_dim] in the dtype of ``q``."""
         call = self._checked_call(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         return compiled.decode(*call) if torch.compiler.is_compiling() else self.decode(call)
 
@@ -184,8 +184,8 @@ class OscarAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """A chunk per request, or the new tokens that are verified; returns [tokens, q_heads * head_dim] in the dtype
-        of ``q``.
+        """A chunk per request, or the new tokens that are verified; returns [tokens, q_heads * v_head_dim] in the
+        dtype of ``q``.
 
         Where ranks exchange activations SGLang pads a batch to a multiple of their number. Rows behind the real tokens
         are neither attended to nor stored, and come back as zeros.
@@ -196,7 +196,7 @@ class OscarAttentionBackend(AttentionBackend):
         tokens = self.batch.tokens
         if len(call.q) == tokens:
             return self._attend(attend, call)
-        out = q.new_zeros(len(call.q), call.q.shape[1] * call.q.shape[2])
+        out = q.new_zeros(len(call.q), call.q.shape[1] * call.v.shape[2])
         out[:tokens] = self._attend(attend, call.first(tokens))
         return out
 
@@ -261,7 +261,7 @@ class OscarAttentionBackend(AttentionBackend):
         return Call(
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             k.view(-1, layer.tp_k_head_num, layer.head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             forward_batch.out_cache_loc,
             layer.layer_id,
             layer.scaling,

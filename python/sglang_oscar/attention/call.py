@@ -19,8 +19,7 @@ class Call(NamedTuple):
 
     Args:
         q: [tokens, q_heads, head_dim].
-        k, v: [tokens, kv_heads, head_dim] in the dtype of ``q``; ``v`` in the basis of the cached values if the weights
-            have been multiplied for that.
+        k, v: [tokens, kv_heads, head_dim] in the dtype of ``q``; heads of ``v`` may have another size.
         out_cache_loc: int64 [tokens], history slots of the tokens.
         layer_id: of the attention layer.
         sm_scale: factor on the logits.

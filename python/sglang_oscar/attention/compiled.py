@@ -31,14 +31,14 @@ def decode(
 
     Args:
         q: [batch, q_heads, head_dim].
-        k, v: [batch, kv_heads, head_dim] in the dtype of ``q``.
+        k, v: [batch, kv_heads, head_dim] in the dtype of ``q``; heads of ``v`` may have another size.
         out_cache_loc: int64 [batch], history slots of the tokens.
         layer_id: of the attention layer.
         sm_scale: factor on the logits.
         sinks: [q_heads], sink logits; None for a model without.
 
     Returns:
-        [batch, q_heads * head_dim] in the dtype of ``q``.
+        [batch, q_heads * head_dim of ``v``] in the dtype of ``q``.
     """
     return get_attn_backend().decode(Call(q, k, v, out_cache_loc, layer_id, sm_scale, sinks))
 
@@ -53,7 +53,7 @@ def _(
     sm_scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+    return q.new_empty(q.shape[0], q.shape[1] * v.shape[2])
 
 
 # The cache is written, which the schema does not say: as arguments, tensors of its size would be at the mercy of a

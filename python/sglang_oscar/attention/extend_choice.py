@@ -37,15 +37,17 @@ PLAN_SHARE = 1 / 256
 VARIABLE = "SGLANG_OSCAR_EXTEND_BACKEND"
 Choice = Literal["flashinfer", "fa3", "fa4", "triton"]
 Setting = Literal["auto", "flashinfer", "fa3", "fa4", "triton"]
+Heads = tuple[int, int]
+"""Channels of a head of keys and of values."""
 
 
-def choose(setting: Setting, device: str, head_dim: int, sink_logits: bool) -> Choice | None:
+def choose(setting: Setting, device: str, heads: Heads, sink_logits: bool) -> Choice | None:
     """The backend that a setting means on a device; None on a CPU, which has the torch reference only.
 
     Args:
         setting: ``auto`` or a backend.
         device: SGLang's --device.
-        head_dim: channels of a head.
+        heads: channels of a head of keys and of values.
         sink_logits: whether the model has them; then FlashAttention, of which that is not known to be right, is taken
             where it is asked for only.
 
@@ -57,27 +59,27 @@ def choose(setting: Setting, device: str, head_dim: int, sink_logits: bool) -> C
             raise Int2Error(f"{VARIABLE}={setting} needs --device cuda; unset it")
         return None
     if setting in ("fa3", "fa4"):
-        if (reason := flash_attention(head_dim)[setting]) is not None:
+        if (reason := flash_attention(heads)[setting]) is not None:
             raise Int2Error(f"{VARIABLE}={setting}, but {reason}; unset it")
         return setting
-    if why_not_flash(setting, head_dim, sink_logits) is None:
-        return next(backend for backend, reason in flash_attention(head_dim).items() if reason is None)
+    if why_not_flash(setting, heads, sink_logits) is None:
+        return next(backend for backend, reason in flash_attention(heads).items() if reason is None)
     installed = importlib.util.find_spec("flashinfer") is not None
     if setting == "flashinfer" and not installed:
         raise Int2Error(f"{VARIABLE}=flashinfer, but FlashInfer is not installed; pip install flashinfer-python")
     return "flashinfer" if installed and setting != "triton" else "triton"
 
 
-def flash_attention(head_dim: int) -> dict[Literal["fa4", "fa3"], str | None]:
+def flash_attention(heads: Heads) -> dict[Literal["fa4", "fa3"], str | None]:
     """Versions that SGLang brings, the newer first, and why each cannot be had on this GPU; None where it can."""
-    return {"fa4": flash_attention4.missing(head_dim), "fa3": flash_attention3.missing(head_dim)}
+    return {"fa4": flash_attention4.missing(*heads), "fa3": flash_attention3.missing(*heads)}
 
 
-def why_not_flash(setting: str, head_dim: int, sink_logits: bool) -> str | None:
+def why_not_flash(setting: str, heads: Heads, sink_logits: bool) -> str | None:
     """Why ``auto`` takes no FlashAttention, or that another backend is asked for; None where it takes one.
 
     Args:
-        setting, head_dim, sink_logits: as in :func:`choose`.
+        setting, heads, sink_logits: as in :func:`choose`.
     """
     if setting != "auto":
         return f"{VARIABLE}={setting}"
@@ -85,7 +87,7 @@ def why_not_flash(setting: str, head_dim: int, sink_logits: bool) -> str | None:
         return "the model has sink logits"
     if not torch.cuda.is_available():
         return "there is no GPU"
-    reasons = flash_attention(head_dim)
+    reasons = flash_attention(heads)
     if None in reasons.values():
         return None
     return "; ".join(f"{FLASH_ATTENTION[backend]}: {reason}" for backend, reason in reasons.items())
@@ -118,15 +120,14 @@ def _flashinfer_kernels(layer: AnyFormat, q_heads: int, dtype: torch.dtype) -> t
     from flashinfer.utils import determine_attention_backend
 
     device = torch.device("cuda", torch.cuda.current_device())
-    head_dim = layer.head_dim
     kernels: Any = determine_attention_backend(
-        device, 0, False, False, dtype, dtype, head_dim_qk=head_dim, head_dim_vo=head_dim
+        device, 0, False, False, dtype, dtype, head_dim_qk=layer.head_dim, head_dim_vo=layer.value_head_dim
     )
     scratch = 1 << 20
     if kernels == "fa2":
         # It splits long prefixes only while that takes no more than two blocks per multiprocessor, of 128 rows each.
         blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        scratch += blocks * -(-q_heads // layer.kv_heads) * 128 * (head_dim + 1) * 4
+        scratch += blocks * -(-q_heads // layer.kv_heads) * 128 * (layer.value_head_dim + 1) * 4
     return kernels, scratch
 
 
@@ -152,10 +153,12 @@ def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.devic
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
         wrong = None
-        # On Hopper version 3 is what is tested and measured.
-        if size.backend in FLASH_ATTENTION and torch.cuda.get_device_capability(device) != (9, 0):
+        # On Hopper version 3 is what is tested and measured, with heads of one size.
+        tested = size.backend not in FLASH_ATTENTION or torch.cuda.get_device_capability(device) == (9, 0)
+        if not tested or layer.head_dim != layer.value_head_dim:
             like = torch.empty(0, dtype=size.dtype, device=device)
-            wrong = stock_check.differs(_kernels(size, device), size.q_heads, layer.kv_heads, layer.head_dim, like)
+            heads = (layer.kv_heads, layer.head_dim, layer.value_head_dim)
+            wrong = stock_check.differs(_kernels(size, device), size.q_heads, heads, like)
     except torch.cuda.OutOfMemoryError:
         raise  # says itself what is missing
     except Exception as error:

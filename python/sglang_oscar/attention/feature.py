@@ -25,7 +25,8 @@ def check(args: Any, settings: Settings, model: Any) -> None:
         Int2Error: naming the variable.
     """
     decode_choice.check(settings.decode_backend, args.device)
-    extend_choice.choose(settings.extend_backend, args.device, model.head_dim, model.has_attention_sinks)
+    heads = (model.head_dim, model.v_head_dim)
+    extend_choice.choose(settings.extend_backend, args.device, heads, model.has_attention_sinks)
 
 
 def prepare_worker(model: Any) -> None:
@@ -49,9 +50,8 @@ def parts(sizing: Sizing) -> list[Part]:
     model, ranks = configurator.model_config, get_parallel().attn_tp_size
     layer, q_heads = geometry.any_layer, query_heads(configurator.model, geometry.formats)
     found: list[Part] = []
-    chosen = extend_choice.choose(
-        settings.extend_backend, configurator.device, layer.head_dim, model.has_attention_sinks
-    )
+    heads = (layer.head_dim, layer.value_head_dim)
+    chosen = extend_choice.choose(settings.extend_backend, configurator.device, heads, model.has_attention_sinks)
     if chosen is not None and chosen != "triton":
         found.append(extend_choice.workspace(chosen, layer, q_heads, model.dtype, sizing.budget_bytes))
     drafts = new_tokens(releases.resolved(configurator.server_args))

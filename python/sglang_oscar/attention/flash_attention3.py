@@ -16,7 +16,8 @@ from oscar_kernels.reference import LOG2_E
 
 CAPABILITIES = (8, 9)
 """Major compute capabilities that SGLang's FlashAttention-3 is compiled for: Ampere, Ada and Hopper."""
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+"""Of keys and values."""
 MEASURED = 9
 """Major compute capability on which it has run here, with draft models, too."""
 
@@ -29,18 +30,20 @@ def installed() -> bool:
     return any(Path(spec.origin).parent.glob("flash_ops.*"))
 
 
-def missing(head_dim: int) -> str | None:
+def missing(head_dim: int, value_head_dim: int | None = None) -> str | None:
     """Why it cannot be had; None where it can.
 
     Args:
         head_dim: channels of a head.
+        value_head_dim: of the values; None where keys have as many.
     """
+    heads = (head_dim, head_dim if value_head_dim is None else value_head_dim)
     if not installed():
         return "sglang-kernel with FlashAttention-3 (flash_ops) is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in CAPABILITIES:
         return "it is not compiled for this GPU"
-    if head_dim not in HEAD_DIMS:
-        return f"it is not compiled for head_dim {head_dim}"
+    if heads not in HEAD_DIMS:
+        return f"it is not compiled for head_dim {' and '.join(map(str, dict.fromkeys(heads)))}"
     return None
 
 

@@ -92,7 +92,8 @@ class GpuKernels:
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
         self._ragged: RaggedExtend | None = None
-        reason = why_not_flash(cache.settings.extend_backend, plan.geometry.any_layer.head_dim, sink_logits)
+        heads = (plan.geometry.any_layer.head_dim, plan.geometry.any_layer.value_head_dim)
+        reason = why_not_flash(cache.settings.extend_backend, heads, sink_logits)
         against = f" (not FlashAttention: {reason})"
         if workspace is None:
             logger.info("int2 extend: Triton kernel for chunk and prefix%s", against)

@@ -17,7 +17,7 @@ from sglang_oscar.memory.layer import AnyLayer, CachedLayer
 
 
 class Kernels(Protocol):
-    """Store and attention of one layer. Results are [tokens, q_heads, head_dim] in the basis of ``call.v``."""
+    """Store and attention of one layer. Results are [tokens, q_heads, head_dim of ``call.v``] in its basis."""
 
     def decode(self, layer: AnyLayer, batch: Batch, call: Call) -> torch.Tensor:
         """Store one token per request, then attend."""

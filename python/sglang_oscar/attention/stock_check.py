@@ -15,21 +15,25 @@ TOLERANCE = 0.05
 """Of outputs and base-2 logarithms: 16 bits of numbers up to three."""
 
 
-def differs(make: Callable[[], Ragged], q_heads: int, kv_heads: int, head_dim: int, like: torch.Tensor) -> str | None:
+def differs(make: Callable[[], Ragged], q_heads: int, heads: tuple[int, int, int], like: torch.Tensor) -> str | None:
     """How far a kernel is from torch where that is too far; None where it is not.
 
     Args:
         make: the kernel.
-        q_heads, kv_heads, head_dim: of the model on this rank.
+        q_heads: of the model on this rank.
+        heads: of keys and values there: how many, channels of a head of keys, and of values.
         like: a tensor of the device and the dtype of queries, keys and values.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, (kv_heads, head_dim, value_head_dim) = torch.Generator().manual_seed(0), heads
     for new, old, causal in CASES:
         starts, key_starts = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0).int() for lens in (new, old))
-        shapes = ((sum(new), q_heads), (sum(old), kv_heads), (sum(old), kv_heads))
-        q, k, v = (torch.randn(*shape, head_dim, generator=generator).to(like) for shape in shapes)
+        shapes = ((sum(new), q_heads, head_dim), *((sum(old), kv_heads, d) for d in (head_dim, value_head_dim)))
+        q, k, v = (torch.randn(*shape, generator=generator).to(like) for shape in shapes)
         kernel, sm_scale = make(), head_dim**-0.5
-        kernel.plan(starts, key_starts, q_heads, kv_heads, head_dim, causal=causal, q_data_type=like.dtype)
+        kernel.plan(
+            starts, key_starts, q_heads, kv_heads, head_dim, head_dim_vo=value_head_dim, causal=causal,
+            q_data_type=like.dtype,
+        )  # fmt: skip
         out, sums = kernel.forward_return_lse(q, k, v, causal=causal, sm_scale=sm_scale)
         alone = kernel.forward(q, k, v, causal=causal, sm_scale=sm_scale)
         wanted, wanted_sums = expected(q, k, v, starts.tolist(), key_starts.tolist(), causal, sm_scale)

@@ -104,10 +104,8 @@ def chunks_behind_prefixes(
     for prefixes, chunks in hits.batches(large):
         batch = _dummy_batch(prefixes, chunks, hits.page_size, device)
         batch.extend_plan = kernels.plan_extend(batch)
-        q, k, v = (
-            torch.zeros(batch.tokens, heads, cache.head_dim, dtype=dtype, device=device)
-            for heads in (q_heads, kv_heads, kv_heads)
-        )
+        sizes = (q_heads, cache.head_dim), (kv_heads, cache.head_dim), (kv_heads, cache.value_head_dim)
+        q, k, v = (torch.zeros(batch.tokens, *size, dtype=dtype, device=device) for size in sizes)
         for layer in layers:
             kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
 

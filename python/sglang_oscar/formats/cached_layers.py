@@ -15,7 +15,7 @@ ONE_POOL = frozenset({
 """Classes whose layers SGLang keeps in one pool, those with a sliding window among them; Olmo 2 has no windows."""
 TWO_POOLS = frozenset({
     "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "LagunaForCausalLM",
-    "MellumForCausalLM", "Spark2_5ForCausalLM", "Step3p5ForCausalLM",
+    "MellumForCausalLM", "MiMoV2FlashForCausalLM", "Spark2_5ForCausalLM", "Step3p5ForCausalLM",
 })  # fmt: skip
 """Classes whose layers with a sliding window SGLang keeps in a pool of their own."""
 WINDOWS_APART = ONE_POOL | TWO_POOLS

@@ -10,7 +10,7 @@ import torch
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.format import AnyFormat, LayerFormat, SideFormat, parts_of
-from oscar_kernels.layout import EXACT, EXACT_DTYPES, RowLayout
+from oscar_kernels.layout import EXACT, EXACT_DTYPES, RowLayout, largest_group
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.names import DEFAULT_GROUP_SIZE, GROUP_SIZE
 from sglang_oscar.settings import Settings
@@ -86,21 +86,24 @@ class Geometry:
         return 8 * (tokens * self.cell_bytes + self.ring_bytes + self.sink_bytes) / (tokens * self.elements)
 
 
-def row_layout(args: Any, settings: Settings, model: Any, kv_heads: int) -> RowLayout:
-    """Row geometry from flags and model. A side that is left exact has the model's 16-bit dtype, or that of the windows
-    where the model computes in float32.
+def row_layouts(args: Any, settings: Settings, model: Any, kv_heads: int) -> tuple[RowLayout, RowLayout]:
+    """Row geometry of keys and of values from flags and model. A side that is left exact has the model's 16-bit dtype,
+    or that of the windows where the model computes in float32.
 
     Raises:
-        Int2Error: --kv-cache-quant-group-size does not fit the model's head_dim.
+        Int2Error: --kv-cache-quant-group-size does not fit the heads of the model.
     """
-    group_size = getattr(args, GROUP_SIZE)
-    if group_size is None:
-        group_size = min(DEFAULT_GROUP_SIZE, model.head_dim)
     exact = model.dtype if model.dtype in EXACT_DTYPES else settings.window_torch_dtype
-    try:
-        return RowLayout(kv_heads, model.head_dim, group_size, settings.scale_torch_dtype, exact_dtype=exact)
-    except ValueError as error:
-        raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None
+
+    def of_side(head_dim: int) -> RowLayout:
+        asked = getattr(args, GROUP_SIZE)
+        group_size = largest_group(head_dim, DEFAULT_GROUP_SIZE) if asked is None else asked
+        try:
+            return RowLayout(kv_heads, head_dim, group_size, settings.scale_torch_dtype, exact_dtype=exact)
+        except ValueError as error:
+            raise Int2Error(f"--kv-cache-quant-group-size {group_size}: {error}") from None
+
+    return of_side(model.head_dim), of_side(model.v_head_dim)
 
 
 def with_room(windows: Windows, tokens: int) -> Windows:

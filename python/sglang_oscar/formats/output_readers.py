@@ -32,7 +32,7 @@ def output_projections(model: Any) -> dict[int, Any]:
 
 
 def reader_of(projection: Any, q: torch.Tensor) -> torch.Tensor:
-    """W^T W by query head of this rank's part of a projection: float32 [q_heads, head_dim, head_dim].
+    """W^T W by query head of this rank's part of a projection: float32 [q_heads, v_head_dim, v_head_dim].
 
     Args:
         projection: SGLang's RowParallelLinear.

@@ -24,7 +24,7 @@ from oscar_rotation.load import load_rotation
 from oscar_rotation.recipes import BUILT_IN
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.cached_layers import cached_layer_ids
-from sglang_oscar.formats.geometry import row_layout
+from sglang_oscar.formats.geometry import row_layouts
 from sglang_oscar.formats.model_identity import model_identity
 from sglang_oscar.settings import DEFAULT_K_CLIP, DEFAULT_V_CLIP, Settings
 
@@ -46,13 +46,23 @@ class Loaded(NamedTuple):
 
 
 def load_formats(
-    settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None
+    settings: Settings,
+    layout: RowLayout,
+    layers: Sequence[int],
+    model: ModelIdentity | None = None,
+    value_layout: RowLayout | None = None,
 ) -> Mapping[int, AnyFormat]:
     """The formats of :func:`load`."""
-    return load(settings, layout, layers, model).formats
+    return load(settings, layout, layers, model, value_layout).formats
 
 
-def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: ModelIdentity | None = None) -> Loaded:
+def load(
+    settings: Settings,
+    layout: RowLayout,
+    layers: Sequence[int],
+    model: ModelIdentity | None = None,
+    value_layout: RowLayout | None = None,
+) -> Loaded:
     """Formats of the layers of a model, with all its kv heads, by global layer id; tensors are on the CPU.
 
     Args:
@@ -60,6 +70,7 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
         layout: of the rows, with the kv heads of the whole model; their bits are what the files or the settings say.
         layers: global ids of the layers with an INT2 cache, ascending.
         model: the model to be served; files made for another are refused. None skips this check.
+        value_layout: of the rows of values; None where they are those of the keys.
 
     Raises:
         Int2Error: a variable is unset or a file is missing, broken, made for another model or of another recipe than
@@ -68,7 +79,7 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
     model = None if settings.allow_other_model else model
 
     def of_side(
-        side: Literal["k", "v"], override: float | None, default: float
+        side: Literal["k", "v"], layout: RowLayout, override: float | None, default: float
     ) -> tuple[list[list[Part]], RotationSet]:
         source = getattr(settings, f"{side}_rotation")
         found = _read(side, settings, layers, layout, model)
@@ -76,8 +87,9 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
         coded = _with_codings(side, source, getattr(settings, f"{side}_coding"), coded)
         return [_parts(coded, layer, source, layout, override, default) for layer in range(found.num_layers)], found
 
-    keys, of_keys = of_side("k", settings.k_clip_ratio, DEFAULT_K_CLIP)
-    values, of_values = of_side("v", settings.v_clip_ratio, DEFAULT_V_CLIP)
+    value_layout = layout if value_layout is None else value_layout
+    keys, of_keys = of_side("k", layout, settings.k_clip_ratio, DEFAULT_K_CLIP)
+    values, of_values = of_side("v", value_layout, settings.v_clip_ratio, DEFAULT_V_CLIP)
     if of_keys.recipe != of_values.recipe:
         raise Int2Error(
             f"{settings.named('k')}: {settings.k_rotation} is of the recipe {of_keys.recipe}, "
@@ -85,7 +97,7 @@ def load(settings: Settings, layout: RowLayout, layers: Sequence[int], model: Mo
             "give two files of one fit"
         )
     formats = {
-        layer_id: _format(layout, parts, value)
+        layer_id: _format(layout, value_layout.head_dim, parts, value)
         for layer_id, parts, ((_, value),) in zip(layers, keys, values, strict=True)
     }
     sources = (settings.k_rotation, settings.v_rotation)
@@ -113,13 +125,15 @@ def model_rotations(args: Any, settings: Settings, model: Any) -> Loaded:
     Raises:
         Int2Error: as :func:`load`, or the group size does not fit the model.
     """
-    layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
-    return _kept(settings, layout, cached_layer_ids(model), model_identity(args.model_path, model))
+    layouts = row_layouts(args, settings, model, model.get_total_num_kv_heads())
+    return _kept(settings, layouts, cached_layer_ids(model), model_identity(args.model_path, model))
 
 
 @cache
-def _kept(settings: Settings, layout: RowLayout, layers: tuple[int, ...], model: ModelIdentity) -> Loaded:
-    return load(settings, layout, layers, model)
+def _kept(
+    settings: Settings, layouts: tuple[RowLayout, RowLayout], layers: tuple[int, ...], model: ModelIdentity
+) -> Loaded:
+    return load(settings, layouts[0], layers, model, layouts[1])
 
 
 def _read(
@@ -198,10 +212,10 @@ def _with_codings(side: Literal["k", "v"], source: str | None, asked: str | None
     return replace(found, codings=tuple(coding_at(asked, run.bits) for run in every))
 
 
-def _format(layout: RowLayout, keys: Sequence[Part], value: SideFormat) -> AnyFormat:
+def _format(layout: RowLayout, value_head_dim: int, keys: Sequence[Part], value: SideFormat) -> AnyFormat:
     """A layer of whose keys neighbouring heads may have formats of their own."""
     parts = [
-        LayerFormat(len(range(layout.kv_heads)[heads]), layout.head_dim, key, value.of_heads(heads))
+        LayerFormat(len(range(layout.kv_heads)[heads]), layout.head_dim, key, value.of_heads(heads), value_head_dim)
         for heads, key in keys
     ]
     return parts[0] if len(parts) == 1 else CutFormat(tuple(parts))

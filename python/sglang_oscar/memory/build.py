@@ -175,10 +175,13 @@ def check_layers(model: Any, formats: Mapping[int, AnyFormat], windows: Collecti
             f"{len(formats)}; use --kv-cache-dtype auto"
         )
     for layer in found:
-        kept = formats[layer.layer_id].kv_heads, formats[layer.layer_id].head_dim
-        own = layer.tp_k_head_num, layer.head_dim
-        if own != kept or (layer.tp_v_head_num, layer.v_head_dim) != kept:
+        kept = formats[layer.layer_id]
+        keys, values = (kept.kv_heads, kept.head_dim), (kept.kv_heads, kept.value_head_dim)
+        own = (layer.tp_k_head_num, layer.head_dim), (layer.tp_v_head_num, layer.v_head_dim)
+        if own != (keys, values):
+            said = [f"{heads} of {channels} channels" for heads, channels in dict.fromkeys(own)]
+            wanted = [f"{heads} of {channels}" for heads, channels in dict.fromkeys((keys, values))]
             raise Int2Error(
-                f"--kv-cache-dtype int2 needs the same kv heads in all layers; layer {layer.layer_id} has {own[0]} of "
-                f"{own[1]} channels, the configuration says {kept[0]} of {kept[1]}; use --kv-cache-dtype auto"
+                f"--kv-cache-dtype int2 needs the same kv heads in all layers; layer {layer.layer_id} has "
+                f"{' and '.join(said)}, the configuration says {' and '.join(wanted)}; use --kv-cache-dtype auto"
             )

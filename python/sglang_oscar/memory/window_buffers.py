@@ -14,9 +14,9 @@ from sglang_oscar.formats.geometry import Geometry
 class WindowBuffers:
     """Rotated BF16 (or FP16) keys and values of sink and recent tokens.
 
-    ``sinks`` are [2 * layers, sink_blocks, sink, kv_heads, head_dim] and ``rings`` [2 * layers, rings, ring, kv_heads,
-    head_dim], one of each for every number of kv heads: keys of the first layer with so many, its values, and so on. A
-    part of a layer that is cut is a layer here.
+    ``sinks`` are [sides, sink_blocks, sink, kv_heads, head_dim] and ``rings`` [sides, rings, ring, kv_heads, head_dim],
+    one of each for every kv_heads and head_dim that a *side* has: keys of the first layer with such heads, or its
+    values, and so on. A part of a layer that is cut is a layer here.
 
     Args:
         geometry: sizes of one rank.
@@ -27,13 +27,12 @@ class WindowBuffers:
 
     def __init__(self, geometry: Geometry, rings: int, sink_blocks: int, device: str) -> None:
         self.geometry, windows = geometry, geometry.windows
-        heads = [part.kv_heads for part in parts_of(geometry.formats.values())]
-        self._kinds = list(dict.fromkeys(heads))
+        sides = [side for part in parts_of(geometry.formats.values()) for side in _heads(part)]
+        self._kinds = list(dict.fromkeys(sides))
         self.sinks, self.rings = (
             [
                 torch.zeros(
-                    2 * heads.count(kind), count, size, kind, geometry.any_layer.head_dim,
-                    dtype=geometry.window_dtype, device=device,
+                    sides.count(kind), count, size, *kind, dtype=geometry.window_dtype, device=device,
                 )
                 for kind in self._kinds
             ]
@@ -45,11 +44,13 @@ class WindowBuffers:
         pool."""
         taken = dict.fromkeys(self._kinds, 0)
 
+        def next_of(kind: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+            number, own = self._kinds.index(kind), taken[kind]
+            taken[kind] += 1
+            return self.sinks[number][own], self.rings[number][own]
+
         def made(part: LayerFormat, rows: tuple[torch.Tensor, torch.Tensor]) -> LayerCache:
-            kind, first = self._kinds.index(part.kv_heads), taken[part.kv_heads]
-            own = slice(first, first + 2)
-            taken[part.kv_heads] += 2
-            (k_sink, v_sink), (k_ring, v_ring) = self.sinks[kind][own], self.rings[kind][own]
+            (k_sink, k_ring), (v_sink, v_ring) = (next_of(kind) for kind in _heads(part))
             return LayerCache(
                 k_layout=part.key_layout, v_layout=part.value_layout, windows=self.geometry.windows, k_rows=rows[0],
                 v_rows=rows[1], k_sink=k_sink, v_sink=v_sink, k_ring=k_ring, v_ring=v_ring,
@@ -59,3 +60,8 @@ class WindowBuffers:
             layer_id: [made(*of) for of in zip(layer.parts, pool.rows(layer_id), strict=True)]
             for layer_id, layer in self.geometry.formats.items()
         }
+
+
+def _heads(part: LayerFormat) -> tuple[tuple[int, int], tuple[int, int]]:
+    """kv heads and channels of a head, of keys and of values."""
+    return (part.kv_heads, part.head_dim), (part.kv_heads, part.value_head_dim)

@@ -23,7 +23,7 @@ from oscar_rotation.math.rope import rope_of
 from oscar_rotation.recipes import FITTED
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.content import attention_digest
-from sglang_oscar.formats.geometry import row_layout
+from sglang_oscar.formats.geometry import row_layouts
 from sglang_oscar.formats.model_identity import model_identity
 from sglang_oscar.formats.origin import sample_digest, weight_files
 from sglang_oscar.rotation_source.places import Pair, pair_in
@@ -77,13 +77,14 @@ class Calibration:
             Int2Error: there are no weights in the folder, the group size does not fit the model, or codings fit neither
                 bits nor recipe.
         """
-        layout = row_layout(args, settings, model, model.get_total_num_kv_heads())
+        layouts = row_layouts(args, settings, model, model.get_total_num_kv_heads())
         return cls(
             weights=_weights(folder),
             model=model_identity(args.model_path, model).model_hash,
             rope=rope_of(model.hf_text_config.to_dict(), model.head_dim),
             context=model.context_len,
-            group_size=layout.group_size,
+            # A fit takes the largest that divides the heads of a side.
+            group_size=max(layout.group_size for layout in layouts),
             bits=bits_of(settings),
             **_codings(settings),  # type: ignore[arg-type]
             recipe=settings.recipe or RECIPE,

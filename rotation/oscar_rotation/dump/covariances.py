@@ -3,7 +3,7 @@
     <root>/covariances.tp<i>of<n>.safetensors     one per tensor-parallel rank
     <root>/manifest.json                          as of an activation dump
 
-Tensors ``qqt``, ``ktk``, ``sst``, ``vtv``: float64 [layers, kv_heads of the rank, head_dim, head_dim], sums of x^T x;
+Tensors ``qqt``, ``ktk``, ``sst``, ``vtv``: float64 [layers, kv_heads of the rank, d, d], sums of x^T x;
 header strings: ``format``, ``format_version``, ``rows`` (target -> rows summed), ``kv_shard``, ``kv_shards``,
 ``tokens``, ``requests``. Where ranks replicate kv heads, each sums over its own query heads, and adding the shards of
 one slice of kv heads gives the mean over all of them.
@@ -74,12 +74,12 @@ class CovarianceWriter:
         if chunk == WARMUP_CHUNK:
             return
         if layer not in self.layers:
-            size = (k.shape[1], k.shape[2], k.device)
+            of_keys, of_values = ((x.shape[1], x.shape[2], x.device) for x in (k, v))
             self.layers[layer] = {
-                "qqt": QueryCovariance(*size),
-                "ktk": KeyCovariance(*size),
-                "sst": ScoreValueCovariance(*size, self.sm_scale, sinks),
-                "vtv": ValueCovariance(*size),
+                "qqt": QueryCovariance(*of_keys),
+                "ktk": KeyCovariance(*of_keys),
+                "sst": ScoreValueCovariance(*of_values, self.sm_scale, sinks),
+                "vtv": ValueCovariance(*of_values),
             }
         for accumulator in self.layers[layer].values():
             accumulator.update(q, k, v, seq_lens)
@@ -118,7 +118,7 @@ class StreamedCovariances:
 
     Attributes:
         manifest: of the dump.
-        targets: target -> float64 [layers, kv_heads, head_dim, head_dim], means over rows.
+        targets: target -> float64 [layers, kv_heads, d, d], means over rows.
         tokens, requests: size of the calibration set.
     """
 
@@ -142,8 +142,9 @@ def read_covariances(root: Path) -> StreamedCovariances:
     manifest = DumpManifest.read(root)
     if manifest is None or not manifest.complete:
         raise DumpError(f"{root}: the dump was interrupted before its covariances were complete; dump again")
-    shape = (manifest.num_layers, manifest.kv_heads, manifest.head_dim, manifest.head_dim)
-    sums = {name: torch.zeros(shape, dtype=torch.float64) for name in STREAMED}
+    channels = dict(zip(STREAMED, [manifest.head_dim] * 2 + [manifest.value_channels] * 2, strict=True))
+    shape = (manifest.num_layers, manifest.kv_heads)
+    sums = {name: torch.zeros(*shape, d, d, dtype=torch.float64) for name, d in channels.items()}
     rows = {name: torch.zeros(manifest.kv_heads, dtype=torch.float64) for name in STREAMED}
     facts: dict[str, str] = {}
     for rank in range(manifest.tp_size):
@@ -154,7 +155,7 @@ def read_covariances(root: Path) -> StreamedCovariances:
         counts = json.loads(facts["rows"])
         for name in STREAMED:
             part = tensors.get(name)
-            expected = (shape[0], width, *shape[2:])
+            expected = (shape[0], width, channels[name], channels[name])
             if part is None or part.dtype != torch.float64 or tuple(part.shape) != expected:
                 found = "missing" if part is None else f"{part.dtype} {list(part.shape)}"
                 raise DumpError(f"{path}: '{name}' is {found}, expected torch.float64 {list(expected)}")

@@ -26,6 +26,7 @@ class DumpManifest(BaseModel):
         num_layers: attention layers that are dumped; in the dump they are 0 .. num_layers - 1.
         layer_ids: which layers of the model they are, where they are not all; ascending.
         q_heads, kv_heads, head_dim: of the whole model, not of one tensor-parallel rank.
+        value_head_dim: channels of a head of the values; None where keys have as many.
         dtype: dtype of the activations, for instance "bfloat16".
         tokens: tokens per layer, all chunks together.
         tp_size: tensor-parallel ranks that wrote shards.
@@ -49,6 +50,7 @@ class DumpManifest(BaseModel):
     q_heads: int = Field(gt=0)
     kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
+    value_head_dim: int | None = Field(default=None, gt=0)
     dtype: str = "bfloat16"
     tokens: int = Field(default=0, ge=0)
     tp_size: int = Field(default=1, gt=0)
@@ -63,6 +65,11 @@ class DumpManifest(BaseModel):
         if ids is not None and (len(ids) != self.num_layers or sorted(set(ids)) != list(ids)):
             raise ValueError(f"layer_ids are not {self.num_layers} ascending layers")
         return self
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a head of the values."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     def write(self, root: str | Path) -> None:
         """Write ``<root>/manifest.json`` atomically.

@@ -30,7 +30,7 @@ class DumpChunk:
     Attributes:
         q: [tokens, q_heads, head_dim], after RoPE, in the dtype of the dump, on the CPU.
         k: [tokens, kv_heads, head_dim], after RoPE.
-        v: [tokens, kv_heads, head_dim].
+        v: [tokens, kv_heads, head_dim of the values].
         seq_lens: request lengths; they sum to tokens.
     """
 
@@ -90,9 +90,10 @@ class DumpReader:
             for kind in KINDS:
                 self._shards[layer, kind] = self._scan(layer, kind, allow_incomplete)
         self.chunks = self._common_chunks(allow_incomplete)
-        self._geometry: tuple[int, int, int] | None = None
+        self._geometry: tuple[int, int, int, int] | None = None
         if self.manifest is not None:
-            self._geometry = (self.manifest.q_heads, self.manifest.kv_heads, self.manifest.head_dim)
+            stated = self.manifest
+            self._geometry = (stated.q_heads, stated.kv_heads, stated.head_dim, stated.value_channels)
 
     def fit_chunks(self, include_warmup: bool = False) -> list[int]:
         """Chunks to fit on: all but chunk 0, the warm-up request, unless ``include_warmup``.
@@ -125,16 +126,16 @@ class DumpReader:
         for kind, other in (("k", k), ("v", v)):
             if other.shape[0] != q.shape[0]:
                 raise DumpError(f"{path[kind]}: holds {other.shape[0]} tokens, {path['q']} holds {q.shape[0]}")
-        if v.shape != k.shape:
+        if v.shape[:2] != k.shape[:2]:
             raise DumpError(f"{path['v']}: shape {list(v.shape)} differs from {path['k']}: {list(k.shape)}")
         if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
             raise DumpError(f"{path['q']}: shape {list(q.shape)} does not fit {path['k']}: {list(k.shape)}")
-        geometry = (q.shape[1], k.shape[1], q.shape[2])
+        geometry = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         if self._geometry is None:
             self._geometry = geometry
         if geometry != self._geometry:
             raise DumpError(
-                f"{path['q']}: q heads, kv heads, head_dim are {geometry}, "
+                f"{path['q']}: q heads, kv heads, head_dim of keys and of values are {geometry}, "
                 f"{'manifest.json says' if self.manifest else 'elsewhere in the dump they are'} {self._geometry}"
             )
         return DumpChunk(q, k, v, self._lengths(path["seq_lens"], q.shape[0]))
@@ -182,13 +183,13 @@ class DumpReader:
 
     def output_reader(self, layer: int) -> torch.Tensor:
         """W^T W of a layer's output projection by kv head, summed over the query heads of its group; only of a dump
-        that has it: float32 [kv_heads, head_dim, head_dim].
+        that has it: float32 [kv_heads, d, d], d channels of a head of the values.
 
         Raises:
             DumpError: a file is missing or unreadable, of other heads than the dump, or holds NaN or infinite values.
         """
         assert self._geometry is not None
-        q_heads, kv_heads, head_dim = self._geometry
+        q_heads, kv_heads, _, head_dim = self._geometry
         shards = self._shards[layer, "q"][self.chunks[0]]
         paths = [layer_folder(self.root, layer) / output_reader_name(shard, shards) for shard in range(shards)]
         reader = torch.cat([_load_tensor(path) for path in paths])

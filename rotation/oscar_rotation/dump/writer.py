@@ -70,7 +70,7 @@ class DumpWriter:
             chunk: number of the chunk, from 0; the same forward pass has the same number in all layers and ranks.
             q: [tokens, q_heads of this rank, head_dim], after RoPE; any device and float dtype, kept as is.
             k: [tokens, kv_heads of this rank, head_dim], after RoPE.
-            v: [tokens, kv_heads of this rank, head_dim].
+            v: [tokens, kv_heads of this rank, head_dim of the values].
             seq_lens: lengths of the requests, one after the other in the tokens; they sum to ``tokens``.
             sinks: [q_heads of this rank], sink logits of the layer; None for a layer without.
 
@@ -99,7 +99,7 @@ class DumpWriter:
 
         Args:
             layer: attention layer, from 0.
-            reader: float32 [q_heads of this rank, head_dim, head_dim].
+            reader: float32 [q_heads of this rank, d, d], d channels of a head of the values.
 
         Raises:
             OSError: the file cannot be written.
@@ -110,7 +110,8 @@ class DumpWriter:
         shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         if not q.ndim == k.ndim == v.ndim == 3:
             raise DumpError(f"a dump takes [tokens, heads, head_dim] tensors, got {shapes}")
-        if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        alike = k.shape[:2] == v.shape[:2] and q.shape[::2] == k.shape[::2]
+        if not alike or q.shape[1] % k.shape[1]:
             raise DumpError(f"dumped tensors do not fit together: {shapes}")
         if k.shape[1] != self.kv_heads:
             raise DumpError(f"this rank should hold {self.kv_heads} kv heads, got {shapes}")

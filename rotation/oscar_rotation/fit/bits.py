@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.layout import BITS
+from oscar_kernels.layout import BITS, largest_group
 from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.files.by_head import ByHead
 from oscar_rotation.files.rotation_set import RotationMetadata
@@ -212,7 +212,7 @@ def apply_goal(
         found = []
         for layer in range(layers):
             held_out = moved(held_out_requests(on.dump, layer, on.held, on.device), positions)
-            reader = weights.reader(layer, held_out[0].k.shape[0], head_dim)
+            reader = weights.reader(layer, held_out[0].k.shape[0], result.value.head_dim)
             of_layer = []
             with one_thread():
                 for of_form in of_forms:
@@ -234,7 +234,7 @@ def apply_goal(
             if model.dtype != torch.float32:
                 said = f"there is no room for the model in float32: its losses were measured in {model.dtype}"
                 result = replace(result, remarks=(*result.remarks, said))
-        group = min(group_size, head_dim)
+        group = largest_group(head_dim, group_size)
         # A server keeps the layers of a model that has others besides whole.
         some = on.dump.manifest is not None and on.dump.manifest.layer_ids is not None
         losses = losses.sum(-1) if some else losses

@@ -54,7 +54,7 @@ def fit_gains(
     found = []
     for layer in range(keys.num_layers):
         held_out = moved(held_out_requests(dump, layer, held, device), positions)
-        reader = weights.reader(layer, held_out[0].k.shape[0], keys.head_dim)
+        reader = weights.reader(layer, *held_out[0].v.shape[::2])
         book, errors = books.of_layer(layer).to(device), torch.zeros(len(GAINS), dtype=torch.float64)
         with one_thread():
             for request in held_out:

@@ -11,7 +11,7 @@ import torch
 from oscar_kernels.codec import encode_rows
 from oscar_kernels.format import SideFormat
 from oscar_kernels.key_error import LEAST, MOST, logit_errors, transformed
-from oscar_kernels.layout import CODEBOOK
+from oscar_kernels.layout import CODEBOOK, largest_group
 from oscar_kernels.transform import SideTransform
 from oscar_rotation.dump import DumpReader
 from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS, RotationSet
@@ -39,7 +39,7 @@ def with_key_errors(
     Raises:
         DumpError: the dump is broken.
     """
-    group_size, places = min(group_size, keys.head_dim), _places(dump, chunks)
+    group_size, places = largest_group(keys.head_dim, group_size), _places(dump, chunks)
     if not places or not _servable(keys, group_size):
         return keys
     layers = [_error(keys, layer, dump, places, group_size, device) for layer in range(keys.num_layers)]

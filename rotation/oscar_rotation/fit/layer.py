@@ -12,13 +12,14 @@ from oscar_rotation.dump import DumpError, DumpReader
 from oscar_rotation.dump.stream import stream_chunks
 from oscar_rotation.files.rotation_set import DEFAULT_CLIP_RATIOS
 from oscar_rotation.fit.clip import fit_clip_ratio
+from oscar_rotation.fit.heads import check_heads
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.samples import HeadSample, head_samples, plan_samples
 from oscar_rotation.fit.targets import KEY_TARGETS, VALUE_TARGETS, Target, TargetInputs
 from oscar_rotation.math.compose import COMPOSITIONS
 from oscar_rotation.math.covariance import CovarianceAccumulator, QueryCovariance, ScoreValueCovariance
 from oscar_rotation.math.eigenbasis import eigenbasis
-from oscar_rotation.math.hadamard import is_power_of_two, sylvester_hadamard
+from oscar_rotation.math.hadamard import hadamard
 from oscar_rotation.report.layer_report import layer_report
 from oscar_rotation.threads import one_thread
 
@@ -58,7 +59,7 @@ class LayerFitter:
         progress: told about every chunk.
 
     Raises:
-        DumpError: the dump is broken or head_dim is not a power of two.
+        DumpError: the dump is broken or there is no Hadamard matrix of its heads.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class LayerFitter:
         self.sampled = plan_samples(self.seq_lens, options.holdout_tokens) if options.needs_samples else {}
         first = reader.load(0, self.chunks[0])
         self.q_heads, self.kv_heads, self.head_dim = first.q.shape[1], first.k.shape[1], first.k.shape[2]
-        if not is_power_of_two(self.head_dim):
-            raise DumpError(f"{reader.root}: head_dim is {self.head_dim}; a Hadamard rotation needs a power of two")
+        self.value_head_dim = first.v.shape[2]
+        check_heads(reader.root, self.head_dim, self.value_head_dim)
         if options.needs_samples and not self.sampled:
             raise DumpError(f"{reader.root}: holds one request; clip ratios and errors need a second one to measure on")
         scale = reader.manifest.sm_scale if reader.manifest else None
@@ -114,7 +115,8 @@ class LayerFitter:
             self._pass(layer, queries)
             query_covariance = queries.per_head()
         sinks = self.reader.sink_logits(layer)
-        inputs = TargetInputs(self.kv_heads, self.head_dim, self.device, self.sm_scale, query_covariance, sinks)
+        sizes = (self.kv_heads, self.head_dim, self.value_head_dim)
+        inputs = TargetInputs(*sizes, self.device, self.sm_scale, query_covariance, sinks)
         key, value = (target.make(inputs) if target.make else None for target in (self.key_target, self.value_target))
         running = [accumulator for accumulator in (key, value) if accumulator is not None]
         metrics: list[CovarianceAccumulator] = []
@@ -122,7 +124,7 @@ class LayerFitter:
             known = [queries] if self.two_passes else []
             metrics = self._metrics(known + running, running, sinks)
         samples = self._pass(layer, *running, sinks=sinks)
-        sides = [self._rotation(key), self._rotation(value)]
+        sides = [self._rotation(key, self.head_dim), self._rotation(value, self.value_head_dim)]
         if not self.options.needs_samples:
             return LayerFit(sides[0], sides[1])
         with one_thread():
@@ -157,8 +159,9 @@ class LayerFitter:
     ) -> list[CovarianceAccumulator]:
         """C_Q and C_S, from what is accumulated anyway or, if need be, in addition to it."""
         metrics: list[CovarianceAccumulator] = []
-        size = (self.kv_heads, self.head_dim, self.device)
-        for fresh in (QueryCovariance(*size), ScoreValueCovariance(*size, self.sm_scale, sinks)):
+        of_values = (self.kv_heads, self.value_head_dim, self.device, self.sm_scale, sinks)
+        queries = QueryCovariance(self.kv_heads, self.head_dim, self.device)
+        for fresh in (queries, ScoreValueCovariance(*of_values)):
             found = next((accumulator for accumulator in known if type(accumulator) is type(fresh)), None)
             if found is None:
                 found = fresh
@@ -190,9 +193,9 @@ class LayerFitter:
                 self.progress(self.done, self.steps)
         return samples
 
-    def _rotation(self, accumulator: CovarianceAccumulator | None) -> SideFit:
+    def _rotation(self, accumulator: CovarianceAccumulator | None, head_dim: int) -> SideFit:
         if accumulator is None:
-            rotation = sylvester_hadamard(self.head_dim).float()
+            rotation = hadamard(head_dim).float()
             return SideFit(rotation if self.options.share == "layer" else rotation.repeat(self.kv_heads, 1, 1), None)
         if self.options.share == "layer":
             return SideFit(*compose_side(accumulator.shared(), self.options))

@@ -62,7 +62,7 @@ class OutputWeights:
         """Where keys of this model may stand, see :func:`oscar_rotation.fit.rotary.rotary_positions`.
 
         Args:
-            head_dim: channels per head.
+            head_dim: channels per head of the keys.
             context: positions; None for the model's own context, 0 for no such thing.
         """
         return None if context == 0 else rotary_positions(self.folder, head_dim, context, self.overrides)
@@ -71,7 +71,7 @@ class OutputWeights:
         """W_o W_o^T of one layer by kv head, summed over the query heads of its group.
 
         Args:
-            layer, kv_heads, head_dim: which layer of the dump, and the model's geometry.
+            layer, kv_heads, head_dim: which layer of the dump, and the geometry of its values.
 
         Returns:
             float32 [kv_heads, head_dim, head_dim]: e @ reader @ e.T is the energy of a value error e behind o_proj.

@@ -11,7 +11,7 @@ from oscar_rotation.errors import DumpError
 from oscar_rotation.fit.layer import Progress, SideFit, compose_side
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.targets import DATA_FREE
-from oscar_rotation.math.hadamard import sylvester_hadamard
+from oscar_rotation.math.hadamard import hadamard
 
 
 def fit_covariances(
@@ -39,17 +39,17 @@ def fit_covariances(
     layers = streamed.manifest.num_layers
     keys, values = [], []
     for layer in range(layers):
-        keys.append(_side(streamed, options.key_target, layer, options))
-        values.append(_side(streamed, options.value_target, layer, options))
+        keys.append(_side(streamed, options.key_target, streamed.manifest.head_dim, layer, options))
+        values.append(_side(streamed, options.value_target, streamed.manifest.value_channels, layer, options))
         if progress is not None:
             progress(layer + 1, layers)
     return streamed, keys, values
 
 
-def _side(streamed: StreamedCovariances, target: str, layer: int, options: FitOptions) -> SideFit:
-    kv_heads, head_dim = streamed.manifest.kv_heads, streamed.manifest.head_dim
+def _side(streamed: StreamedCovariances, target: str, head_dim: int, layer: int, options: FitOptions) -> SideFit:
+    kv_heads = streamed.manifest.kv_heads
     if target == DATA_FREE:
-        rotation = sylvester_hadamard(head_dim).float()
+        rotation = hadamard(head_dim).float()
         return SideFit(rotation if options.share == "layer" else rotation.repeat(kv_heads, 1, 1), None)
     per_head = streamed.targets[target][layer]
     if options.share == "layer":

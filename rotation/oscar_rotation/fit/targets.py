@@ -23,7 +23,7 @@ class TargetInputs:
     """What a target may need to be built.
 
     Attributes:
-        kv_heads, head_dim: geometry of the layer.
+        kv_heads, head_dim, value_head_dim: geometry of the layer, channels of keys and of values.
         device: where to accumulate.
         sm_scale: factor on the attention logits; None for 1/sqrt(head_dim).
         query_covariance: C_Q per kv head of the whole calibration set, for targets that ask for it.
@@ -32,6 +32,7 @@ class TargetInputs:
 
     kv_heads: int
     head_dim: int
+    value_head_dim: int
     device: torch.device
     sm_scale: float | None = None
     query_covariance: torch.Tensor | None = None
@@ -54,7 +55,7 @@ class Target:
 def _make_proxy(inputs: TargetInputs) -> CovarianceAccumulator:
     if inputs.query_covariance is None:
         raise ValueError("the proxy target needs the query covariance")
-    return ProxyValueCovariance(inputs.query_covariance, inputs.device)
+    return ProxyValueCovariance(inputs.query_covariance, inputs.value_head_dim, inputs.device)
 
 
 DATA_FREE = "hadamard"
@@ -69,10 +70,10 @@ KEY_TARGETS: dict[str, Target] = {
 """Targets of keys: C_Q (the method's), K^T K, the quantizer's residual, and none."""
 
 VALUE_TARGETS: dict[str, Target] = {
-    "sst": Target(lambda x: ScoreValueCovariance(x.kv_heads, x.head_dim, x.device, x.sm_scale, x.sinks)),
+    "sst": Target(lambda x: ScoreValueCovariance(x.kv_heads, x.value_head_dim, x.device, x.sm_scale, x.sinks)),
     "proxy": Target(_make_proxy, needs_query_covariance=True),
-    "vtv": Target(lambda x: ValueCovariance(x.kv_heads, x.head_dim, x.device)),
-    "uresidual": Target(lambda x: ResidualCovariance("v", x.kv_heads, x.head_dim, x.device)),
+    "vtv": Target(lambda x: ValueCovariance(x.kv_heads, x.value_head_dim, x.device)),
+    "uresidual": Target(lambda x: ResidualCovariance("v", x.kv_heads, x.value_head_dim, x.device)),
     DATA_FREE: Target(None),
 }
 """Targets of values: exact C_S (the method's), its diagonal stand-in, V^T V, the quantizer's residual, and none."""

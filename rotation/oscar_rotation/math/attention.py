@@ -26,15 +26,15 @@ def attention_outputs(
 
     Args:
         q: [heads, tokens, group, head_dim], float32 or float64; heads are kv heads, group their query heads.
-        k, v: [heads, tokens, head_dim], same dtype and device.
+        k, v: [heads, tokens, head_dim], same dtype and device; heads of ``v`` may have another size.
         seq_lens: request lengths; they sum to tokens. Tokens see only their own request.
         sm_scale: factor on the logits.
         sinks: [heads, group], sink logits: each softmax also runs over that of its query head, which has no value;
             None for a softmax over tokens only.
 
     Yields:
-        [heads, rows, head_dim] blocks, in an order of rows that callers must not rely on; together tokens * group
-        rows. Memory is one block of scores, never tokens x tokens.
+        [heads, rows, head_dim of ``v``] blocks, in an order of rows that callers must not rely on; together tokens *
+        group rows. Memory is one block of scores, never tokens x tokens.
     """
     # On a CPU the fused kernel is tiled in every precision and several times as fast. On a GPU it would fall back
     # to tokens x tokens scores in float64, and the blocks below are fast enough.
@@ -50,7 +50,11 @@ def _fused(
     sm_scale: float,
     sinks: torch.Tensor | None,
 ) -> Iterator[torch.Tensor]:
-    heads, _, group, head_dim = q.shape
+    heads, _, group, _ = q.shape
+    # The kernel wants values as wide as keys.
+    channels = v.shape[-1]
+    width = max(q.shape[-1], channels)
+    q, k, v = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     begin = 0
     for length in seq_lens:
         span = slice(begin, begin + length)
@@ -58,15 +62,15 @@ def _fused(
         keys, values = k[:, span], v[:, span]
         if sinks is not None:
             # A token in front, which all see and whose value is zero. One more channel makes its logit: the sink's in
-            # every query, 1 in this key and 0 in the others. The kernel wants values as wide as keys.
+            # every query, 1 in this key and 0 in the others.
             queries, keys, values = (pad(x, (0, 1, 1, 0)) for x in (queries, keys, values))
             queries[..., -1] = sinks[..., None] / sm_scale
             keys[:, 0, -1] = 1
         keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
         outputs = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=sm_scale)
         if sinks is not None:
-            outputs = outputs[:, :, 1:, :-1]
-        yield outputs.reshape(heads, -1, head_dim)
+            outputs = outputs[:, :, 1:]
+        yield outputs[..., :channels].reshape(heads, -1, channels)
         begin += length
 
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from oscar_rotation.math.eigenbasis import eigenbasis
-from oscar_rotation.math.hadamard import bit_reversal_matrix, sylvester_hadamard
+from oscar_rotation.math.hadamard import bit_reversal_matrix, hadamard
 
 COMPOSITION = "u_h_br"
 """What files call matrices of :func:`balance`."""
@@ -92,11 +92,11 @@ def balance(stored: torch.Tensor, reading: torch.Tensor) -> Balanced:
     """The transform that minimizes the error seen through ``reading``.
 
     Args:
-        stored: second moment of what is stored, [d, d], d a power of two.
+        stored: second moment of what is stored, [d, d], d as of :func:`oscar_rotation.math.hadamard.hadamard`.
         reading: second moment of what reads it, [d, d].
 
     Raises:
-        ValueError: shapes that disagree, d not a power of two, or a moment that is zero or not finite.
+        ValueError: shapes that disagree, d of no Hadamard matrix, or a moment that is zero or not finite.
     """
     if stored.shape != reading.shape:
         raise ValueError(f"second moments must have one shape, got {list(stored.shape)} and {list(reading.shape)}")
@@ -107,7 +107,7 @@ def balance(stored: torch.Tensor, reading: torch.Tensor) -> Balanced:
     # The sign of a singular vector is free; the largest entry of a column of T is positive, so that a refit agrees.
     largest = transform.abs().argmax(0)
     signs = transform[largest, torch.arange(d)].sign()
-    spread = sylvester_hadamard(d) @ bit_reversal_matrix(d)
+    spread = hadamard(d) @ bit_reversal_matrix(d)
     # So is the scale. Rows keep their mean energy, so that 16-bit windows hold numbers of the usual size.
     scale = float((stored.double().trace() / sigma.sum()).sqrt())
     return Balanced(scale * (transform * signs) @ spread, (dual * signs) @ spread / scale, sigma)

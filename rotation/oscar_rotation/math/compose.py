@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 import torch
 
-from oscar_rotation.math.hadamard import bit_reversal_matrix, block_hadamard, pbr_permutation, sylvester_hadamard
+from oscar_kernels.layout import largest_group
+from oscar_rotation.math.hadamard import bit_reversal_matrix, block_hadamard, hadamard, pbr_permutation
 
 Composition = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(eigenvectors [d, d], eigenvalues [d]) -> float64 [d, d], orthogonal, on the CPU."""
@@ -32,26 +33,27 @@ def _factors(eigenvectors: torch.Tensor, eigenvalues: torch.Tensor) -> tuple[tor
     """U, H and P in float64 on the CPU.
 
     Raises:
-        ValueError: if d is not a power of two or the shapes disagree.
+        ValueError: if there is no Hadamard matrix of d or the shapes disagree.
     """
     d = eigenvalues.numel()
     if tuple(eigenvectors.shape) != (d, d):
         raise ValueError(f"{d} eigenvalues need eigenvectors [{d}, {d}], got {tuple(eigenvectors.shape)}")
-    return eigenvectors.double().cpu(), sylvester_hadamard(d), pbr_permutation(eigenvalues)
+    return eigenvectors.double().cpu(), hadamard(d), pbr_permutation(eigenvalues)
 
 
 def r_h_pbr(eigenvectors: torch.Tensor, eigenvalues: torch.Tensor) -> torch.Tensor:
     """R = U H P, the method (paper, equation 3 and appendix A.4).
 
     Args:
-        eigenvectors: U, [d, d], columns in the order of ``eigenvalues``; d a power of two.
+        eigenvectors: U, [d, d], columns in the order of ``eigenvalues``; d as of
+            :func:`oscar_rotation.math.hadamard.hadamard`.
         eigenvalues: [d], in any order.
 
     Returns:
         float64 [d, d], orthogonal, on the CPU.
 
     Raises:
-        ValueError: if d is not a power of two or the shapes disagree.
+        ValueError: if there is no Hadamard matrix of d or the shapes disagree.
     """
     u, h, p = _factors(eigenvectors, eigenvalues)
     return u @ h @ p
@@ -76,9 +78,10 @@ def br(eigenvectors: torch.Tensor, eigenvalues: torch.Tensor) -> torch.Tensor:
 
 
 def br_h128(eigenvectors: torch.Tensor, eigenvalues: torch.Tensor) -> torch.Tensor:
-    """R = U B H128: as :func:`br`, then a Hadamard within each block of 128 channels (all, where there are fewer)."""
+    """R = U B H128: as :func:`br`, then a Hadamard within each block of 128 channels, or of the largest power of two
+    below that divides them."""
     d = eigenvalues.numel()
-    return br(eigenvectors, eigenvalues) @ block_hadamard(d, min(d, H128))
+    return br(eigenvectors, eigenvalues) @ block_hadamard(d, largest_group(d, H128))
 
 
 def r_h(eigenvectors: torch.Tensor, eigenvalues: torch.Tensor) -> torch.Tensor:

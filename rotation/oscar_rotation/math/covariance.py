@@ -24,7 +24,7 @@ class CovarianceAccumulator:
 
     Args:
         kv_heads: kv heads of the layer.
-        head_dim: channels per head.
+        head_dim: channels per head of what is summed.
         device: where the sums live and the work is done.
     """
 
@@ -41,7 +41,7 @@ class CovarianceAccumulator:
         Args:
             q: [tokens, q_heads, head_dim], after RoPE.
             k: [tokens, kv_heads, head_dim], after RoPE.
-            v: [tokens, kv_heads, head_dim].
+            v: [tokens, kv_heads, head_dim]; heads may have another size than those of ``q`` and ``k``.
             seq_lens: lengths of the requests, one after the other; they sum to tokens.
         """
         raise NotImplementedError
@@ -117,7 +117,7 @@ class ScoreValueCovariance(CovarianceAccumulator):
 
     Args:
         kv_heads, head_dim, device: as in the base class.
-        sm_scale: factor on the logits; None for 1/sqrt(head_dim).
+        sm_scale: factor on the logits; None for 1/sqrt(head_dim of the queries).
         sinks: [q_heads], sink logits, which take their part of the attention; None for a layer without.
     """
 
@@ -130,17 +130,18 @@ class ScoreValueCovariance(CovarianceAccumulator):
         sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__(kv_heads, head_dim, device)
-        self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self.sm_scale = sm_scale
         self.sinks = None if sinks is None else sinks.to(self.device).view(kv_heads, -1)
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""
         group = q.shape[1] // self.kv_heads
+        scale = q.shape[2] ** -0.5 if self.sm_scale is None else self.sm_scale
         for heads in self._heads():
             queries = self._rows(q, heads).unflatten(1, (-1, group))
             keys, values = self._rows(k, heads), self._rows(v, heads)
             sinks = None if self.sinks is None else self.sinks[heads]
-            for outputs in attention_outputs(queries, keys, values, seq_lens, self.sm_scale, sinks):
+            for outputs in attention_outputs(queries, keys, values, seq_lens, scale, sinks):
                 self._add(heads, outputs)
         self.rows += q.shape[0] * group
 
@@ -152,12 +153,12 @@ class ProxyValueCovariance(CovarianceAccumulator):
     as in the method's public description.
 
     Args:
-        query_covariance: [kv_heads, head_dim, head_dim], C_Q per kv head (:meth:`QueryCovariance.per_head`).
-        device: as in the base class.
+        query_covariance: [kv_heads, d, d], C_Q per kv head (:meth:`QueryCovariance.per_head`).
+        head_dim, device: as in the base class.
     """
 
-    def __init__(self, query_covariance: torch.Tensor, device: torch.device | str = "cpu") -> None:
-        super().__init__(query_covariance.shape[0], query_covariance.shape[-1], device)
+    def __init__(self, query_covariance: torch.Tensor, head_dim: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(query_covariance.shape[0], head_dim, device)
         self.query_covariance = query_covariance.to(self.device, torch.float64)
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import clip, dequantize, fitted_parameters, quantize
+from oscar_kernels.layout import largest_group
 from oscar_kernels.scales import MIN_RANGE, dequantize_symmetric, fitted_scale, quantize_symmetric, rms
 
 
@@ -16,7 +17,7 @@ def coded(y: torch.Tensor, group: int, ratio: float, gain: float, levels: int = 
 
     Args:
         y: [..., d], behind its transform.
-        group: channels that share scale and zero point; d where it is larger.
+        group: channels that share scale and zero point at most; they divide d.
         ratio: of :func:`oscar_kernels.codec.clip`.
         gain: of :func:`oscar_kernels.codec.fitted_parameters`; 0 keeps the scale of the range.
         levels: values of a code; of 4, 8 and 16 this is bit by bit what the server stores.
@@ -24,7 +25,7 @@ def coded(y: torch.Tensor, group: int, ratio: float, gain: float, levels: int = 
     Returns:
         float32 [..., d].
     """
-    codes, scale, zero = quantize(clip(y, ratio), min(group, y.shape[-1]), levels=levels)
+    codes, scale, zero = quantize(clip(y, ratio), largest_group(y.shape[-1], group), levels=levels)
     if gain:
         scale, zero = fitted_parameters(y, codes, scale, gain)
     return dequantize(codes, scale, zero)
@@ -32,7 +33,7 @@ def coded(y: torch.Tensor, group: int, ratio: float, gain: float, levels: int = 
 
 def coded_symmetric(y: torch.Tensor, group: int, gain: float, bits: int = 2) -> torch.Tensor:
     """Of symmetric codes that are not clipped; arguments and result as of :func:`coded`."""
-    codes, scale = quantize_symmetric(y, min(group, y.shape[-1]), bits=bits)
+    codes, scale = quantize_symmetric(y, largest_group(y.shape[-1], group), bits=bits)
     levels = dequantize_symmetric(codes, torch.ones_like(scale), bits)
     return dequantize_symmetric(codes, fitted_scale(y, levels, scale, gain).to(scale.dtype), bits)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from oscar_kernels.codec import clip_index, dequantize, quantize
+from oscar_kernels.layout import largest_group
 
 
 def quantized(rotated: torch.Tensor, clip_ratio: float, group_size: int) -> torch.Tensor:
@@ -18,7 +19,7 @@ def quantized(rotated: torch.Tensor, clip_ratio: float, group_size: int) -> torc
     Args:
         rotated: x R, [rows, head_dim], float32.
         clip_ratio: 1 does not clip.
-        group_size: channels that share a scale; head_dim where larger.
+        group_size: channels that share a scale at most; they divide head_dim.
 
     Returns:
         float32 [rows, head_dim], in the rotated basis.
@@ -37,4 +38,4 @@ def quantized_at(rotated: torch.Tensor, clip_ratios: Sequence[float], group_size
         if index is not None:
             tau = ordered[..., index : index + 1]
             clipped = torch.maximum(torch.minimum(rotated, tau), -tau)
-        yield dequantize(*quantize(clipped, min(group_size, head_dim)))
+        yield dequantize(*quantize(clipped, largest_group(head_dim, group_size)))

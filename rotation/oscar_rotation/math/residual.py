@@ -8,7 +8,7 @@ import torch
 
 from oscar_rotation.files.rotation_set import Side
 from oscar_rotation.math.covariance import CovarianceAccumulator
-from oscar_rotation.math.hadamard import sylvester_hadamard
+from oscar_rotation.math.hadamard import hadamard
 from oscar_rotation.math.quantized import quantized
 
 GROUP_SIZE = 128
@@ -32,7 +32,7 @@ class ResidualCovariance(CovarianceAccumulator):
     def __init__(self, side: Side, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         super().__init__(kv_heads, head_dim, device)
         self.side = side
-        self.hadamard = sylvester_hadamard(head_dim).to(self.device)
+        self.hadamard = hadamard(head_dim).to(self.device)
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int]) -> None:
         """Add one chunk; see the base class."""

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
-from oscar_rotation.dump import DumpChunk, DumpError, DumpReader
+from oscar_rotation.dump import DumpChunk, DumpReader
 from oscar_rotation.dump.stream import stream_chunks
 from oscar_rotation.errors import of_layer
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet, Side
 from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.heads import check_heads
 from oscar_rotation.fit.held_out import QUERIES, Request, moved, plan_held_out, requests
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.output_weights import OutputWeights
@@ -30,7 +31,6 @@ from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weigh
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import QueryCovariance, ValueCovariance
 from oscar_rotation.math.fitted_rows import coded
-from oscar_rotation.math.hadamard import is_power_of_two
 from oscar_rotation.math.positions import Positions
 from oscar_rotation.recipes import plus
 from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, output_weights
@@ -50,7 +50,8 @@ class FocusMoments:
     """What the key transforms of one layer are made of, and the second moment of its values.
 
     Args:
-        kv_heads, head_dim, device: as of :class:`oscar_rotation.math.covariance.CovarianceAccumulator`.
+        kv_heads, head_dim, device: as of :class:`oscar_rotation.math.covariance.CovarianceAccumulator`, of keys.
+        value_head_dim: channels per head of the values.
         scale: factor on the logits.
         sinks: [q_heads], sink logits of the layer; None for a layer without.
     """
@@ -59,12 +60,14 @@ class FocusMoments:
         self,
         kv_heads: int,
         head_dim: int,
+        value_head_dim: int,
         scale: float,
         device: torch.device | str = "cpu",
         sinks: torch.Tensor | None = None,
     ) -> None:
-        self.scale, self.sinks, size = scale, sinks, (kv_heads, head_dim, device)
-        self.queries, self.values = QueryCovariance(*size), ValueCovariance(*size)
+        self.scale, self.sinks = scale, sinks
+        self.queries = QueryCovariance(kv_heads, head_dim, device)
+        self.values = ValueCovariance(kv_heads, value_head_dim, device)
         # Of keys with weights, then of all alike: energy [2, heads, d, d], sum [2, heads, d], mass [2, heads].
         self.energy = torch.zeros(2, kv_heads, head_dim, head_dim, dtype=torch.float64, device=device)
         self.sum = torch.zeros(2, kv_heads, head_dim, dtype=torch.float64, device=device)
@@ -139,7 +142,7 @@ def fit_focus_layer(
     Args:
         moments: of the layer.
         held_out: requests that shares are chosen on.
-        reader: W_o W_o^T by kv head, [kv_heads, head_dim, head_dim].
+        reader: W_o W_o^T by kv head, [kv_heads, d, d], d channels of a head of the values.
         positions: that keys may have; None for those that they had.
     """
     queries = shrunk(moments.queries_by_head(positions))
@@ -216,12 +219,12 @@ def fit_focus(
         sinks = source.sink_logits(layer)
         for index, chunk in enumerate(islice(stream, len(chunks))):
             geometry = (chunk.q.shape[1], *chunk.k.shape[1:])
-            kv_heads, head_dim = geometry[1:]
-            if not is_power_of_two(head_dim):
-                raise DumpError(f"{source.root}: head_dim is {head_dim}; a Hadamard rotation needs a power of two")
+            (kv_heads, head_dim), value_head_dim = geometry[1:], chunk.v.shape[2]
             if moments is None:
+                check_heads(source.root, head_dim, value_head_dim)
                 stated = source.manifest.sm_scale if source.manifest else None
-                moments = FocusMoments(kv_heads, head_dim, stated or head_dim**-0.5, place, sinks)
+                scale = stated or head_dim**-0.5
+                moments = FocusMoments(kv_heads, head_dim, value_head_dim, scale, place, sinks)
             if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
             moments.update_values(chunk)
@@ -233,7 +236,7 @@ def fit_focus(
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
         longest = moments.longest
-        reader = weights.reader(layer, kv_heads, head_dim)
+        reader = weights.reader(layer, kv_heads, value_head_dim)
         with of_layer(layer):
             layers.append(fit_focus_layer(moments, held_out, reader, positions))
     tokens = sum(map(sum, seq_lens.values()))

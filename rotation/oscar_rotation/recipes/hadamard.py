@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oscar_rotation.math.hadamard import sylvester_hadamard
+from oscar_rotation.math.hadamard import hadamard
 from oscar_rotation.recipes.base import BuiltInRecipe
 
-RECIPE = BuiltInRecipe("hadamard", "Walsh-Hadamard, the rotation of QuaRot", sylvester_hadamard)
+RECIPE = BuiltInRecipe("hadamard", "Walsh-Hadamard, the rotation of QuaRot", hadamard)

@@ -20,6 +20,7 @@ from oscar_rotation.fit.bits import Measured, apply_goal
 from oscar_rotation.fit.book_gains import fit_gains
 from oscar_rotation.fit.books import fit_books
 from oscar_rotation.fit.device import choose_device
+from oscar_rotation.fit.heads import check_heads
 from oscar_rotation.fit.held_out import plan_held_out
 from oscar_rotation.fit.layer import Progress
 from oscar_rotation.fit.options import OptionError
@@ -29,7 +30,6 @@ from oscar_rotation.fit.side_codes import Row, SideCodes
 from oscar_rotation.fit.texts import sequences
 from oscar_rotation.math.balanced import COMPOSITION, Balanced, balance, shrunk
 from oscar_rotation.math.covariance import KeyCovariance, QueryCovariance, ValueCovariance
-from oscar_rotation.math.hadamard import is_power_of_two
 from oscar_rotation.math.positions import Positions
 from oscar_rotation.recipes.base import FitRequest, FittedRecipe, activations, output_weights
 
@@ -55,12 +55,13 @@ class Moments:
     """What the transforms of one layer are made of.
 
     Args:
-        kv_heads, head_dim, device: as of :class:`oscar_rotation.math.covariance.CovarianceAccumulator`.
+        kv_heads, head_dim, device: as of :class:`oscar_rotation.math.covariance.CovarianceAccumulator`, of keys.
+        value_head_dim: channels per head of the values.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
-        size = (kv_heads, head_dim, device)
-        self.queries, self.keys, self.values = QueryCovariance(*size), KeyCovariance(*size), ValueCovariance(*size)
+    def __init__(self, kv_heads: int, head_dim: int, value_head_dim: int, device: torch.device | str = "cpu") -> None:
+        self.queries, self.keys = QueryCovariance(kv_heads, head_dim, device), KeyCovariance(kv_heads, head_dim, device)
+        self.values = ValueCovariance(kv_heads, value_head_dim, device)
         self.key_sum = torch.zeros(kv_heads, head_dim, dtype=torch.float64, device=device)
         self.longest = 0
 
@@ -109,7 +110,7 @@ def fit_plus_layer(moments: Moments, reader: torch.Tensor, positions: Positions 
 
     Args:
         moments: of the layer.
-        reader: W_o W_o^T by kv head, [kv_heads, head_dim, head_dim].
+        reader: W_o W_o^T by kv head, [kv_heads, d, d], d channels of a head of the values.
         positions: that keys may have; None for those that they had.
     """
     stored, reading = moments.keys_by_head(positions=positions), moments.queries_by_head(positions)
@@ -147,16 +148,16 @@ def fit_plus(
     stream = stream_chunks(source, [(layer, chunk) for layer in range(source.num_layers) for chunk in chunks], place)
     layers: list[PlusLayer] = []
     positions: Positions | None = None
-    tokens = requests = q_heads = kv_heads = head_dim = longest = 0
+    tokens = requests = q_heads = kv_heads = head_dim = value_head_dim = longest = 0
     for layer in range(source.num_layers):
         moments: Moments | None = None
         for index, whole in enumerate(islice(stream, len(chunks))):
             chunk, _ = whole.split((held or {}).get(chunks[index], len(whole.seq_lens)))
             q_heads, kv_heads, head_dim = chunk.q.shape[1], chunk.k.shape[1], chunk.k.shape[2]
-            if not is_power_of_two(head_dim):
-                raise DumpError(f"{source.root}: head_dim is {head_dim}; a Hadamard rotation needs a power of two")
+            value_head_dim = chunk.v.shape[2]
             if moments is None:
-                moments = Moments(kv_heads, head_dim, place)
+                check_heads(source.root, head_dim, value_head_dim)
+                moments = Moments(kv_heads, head_dim, value_head_dim, place)
             if not layers and index == 0:
                 positions = weights.positions(head_dim, context)
             if chunk.seq_lens:
@@ -167,7 +168,7 @@ def fit_plus(
                 progress(layer * len(chunks) + index + 1, source.num_layers * len(chunks))
         assert moments is not None
         longest = moments.longest
-        reader = weights.reader(layer, kv_heads, head_dim)
+        reader = weights.reader(layer, kv_heads, value_head_dim)
         with of_layer(layer):
             layers.append(fit_plus_layer(moments, reader, positions))
     calibration = {
@@ -267,6 +268,8 @@ def spend_bits(
     goal, device = options.bits or BitGoal(2, 2), choose_device(request.device)
     try:
         if goal.mean is not None:
+            if result.value.head_dim != head_dim:
+                raise OptionError("bits", "must be widths such as k3v2 where heads of keys and values differ in size")
             goal.widths(head_dim, options.group_size, options.codings)  # refuses before anything is measured
         keys, values = SideCodes(KEY_ROWS), SideCodes(VALUE_ROWS, options.value_coding)
         if options.key_coding in (CODEBOOK, AUTO):

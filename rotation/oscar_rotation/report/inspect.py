@@ -15,7 +15,7 @@ from oscar_rotation.files.reach import reach
 from oscar_rotation.files.rotation_file import read_rotation_file, recorded_side
 from oscar_rotation.files.rotation_set import RotationSet, inversion_errors, orthogonality_errors
 from oscar_rotation.math.balanced import COMPOSITION
-from oscar_rotation.math.hadamard import is_power_of_two
+from oscar_rotation.math.hadamard import has_hadamard
 from oscar_rotation.report.sharing import overlap, sharing_loss, unrelated_overlap
 
 TOP_EIGENVALUES = 8
@@ -115,7 +115,7 @@ def _sharing_loss(loaded: RotationSet, layer: int) -> float | None:
     sigma = None if loaded.exact(layer) else loaded.eigenvalues
     if not loaded.per_head or loaded.duals is None or sigma is None or loaded.metadata.composition != COMPOSITION:
         return None
-    usable = is_power_of_two(loaded.head_dim) and float(sigma[layer].min()) > 0
+    usable = has_hadamard(loaded.head_dim) and float(sigma[layer].min()) > 0
     return sharing_loss(loaded.rotations[layer], sigma[layer]) if usable else None
 
 

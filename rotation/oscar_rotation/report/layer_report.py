@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from oscar_kernels.layout import largest_group
 from oscar_rotation.fit.samples import HeadSample
 from oscar_rotation.math.compose import identity
-from oscar_rotation.math.hadamard import sylvester_hadamard
+from oscar_rotation.math.hadamard import hadamard
 from oscar_rotation.math.quantized import quantized
 from oscar_rotation.report.inspect import spectrum_summary
 
@@ -39,7 +40,7 @@ def layer_report(
     """Figures of one layer as JSON values.
 
     Args:
-        rotations: of keys and of values, float32 [kv_heads, head_dim, head_dim] each.
+        rotations: of keys and of values, float32 [kv_heads, d, d] each.
         metrics: C_Q and C_S, float64, [1, d, d] where a rotation is shared by the layer, else [kv_heads, d, d].
         clip_ratios: of keys and of values, used for every rotation alike.
         samples: requests of the layer.
@@ -49,11 +50,10 @@ def layer_report(
         ``spectrum`` of both metrics, ``k`` and ``v``: rotation name -> figures (see the module), and
         ``output_error``: rotation name -> figure; names are "chosen", "hadamard" and "identity".
     """
-    head_dim = rotations[0].shape[-1]
     candidates = {CHOSEN: rotations}
-    for name, make in (("hadamard", sylvester_hadamard), ("identity", identity)):
-        matrix = make(head_dim).to(rotations[0])
-        candidates[name] = (matrix.expand_as(rotations[0]), matrix.expand_as(rotations[1]))
+    for name, make in (("hadamard", hadamard), ("identity", identity)):
+        keys, values = (make(side.shape[-1]).to(side).expand_as(side) for side in rotations)
+        candidates[name] = (keys, values)
     report: dict[str, Any] = {
         "spectrum": {side: spectrum_summary(torch.linalg.eigvalsh(m.mean(0))) for side, m in _sides(metrics)},
         "k": {},
@@ -94,7 +94,7 @@ def _sides(pair: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[str, torch.Ten
 def _measure(
     side: str, rotations: torch.Tensor, clip_ratio: float, samples: Sequence[HeadSample], group_size: int
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    group = min(group_size, rotations.shape[-1])
+    group = largest_group(rotations.shape[-1], group_size)
     ranges, restored = [], []
     largest = residual = logit_error = logit_energy = 0.0
     rows = 0

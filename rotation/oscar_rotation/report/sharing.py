@@ -23,18 +23,18 @@ import math
 import torch
 
 from oscar_rotation.math.balanced import balance
-from oscar_rotation.math.hadamard import bit_reversal_matrix, sylvester_hadamard
+from oscar_rotation.math.hadamard import bit_reversal_matrix, hadamard
 
 
 def sharing_loss(transforms: torch.Tensor, sigma: torch.Tensor) -> float:
     """The relative increase of a layer's expected error if its heads shared one balanced transform; at least 0.
 
     Args:
-        transforms: T of each kv head, [kv_heads, d, d], d a power of two.
+        transforms: T of each kv head, [kv_heads, d, d], d as of :func:`oscar_rotation.math.hadamard.hadamard`.
         sigma: their singular values in descending order, [kv_heads, d], positive.
     """
     exact, d = transforms.double().cpu(), transforms.shape[-1]
-    spread = sylvester_hadamard(d) @ bit_reversal_matrix(d)
+    spread = hadamard(d) @ bit_reversal_matrix(d)
     common = spread.mT @ torch.diag_embed(sigma.double().cpu()) @ spread
     dual = torch.linalg.inv(exact).mT
     stored, reading = dual @ common @ dual.mT, exact @ common @ exact.mT

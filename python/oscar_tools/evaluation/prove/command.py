@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from oscar_kernels.layout import largest_group
 from oscar_tools.calibration.commands import driver_errors
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.model_files import context_length, load_config, load_tokenizer
@@ -42,7 +43,9 @@ def prove_command(name: NAME, caches: CacheOptions, measures: MeasureOptions, se
     caches.check_memory(servers.flags)
     with driver_errors(), ExitStack() as stack:
         config, tokenizer = load_config(settings), load_tokenizer(settings)
-        settings = settings.overridden(group_size=caches.group_size or min(DEFAULT_GROUP_SIZE, _head_dim(config)))
+        settings = settings.overridden(
+            group_size=caches.group_size or largest_group(_head_dim(config), DEFAULT_GROUP_SIZE)
+        )
         caches.check_specs(_head_dim(config), settings.group_size)
         material = measures.material(Texts(tokenizer, measures.text), _context(config, caches, servers))
         chosen = measures.measures(material)

@@ -178,6 +178,7 @@ class Dump:
             q_heads=model.num_attention_heads,
             kv_heads=model.get_total_num_kv_heads(),
             head_dim=model.head_dim,
+            value_head_dim=None if model.v_head_dim == model.head_dim else model.v_head_dim,
             dtype=str(model.dtype).removeprefix("torch."),
             tp_size=parallel.attn_tp_size,
             sm_scale=sm_scale,
@@ -209,7 +210,7 @@ class Dump:
 
         Args:
             layer_id: of the model.
-            q, k, v: [tokens, heads of this rank, head_dim].
+            q, k, v: [tokens, heads of this rank, head_dim], heads of ``v`` of their own size.
             sinks: [q_heads of this rank], sink logits of the layer; None for a layer without.
         """
         if self.selected is None or layer_id not in self.numbers:
@@ -274,7 +275,7 @@ def before_attention(self: Any, q: Any, k: Any, v: Any, forward_batch: Any, *arg
             _dump.select(forward_batch)
         tokens = sum(forward_batch.extend_seq_lens_cpu)
         heads = [(q, self.tp_q_head_num), (k, self.tp_k_head_num), (v, self.tp_v_head_num)]
-        queries, keys, values = (x[:tokens].view(tokens, count, self.head_dim) for x, count in heads)
+        queries, keys, values = (x[:tokens].view(tokens, count, -1) for x, count in heads)
         _dump.write(self.layer_id, queries, keys, values, kwargs.get("sinks"))
     except (OSError, DumpError) as error:
         fatal(f"cannot write the dump to {_settings.folder}: {error}")

@@ -197,6 +197,7 @@ def _manifest(runner: Any, sampling: Sampling, ranks: int) -> DumpManifest:
         model_overrides=json.loads(args.json_model_override_args), weights=weights_place(args.model_path),
         num_layers=len(layers), layer_ids=None if len(layers) == model.num_hidden_layers else layers,
         q_heads=model.num_attention_heads, kv_heads=model.get_total_num_kv_heads(), head_dim=model.head_dim,
+        value_head_dim=None if model.v_head_dim == model.head_dim else model.v_head_dim,
         dtype=sampling.dtype, tokens=sampling.tokens, tp_size=ranks, sm_scale=sampling.sm_scale,
         sink_logits=tuple(sorted(sampling.writer.sink_layers)), output_readers=sampling.has_readers,
     )  # fmt: skip

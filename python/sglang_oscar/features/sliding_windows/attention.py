@@ -97,7 +97,7 @@ class WindowsBesideInt2(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One token per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
+        """One token per request; returns [tokens, q_heads * v_head_dim] in the dtype of ``q``."""
         return self._of(layer).forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[no-any-return]
 
     def forward_extend(
@@ -110,7 +110,7 @@ class WindowsBesideInt2(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """A chunk per request; returns [tokens, q_heads * head_dim] in the dtype of ``q``."""
+        """A chunk per request; returns [tokens, q_heads * v_head_dim] in the dtype of ``q``."""
         backend = self._of(layer)
         if self._refilling and backend is self.stock:
             return attend_within(q, k, v, layer, forward_batch.extend_seq_lens_cpu, kwargs.get("sinks"))
@@ -132,12 +132,12 @@ def attend_within(
         sinks: sink logits of the layer; None for a model without.
 
     Returns:
-        [tokens, q_heads * head_dim] in the dtype of ``q``.
+        [tokens, q_heads * v_head_dim] in the dtype of ``q``.
     """
     queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
     keys = k.view(-1, layer.tp_k_head_num, layer.head_dim)
-    values = v.view(-1, layer.tp_v_head_num, layer.head_dim)
-    out, begin = torch.zeros_like(queries), 0
+    values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+    out, begin = queries.new_zeros(*queries.shape[:2], layer.v_head_dim), 0
     for length in lengths:
         own = slice(begin, begin + length)
         found = attend(queries[own], keys[own], values[own], layer.scaling, layer.sliding_window_size, sinks)

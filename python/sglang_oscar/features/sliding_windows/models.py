@@ -15,7 +15,7 @@ from sglang_oscar.formats.cached_layers import WINDOWS_APART
 REASONS: dict[str, str] = {
     "Llama4": "iRoPE: its layers without RoPE scale queries by position, the others attend in chunks",
     "Gemma4": "layers with a window have heads of another size, and some layers share a cache",
-    "MiMoV2": "heads of keys and values differ in size",
+    "MiMoV2": "several modalities, or drafts",
     "MuseSpark": "several modalities and layers of other kinds",
     "Inkling": "short convolutions keep states beside the cache",
     "DeepseekV4": "compressed attention",

@@ -50,6 +50,7 @@ def pair_with_windows(configurator: Any, sizes: Any, int2: Int2TokenToKVPool) ->
         dtype=model.dtype,
         head_num=model.get_swa_num_kv_heads(get_parallel().attn_tp_size),
         head_dim=model.swa_head_dim,
+        v_head_dim=model.swa_v_head_dim,
         swa_attention_layer_ids=model.swa_attention_layer_ids,
         full_attention_layer_ids=model.full_attention_layer_ids,
         device=configurator.device,
