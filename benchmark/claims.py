@@ -191,6 +191,24 @@ def laboratory() -> Iterator[Claim]:
     )
 
 
+def like_gpt_oss() -> Iterator[Claim]:
+    """The model of gpt-oss's architecture, without outliers and with."""
+    methods = (
+        "QuaRot-INT2 g64",
+        "OSCAR g64",
+        "plus g64",
+        "focus g64, served form",
+        "focus g128, served form, --bits k3v2",
+    )
+    models = result("cpu_accuracy_gpt_oss")["models"]
+    rows = [models[name]["regimes"]["as trained"]["rows"] for name in ("gpt_oss", "gpt_oss_x32")]
+    yield Claim(
+        "docs/accuracy.md",
+        "QuaRot {} and {}, OSCAR {} and {}, `plus` {} and {}, `focus` {} and {}, the default {} and {}.",
+        tuple(found[name]["language"]["kl"]["mean"] for name in methods for found in rows),
+    )
+
+
 def codebooks() -> Iterator[Claim]:
     """Decoding with points that a layer shares."""
     rows = {(row["batch"], row["length"]): row for row in result("h200_kernels_codings_shared")["decode"][0]["rows"]}
@@ -327,6 +345,7 @@ def all_claims() -> list[Claim]:
             accuracy,
             long_contexts,
             laboratory,
+            like_gpt_oss,
             codebooks,
             proved,
             kernels,

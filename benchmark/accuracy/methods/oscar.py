@@ -141,6 +141,7 @@ METHODS = [
     ablation("order", "descending", order="descending"),
     ablation("order", "descending", order="descending", group=64),
     ablation("order", "K^T K descending", key_target="ktk", order="descending"),
+    ablation("targets", "per kv head", per_head=True, group=32),
     ablation("targets", "proxy C_S", value_target="proxy"),
     ablation("targets", "C_Q only", value_target="hadamard"),
     ablation("targets", "C_S only", key_target="hadamard"),
