@@ -34,6 +34,7 @@ class Model:
         folder: where it goes by default.
         tied: whether one matrix is embedding and output, whatever the GGUF file holds.
         room: disk space that making it takes at most, wheels among it, in GB.
+        chats: whether it has a chat template, without which the quickstart has no questions for it.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Model:
     folder: Path
     tied: bool
     room: float
+    chats: bool = True
 
     @property
     def source(self) -> str:
@@ -117,5 +119,6 @@ MODELS = {
         RESULTS / "real_model_gemma3-270m",
         tied=True,
         room=1.3,
+        chats=False,
     ),
 }
