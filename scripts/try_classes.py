@@ -5,7 +5,7 @@
     python scripts/try_classes.py --all
 
 A class is served if a small random model of it answers as with stock SGLang (oscar_tools.trial); shapes are in
-scripts/model_classes/shapes.py. Runs without a GPU, in a second or two a class.
+scripts/model_classes, of models that see images in seeing.py. Runs without a GPU, in a second or two a class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from model_classes import shapes
+from model_classes import seeing, shapes
 from model_classes.known import known
 from model_classes.registered import classes
 
@@ -31,9 +31,10 @@ FORKED = "OSCAR_TRY_CLASSES"
 
 def tried(name: str, folder: Path) -> Row:
     """What a trial of a class says."""
-    if name not in shapes.SHAPES:
+    of = next((of for of in (shapes, seeing) if name in of.SHAPES), None)
+    if of is None:
         return Row(UNTRIED, "no small configuration is known")
-    model = shapes.save(name, folder / name)
+    model = of.save(name, folder / name)
     write({other: row for other, row in read().items() if other != name})  # what was refused is tried anew
     rows.cache_clear()
     outcome = trial.try_model(model, ["--trust-remote-code"])

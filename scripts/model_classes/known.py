@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from model_classes import seeing
 from sglang_oscar.attach.model_classes import REFUSED, SERVED, UNTRIED, Row
-from sglang_oscar.attach.refusals import VISION_MODELS
+from sglang_oscar.attach.refusals import BOTH_WAYS
 from sglang_oscar.features.hybrids.refusals import MAMBA2
 from sglang_oscar.features.hybrids.refusals import MODELS as HYBRIDS
 
@@ -27,6 +28,8 @@ OTHERS = {
     "iRoPE": "Llama4ForCausalLM",
     "models of MindSpore": "MindSporeForCausalLM",
     "diffusion": "LLaDA2MoeModelLM DiffusionGemmaForBlockDiffusion",
+    "images that code beside published weights reads, and nothing here": "MiniCPMV MiniCPMO",
+    "images beside layers with windows": "Step3p7ForConditionalGeneration Cohere2VisionForConditionalGeneration",
     "several modalities": "YiVLForCausalLM MuseGlimmerForCausalLM",
     "layers with a window that have other heads": "Gemma4ForCausalLM",
     "an attention backend that SGLang insists on": "Exaone4ForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM",
@@ -46,22 +49,26 @@ def known(name: str) -> Row | None:
     """The row of a class that is not tried; None for others."""
     from sglang.srt.configs.model_config import is_generation_model, multimodal_model_archs
 
-    if name in VISION_MODELS | HYBRIDS - MAMBA2 | {"GptOssForCausalLM"}:
+    if name in HYBRIDS - MAMBA2 | {"GptOssForCausalLM"}:
         return Row(SERVED, "tests of servers")
     if name in ON_A_GPU:
         return Row(SERVED, ON_A_GPU[name])
+    for what, names in OTHERS.items():
+        if name in names.split():
+            return Row(REFUSED, what)
     for kind, what in (
         (bool(DRAFT.search(name)), "a draft model, which drafts for others"),
         (bool(NO_ANSWERS.search(name)) or not is_generation_model([name]), "does not generate"),
         (name in LATENT, "multi-head latent attention (MLA)"),
-        (name in multimodal_model_archs or name.endswith("ForConditionalGeneration"), "several modalities"),
+        (name in BOTH_WAYS, "attention in both directions within images"),
+        (
+            name not in seeing.SHAPES and (name in multimodal_model_archs or name.endswith("ForConditionalGeneration")),
+            "several modalities",
+        ),
         (name.startswith("Transformers"), "models of transformers"),
     ):
         if kind:
             return Row(REFUSED, what)
     if name in NEEDS_GPU:
         return Row(UNTRIED, "its kernels need a GPU")
-    for what, names in OTHERS.items():
-        if name in names.split():
-            return Row(REFUSED, what)
     return None

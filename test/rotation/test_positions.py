@@ -155,10 +155,14 @@ def test_models_that_read_images(tmp_path: Path) -> None:
     nested = rotary_positions(config(tmp_path, model_type="qwen3_vl", text_config=text), 128, None)
     old = {"rope_theta": 5e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
     flat = rotary_positions(config(tmp_path, model_type="qwen2_5_vl", **old), 128, None)
+    inner = {"model_type": "qwen3", "max_position_embeddings": 8192, "rope_theta": 5e6}
+    intern = rotary_positions(config(tmp_path, model_type="internvl_chat", llm_config=inner), 128, None)
     plain = rotary_positions(config(tmp_path, rope_theta=5e6), 128, None)
     assert nested
     assert flat
+    assert intern
     assert plain
+    assert torch.equal(intern.frequencies, plain.frequencies)
     assert torch.equal(nested.frequencies, plain.frequencies)
     assert torch.equal(flat.frequencies, plain.frequencies)
 

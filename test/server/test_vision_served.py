@@ -35,7 +35,7 @@ NEAR_TIE = DRIFT = 0.06
 TOKENS = 12
 
 
-def prompts() -> tuple[list[Prompt], list[Prompt]]:
+def prompts(image_token: str) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts whose sink holds an image, all with the same text; and prompts whose sink is the same text.
 
     Of images in the sink two end within it, and the others go on behind it, in two shapes.
@@ -43,10 +43,10 @@ def prompts() -> tuple[list[Prompt], list[Prompt]]:
     sizes = [(320, 256), (320, 256), (256, 320), (256, 320), (96, 64), (96, 64)]
     images = [vision_models.image(seed, *size) for seed, size in enumerate(sizes)]
     question, opening = letters(400, seed=1), letters(150, seed=2)
-    begin = [(vision_models.IMAGE + question, [image]) for image in images]
-    behind = [(opening + vision_models.IMAGE + question, [image]) for image in images[:2]]
+    begin = [(image_token + question, [image]) for image in images]
+    behind = [(opening + image_token + question, [image]) for image in images[:2]]
     behind.append((opening + question, []))
-    behind.append((opening + vision_models.IMAGE * 2 + question, [images[0], images[2]]))
+    behind.append((opening + image_token * 2 + question, [images[0], images[2]]))
     return begin, behind
 
 
@@ -88,6 +88,7 @@ CHUNKS = ["--chunked-prefill-size", "128"]
 CONFIGURATIONS: dict[str, tuple[str, list[str], int, bool]] = {
     "qwen3_vl": (installed(), [*CHUNKS, "--speculative-algorithm", "NGRAM"], 3, False),
     "qwen2_5_vl": (served()[0], [*CHUNKS, "--enable-mixed-chunk", *HOST], 1, True),
+    "mistral3": (served()[0], CHUNKS, 3, False),
 }
 """By model: release, arguments, requests at once, and whether rotations are fitted to a dump of the stock server or
 requests are retracted. The oldest release has another scheduler of images."""
@@ -99,7 +100,7 @@ def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
     version, args, workers, fits = CONFIGURATIONS[name]
     release = environment(version)
     model, dump = vision_models.save(name, tmp_path / "model"), tmp_path / "dump"
-    begin, behind = prompts()
+    begin, behind = prompts("[IMG]" if name == "mistral3" else vision_models.IMAGE)
     asked = begin + behind
     env = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_TOKENS": "4000", "DUMP_KVCACHE_DIR": str(dump)} if fits else {}
     with serve(model, tmp_path / "stock", "--attention-backend", "torch_native", *COMMON, env=release | env) as server:

@@ -12,13 +12,13 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from transformers import (
     BertConfig,
+    Cohere2VisionConfig,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3Config,
     Lfm2Config,
     Qwen2Config,
-    Qwen2VLConfig,
     Qwen3Config,
-    Qwen3VLMoeConfig,
 )
 
 from oscar_rotation.files.rotation_file import save_rotation_file
@@ -167,8 +167,8 @@ MODEL_CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "Qwen2ForCausalLM",
         "dual-chunk",
     ),
-    "multimodal": (Qwen2VLConfig, "Qwen2VLForConditionalGeneration", "multimodal"),
-    "multimodal experts": (Qwen3VLMoeConfig, "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoe"),
+    "multimodal": (Cohere2VisionConfig, "Cohere2VisionForConditionalGeneration", "multimodal"),
+    "images in both directions": (Gemma3Config, "Gemma3ForConditionalGeneration", "both directions within images"),
     "embedding": (BertConfig, "BertModel", "embedding"),
     "reward": (lambda: Qwen3Config(**SMALL, head_dim=64), "Qwen3ForRewardModel", "reward"),
     "hybrid": (lambda: Lfm2Config(**SMALL | {"hidden_size": 256}), "Lfm2ForCausalLM", "hybrid linear"),

@@ -4,77 +4,47 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2TokenizerFast,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from transformers import PreTrainedModel
 
 from support.models import COMMON
+from support.releases import tree  # noqa: F401 - finds scripts
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
-SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
-ID = {token: 256 + index for index, token in enumerate(SPECIAL)}
+from model_classes import seeing  # isort: skip
+from model_classes.seeing import tokenizer  # isort: skip
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-"""How a prompt says where an image is."""
+"""How a prompt of Qwen's says where an image is."""
 Prompt = tuple[str, list[str]]
 """Text of a prompt and its images."""
-TEXT: dict[str, Any] = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}
-VISION: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
-VISION |= {"out_hidden_size": TEXT["hidden_size"], "initializer_range": 0.1}
-TOKENS: dict[str, Any] = {
-    "image_token_id": ID["<|image_pad|>"],
-    "video_token_id": ID["<|video_pad|>"],
-    "vision_start_token_id": ID["<|vision_start|>"],
-    "vision_end_token_id": ID["<|vision_end|>"],
+TEXT = {name: COMMON[name] for name in ("num_hidden_layers", "max_position_embeddings", "initializer_range")}
+VISION: dict[str, Any] = seeing.TOWER | {"out_hidden_size": COMMON["hidden_size"], "initializer_range": 0.1}
+TOKENS: dict[str, Any] = seeing.QWEN_IDS | {
     "tie_word_embeddings": False,
     "initializer_range": TEXT["initializer_range"],
 }
-PATCH = {"qwen3_vl": 16, "qwen2_5_vl": 14}
-"""Pixels of a patch; four of them make a token."""
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [12, 10, 10]}
+CLASSES = {
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
 
 
 def build(architecture: str) -> PreTrainedModel:
-    """A random model in BF16: ``qwen3_vl`` or ``qwen2_5_vl``."""
+    """A random model in BF16, one of ``CLASSES``."""
     torch.manual_seed(7)
-    options = TEXT | {"rope_parameters": ROPE}
-    if architecture == "qwen3_vl":
-        vision = VISION | {"patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-        model: PreTrainedModel = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(
-                text_config=options | {"rope_parameters": ROPE | {"mrope_interleaved": True}},
-                vision_config=vision,
-                **TOKENS,
-            )
-        )
-    else:
-        options |= {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        }  # its head_dim is what hidden_size leaves a head
-        vision = VISION | {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}
-        model = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(text_config=options, vision_config=vision, **TOKENS)
-        )
+    config = seeing.configuration(CLASSES[architecture], **TEXT)
+    config.initializer_range, config.vision_config.initializer_range = TEXT["initializer_range"], 0.1
+    model: PreTrainedModel = getattr(transformers, CLASSES[architecture])(config)
     strengthen_images(model)
     return model.to(torch.bfloat16)
 
@@ -82,19 +52,9 @@ def build(architecture: str) -> PreTrainedModel:
 def strengthen_images(model: PreTrainedModel) -> None:
     """Let answers depend on what is seen."""
     for name, parameter in model.named_parameters():
-        if "merger" in name and name.endswith(("linear_fc2.weight", "mlp.2.weight")):
+        last = ("linear_fc2.weight", "mlp.2.weight", "projector.linear_2.weight")
+        if ("merger" in name or "projector" in name) and name.endswith(last):
             torch.nn.init.normal_(parameter, std=0.5)
-
-
-@cache
-def tokenizer() -> Qwen2TokenizerFast:
-    """A token for every byte, and those that Qwen's processors look for."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    bytes_only.add_special_tokens(SPECIAL)
-    return Qwen2TokenizerFast(tokenizer_object=bytes_only, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
 
 
 def letters(count: int, seed: int) -> str:
@@ -118,21 +78,16 @@ def letter_ids() -> list[int]:
 def save(architecture: str, folder: Path) -> Path:
     """Write a random model with its processor to ``folder`` and return it."""
     build(architecture).save_pretrained(folder)
+    stated = json.loads((folder / "config.json").read_text())
+    del stated["vision_config"]["rope_parameters"]  # published configurations state none, and other releases another
+    (folder / "config.json").write_text(json.dumps(stated))
     save_processor(architecture, folder)
     return folder
 
 
 def save_processor(architecture: str, folder: Path) -> None:
     """Write the processor and tokenizer of a random model to ``folder``."""
-    images = Qwen2VLImageProcessor(
-        patch_size=PATCH[architecture], size={"shortest_edge": 28 * 28, "longest_edge": 1 << 20}
-    )
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    if architecture == "qwen3_vl":
-        processor: Any = Qwen3VLProcessor(images, tokenizer(), Qwen3VLVideoProcessor(patch_size=16), template)
-    else:
-        processor = Qwen2_5_VLProcessor(images, tokenizer(), Qwen2VLVideoProcessor(patch_size=14), template)
-    processor.save_pretrained(folder)
+    seeing.processor(architecture).save_pretrained(folder)
 
 
 def image(seed: int, width: int, height: int) -> str:

@@ -38,16 +38,23 @@ def positions(before: int, height: int, width: int, after: int) -> tuple[torch.T
 
 
 def request(
-    pixels: torch.Tensor | None, before: int = 1, height: int = 4, width: int = 4, after: int = 20, **fields: Any
-) -> Any:
-    """A request as SGLang's scheduler has it once the ids of an image's tokens are replaced."""
+    pixels: torch.Tensor | None, before: int = 1, height: int = 4, width: int = 4, after: int = 20, flat: bool = False,
+    **fields: Any,
+) -> Any:  # fmt: skip
+    """A request as SGLang's scheduler has it once the ids of an image's tokens are replaced; ``flat``: of a model whose
+    positions count on, and whose images have a token of text behind every line."""
     count = 0 if pixels is None else height * width
     ids, inputs = array("q", [1] * before + [IMAGE_ID] * count + [2] * after), None
     if pixels is not None:
-        item = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, offsets=[(before, before + count - 1)])
+        lines = [(before, before + count - 1)]
+        if flat:
+            lines = [(first, first + width - 1) for first in range(before, before + height * (width + 1), width + 1)]
+            ids = array("q", [1] * before + ([IMAGE_ID] * width + [3]) * height + [2] * after)
+        item = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, offsets=lines)
         item.set_pad_value()
         inputs = MultimodalInputs(mm_items=[item], im_token_id=IMAGE_ID)
-        inputs.mrope_positions, inputs.mrope_position_delta = positions(before, height, width, after)
+        if not flat:
+            inputs.mrope_positions, inputs.mrope_position_delta = positions(before, height, width, after)
         ids = MultiModalityDataPaddingPatternMultimodalTokens().pad_input_tokens(ids, inputs)
     made = {
         "origin_input_ids": ids, "output_ids": [], "multimodal_inputs": inputs, "extra_key": None,
@@ -85,6 +92,20 @@ def test_the_shape_of_an_image_keeps_sinks_apart() -> None:
     assert wide.origin_input_ids == tall.origin_input_ids
     assert key(wide) != key(tall)
     assert key(wide) == key(request(WHITE, height=2, width=8))
+
+
+def test_lines_of_an_image_keep_sinks_apart() -> None:
+    """Of models whose positions count on: an image of long lines and one of short ones, of one color, whose sinks end
+    within the first line."""
+    long, short = (
+        request(WHITE, before=2, height=height, width=width, flat=True) for height, width in ((2, 32), (3, 20))
+    )
+    assert images_of(long).positions is None
+    assert ids_of(long) == ids_of(short)
+    assert key(long) != key(short)
+    assert key(long) == key(request(WHITE, before=2, height=2, width=32, flat=True))
+    assert key(long) != key(request(BLACK, before=2, height=2, width=32, flat=True))
+    assert key(request(WHITE, before=SINK, flat=True)) == key(request(None, before=SINK))
 
 
 def test_text_in_front_of_images_is_shared() -> None:
@@ -135,7 +156,11 @@ def test_a_refill_brings_images_and_positions() -> None:
     assert torch.equal(batch.mrope_positions, torch.cat([first, torch.arange(SINK).expand(3, -1)], dim=1))
     assert batch.input_ids.tolist() == [*seen.origin_input_ids[:SINK], *text.origin_input_ids[:SINK]]
     beside.mrope_positions = None
-    assert refill_batch(cache, refills[1:], beside).mrope_positions is None
+    flat = request(WHITE, flat=True)
+    batch = refill_batch(cache, [Refill(1, ids_of(flat), images_of(flat)), refills[1]], beside)
+    assert batch.mrope_positions is None
+    assert batch.positions.tolist() == [*range(SINK)] * 2
+    assert batch.mm_inputs == [flat.multimodal_inputs, None]
 
 
 def test_passes_count_the_tokens_of_images() -> None:
@@ -167,8 +192,12 @@ def _plain_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_by_name() -> None:
     for name in refusals.VISION_MODELS:
         refusals.check_model(model(hf_config=SimpleNamespace(architectures=[name])))
-    for name in ("Qwen2VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Gemma3ForCausalLM"):
-        with pytest.raises(Int2Error, match=f"multimodal models other than .*{name}"):
+    for name, why in {
+        "Cohere2VisionForConditionalGeneration": "multimodal models other than",
+        "Gemma3ForCausalLM": "multimodal models other than",
+        "Gemma3ForConditionalGeneration": "attention in both directions within images",
+    }.items():
+        with pytest.raises(Int2Error, match=f"{why}.*{name}"):
             refusals.check_model(model(hf_config=SimpleNamespace(architectures=[name])))
 
 

@@ -33,7 +33,8 @@ def load_config(settings: ModelSettings) -> Any:
     """
     from transformers import AutoConfig
 
-    return _load(AutoConfig, settings).get_text_config()
+    config = _load(AutoConfig, settings)
+    return getattr(config, "llm_config", None) or config.get_text_config()
 
 
 def context_length(config: Any, flags: Sequence[str] = ()) -> int | None:

@@ -33,8 +33,8 @@ def answers(argv: list[str]) -> dict[str, Any]:
         argv: of ``python -m sglang.launch_server``.
 
     Returns:
-        ``first``, ``other`` and ``second``: pairs of token ids and logits [ANSWER, vocabulary] in float32; ``hits``:
-        tokens of the second turn's prompt that were cached.
+        ``first``, ``other`` and ``second``, or for a model that sees images those of :func:`seeing.prompts`: pairs of
+        token ids and logits [ANSWER, vocabulary] in float32; ``hits``: tokens of the last prompt that were cached.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -45,7 +45,7 @@ def answers(argv: list[str]) -> dict[str, Any]:
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     from oscar_cpu import window_attention
-    from oscar_tools.trial import experts, weights
+    from oscar_tools.trial import experts, seeing, weights
     from sglang_oscar.attach import releases
 
     loader.initialize_dummy_weights = weights.fill
@@ -57,27 +57,25 @@ def answers(argv: list[str]) -> dict[str, Any]:
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     module.configure_scheduler_process(args, 0)
     scheduler = module.Scheduler(args, PortArgs.init_new(args))
-    vocabulary = scheduler.model_config.vocab_size
-    prompt, other, message = prompts(min(vocabulary, 2000))
-    first = ask(scheduler, "first", prompt)
-    second = ask(scheduler, "second", [*prompt, *first[0], *message])
-    return {
-        "first": first[:2],
-        "second": second[:2],
-        "other": ask(scheduler, "other", other)[:2],
-        "hits": second[2],
-    }
+    if scheduler.model_config.is_multimodal:
+        said = {name: ask(scheduler, name, *prompt) for name, prompt in seeing.prompts(args, scheduler.model_config)}
+    else:
+        prompt, other, message = prompts(min(scheduler.model_config.vocab_size, 2000))
+        said = {name: ask(scheduler, name, ids) for name, ids in (("first", prompt), ("other", other))}
+        said["second"] = ask(scheduler, "second", [*prompt, *said["first"][0], *message])
+    return {name: answer[:2] for name, answer in said.items()} | {"hits": [*said.values()][-1][2]}
 
 
-def ask(scheduler: Any, name: str, prompt: list[int]) -> tuple[list[int], Any, int]:
-    """Greedy continuation of a prompt: token ids, logits [ANSWER, vocabulary], and cached tokens of the prompt."""
+def ask(scheduler: Any, name: str, prompt: list[int], seen: Any = None) -> tuple[list[int], Any, int]:
+    """Greedy continuation of a prompt and what a processor made of its images: token ids, logits [ANSWER, vocabulary],
+    and cached tokens of the prompt."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     sampling = SamplingParams(max_new_tokens=ANSWER, temperature=0, ignore_eos=True)
     sampling.normalize(None)
     request = TokenizedGenerateReqInput(
-        rid=name, input_text=None, input_ids=array("q", prompt), input_embeds=None, mm_inputs=None, token_type_ids=None,
+        rid=name, input_text=None, input_ids=array("q", prompt), input_embeds=None, mm_inputs=seen, token_type_ids=None,
         sampling_params=sampling, return_logprob=False, logprob_start_len=-1, top_logprobs_num=0,
         token_ids_logprob=None, stream=False,
     )  # fmt: skip

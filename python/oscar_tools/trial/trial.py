@@ -98,7 +98,7 @@ def try_model(model: Path | str, args: Sequence[str] = ()) -> Outcome:
 def compare(stock: dict[str, Any], int2: dict[str, Any]) -> Outcome:
     """Compare answers of :func:`oscar_tools.trial.scheduler.answers`, each up to the first choice that differs."""
     drift, steps = 0.0, 0
-    for turn in ("first", "other", "second"):
+    for turn in stock.keys() - {"hits"}:
         (ids, logits), (other_ids, other_logits) = stock[turn], int2[turn]
         if turn == "second" and stock["first"][0] != int2["first"][0]:
             continue  # the prompts differ

@@ -111,9 +111,16 @@ ARGUMENTS: list[Refusal] = [
     (lambda a: a.rl_on_policy_target is not None, "on-policy RL mode; drop --rl-on-policy-target"),
 ]
 
-VISION_MODELS = frozenset({"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"})
-"""Multimodal models that are served. What they see becomes embeddings of tokens, and a dense text model attends to all
-tokens causally with grouped queries, in every layer; the attention of the vision tower keeps nothing in the cache."""
+VISION_MODELS = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in ("Glm4v", "Glm4vMoe", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
+) | {"InternVLChatModel"}
+"""Multimodal models that are served. What they see becomes embeddings of tokens, and a text model attends to all tokens
+causally with grouped queries, in every layer; the attention of the vision tower keeps nothing in the cache."""
+
+BOTH_WAYS = frozenset(f"{name}ForConditionalGeneration" for name in ("Gemma3", "Gemma4", "Gemma4Unified"))
+"""Models whose text layers let tokens of an image attend to each other in both directions. SGLang leaves that mask with
+its Triton backend; another would ignore it and answer fluently."""
 
 VISION: list[Refusal] = [
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
@@ -147,7 +154,8 @@ MODELS: list[Refusal] = [
     (lambda m: m.attention_arch.name != "MHA", "multi-head latent attention (MLA) models"),
     (lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None) is not None, "dual-chunk attention models"),
     (_block_sparse, "block-sparse attention models"),
-    (_other_multimodal, "multimodal models other than Qwen2.5-VL, Qwen3-VL and Qwen3.5/3.6"),
+    (lambda m: not BOTH_WAYS.isdisjoint(m.hf_config.architectures), "attention in both directions within images"),
+    (_other_multimodal, "multimodal models other than GLM-4V, InternVL, Mistral-3, Qwen-VL and Qwen3.5/3.6"),
     (lambda m: m.is_encoder_decoder, "encoder-decoder models"),
     (lambda m: not m.is_generation, "embedding, reward and other non-generating models"),
     (

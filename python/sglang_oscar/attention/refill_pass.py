@@ -126,9 +126,10 @@ def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:
         extend_logprob_start_lens_cpu=lengths,
     )
     if beside.mrope_positions is not None:
+        seen = [None if refill.images is None else refill.images.positions for refill in refills]
         coordinates = [
-            torch.arange(length).expand(3, -1) if refill.images is None else refill.images.positions
-            for refill, length in zip(refills, lengths, strict=True)
+            torch.arange(length).expand(3, -1) if of_images is None else of_images
+            for of_images, length in zip(seen, lengths, strict=True)
         ]
         batch.mrope_positions = torch.cat(coordinates, dim=1).to(device, non_blocking=True)
     count_on_device, count_on_host = releases.real_token_counts(beside)

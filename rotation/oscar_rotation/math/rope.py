@@ -13,7 +13,8 @@ import torch
 
 HALVES = (
     "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2",
-    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss",
+    "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "glm4v_moe_text", "gpt_oss",
 )  # fmt: skip
 """Model types whose rotary embedding pairs channel p with channel p + pairs. Those that read images turn text like the
 others: its tokens have three equal coordinates."""
@@ -63,7 +64,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a configuration that concerns text, which is all of it for most models."""
-    return config.get("text_config") or config
+    return config.get("text_config") or config.get("llm_config") or config
 
 
 def context_of(config: Mapping[str, Any]) -> int:

@@ -38,6 +38,8 @@ def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
     return _zeros(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
 
 
+for own, name in ((tensor, "aten::tensor"), (zeros, "aten::zeros")):  # in scripts, too, as modules of transformers have
+    torch.jit._builtins._register_builtin(own, name)
 setattr(torch, "zeros", zeros)  # noqa: B010
 setattr(torch, "tensor", tensor)  # noqa: B010 - type checkers know another signature
 setattr(torch, "get_device_module", get_device_module)  # noqa: B010
