@@ -245,4 +245,7 @@ class GptOssModel(nn.Module):
             state |= scaled_pair(state, layer, pair, 1 / self.outliers["outlier_factor"])
         rounded = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
         self.model.save_pretrained(out, state_dict=rounded)
+        # As the weights are: SGLang takes the dtype of what it computes from here.
+        config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_tokenizer(out, tokenizer, self.model.config.max_position_embeddings)

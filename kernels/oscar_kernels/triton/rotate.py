@@ -13,7 +13,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 from triton.runtime.driver import driver
+from triton.runtime.jit import constexpr_function
 
 from oscar_kernels.prepared import TERMS, SplitMatrix
 from oscar_kernels.triton.arith import INTERPRET, dot, narrow
@@ -21,6 +23,14 @@ from oscar_kernels.triton.padding import channel_mask, padded
 
 MANY_VECTORS = 16384
 """(token, head) vectors above which tiles are larger."""
+
+
+@constexpr_function
+def roomy() -> bool:
+    """Whether a block of the GPU that is compiled for has 160 KB of shared memory: 8.0 and 8.7, Hopper, data-center
+    Blackwell; consumer and workstation cards have 99 KB."""
+    target = current_target()
+    return target is not None and (target.arch in {80, 87} or 90 <= target.arch < 120)
 
 
 @triton.jit
@@ -69,8 +79,9 @@ def rotate_tile(x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr,
             y = dot(x, (row[:, None] == channel[None, :]).to(tl.float32).to(x.dtype), y)
     else:
         # Small terms first. All loads of a short loop are in flight at once; of padded heads two, which are as large as
-        # the shared memory of the smallest GPUs lets them be.
-        for step in tl.range(0, TERMS * STEPS, num_stages=4 if P == D else 2):
+        # the shared memory of the smallest GPUs lets them be, and so are two of 256 channels there.
+        FLIGHT: tl.constexpr = 4 if P == D and (D < 256 or roomy()) else 2
+        for step in tl.range(0, TERMS * STEPS, num_stages=FLIGHT):
             row = step % STEPS * DEPTH + tl.arange(0, DEPTH)
             x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
             term = TERMS - 1 - step // STEPS
