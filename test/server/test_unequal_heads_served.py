@@ -19,7 +19,7 @@ from oscar_rotation.dump import DumpReader
 from oscar_rotation.files.rotation_file import read_rotation_file
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY
-from support.servers import STRICT, Server, serve
+from support.servers import STRICT, TWO_CORES, TWO_RANKS, Server, serve
 from support.speculation import plugins
 from support.unequal_models import FULL, KEY_DIM, KV_HEADS, VALUE_DIM, save
 
@@ -67,10 +67,11 @@ def test_dumped_fitted_and_served(tmp_path: Path) -> None:
         assert (fitted.layer_ids, fitted.head_dim) == (FULL, head_dim)
     env = plugins("gpt_oss_plugin", "lossless_plugin") | STRICT
     env |= {"SGLANG_OSCAR_K_ROTATION_PATH": str(files[0]), "SGLANG_OSCAR_V_ROTATION_PATH": str(files[1])}
-    with serve(model, tmp_path / "log", *INT2, env=env) as server:
-        first, again = answers(server), answers(server)
-        assert again[-1]["meta_info"]["cached_tokens"] >= LENGTHS[-1] - 256 - 64
-        assert "keys 3, values 2" in server.text()
-        assert server.alive()
-    assert_same(expected, first, NEAR_TIE, DRIFT)
-    assert_same(expected, again, NEAR_TIE, DRIFT)
+    for log, ranks in (("log", []), ("two_ranks", TWO_RANKS)):
+        with serve(model, tmp_path / log, *INT2, *ranks, env=env | (TWO_CORES if ranks else {})) as server:
+            first, again = answers(server), answers(server)
+            assert again[-1]["meta_info"]["cached_tokens"] >= LENGTHS[-1] - 256 - 64
+            assert "keys 3, values 2" in server.text()
+            assert server.alive()
+        assert_same(expected, first, NEAR_TIE, DRIFT)
+        assert_same(expected, again, NEAR_TIE, DRIFT)

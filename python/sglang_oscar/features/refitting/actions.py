@@ -139,6 +139,9 @@ def _server(updater: Any) -> tuple[Any, Int2Cache, Samples]:
     assert isinstance(cache.sampler, Samples)
     if disaggregated(args):
         raise Int2Error("prefill and decode servers compare rotations once; start both on files of a new fit")
+    layer = cache.plan.geometry.any_layer
+    if layer.head_dim != layer.value_head_dim:
+        raise Int2Error("heads of keys and values that differ in size are not refitted; start a server on a new fit")
     if max(args.nnodes, args.dp_size, args.pp_size) > 1:
         raise Int2Error(
             "servers of several nodes, replicas or stages are not refitted; start one on files of a new fit"
@@ -197,7 +200,6 @@ def _manifest(runner: Any, sampling: Sampling, ranks: int) -> DumpManifest:
         model_overrides=json.loads(args.json_model_override_args), weights=weights_place(args.model_path),
         num_layers=len(layers), layer_ids=None if len(layers) == model.num_hidden_layers else layers,
         q_heads=model.num_attention_heads, kv_heads=model.get_total_num_kv_heads(), head_dim=model.head_dim,
-        value_head_dim=None if model.v_head_dim == model.head_dim else model.v_head_dim,
         dtype=sampling.dtype, tokens=sampling.tokens, tp_size=ranks, sm_scale=sampling.sm_scale,
         sink_logits=tuple(sorted(sampling.writer.sink_layers)), output_readers=sampling.has_readers,
     )  # fmt: skip
