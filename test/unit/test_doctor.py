@@ -17,9 +17,9 @@ from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_tools.cli import app
 from oscar_tools.doctor import command, machine
-from oscar_tools.doctor.account import weight_bytes
+from oscar_tools.doctor.account import parameters, weight_bytes
 from oscar_tools.doctor.check import Check, attempt
-from oscar_tools.doctor.model import model_checks
+from oscar_tools.doctor.model import Ranks, model_checks, model_config
 from sglang_oscar.attach import failure, releases
 from sglang_oscar.attention import flash_attention3
 
@@ -78,7 +78,7 @@ def test_weights_are_counted_wherever_they_are(model: Path, tmp_path: Path, monk
 def test_ranks_share_heads_and_weights(model: Path) -> None:
     """Weights that are not here are counted by the configuration; a number of ranks that heads cannot be shared by is
     refused."""
-    alone, shared = (by_name(model_checks(str(model), 64, GIB, ranks=n))["memory"] for n in (1, 2))
+    alone, shared = (by_name(model_checks(str(model), 64, GIB, ranks=Ranks(n)))["memory"] for n in (1, 2))
     assert "one device" in alone.name
     assert "tokens x 320 bytes" in alone.detail
     assert "each of 2 devices" in shared.name
@@ -88,7 +88,21 @@ def test_ranks_share_heads_and_weights(model: Path) -> None:
     budgets = [float(re.search(r"of a ([\d.]+) GiB budget", x.detail)[1]) for x in (alone, shared)]  # type: ignore[index]
     assert budgets[1] - budgets[0] == pytest.approx(float(size[1]) * 1e9 / GIB / 2, abs=0.06)
     assert "weights take 0.1 GiB of 0.1 GiB" in failed(model_checks(str(model), 64, GIB // 16), "memory")
-    assert "--tp 3 cannot share 4 query and 2 kv heads" in failed(model_checks(str(model), 64, GIB, ranks=3), "model")
+    assert "--tp 3 cannot share 4 query and 2 kv heads" in failed(
+        model_checks(str(model), 64, GIB, ranks=Ranks(3)), "model"
+    )
+
+
+def test_replicas_of_attention_have_heads_and_tokens_of_their_own(model: Path) -> None:
+    """Each holds all of attention's weights, and no kv head twice; the other weights are shared by all ranks."""
+    alone, twice = (by_name(model_checks(str(model), 64, GIB, ranks=Ranks(2, dp)))["memory"] for dp in (1, 2))
+    assert "each of 2 devices, tokens of one of 2 replicas" in twice.name
+    assert "tokens x 320 bytes" in twice.detail
+    budgets = [float(re.search(r"of a ([\d.]+) GiB budget", x.detail)[1]) for x in (alone, twice)]  # type: ignore[index]
+    sizes = parameters(model_config(str(model)).hf_config)
+    half = sum(size for name, size in sizes.items() if "self_attn" in name)  # of two bytes, and half of them
+    assert budgets[0] - budgets[1] == pytest.approx(half / GIB, abs=0.002)
+    assert "--dp 3 does not divide --tp 2" in failed(model_checks(str(model), 64, GIB, ranks=Ranks(2, 3)), "model")
 
 
 def test_a_model_without_rotations_is_sized_with_the_bits_of_a_calibration(

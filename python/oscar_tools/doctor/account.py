@@ -29,17 +29,37 @@ def weight_bytes(model: str) -> int:
 def configured_bytes(config: Any) -> int:
     """Size of the weights of a model that is not here, in 16 bits, by its configuration of transformers; 0 where it is
     quantized, or where transformers cannot tell."""
+    if getattr(config, "quantization_config", None) is not None:
+        return 0
+    return 2 * sum(parameters(config).values())
+
+
+def parameters(config: Any) -> dict[str, int]:
+    """How many numbers each weight of a model has, by its configuration; none where transformers cannot tell."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    if getattr(config, "quantization_config", None) is not None:
-        return 0
     try:
         with torch.device("meta"), quiet():
             model = AutoModelForCausalLM.from_config(config)
     except Exception:  # whatever a configuration of another kind raises
-        return 0
-    return sum(2 * tensor.numel() for tensor in model.parameters())
+        return {}
+    return {name: tensor.numel() for name, tensor in model.named_parameters()}
+
+
+def share_of_weights(loaded: dict[str, Any]) -> float:
+    """What one rank has of the weights: its part of everything, but of attention that of its replica.
+
+    Raises:
+        Int2Error: how many weights are those of attention is not known.
+    """
+    ranks, all_ranks = loaded["ranks"], loaded["all ranks"]
+    if ranks == all_ranks:
+        return 1 / ranks
+    if not (sizes := parameters(loaded["model"].hf_config)):
+        raise Int2Error("replicas of attention cannot be sized for this model; leave out --dp")
+    attention = sum(size for name, size in sizes.items() if "attn" in name) / sum(sizes.values())
+    return attention / ranks + (1 - attention) / all_ranks
 
 
 def estimated_geometry(loaded: dict[str, Any]) -> Any:
@@ -95,8 +115,8 @@ def account_of(loaded: dict[str, Any], models: tuple[str, str], memory: int) -> 
     here = {name: weight_bytes(name) for name in models}
     missing = [name for name, size in here.items() if not size]
     guess = configured_bytes(loaded["model"].hf_config) if models[0] in missing else 0
-    weights = (sum(here.values()) + guess) // loaded["ranks"]
-    if weights >= (room := int(MEM_FRACTION * memory)):
+    weights = (sum(here.values()) + guess) * share_of_weights(loaded)
+    if (weights := int(weights)) >= (room := int(MEM_FRACTION * memory)):
         raise Int2Error(f"weights take {weights / GIB:.1f} GiB of {room / GIB:.1f} GiB on a device; raise --tp")
     account = memory_account(loaded, room - weights)
     counted = {models[0]: f"counted as {guess / 1e9:.1f} GB in 16 bits"} if guess else {}

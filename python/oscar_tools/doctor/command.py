@@ -11,7 +11,7 @@ import typer
 
 from oscar_rotation.recipe_options import model_overrides
 from oscar_tools.doctor.machine import machine_checks, memory_bytes
-from oscar_tools.doctor.model import model_checks
+from oscar_tools.doctor.model import Ranks, model_checks
 
 
 def doctor(
@@ -22,6 +22,9 @@ def doctor(
         int | None, typer.Option("--kv-cache-quant-group-size", help="Group size to check the model with.")
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="GPUs that share the model (tensor parallelism).")] = 1,
+    dp: Annotated[
+        int, typer.Option("--dp", min=1, help="Replicas of attention among them (--dp-size, --enable-dp-attention).")
+    ] = 1,
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, help="GiB of a GPU, to size another machine; default: this one's.")
     ] = None,
@@ -50,7 +53,8 @@ def doctor(
     of_model = {
         "--kv-cache-quant-group-size": group_size, "--speculative-draft-model-path": draft,
         "--hicache-size": host_size, "--hicache-ratio": host_ratio, "--context-length": context_length,
-        "--json-model-override-args": overrides != "{}", "--tp": tp > 1, "--gpu-memory": gpu_memory,
+        "--json-model-override-args": overrides != "{}", "--tp": tp > 1, "--dp": dp > 1,
+        "--gpu-memory": gpu_memory,
     }  # fmt: skip
     for flag, value in of_model.items():
         if value and model is None:
@@ -59,7 +63,7 @@ def doctor(
     if model is not None and all(check.ok for check in checks[:1]):
         config = {"context_length": context_length, "model_override_args": overrides}
         memory = memory_bytes() if gpu_memory is None else int(gpu_memory * 2**30)
-        found = model_checks(model, group_size, memory, draft, host_size, host_ratio, config, tp)
+        found = model_checks(model, group_size, memory, draft, host_size, host_ratio, config, Ranks(tp, dp))
         checks = [*checks, *found]
     ok = all(check.ok for check in checks)
     if as_json:

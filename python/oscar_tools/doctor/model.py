@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from oscar_rotation.files.identity import ModelIdentity
 from oscar_tools.doctor.account import MEM_FRACTION, account_of, host_facts
@@ -17,6 +17,21 @@ from sglang_oscar.formats.origin import cached_snapshot
 from sglang_oscar.formats.warnings import rotation_warnings, served_identity
 
 
+class Ranks(NamedTuple):
+    """Devices that share a model: ``tp`` in all, in ``dp`` replicas of attention, each with tokens of its own."""
+
+    tp: int = 1
+    dp: int = 1
+
+    @property
+    def attention(self) -> int:
+        """Those that share the heads of a replica."""
+        return self.tp // self.dp
+
+
+ALONE = Ranks()
+
+
 def model_checks(
     path: str,
     group_size: int | None,
@@ -25,12 +40,12 @@ def model_checks(
     host_size: int = 0,
     host_ratio: float = 0,
     config: Mapping[str, Any] = MappingProxyType({}),
-    ranks: int = 1,
+    ranks: Ranks = ALONE,
 ) -> list[Check]:
     """Checks of a model: architecture, group size, rotations, draft model, and an estimate of its memory account.
 
     ``config`` are further arguments of SGLang's ModelConfig: what a server's flags change of the model. ``ranks`` share
-    its heads and weights, with ``memory`` bytes each.
+    it, with ``memory`` bytes each.
     """
     import torch
 
@@ -40,9 +55,9 @@ def model_checks(
     from sglang_oscar.formats.geometry import row_layouts
     from sglang_oscar.settings import Settings
 
-    loaded: dict[str, Any] = {"ranks": ranks}
+    loaded: dict[str, Any] = {"ranks": ranks.attention, "all ranks": ranks.tp}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    arguments = arguments_for(device, draft_path is not None, bool(host_size or host_ratio))
+    arguments = arguments_for(device, draft_path is not None, bool(host_size or host_ratio), ranks.dp)
 
     def model() -> str:
         found = loaded["model"] = model_config(path, **config)
@@ -90,31 +105,36 @@ def model_checks(
         if draft_path is not None:
             checks.append(attempt("draft model", lambda: draft_facts(draft_path, loaded)))
     if "layouts" in loaded:
-        devices = "one device" if ranks == 1 else f"each of {ranks} devices"
+        devices = "one device" if ranks.tp == 1 else f"each of {ranks.tp} devices"
+        devices += f", tokens of one of {ranks.dp} replicas" if ranks.dp > 1 else ""
         checks.append(attempt(f"memory (estimate, {devices}, {MEM_FRACTION:.0%} of it)", account))
     if "tokens" in loaded and (host_size or host_ratio):
         checks.append(attempt("host tier", host_tier))
     return checks
 
 
-def check_ranks(model: Any, ranks: int) -> None:
+def check_ranks(model: Any, ranks: Ranks) -> None:
     """Refuse a number of ranks that cannot share a model's heads.
 
     Raises:
-        Int2Error: query heads are no multiple of it, or kv heads neither a multiple nor a divisor.
+        Int2Error: query heads are no multiple of it, or kv heads neither a multiple nor a divisor; or replicas of
+            attention do not divide them.
     """
-    queries, heads = model.num_attention_heads, model.get_total_num_kv_heads()
-    if queries % ranks or (heads % ranks and ranks % heads):
-        raise Int2Error(f"--tp {ranks} cannot share {queries} query and {heads} kv heads; set --tp 1, 2, 4 or 8")
+    queries, heads, share = model.num_attention_heads, model.get_total_num_kv_heads(), ranks.attention
+    if share * ranks.dp != ranks.tp:
+        raise Int2Error(f"--dp {ranks.dp} does not divide --tp {ranks.tp}; set --dp 1, 2, 4 or 8, up to --tp")
+    if queries % share or (heads % share and share % heads):
+        raise Int2Error(f"--tp {ranks.tp} cannot share {queries} query and {heads} kv heads; set --tp 1, 2, 4 or 8")
 
 
-def arguments_for(device: str, drafts: bool, host_tier: bool) -> Any:
+def arguments_for(device: str, drafts: bool, host_tier: bool, replicas: int = 1) -> Any:
     """Arguments of a server by their defaults, for checks of what does not go with a model.
 
     Args:
         device: of the server.
         drafts: with a draft model.
         host_tier: with hierarchical caching.
+        replicas: of attention, with data-parallel attention.
     """
     from sglang.srt.server_args import ServerArgs
 
@@ -127,6 +147,8 @@ def arguments_for(device: str, drafts: bool, host_tier: bool) -> Any:
         "device": device,
         "speculative_algorithm": DRAFT_MODELS[0] if drafts else None,
         "enable_hierarchical_cache": host_tier,
+        "dp_size": replicas,
+        "enable_dp_attention": replicas > 1,
         "disable_overlap_schedule": True,  # a hybrid model may need it, which is told and not held against it
     }
     return SimpleNamespace(**field_defaults(ServerArgs) | asked)
