@@ -34,7 +34,8 @@ def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
     longest = [options["max_seqlen_q"], options["max_seqlen_k"]]
     assert longest == [int((x[1:] - x[:-1]).max()) for x in (starts, kv_starts)]
     kernel = TorchRagged()
-    kernel.plan(starts.cpu(), kv_starts.cpu(), q.shape[1], *k.shape[1:], causal=options["causal"], q_data_type=q.dtype)
+    heads, planned = (q.shape[1], *k.shape[1:]), {"causal": options["causal"], "q_data_type": q.dtype}
+    kernel.plan(starts.cpu(), kv_starts.cpu(), *heads, head_dim_vo=v.shape[2], **planned)
     out, lse = kernel.forward_return_lse(q, k, v, options["causal"], options["softmax_scale"])
     # Where the sum is NaN, the kernels say what they say of no keys.
     lse = (lse * math.log(2)).T.nan_to_num(-math.inf, math.inf, -math.inf).contiguous()
