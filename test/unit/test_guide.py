@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from oscar_tools.doctor.model import model_checks
+from oscar_tools.doctor.model import Ranks, model_checks
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 CARDS = 79, 139
@@ -27,7 +27,7 @@ def test_sizing_table(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     QWEN3_32B.save_pretrained(tmp_path)
     cells = []
     for card in CARDS:
-        detail = model_checks(str(tmp_path), None, card << 30, ranks=ranks)[-1].detail
+        detail = model_checks(str(tmp_path), None, card << 30, ranks=Ranks(ranks))[-1].detail
         tokens, budget, full = (
             float(re.search(pattern, detail)[1])  # type: ignore[index]
             for pattern in (r"pool: (\d+) tokens", r"of a ([\d.]+) GiB budget", r"16 bits would take ([\d.]+) GiB")
