@@ -24,7 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "sides", "head_dim"),
-    [(90, ("2:codebook", 2), 128), (80, (3, 4), 192), (100, (2, 2), 128), (89, (16, "2:symmetric"), 256)],
+    [(90, ("2:codebook", 2), 128), (80, (3, 4), 128), (100, (2, 2), 192), (89, (16, "2:symmetric"), 256)],
     ids=str,
 )  # fmt: skip
 def test_kernels_compile(capability: int, sides: tuple[int | str, int | str], head_dim: int, cache: Path) -> None:
