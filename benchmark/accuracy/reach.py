@@ -46,8 +46,14 @@ class Reach:
             scores.masked_fill_(positions <= positions[rows, None] - self.window, float("-inf"))
         if self.sinks is None:
             return scores.softmax(-1)
-        sinks = self.sinks.to(scores).view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        of_heads = self.with_sinks(scores.flatten(1, 2)).softmax(-1)[..., :-1]
+        return of_heads.unflatten(1, scores.shape[1:3])
+
+    def with_sinks(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, q_heads, queries, n] with the sink's behind them, [..., n + 1]; as they are without sinks."""
+        if self.sinks is None:
+            return logits
+        return torch.cat([logits, self.sinks.to(logits)[None, :, None, None].expand(*logits.shape[:3], 1)], -1)
 
 
 def exact_attention(

@@ -30,6 +30,7 @@ from accuracy.calibration import Calibration, calibrate  # noqa: E402
 from accuracy.layer_kinds import all_layers_cached  # noqa: E402
 from accuracy.material import ShippedMaterial  # noqa: E402
 from accuracy.measures.language import Language  # noqa: E402
+from accuracy.measures.layers import attention_kl  # noqa: E402
 from accuracy.methods import all_methods  # noqa: E402
 from accuracy.methods.base import Method  # noqa: E402
 from accuracy.models import load  # noqa: E402
@@ -66,12 +67,6 @@ def fitted(name: str, calibration: Calibration, bare: bool) -> Method:
     return method
 
 
-def attention_kl(true: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """KL of two sets of logits by context, mean over heads and queries: [batch, heads, queries, n] -> [batch]."""
-    p, other = true.log_softmax(-1), seen.log_softmax(-1)
-    return (p.exp() * (p - other).nan_to_num(0)).sum(-1).mean((1, 2))
-
-
 def by_layer(session: Session, method: Method) -> list[dict[str, Any]]:
     """Of every layer with a quantized cache: the part of sinks, and KL with sinks and without, with intervals."""
     view, found = method.view(session.schedule), []
@@ -86,10 +81,9 @@ def by_layer(session: Session, method: Method) -> list[dict[str, Any]]:
         seen = torch.where(coded, seen, true)
         true, seen = (y.masked_fill(positions > at[:, None], float("-inf")) for y in (true, seen))
         row = {"without": vars(bootstrap(attention_kl(true, seen).numpy()))}
-        sinks = Reach.of(module).sinks
-        if sinks is not None:
-            column = sinks[None, :, None, None].expand(*true.shape[:3], 1)
-            true, seen = (torch.cat([y, column], -1) for y in (true, seen))
+        reach = Reach.of(module)
+        if reach.sinks is not None:
+            true, seen = (reach.with_sinks(y) for y in (true, seen))
             row["with"] = vars(bootstrap(attention_kl(true, seen).numpy()))
             row["part"] = true.softmax(-1)[..., -1].mean((0, 2)).tolist()
         found.append(row)

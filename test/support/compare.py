@@ -70,6 +70,14 @@ def before_a_flip(tokens: int) -> float:
     return (1 - (1 - FLIPS) ** tokens) / FLIPS
 
 
+def numbers(answer: dict[str, Any], request: int) -> list[float]:
+    """Log probabilities of an answer's tokens; NaN, which SGLang hands out as null, fails."""
+    said = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    known = [logprob is not None for logprob in said]
+    assert all(known), f"request {request}: from token {known.index(False)} on probabilities are not numbers"
+    return said
+
+
 def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: float, drift: float) -> None:
     """Answers agree token by token, except after a choice between two tokens closer than ``near_tie``.
 
@@ -85,8 +93,7 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], near_tie: floa
     compared, usual = 0, 0.0
     for number, (x, y) in enumerate(zip(a, b, strict=True)):
         for one in (x, y):
-            known = [entry[0] is not None for entry in one["meta_info"]["output_token_logprobs"]]
-            assert all(known), f"request {number}: from token {known.index(False)} on probabilities are not numbers"
+            numbers(one, number)
         found = first_difference(x, y)
         assert largest_drift(x, y) <= drift, f"request {number}: log probabilities drift by {largest_drift(x, y):.4f}"
         if found is not None:
@@ -138,10 +145,7 @@ def assert_follows(
         drift: largest difference in log probability allowed.
     """
     for number, (answer, steps) in enumerate(zip(answers, read(stock, prompts, answers), strict=True)):
-        said = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-        known = [logprob is not None for logprob in said]
-        assert all(known), f"request {number}: from token {known.index(False)} on probabilities are not numbers"
-        for index, (logprob, step) in enumerate(zip(said, steps, strict=True)):
+        for index, (logprob, step) in enumerate(zip(numbers(answer, number), steps, strict=True)):
             off = abs(logprob - step.logprob)
             assert off <= drift, f"request {number}, token {index}: log probabilities drift by {off:.4f}"
             assert step.gap <= near_tie, f"request {number}, token {index}: another is better by {step.gap:.4f}"

@@ -182,8 +182,8 @@ def test_stages_do_not_send_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt import runtime_context
 
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(pp_size=2, attn_tp_size=1))
-    layer, plan = SimpleNamespace(parts=(1, 2)), SimpleNamespace(geometry=SimpleNamespace(windows=None))
-    cache = SimpleNamespace(layers={0: layer}, plan=plan)
+    geometry = SimpleNamespace(windows=None, formats={0: SimpleNamespace(parts=(1, 2))})
+    cache = SimpleNamespace(plan=SimpleNamespace(geometry=geometry))
     monkeypatch.setattr(handshake, "cache_of", lambda _: cache)
     with pytest.raises(Int2Error, match="with --pp-size cannot send layers whose kv heads have codes of their own"):
         handshake.around_setup_state(lambda *_: None, None, None)

@@ -70,12 +70,9 @@ class Layers:
         seen = torch.where(coded, seen, true)
         errors["logits"] = relative(seen.masked_fill(~coded, 0), true.masked_fill(~coded, 0))
         future = positions > at[:, None]
-        if reach.sinks is not None:  # one more outcome, which nothing is wrong about
-            sinks = reach.sinks.to(q)[None, :, None, None].expand(*true.shape[:3], 1)
-            true, seen = (torch.cat([y, sinks], -1) for y in (true, seen))
-            future = torch.nn.functional.pad(future, (0, 1))
-        p, other = (y.masked_fill(future, float("-inf")).log_softmax(-1) for y in (true, seen))
-        errors["attention_kl"] = (p.exp() * (p - other).nan_to_num(0)).sum(-1).mean((1, 2))
+        # A sink is one more outcome, which nothing is wrong about.
+        true, seen = (reach.with_sinks(y.masked_fill(future, float("-inf"))) for y in (true, seen))
+        errors["attention_kl"] = attention_kl(true, seen)
         exact_only_v = CacheView(None, view.values, view.sink, view.key_exact_from, view.value_exact_from)
         plain = composed_attention(layer, x.q, x.k, x.v, scale, CacheView(), reach)
         mixed = composed_attention(layer, x.q, x.k, x.v, scale, exact_only_v, reach)
@@ -84,6 +81,12 @@ class Layers:
         weight = module.o_proj.weight.float()
         errors["attention_output"] = relative(*(y.transpose(1, 2).flatten(2) @ weight.T for y in (both, plain)))
         return errors
+
+
+def attention_kl(true: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """KL of two sets of logits by context, mean over heads and queries: [batch, heads, queries, n] -> [batch]."""
+    p, other = true.log_softmax(-1), seen.log_softmax(-1)
+    return (p.exp() * (p - other).nan_to_num(0)).sum(-1).mean((1, 2))
 
 
 def relative(other: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

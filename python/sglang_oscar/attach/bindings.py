@@ -63,8 +63,7 @@ class Bindings:
         for module in modules:
             if isinstance(module, ModuleType) and id(module) not in self._seen:
                 self._seen.add(id(module))
-                values = list(vars(module).values())
-                if self._functions.keys().isdisjoint(map(id, values)):
+                if self._functions.keys().isdisjoint(map(id, list(vars(module).values()))):
                     continue
                 for name, value in list(vars(module).items()):
                     if id(value) in self._functions:

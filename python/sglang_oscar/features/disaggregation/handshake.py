@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from oscar_kernels.format import any_cut
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.owned import STATE, Holding
@@ -31,8 +32,9 @@ def around_setup_state(
     from sglang.srt.disaggregation.utils import append_state_component
     from sglang.srt.runtime_context import get_parallel
 
-    windows = cache.plan.geometry.windows
-    if any(len(layer.parts) > 1 for layer in cache.layers.values()) and get_parallel().pp_size > 1:
+    geometry = cache.plan.geometry
+    windows = geometry.windows
+    if any_cut(geometry.formats.values()) and get_parallel().pp_size > 1:
         raise Int2Error(
             "--disaggregation-mode with --pp-size cannot send layers whose kv heads have codes of their own; set "
             "--pp-size 1, or fit a file for --bits such as k3v2"
