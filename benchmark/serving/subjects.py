@@ -106,8 +106,10 @@ MODES = {
     "exact": Mode(["--kv-cache-dtype", "int2"], EXACT),
     "int2": fitted(BITS),
     **{bits: fitted(bits) for bits in ("k2v2", "k3v2", "k4v2")},
+    "calibrating": Mode(["--kv-cache-dtype", "int2"], {}),
 }
-"""By their names in results. ``int2`` is what a user gets who sets nothing, the others are named by their bits."""
+"""By their names in results. ``int2`` has the bits of a user who sets nothing; ``calibrating`` is what that user gets,
+with matrices that its first start makes of the model. The others are named by their bits."""
 
 
 def eagle3(draft: Path, drafts: int) -> list[str]:

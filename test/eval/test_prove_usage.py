@@ -51,6 +51,7 @@ from support.reference import MODEL, ROOT
             "--recall-lengths: has no meaning without --measure recall",
         ),
         (["--documents", "3", "--measure", "json"], "--documents: has no meaning without --measure tail-kl"),
+        (["--functions", "3", "--measure", "json"], "--functions: has no meaning without --measure recall"),
         (["--seeds", "3", "--measure", "json"], "--seeds: has no meaning without --measure retrieval"),
         (["--seeds", "0"], "should be greater than or equal to 1"),
         (["--tp", "0"], "should be greater than or equal to 1"),

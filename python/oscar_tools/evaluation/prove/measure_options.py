@@ -71,6 +71,9 @@ class MeasureOptions:
     recall_lengths: Annotated[
         str, typer.Option(help=f"Tokens of modules whose functions are recalled, with commas; default: {RECALL}.")
     ] = ""
+    functions: Annotated[
+        int | None, typer.Option(min=1, help="Functions per length of recall; default: 120, or 6 of the reduced size.")
+    ] = None
     seeds: Annotated[int, typer.Option(min=1, help="How often the questions of retrieval are drawn.")] = 1
     out: Annotated[Path, typer.Option(help="Folder for answers, logs and the page.")] = Path("prove")
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep earlier answers and fits, or not.")] = True
@@ -89,6 +92,7 @@ class MeasureOptions:
         for option, given, needs in (
             ("--tasks", self.tasks, (Tasks.name in chosen, "--measure tasks")),
             ("--recall-lengths", self.recall_lengths, (Recall.name in chosen, "--measure recall")),
+            ("--functions", self.functions, (not self.measure or Recall.name in self.measure, "--measure recall")),
             ("--task-count", self.task_count, (self.tasks, "--tasks")),
             ("--run-code", self.run_code, (self.tasks, "--tasks")),
             ("--documents", self.documents, (not self.measure or TailKl.name in self.measure, "--measure tail-kl")),
@@ -127,7 +131,7 @@ class MeasureOptions:
             DataError: the model's context is too short, or see :meth:`questions`.
         """
         size = SIZES[self.size or ("full" if has_gpu() else "reduced")]
-        size = replace(size, documents=self.documents or size.documents)
+        size = replace(size, documents=self.documents or size.documents, functions=self.functions or size.functions)
         lengths = _lengths(self.lengths, "--lengths") or size.lengths(context)
         if not lengths or lengths[-1] > context - ROOM:
             wanted = lengths[-1] if lengths else SHORTEST
