@@ -23,8 +23,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import Limits
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.finite import make_values_finite_
-from sglang_oscar.attention import flash_attention3
-from sglang_oscar.attention.flash_attention3 import FlashAttention3, missing
+from sglang_oscar.attention.flash_attention3 import FlashAttention3
 
 
 def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -45,7 +44,7 @@ def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
 @pytest.fixture
 def _kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cuda":
-        if (reason := missing(128)) is not None:
+        if (reason := FlashAttention3.missing(128)) is not None:
             pytest.skip(reason)
         return
     module = ModuleType("sgl_kernel.flash_attn")
@@ -125,15 +124,15 @@ def test_sums_are_of_the_interface(device: torch.device) -> None:
 
 def test_why_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in str(missing(128))
+    assert "not installed" in str(FlashAttention3.missing(128))
     spec = importlib.machinery.ModuleSpec("sgl_kernel", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert "not installed" in str(missing(128))
+    assert "not installed" in str(FlashAttention3.missing(128))
     (tmp_path / "flash_ops.abi3.so").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert missing(128) is None
-    assert "head_dim 96" in str(missing(96))
+    assert FlashAttention3.missing(128) is None
+    assert "head_dim 96" in str(FlashAttention3.missing(96))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert "not compiled for this GPU" in str(missing(128))
-    assert flash_attention3.CAPABILITIES == (8, 9)
+    assert "not for this GPU" in str(FlashAttention3.missing(128))
+    assert FlashAttention3.capabilities == (8, 9)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sglang_oscar.attention import flash_attention4
+from sglang_oscar.attention.flash_attention4 import FlashAttention4
 
 PROGRAM = """
 import torch
@@ -25,7 +25,7 @@ with FakeTensorMode():
 """
 
 
-@pytest.mark.skipif(not flash_attention4.installed(), reason="FlashAttention-4 is not installed")
+@pytest.mark.skipif(not FlashAttention4.installed(), reason="FlashAttention-4 is not installed")
 @pytest.mark.parametrize("architecture", ["sm_100", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_it_compiles(architecture: str) -> None:
     env = os.environ | {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": f"{architecture}a"}

@@ -14,7 +14,9 @@ from threading import Lock
 
 import pytest
 
-from sglang_oscar.attention import extend_choice, flash_attention3, flash_attention4
+from sglang_oscar.attention import extend_choice
+from sglang_oscar.attention.flash_attention3 import FlashAttention3
+from sglang_oscar.attention.flash_attention4 import FlashAttention4
 from support import golden
 from support.reference import MODEL, fit_rotations
 from support.servers import STRICT, Server, ranked, serve
@@ -31,8 +33,8 @@ ORACLE = ("--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens",
 ORACLE += ("--speculative-ngram-max-trie-depth", "100000")
 EXTEND = "SGLANG_OSCAR_EXTEND_BACKEND"
 STOCK_KERNELS = {
-    "fa3": ("FlashAttention-3", flash_attention3.missing(128)),
-    "fa4": ("FlashAttention-4", flash_attention4.missing(128)),
+    "fa3": ("FlashAttention-3", FlashAttention3.missing(128)),
+    "fa4": ("FlashAttention-4", FlashAttention4.missing(128)),
     "flashinfer": ("FlashInfer", None if importlib.util.find_spec("flashinfer") else "FlashInfer is not installed"),
 }
 """Kernels for prompts that int2 mode takes from others: their names in logs, and why they cannot be had here for the

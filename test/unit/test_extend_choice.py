@@ -15,8 +15,10 @@ import torch
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.decode import decode
-from sglang_oscar.attention import extend_choice, flash_attention3, flash_attention4, stock_check
+from sglang_oscar.attention import extend_choice, flash_attention4, stock_check
 from sglang_oscar.attention.extend_choice import ExtendWorkspace, choose
+from sglang_oscar.attention.flash_attention3 import FlashAttention3
+from sglang_oscar.attention.flash_attention4 import FlashAttention4
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory.plan import make_plan
@@ -72,7 +74,7 @@ def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -
     made = extend_choice.workspace("fa3", layer, 32, torch.bfloat16, 100 * GIB)
     assert (made.kernel, made.kernels) == ("FlashAttention-3", "fa3")
     assert (made.tokens, made.passes, made.fixed_bytes()) == (65_536, 32, 65_536 * 4096)
-    monkeypatch.setattr(flash_attention3, "missing", lambda *heads: None if heads == (128, 128) else "not that")
+    monkeypatch.setattr(FlashAttention3, "missing", lambda *heads: None if heads == (128, 128) else "not that")
     assert choose("fa3", "cuda", (128, 128), False) == "fa3"
     with pytest.raises(Int2Error, match="EXTEND_BACKEND=fa3, but not that; unset it"):
         choose("fa3", "cuda", (96, 96), False)
@@ -93,7 +95,7 @@ def test_what_sglang_brings_for_the_card(
     """Sink logits, other heads, and what is asked for, are FlashInfer's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    for version in (flash_attention3, flash_attention4):
+    for version in (FlashAttention3, FlashAttention4):
         monkeypatch.setattr(version, "installed", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert choose("auto", "cuda", (128, 128), False) == with_128
@@ -114,9 +116,24 @@ def test_what_sglang_brings_for_the_card(
     assert "head_dim 96" in str(extend_choice.why_not_flash("auto", (96, 96), False)) or with_128 == "flashinfer"
 
 
+@pytest.mark.parametrize("version", [FlashAttention3, FlashAttention4])
+def test_why_a_version_cannot_be_had(version: type[FlashAttention3], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU comes before what is installed, which would not help; heads may differ in size."""
+    monkeypatch.setattr(version, "installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (11, 0))
+    assert version.missing(128) == "it is not for this GPU"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (version.capabilities[0], 0))
+    assert version.missing(128) == f"{version.needs} is not installed"
+    monkeypatch.setattr(version, "installed", lambda: True)
+    assert version.missing(192) == "it does not take head_dim 192"
+    assert version.missing(128, 192) == "it does not take head_dim 128 and 192"
+    assert version.missing(192, 128) is None
+
+
 def test_the_newer_version_is_looked_for_in_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its function takes what it is called with; what compiles it may be missing."""
-    assert flash_attention4.installed()
+    assert FlashAttention4.installed()
     source = Path(sglang.__path__[0]) / flash_attention4.SOURCE
     functions = {
         node.name: node.args for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)
@@ -125,7 +142,7 @@ def test_the_newer_version_is_looked_for_in_sglang(tmp_path: Path, monkeypatch: 
     lengths = {f"{what}_seqlen{s}_{side}" for what, s in (("cu", "s"), ("max", "")) for side in "qk"}
     assert {"q", "k", "v", "softmax_scale", "causal", "return_softmax_lse", *lengths} <= names
     monkeypatch.setattr(flash_attention4, "PACKAGES", ("no_such_package",))
-    assert "quack-kernels) is not installed" in str(flash_attention4.missing(128))
+    assert "quack-kernels) is not installed" in str(FlashAttention4.missing(128))
 
 
 class Torch:

@@ -14,7 +14,7 @@ import torch
 from oscar_kernels.cache import BatchTables
 from oscar_tools.bench.synthetic import PAGE, Heads, random_pages, shuffled_tables, stock_layers
 from oscar_tools.bench.timing import device
-from sglang_oscar.attention import flash_attention3
+from sglang_oscar.attention.flash_attention3 import FlashAttention3
 
 NEEDED = "sgl_kernel with flash_ops"
 """What it takes."""
@@ -22,7 +22,7 @@ NEEDED = "sgl_kernel with flash_ops"
 
 def available(head_dim: int = 128) -> bool:
     """Whether it is here and, on a GPU, compiled for it; nothing is imported."""
-    return flash_attention3.missing(head_dim) is None
+    return FlashAttention3.missing(head_dim) is None
 
 
 def decode_calls(heads: Heads, batch: int, length: int, dtype: torch.dtype) -> list[Callable[[], object]]:

@@ -16,9 +16,11 @@ import torch
 from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits, Ragged
 from oscar_kernels.format import AnyFormat
 from oscar_rotation.errors import first_line
-from sglang_oscar.attention import flash_attention3, flash_attention4, stock_check
+from sglang_oscar.attention import stock_check
 from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace, StockBackend
+from sglang_oscar.attention.flash_attention3 import FlashAttention3
+from sglang_oscar.attention.flash_attention4 import FlashAttention4
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import Geometry
 
@@ -72,7 +74,7 @@ def choose(setting: Setting, device: str, heads: Heads, sink_logits: bool) -> Ch
 
 def flash_attention(heads: Heads) -> dict[Literal["fa4", "fa3"], str | None]:
     """Versions that SGLang brings, the newer first, and why each cannot be had on this GPU; None where it can."""
-    return {"fa4": flash_attention4.missing(*heads), "fa3": flash_attention3.missing(*heads)}
+    return {"fa4": FlashAttention4.missing(*heads), "fa3": FlashAttention3.missing(*heads)}
 
 
 def why_not_flash(setting: str, heads: Heads, sink_logits: bool) -> str | None:
@@ -179,7 +181,7 @@ def _unusable(size: ExtendWorkspace, reason: str) -> str:
 
 def _kernels(size: ExtendWorkspace, device: torch.device) -> Callable[[], Ragged]:
     if size.backend != "flashinfer":
-        made = flash_attention3.FlashAttention3 if size.backend == "fa3" else flash_attention4.FlashAttention4
+        made = FlashAttention3 if size.backend == "fa3" else FlashAttention4
         return lambda: made(device)
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 

@@ -14,47 +14,8 @@ import torch
 
 from oscar_kernels.reference import LOG2_E
 
-CAPABILITIES = (8, 9)
-"""Major compute capabilities that SGLang's FlashAttention-3 is compiled for: Ampere, Ada and Hopper."""
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
-"""Of keys and values."""
 MEASURED = 9
 """Major compute capability on which it has run here, with draft models, too."""
-
-
-def installed() -> bool:
-    """Whether SGLang's kernels are there with FlashAttention-3 among them; nothing of theirs is imported."""
-    spec = importlib.util.find_spec("sgl_kernel")
-    if spec is None or spec.origin is None:
-        return False
-    return any(Path(spec.origin).parent.glob("flash_ops.*"))
-
-
-def missing(head_dim: int, value_head_dim: int | None = None) -> str | None:
-    """Why it cannot be had; None where it can.
-
-    Args:
-        head_dim: channels of a head.
-        value_head_dim: of the values; None where keys have as many.
-    """
-    heads = (head_dim, head_dim if value_head_dim is None else value_head_dim)
-    if not installed():
-        return "sglang-kernel with FlashAttention-3 (flash_ops) is not installed"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in CAPABILITIES:
-        return "it is not compiled for this GPU"
-    if heads not in HEAD_DIMS:
-        return f"it is not compiled for head_dim {' and '.join(map(str, dict.fromkeys(heads)))}"
-    return None
-
-
-def measured(head_dim: int) -> bool:
-    """Whether it can be had on a GPU on which it has run here.
-
-    Args:
-        head_dim: channels of a head.
-    """
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == MEASURED
-    return hopper and missing(head_dim) is None
 
 
 class FlashAttention3:
@@ -62,7 +23,41 @@ class FlashAttention3:
 
     Args:
         device: where queries are.
+
+    Attributes:
+        capabilities: major compute capabilities that it is for: Ampere, Ada and Hopper.
+        head_dims: of keys and values that it takes.
+        needs: what brings it.
     """
+
+    capabilities: tuple[int, ...] = (8, 9)
+    head_dims: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (256, 256), (192, 128))
+    needs = "sglang-kernel with FlashAttention-3 (flash_ops)"
+
+    @staticmethod
+    def installed() -> bool:
+        """Whether SGLang's kernels are there with FlashAttention-3 among them; nothing of theirs is imported."""
+        spec = importlib.util.find_spec("sgl_kernel")
+        if spec is None or spec.origin is None:
+            return False
+        return any(Path(spec.origin).parent.glob("flash_ops.*"))
+
+    @classmethod
+    def missing(cls, head_dim: int, value_head_dim: int | None = None) -> str | None:
+        """Why it cannot be had; None where it can.
+
+        Args:
+            head_dim: channels of a head.
+            value_head_dim: of the values; None where keys have as many.
+        """
+        heads = (head_dim, head_dim if value_head_dim is None else value_head_dim)
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in cls.capabilities:
+            return "it is not for this GPU"
+        if not cls.installed():
+            return f"{cls.needs} is not installed"
+        if heads not in cls.head_dims:
+            return f"it does not take head_dim {' and '.join(map(str, dict.fromkeys(heads)))}"
+        return None
 
     def __init__(self, device: torch.device) -> None:
         self._attend, self._device = self.function(), device
@@ -100,3 +95,13 @@ class FlashAttention3:
         )  # fmt: skip
         # It returns natural logarithms, [q_heads, tokens].
         return out, torch.mul(sums.T, LOG2_E, out=torch.empty(q.shape[:2], dtype=sums.dtype, device=sums.device))
+
+
+def measured(head_dim: int) -> bool:
+    """Whether FlashAttention-3 can be had on a GPU on which it has run here.
+
+    Args:
+        head_dim: channels of a head.
+    """
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == MEASURED
+    return hopper and FlashAttention3.missing(head_dim) is None

@@ -24,7 +24,7 @@ DRAFT_BACKENDS = {"cpu": ("torch_native",), "cuda": ("flashinfer", "fa3", "trito
 """Attention backends of a draft model by device. By default the first that is installed, and FlashAttention-3 where
 prompts take it: FlashInfer plans its kernels on the host, which waits for lengths in every step."""
 DRAFT_HEAD_DIM = 128
-"""What draft models have; others of :data:`flash_attention3.HEAD_DIMS` do as well."""
+"""What draft models have; others of :attr:`flash_attention3.FlashAttention3.head_dims` do as well."""
 
 
 def drafts_without_model(args: Any) -> bool:
