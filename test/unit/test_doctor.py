@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from typer.testing import CliRunner
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.files.rotation_set import RotationMetadata, RotationSet
 from oscar_tools.cli import app
-from oscar_tools.doctor import command, machine
+from oscar_tools.doctor import account, command, machine
 from oscar_tools.doctor.account import parameters, weight_bytes
 from oscar_tools.doctor.check import Check, attempt
 from oscar_tools.doctor.model import Ranks, model_checks, model_config
 from sglang_oscar.attach import failure, releases
-from sglang_oscar.attention import flash_attention3
+from sglang_oscar.attention.flash_attention3 import FlashAttention3
 
 GIB = 1 << 30
 SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -93,9 +94,13 @@ def test_ranks_share_heads_and_weights(model: Path) -> None:
     )
 
 
-def test_replicas_of_attention_have_heads_and_tokens_of_their_own(model: Path) -> None:
-    """Each holds all of attention's weights, and no kv head twice; the other weights are shared by all ranks."""
+def test_replicas_of_attention_have_heads_and_tokens_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds all of attention's weights, and no kv head twice; the other weights are shared by all ranks. What a
+    model that is not here would have is counted once."""
+    counted = Mock(wraps=parameters)
+    monkeypatch.setattr(account, "parameters", counted)
     alone, twice = (by_name(model_checks(str(model), 64, GIB, ranks=Ranks(2, dp)))["memory"] for dp in (1, 2))
+    assert counted.call_count == 2
     assert "each of 2 devices, tokens of one of 2 replicas" in twice.name
     assert "tokens x 320 bytes" in twice.detail
     budgets = [float(re.search(r"of a ([\d.]+) GiB budget", x.detail)[1]) for x in (alone, twice)]  # type: ignore[index]
@@ -332,7 +337,7 @@ def test_what_applies_to_the_card(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(flash_attention3, "installed", lambda: True)
+    monkeypatch.setattr(FlashAttention3, "installed", lambda: True)
     assert fnmatch.fnmatchcase(machine.check_kernels(), f"{said}*; prompts by FlashAttention-3")
 
 
@@ -340,7 +345,7 @@ def test_why_prompts_are_not_those_of_flash_attention(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Thor")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (11, 0))
-    assert "(FlashAttention-4: it is for Blackwell GPUs; FlashAttention-3: " in machine.check_kernels()
+    assert "(FlashAttention-4: it is not for this GPU; FlashAttention-3: " in machine.check_kernels()
 
 
 def test_broken_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

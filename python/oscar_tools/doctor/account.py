@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ def weight_bytes(model: str) -> int:
     return 0 if place is None else sum(path.stat().st_size for path in weight_files(place))
 
 
-def configured_bytes(config: Any) -> int:
+Sizes = Callable[[], dict[str, int]]
+""":func:`parameters` of the model that is asked about, computed when they are needed, and once."""
+
+
+def configured_bytes(config: Any, sizes: Sizes) -> int:
     """Size of the weights of a model that is not here, in 16 bits, by its configuration of transformers; 0 where it is
     quantized, or where transformers cannot tell."""
     if getattr(config, "quantization_config", None) is not None:
         return 0
-    return 2 * sum(parameters(config).values())
+    return 2 * sum(sizes().values())
 
 
 def parameters(config: Any) -> dict[str, int]:
@@ -47,7 +53,7 @@ def parameters(config: Any) -> dict[str, int]:
     return {name: tensor.numel() for name, tensor in model.named_parameters()}
 
 
-def share_of_weights(loaded: dict[str, Any]) -> float:
+def share_of_weights(loaded: dict[str, Any], sizes: Sizes) -> float:
     """What one rank has of the weights: its part of everything, but of attention that of its replica.
 
     Raises:
@@ -56,9 +62,9 @@ def share_of_weights(loaded: dict[str, Any]) -> float:
     ranks, all_ranks = loaded["ranks"], loaded["all ranks"]
     if ranks == all_ranks:
         return 1 / ranks
-    if not (sizes := parameters(loaded["model"].hf_config)):
+    if not (found := sizes()):
         raise Int2Error("replicas of attention cannot be sized for this model; leave out --dp")
-    attention = sum(size for name, size in sizes.items() if "attn" in name) / sum(sizes.values())
+    attention = sum(size for name, size in found.items() if "attn" in name) / sum(found.values())
     return attention / ranks + (1 - attention) / all_ranks
 
 
@@ -114,8 +120,10 @@ def account_of(loaded: dict[str, Any], models: tuple[str, str], memory: int) -> 
     """
     here = {name: weight_bytes(name) for name in models}
     missing = [name for name, size in here.items() if not size]
-    guess = configured_bytes(loaded["model"].hf_config) if models[0] in missing else 0
-    weights = (sum(here.values()) + guess) * share_of_weights(loaded)
+    config = loaded["model"].hf_config
+    sizes = cache(partial(parameters, config))
+    guess = configured_bytes(config, sizes) if models[0] in missing else 0
+    weights = (sum(here.values()) + guess) * share_of_weights(loaded, sizes)
     if (weights := int(weights)) >= (room := int(MEM_FRACTION * memory)):
         raise Int2Error(f"weights take {weights / GIB:.1f} GiB of {room / GIB:.1f} GiB on a device; raise --tp")
     account = memory_account(loaded, room - weights)
