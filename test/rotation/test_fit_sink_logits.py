@@ -15,7 +15,7 @@ from oscar_rotation.fit.held_out import Request, held_out_requests, moved, reque
 from oscar_rotation.fit.options import FitOptions
 from oscar_rotation.fit.samples import head_samples
 from oscar_rotation.math import attention
-from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weights
+from oscar_rotation.math.attention_weights import Exact, attention_kl, key_weights, output_error
 from oscar_rotation.math.covariance import ScoreValueCovariance
 from oscar_rotation.math.positions import Positions
 from oscar_rotation.recipes.focus import FocusMoments, fit_focus_layer
@@ -91,6 +91,17 @@ def test_loss_of_attention() -> None:
     kl = (p * (p.log() - other).nan_to_num(0)).sum(-1)[:, -last:].mean((1, 2))
     found = attention_kl(q, k, coded, SCALE, last, SINKS)
     torch.testing.assert_close(found.double(), kl, rtol=1e-3, atol=1e-7)
+
+
+def test_error_of_outputs() -> None:
+    """What a sink takes is taken from the values."""
+    q, k, _ = tensors()
+    wrong, weight, last = 0.2 * draw(HEADS, N, D, seed=7), draw(HEADS, D, 40, seed=8), 12
+    p = probabilities(q, k)[..., :-1] * away(N)
+    moved = torch.einsum("hngm,hmd->hngd", p, wrong.double()) @ weight[:, None].double()
+    energy = moved.square().sum(-1)[:, -last:].mean((1, 2))
+    found = output_error(q, k, wrong, SCALE, weight @ weight.mT, last, SINKS)
+    torch.testing.assert_close(found.double(), energy, rtol=1e-3, atol=1e-7)
 
 
 def test_losses_by_bits() -> None:

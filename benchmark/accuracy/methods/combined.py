@@ -114,8 +114,8 @@ class Combined(ServedFocus):
                     losses.append(attention_kl(r.q, r.k, coded, scale, sinks=r.sinks))
                     continue
                 wrong = self._through(layer, r.v, read, False) - r.v
-                whole = output_error(r.q, r.k, r.v, scale, reader).sum()
-                losses.append(output_error(r.q, r.k, wrong, scale, reader) / whole)
+                whole, lost = (output_error(r.q, r.k, x, scale, reader, sinks=r.sinks) for x in (r.v, wrong))
+                losses.append(lost / whole.sum())
             found.append(torch.stack(losses).mean(0))
         return torch.stack(found, 1).cpu()
 

@@ -224,12 +224,18 @@ def attention_kl(
 
 
 def output_error(
-    q: torch.Tensor, k: torch.Tensor, wrong: torch.Tensor, scale: float, reader: torch.Tensor, queries: int = 128
+    q: torch.Tensor,
+    k: torch.Tensor,
+    wrong: torch.Tensor,
+    scale: float,
+    reader: torch.Tensor,
+    queries: int = 128,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Energy behind the output projection of value errors outside the 16-bit windows: mean over queries, [heads].
 
     Args:
-        q, k, scale, queries: as of :func:`attention_kl`.
+        q, k, scale, queries, sinks: as of :func:`attention_kl`.
         wrong: float32 [heads, n, d], the errors of the values.
         reader: W_o W_o^T by kv head, [heads, d, d].
     """
@@ -240,6 +246,6 @@ def output_error(
     for _, true, away in scores_of(q, k, scale, first):
         stop = true.shape[-1]
         read = ((away >= exact.recent) & (positions[:stop] >= exact.sink))[:, None]
-        moved = ((true.softmax(-1) * read).flatten(1, 2) @ wrong[:, :stop]).float()
+        moved = ((attention_of(true, sinks) * read).flatten(1, 2) @ wrong[:, :stop]).float()
         total += ((moved @ reader.float()) * moved).sum((1, 2))
     return total / ((n - first) * q.shape[2])
