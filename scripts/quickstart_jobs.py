@@ -10,11 +10,10 @@ from real_models import DEFAULT, MODELS
 
 from oscar_cpu.server import has_gpu
 from oscar_rotation import defaults
-from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.recipes import PUBLISHED
+from oscar_tools.evaluation.methods import BARE, K_PATH, V_PATH, files_of
 from oscar_tools.local_server import LocalServer
 from reference_model.retrieval import DIGITS, Document, chat_question, question
-from sglang_oscar.settings import variable
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,11 +70,6 @@ class Method:
         return ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", str(self.group)]
 
 
-def rotation_env(k: Path | str, v: Path | str) -> dict[str, str]:
-    """Variables that name the rotations."""
-    return {variable("k_rotation"): str(k), variable("v_rotation"): str(v)}
-
-
 def fitted_rows(rotations: Path, group: int) -> list[Method]:
     """A row for each of :data:`FITS`.
 
@@ -83,7 +77,7 @@ def fitted_rows(rotations: Path, group: int) -> list[Method]:
         rotations: folder that has a folder of files for each.
         group: channels that share a scale.
     """
-    return [Method(fit.row, group, rotation_env(*rotation_files(rotations / fit.folder))) for fit in FITS]
+    return [Method(fit.row, group, files_of(rotations / fit.folder)) for fit in FITS]
 
 
 @dataclass(frozen=True)
@@ -115,12 +109,12 @@ class ShippedJob:
         """Rows of the table: BF16, what a user gets who sets nothing, the same with two bits, and others to compare
         with. Naive INT2 has neither windows nor clipping; QuaRot-INT2 has both, like OSCAR, the published recipe."""
         *ours, paper = fitted_rows(rotations, defaults.GROUP_SIZE)
-        plain = {variable("windows_enabled"): "0", variable("k_clip_ratio"): "1", variable("v_clip_ratio"): "1"}
+        naive, quarot = (dict.fromkeys((K_PATH, V_PATH), name) for name in ("identity", "hadamard"))
         rows = [Method("BF16"), *ours]
         for group in (64, 128):
             rows += [
-                Method("naive INT2", group, rotation_env("identity", "identity") | plain),
-                Method("QuaRot-INT2", group, rotation_env("hadamard", "hadamard")),
+                Method("naive INT2", group, naive | BARE),
+                Method("QuaRot-INT2", group, quarot),
                 replace(paper, group=group),
             ]
         return rows

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from oscar_tools.calibration import local_text
 from oscar_tools.calibration.local_text import Render, plain_chat, renderer
@@ -99,10 +100,14 @@ class Corpus:
 
     Args:
         tokenizer: of transformers, with a fast tokenizer behind it.
+
+    Attributes:
+        front: token ids that the model expects in front of every text, as Gemma a begin-of-text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.backend, self.render = tokenizer.backend_tokenizer, renderer(tokenizer)
+        self.front = local_text.leading(tokenizer)
         end = self.backend.token_to_id("<|endoftext|>")
         self.end = tokenizer.eos_token_id if end is None else end
         self.known: dict[tuple[str, str], np.ndarray] = {}
@@ -132,6 +137,12 @@ class Corpus:
             if len(ids) >= limit:
                 break
         return np.array(ids[:limit], dtype=np.int64)
+
+    def begun(self, ids: torch.Tensor) -> torch.Tensor:
+        """Sequences as the model expects them, int64 [count, n]: what it wants in front takes the place of their first
+        tokens."""
+        front = torch.tensor(self.front, dtype=ids.dtype).expand(len(ids), -1)
+        return torch.cat([front, ids[:, len(self.front) :]], 1)
 
     def lines(self, part: str) -> tuple[str, ...]:
         """Lines of source files, for documents that questions are asked about."""

@@ -79,7 +79,7 @@ class ShippedMaterial:
 class RealMaterial:
     """For any other model: four kinds of text whose parts never mix (:mod:`accuracy.corpus`).
 
-    Where a model's tokenizer puts a token in front of every text (Gemma), it takes the place of each sequence's first.
+    Every sequence begins as the model's tokenizer begins a text (:meth:`accuracy.corpus.Corpus.begun`).
 
     Args:
         tokenizer: of transformers.
@@ -91,7 +91,7 @@ class RealMaterial:
     domains = ("retrieval", "text", *KINDS, *SEQUENCES)
 
     def __init__(self, tokenizer: Any, split: str, more: Sequence[Path] = ()) -> None:
-        self.corpus, self.front = Corpus(tokenizer), tokenizer("")["input_ids"][:1]
+        self.corpus = Corpus(tokenizer)
         self.more = [self.corpus.encoded(texts_of(path, self.corpus.render)) for path in more]
         self.part = {"report": "report", "choice": "choose"}[split]
         self.seed = scope.SPLITS[split].seed
@@ -99,10 +99,7 @@ class RealMaterial:
     def calibration(self, domain: str) -> torch.Tensor:
         """Retrieval prompts, text of one kind ("text" is source), or sequences of each of the five, and of each further
         file: "mixed" has two of each, "broad" eight, as many tokens as a dump has by default, "large" 32."""
-        return self._begun(self._calibration(domain))
-
-    def _begun(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.tensor(self.front).expand(len(ids), -1), ids[:, 1:]], 1) if self.front else ids
+        return self.corpus.begun(self._calibration(domain))
 
     def _calibration(self, domain: str) -> torch.Tensor:
         prompts = self._prompts(max(PROMPTS, SEQUENCES.get(domain, 0)))
@@ -130,11 +127,11 @@ class RealMaterial:
         tokens, span = self.corpus.tokens(kind, self.part), (0, None)
         if kind == "source" and self.part == "report":
             tokens, span = tokens[:HELD_OUT_TOKENS], scope.SPLITS["report"].text
-        return self._begun(scope.text_windows(tokens, span, count, length))
+        return self.corpus.begun(scope.text_windows(tokens, span, count, length))
 
     def questions(self, length: int, documents: int, questions: int) -> Questions:
         """Documents of the part's source files."""
         lines = None if self.part == "report" else self.corpus.lines(self.part)
         backend = self.corpus.backend
         found = retrieval_questions(backend, length, documents, questions, FACTS, self.seed, lines=lines)
-        return replace(found, prompts=self._begun(found.prompts))
+        return replace(found, prompts=self.corpus.begun(found.prompts))

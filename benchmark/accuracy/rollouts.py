@@ -30,11 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("benchmark", "scripts", "kernels", "rotation", "python")]
 
 from oscar_cpu.server import environment, has_gpu  # noqa: E402
-from oscar_rotation.files.pair import rotation_files  # noqa: E402
+from oscar_tools.evaluation.methods import files_of  # noqa: E402
 from oscar_tools.evaluation.prove.machine import machine  # noqa: E402
 from oscar_tools.evaluation.server_facts import ask  # noqa: E402
 from oscar_tools.local_server import LocalServer, serve  # noqa: E402
-from sglang_oscar.settings import variable  # noqa: E402
 
 BF16, FP8 = "bf16", "fp8"
 WINDOWS = 64 + 256
@@ -81,9 +80,8 @@ def server_of(args: argparse.Namespace, cache: str) -> tuple[list[str], dict[str
         return [*flags, *stock], environment()
     if cache == FP8:
         return [*flags, *stock, "--kv-cache-dtype", "fp8_e4m3"], environment()
-    files = rotation_files(Path(dict(folder.split("=", 1) for folder in args.int2)[cache]))
-    names = variable("k_rotation"), variable("v_rotation")
-    return [*flags, "--kv-cache-dtype", "int2"], environment() | dict(zip(names, map(str, files), strict=True))
+    folder = Path(dict(folder.split("=", 1) for folder in args.int2)[cache])
+    return [*flags, "--kv-cache-dtype", "int2"], environment() | files_of(folder)
 
 
 def post(server: LocalServer, body: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from accuracy.corpus import KINDS, Corpus  # noqa: E402
 from accuracy.scope import text_windows  # noqa: E402
 from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu  # noqa: E402
 from oscar_tools.evaluation.intervals import bootstrap, wilson  # noqa: E402
+from oscar_tools.evaluation.methods import BARE, K_PATH, RECIPE, V_PATH, files_of  # noqa: E402
 from oscar_tools.evaluation.prove.machine import machine  # noqa: E402
 from oscar_tools.local_server import LocalServer, serve  # noqa: E402
 from reference_model.evaluate import retrieval_questions  # noqa: E402
@@ -102,7 +104,7 @@ def calibrate(args: argparse.Namespace, corpus: Corpus) -> None:
         return
     count = max(1, args.calibration_tokens // CALIBRATION_LENGTH // len(args.calibration))
     kinds = [text_windows(corpus.tokens(k, "train"), (0, None), count, CALIBRATION_LENGTH) for k in args.calibration]
-    prompts = torch.stack(kinds, 1).flatten(0, 1).tolist()
+    prompts = corpus.begun(torch.stack(kinds, 1).flatten(0, 1)).tolist()
     dump = args.work / "qkv_dumps"
     env = {"DUMP_KVCACHE": "1", "DUMP_KVCACHE_DIR": str(dump.resolve()),
            "DUMP_KVCACHE_TOKENS": str(sum(map(len, prompts)))}  # fmt: skip
@@ -123,18 +125,11 @@ def calibrate(args: argparse.Namespace, corpus: Corpus) -> None:
 
 def variables(args: argparse.Namespace, cache: str) -> dict[str, str]:
     """Variables that serve a cache; naive INT2 has neither rotations nor windows nor clipping."""
-    names = {side: f"SGLANG_OSCAR_{side.upper()}_ROTATION_PATH" for side in "kv"}
     if cache == "bf16":
         return {}
     if cache == "naive":
-        plain = {
-            "SGLANG_ENABLE_MIXED_KV_WINDOWS": "0",
-            "SGLANG_OSCAR_K_CLIP_RATIO": "1",
-            "SGLANG_OSCAR_V_CLIP_RATIO": "1",
-        }
-        return dict.fromkeys(names.values(), "identity") | plain
-    paths = {side: next((args.work / cache).glob(f"{side}_rotation_*.safetensors")) for side in "kv"}
-    return {names[side]: str(path) for side, path in paths.items()} | {"SGLANG_OSCAR_RECIPE": cache}
+        return dict.fromkeys((K_PATH, V_PATH), "identity") | BARE
+    return files_of(args.work / cache) | {RECIPE: cache}
 
 
 def nats(server: LocalServer, documents: list[list[int]], prefix: int, cache: str) -> list[float]:
@@ -177,12 +172,13 @@ def measure(args: argparse.Namespace, cache: str, corpus: Corpus) -> dict[str, A
             server.flush()
             share = -(-args.documents // len(KINDS))
             texts = [text_windows(corpus.tokens(k, "report"), (0, None), share, prefix + READ) for k in KINDS]
-            documents = torch.cat(texts)[: args.documents].tolist()
+            documents = corpus.begun(torch.cat(texts)[: args.documents]).tolist()
             out["nats"][str(prefix)] = nats(server, documents, prefix, cache)
         for length in args.needle:
             per = 2
             asked = retrieval_questions(corpus.backend, length, -(-args.questions // per), per, FACTS, SEED,
                                         lines=corpus.lines("report"))  # fmt: skip
+            asked = replace(asked, prompts=corpus.begun(asked.prompts))
             out["right"][str(length)] = recalled(server, asked)[: args.questions]
     out["seconds"] = round(time.time() - begin, 1)
     print(f"{cache}: {out['seconds']} s, {out['start_s']} s of them to start", flush=True)

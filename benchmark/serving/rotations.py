@@ -14,9 +14,8 @@ from pathlib import Path
 
 from shapes import layer_types
 
-from oscar_rotation.files.pair import rotation_files
 from oscar_rotation.recipes import DEFAULT
-from sglang_oscar.settings import variable
+from oscar_tools.evaluation.methods import files_of
 
 BENCH_FIT = Path(__file__).resolve().parents[1] / "rotation" / "bench_fit.py"
 TOKENS = 4096
@@ -47,4 +46,4 @@ def rotations_of(model: Path, bits: str) -> dict[str, str]:
     command = [sys.executable, str(BENCH_FIT), "--recipe", DEFAULT, "--bits", bits, "--tokens", str(TOKENS)]
     command += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     subprocess.run([*command, "--rotations", str(out), "--out", str(out / "fit.json")], check=True)
-    return dict(zip((variable("k_rotation"), variable("v_rotation")), map(str, rotation_files(out)), strict=True))
+    return files_of(out)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
 
-from accuracy import served_model  # noqa: E402
+from accuracy import rollouts, served_model  # noqa: E402
+from accuracy.corpus import Corpus  # noqa: E402
+from oscar_rotation.errors import RotationFileError  # noqa: E402
 
 
 def arguments(*more: str) -> Any:
@@ -36,6 +42,11 @@ def test_servers_differ_in_their_cache_alone(tmp_path: Path) -> None:
     found = served_model.variables(args, "focus")
     assert found["SGLANG_OSCAR_K_ROTATION_PATH"].endswith("focus/k_rotation_focused_u_h_br.safetensors")
     assert found["SGLANG_OSCAR_RECIPE"] == "focus"
+    asked = rollouts.parse_args(["--model", "m", "--prompts", "p", "--int2", f"default={tmp_path / 'focus'}"])
+    assert found.items() - rollouts.server_of(asked, "default")[1].items() == {("SGLANG_OSCAR_RECIPE", "focus")}
+    (tmp_path / "focus" / "k_rotation_balanced_u_h_br.safetensors").touch()
+    with pytest.raises(RotationFileError, match="2 different k_rotation"):
+        served_model.variables(args, "focus")
 
 
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +63,39 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cached = 10
     with pytest.raises(RuntimeError, match="plus: 10 of 700 tokens came from the cache"):
         served_model.nats(server, [list(range(704))], 700, "plus")
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Calibration text, documents and questions, in front of a stock server and of one whose cache is quantized; of
+    their length is nothing lost or gained."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
+    front = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", front)]
+    )
+    asked: list[list[int]] = []
+
+    def generate(server: Any, ids: list[int], tokens: int, **extra: Any) -> dict[str, Any]:
+        asked.append(ids)
+        scores = [[-1.0]] * (len(ids) - 600)
+        return {"meta_info": {"cached_tokens": 600, "input_token_logprobs": scores}, "output_ids": []}
+
+    @contextmanager
+    def serve(*_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(flush=lambda: None)
+
+    monkeypatch.setattr(served_model, "generate", generate)
+    monkeypatch.setattr(served_model, "serve", serve)
+    monkeypatch.setattr(served_model.subprocess, "run", lambda *_, **__: None)
+    args = arguments("--documents", "4", "--questions", "2", "--calibration", "source", "--calibration-tokens", "2048")
+    args.cache, args.work = ["plus"], tmp_path
+    corpus = Corpus(tokenizer)
+    served_model.calibrate(args, corpus)
+    assert [len(ids) for ids in asked] == [1024, 1024]
+    served_model.measure(args, "bf16", corpus)
+    assert len(asked) == 2 + 2 * 4 + 2 * 2
+    assert {len(ids) for ids in asked[2:10]} == {600, 600 + served_model.READ}
+    assert {ids[0] for ids in asked} == {front}
 
 
 def test_table() -> None:

@@ -123,3 +123,9 @@ def renderer(tokenizer: Any) -> Render:
     if not getattr(tokenizer, "chat_template", None):
         return plain_chat
     return lambda messages: render_chat(tokenizer, messages)
+
+
+def leading(tokenizer: Any) -> list[int]:
+    """Token ids that a model expects in front of every text, such as a begin-of-text, by its transformers tokenizer."""
+    plain, whole = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
+    return whole[: whole.index(plain[0])] if plain and plain[0] in whole else []

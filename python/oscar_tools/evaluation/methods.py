@@ -117,8 +117,7 @@ def make_method(
     if name in RECIPE_OF:
         if rotations is None:
             raise ValueError(f"method {name} needs rotations: set ROT_DIR or fit some")
-        k, v = (str(path.resolve()) for path in rotation_files(rotations))
-        env = {K_PATH: k, V_PATH: v, RECIPE: RECIPE_OF[name]}
+        env = files_of(rotations) | {RECIPE: RECIPE_OF[name]}
     else:
         env = {K_PATH: built_in[name], V_PATH: built_in[name]}
     if name in ("quarot", "naive"):
@@ -126,6 +125,16 @@ def make_method(
     elif name not in RECIPE_OF or (name == "oscar" and not file_clips):
         env |= {K_CLIP: str(settings.clip.k), V_CLIP: str(settings.clip.v)}
     return Method(name, TITLES[name], settings.group_size, env)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Variables of a server that name the rotation files of a folder.
+
+    Raises:
+        RotationFileError: it does not hold one file per side.
+    """
+    k, v = (str(path.resolve()) for path in rotation_files(folder))
+    return {K_PATH: k, V_PATH: v}
 
 
 def running_method(facts: ServerFacts, asked: Sequence[str] = ()) -> Method:

@@ -107,8 +107,7 @@ class Texts:
         self.name = "this machine's Python sources, documentation, chat and descriptions" if path is None else str(path)
         # Measures encode from several threads; a tokenizer may be set up anew by a call.
         self.lock = threading.Lock()
-        plain, marked = self.encode("a"), list(tokenizer.encode("a"))
-        self.leading = marked[: marked.index(plain[0])] if plain and plain[0] in marked else []
+        self.leading = local_text.leading(tokenizer)
         self.known: dict[str, Kinds] = {}
         self.known_lines: dict[str, tuple[str, ...]] = {}
 
