@@ -23,7 +23,7 @@ from support.compare import LOGPROBS, assert_same
 from support.disaggregated import ENVIRONMENT, Pair, backend_params, over, serve_pair
 from support.models import VOCABULARY, save
 from support.releases import installed
-from support.servers import HADAMARD, IDENTITY, STRICT, Server, refills, serve
+from support.servers import HADAMARD, IDENTITY, STRICT, TWO_CORES, TWO_RANKS, Server, refills, serve
 
 pytestmark = [
     pytest.mark.server,
@@ -153,19 +153,24 @@ def test_embeddings_in_place_of_tokens_are_refused(model: Path, backend: str, tm
         assert_same(before, ask(pair, prompts([300])), NEAR_TIE, DRIFT)
 
 
-@pytest.mark.parametrize("other", ["rotation", "format"])
+@pytest.mark.parametrize("other", ["rotation", "format", "ranks"])
 def test_servers_that_store_otherwise_are_refused(
     pair: Pair, model: Path, backend: str, tmp_path: Path, other: str
 ) -> None:
     """By name, before anything is sent; the prefill server goes on."""
     if (other, backend) == ("format", "nixl"):
         pytest.skip("stock SGLang has nixl look for a BF16 cache on a GPU")
-    args, env = (INT2, LOSSLESS | IDENTITY) if other == "rotation" else (BF16, {})
+    args, env = {
+        "rotation": (INT2, LOSSLESS | IDENTITY),
+        "format": (BF16, {}),
+        "ranks": ([*INT2, *TWO_RANKS], ENV | TWO_CORES),
+    }[other]
     alone = ("--disaggregation-mode", "decode", *over(backend))
     with serve(model, tmp_path / "log", *args, *alone, env=env | ENVIRONMENT) as decode, ThreadPoolExecutor(1) as pool:
         request = pool.submit(Pair(pair.prefill, decode, pair.port).ask_decode, prompts([100])[0], 4)
         assert request.exception(timeout=900) is not None
     line = next(line for line in decode.text().splitlines() if "KV cache dtype mismatch" in line)
-    assert "int2 (format " in line
+    assert "int2 with --tp-size 1 on both servers (format " in line
+    assert ("with --tp-size 2 on both servers" in line) == (other == "ranks")
     assert "sink 64, recent window 256" in line
     assert pair.prefill.alive()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.disaggregation.common import conn
 
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
@@ -154,15 +156,16 @@ def test_tables_of_refills_of_any_length() -> None:
     assert set(batch.slots.ring.tolist()) == set(batch.slots.row.tolist()) == {-1}
 
 
+def common(fingerprint: str = "a" * 64, ranks: int = 2, state: int = 0, **changed: object) -> str:
+    """What a server says of its cache."""
+    plan = SimpleNamespace(geometry=replace(GEOMETRY, **changed))
+    held = {"state": SimpleNamespace(units=SimpleNamespace(unit_bytes=state))} if state else {}
+    cache = SimpleNamespace(fingerprint=fingerprint, plan=plan, holdings=held)
+    return handshake.common_format(cache, ranks)  # type: ignore[arg-type]
+
+
 def test_both_servers_have_what_is_compared_in_common() -> None:
     """Whatever another server could misread is in the text."""
-
-    def common(fingerprint: str = "a" * 64, ranks: int = 2, state: int = 0, **changed: object) -> str:
-        plan = SimpleNamespace(geometry=replace(GEOMETRY, **changed))
-        held = {"state": SimpleNamespace(units=SimpleNamespace(unit_bytes=state))} if state else {}
-        cache = SimpleNamespace(fingerprint=fingerprint, plan=plan, holdings=held)
-        return handshake.common_format(cache, ranks)  # type: ignore[arg-type]
-
     others = [common("b" * 64), common(ranks=4), common(window_dtype=torch.float16), common(state=64), common(state=96)]
     others += [
         common(windows=Windows(8, 24, 32)),
@@ -170,6 +173,21 @@ def test_both_servers_have_what_is_compared_in_common() -> None:
         common(windows=Windows(16, 24, 40)),
     ]
     assert len({common(), *others}) == 9
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
+def test_sglang_refuses_another_number_of_ranks(prefill: int, decode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is sent, in a line that says what to set."""
+    said = {field.name: None for field in fields(conn.PrefillServerInfo) if field.default is MISSING}
+    said |= dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1) | {"attn_tp_size": prefill}
+    answer = SimpleNamespace(status_code=200, json=lambda: said | {"kv_cache_dtype": common(ranks=prefill)})
+    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: answer)
+    server = Mock(prefill_info_table={}, attn_tp_size=decode, kv_cache_dtype_str=common(ranks=decode))
+    with pytest.raises(RuntimeError, match="KV cache dtype mismatch") as refused:
+        conn.CommonKVManager.try_ensure_parallel_info(server, "prefill")
+    (line,) = str(refused.value).splitlines()
+    for name, ranks in (("prefill", prefill), ("decode", decode)):
+        assert f"{name} server has kv_cache_dtype=int2 with --tp-size {ranks} on both servers (format " in line
 
 
 @pytest.mark.parametrize("sent", [True, False])

@@ -4,6 +4,10 @@ Rows go as SGLang sends any page. The recent window goes as a component of a req
 the last tokens of the prompt at their places in the request's ring, on either server its own. Sinks are not sent: the
 decode server computes them again (:mod:`sglang_oscar.features.disaggregation.waiting`), once for all requests that
 begin alike.
+
+Both servers have as many tensor-parallel ranks. Between different numbers SGLang sends a share of the kv heads, cut out
+of every token's bytes as if a head's lay together, and alike in all layers; of a row the codes of all heads come first,
+their scales behind, and layers may differ. Rings it does not send at all then.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ def common_format(cache: Int2Cache, ranks: int) -> str:
     windows, dtype = cache.plan.geometry.windows, str(cache.plan.geometry.window_dtype).removeprefix("torch.")
     state = cache.holdings.get(STATE)
     return (
-        f"{DTYPE} (format {cache.fingerprint[:16]}, sink {windows.sink}, recent window {windows.recent} in ring "
-        f"{windows.ring}, {dtype}, {f'states of {state.units.unit_bytes} bytes, ' if state else ''}"
-        f"{ranks} tensor-parallel ranks)"
+        f"{DTYPE} with --tp-size {ranks} on both servers (format {cache.fingerprint[:16]}, sink {windows.sink}, recent "
+        f"window {windows.recent} in ring {windows.ring}, {dtype}"
+        f"{f', states of {state.units.unit_bytes} bytes' if state else ''})"
     )
