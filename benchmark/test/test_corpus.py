@@ -69,8 +69,10 @@ def test_lines_of_further_text(tmp_path: Path) -> None:
         next(found)
 
 
-def test_material_of_a_real_model(tokenizer, tmp_path: Path) -> None:
-    """Contexts of every kind, calibration of every domain in one shape, questions from lines of the measured part."""
+def test_material_of_a_real_model(begun_tokenizer, tmp_path: Path) -> None:
+    """Contexts of every kind, calibration of every domain in one shape, questions from lines of the measured part; all
+    begin as the tokenizer begins a text."""
+    tokenizer, front = begun_tokenizer
     more = tmp_path / "more.jsonl"
     more.write_text(json.dumps({"text": "alone " * 900}))
     material = RealMaterial(tokenizer, "choice", [more])
@@ -79,10 +81,14 @@ def test_material_of_a_real_model(tokenizer, tmp_path: Path) -> None:
     for domain, of_each in SEQUENCES.items():
         found = material.calibration(domain)
         assert found.shape == (6 * of_each, length)
+        assert (found[:, 0] == front).all()
         assert [tokenizer.decode(row).count("alone") > 300 for row in found] == of_each * ([False] * 5 + [True])
     for kind in material.kinds:
-        assert material.text(kind, 3, 400).shape == (3, 400)
+        text = material.text(kind, 3, 400)
+        assert text.shape == (3, 400)
+        assert (text[:, 0] == front).all()
     asked = material.questions(800, 1, 2)
+    assert (asked.prompts[:, 0] == front).all()
     lines = set(material.corpus.lines("choose"))
     text = tokenizer.decode(asked.prompts[0])
     inside = [line in lines for line in text.splitlines(keepends=True)[1:-1] if "magic number" not in line]

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import processors
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmark", "kernels", "rotation", "python")]
@@ -65,14 +63,12 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         served_model.nats(server, [list(range(704))], 700, "plus")
 
 
-def test_texts_begin_as_the_tokenizer_begins_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_texts_begin_as_the_tokenizer_begins_them(
+    begun_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Calibration text, documents and questions, in front of a stock server and of one whose cache is quantized; of
     their length is nothing lost or gained."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
-    front = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", front)]
-    )
+    tokenizer, front = begun_tokenizer
     asked: list[list[int]] = []
 
     def generate(server: Any, ids: list[int], tokens: int, **extra: Any) -> dict[str, Any]:
