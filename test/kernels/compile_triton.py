@@ -5,7 +5,7 @@ Keys and values are said by their bits, or as ``2:codebook`` and ``2:symmetric``
 
 Launches are turned into compilations, down to machine code, for a driver that only says what it would drive. What
 Hopper's tensor cores read must follow from what is known (:mod:`machine_code`). Prints the kernels. To be run without
-TRITON_INTERPRET.
+TRITON_INTERPRET. SGLang is imported as in a server, because it puts functions of its own into Triton.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import sglang.srt.utils  # noqa: F401
 import torch
 from kernel_cases import Shape, empty_cache, random_rotation
 from machine_code import disassemble, stray_descriptors

@@ -8,8 +8,11 @@ import triton.language as tl
 
 @triton.constexpr_function
 def padded(head_dim):
-    """Channels of a tile that holds heads: tiles are powers of two."""
-    return triton.next_power_of_2(head_dim)
+    """Channels of a tile that holds heads: tiles are powers of two.
+
+    Not by ``triton.next_power_of_2``: SGLang replaces it with a function that no kernel may call.
+    """
+    return 1 << (head_dim - 1).bit_length()
 
 
 @triton.jit
