@@ -56,6 +56,10 @@ PROVED = {
     ("h200_prove_smollm2_bits", "int2-focus-3.5"): "`focus`, `--bits 3.5`",
 }
 """Result and cache of ``oscar prove`` -> row of the example in docs/prove.md."""
+RECIPES = (
+    "QuaRot-INT2 g64", "OSCAR g64", "plus g64", "focus g64, served form", "focus g128, served form, --bits k3v2"
+)  # fmt: skip
+"""Methods of the laboratory whose KL docs/accuracy.md tells of models with windows."""
 SHAPES = {"1 x 100K": (1, 100_000), "8 x 32K": (8, 32_768), "32 x 32K": (32, 32_768), "32 x 100K": (32, 100_000)}
 LABELS = {shape: label for label, shape in SHAPES.items()}
 STORED = {
@@ -193,19 +197,22 @@ def laboratory() -> Iterator[Claim]:
 
 def like_gpt_oss() -> Iterator[Claim]:
     """The model of gpt-oss's architecture, without outliers and with."""
-    methods = (
-        "QuaRot-INT2 g64",
-        "OSCAR g64",
-        "plus g64",
-        "focus g64, served form",
-        "focus g128, served form, --bits k3v2",
-    )
     models = result("cpu_accuracy_gpt_oss")["models"]
     rows = [models[name]["regimes"]["as trained"]["rows"] for name in ("gpt_oss", "gpt_oss_x32")]
     yield Claim(
         "docs/accuracy.md",
         "QuaRot {} and {}, OSCAR {} and {}, `plus` {} and {}, `focus` {} and {}, the default {} and {}.",
-        tuple(found[name]["language"]["kl"]["mean"] for name in methods for found in rows),
+        tuple(found[name]["language"]["kl"]["mean"] for name in RECIPES for found in rows),
+    )
+
+
+def gemma() -> Iterator[Claim]:
+    """A real model with windows."""
+    rows = result("cpu_accuracy_gemma3_270m")["models"]["gemma3_270m"]["regimes"]["as trained"]["rows"]
+    yield Claim(
+        "docs/accuracy.md",
+        "KL QuaRot {}, OSCAR {}, `plus` {}, `focus` {}, the default {}, FP8 {} (`cpu_accuracy_gemma3_270m.json`)",
+        tuple(rows[name]["language"]["kl"]["mean"] for name in (*RECIPES, "FP8")),
     )
 
 
@@ -346,6 +353,7 @@ def all_claims() -> list[Claim]:
             long_contexts,
             laboratory,
             like_gpt_oss,
+            gemma,
             codebooks,
             proved,
             kernels,
