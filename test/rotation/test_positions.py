@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from oscar_rotation.cli import app
@@ -191,6 +194,32 @@ def test_embedding_of_gpt_oss(tmp_path: Path) -> None:
     low, high = (32 * math.log(4096 / (turns * 2 * math.pi)) / math.log(150000.0) for turns in (32.0, 1.0))
     share = ((pairs - low) / (high - low)).clamp(0, 1)
     torch.testing.assert_close(found.frequencies, plain * (1 - share) + plain / 32 * share, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "laguna", "mellum", "olmo3"])
+def test_kinds_of_layers_with_embeddings_of_their_own(kind: str, tmp_path: Path) -> None:
+    """Layers with windows have no rows: the other ones count, as transformers has them; flags change them in place."""
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    kinds["full_attention"] = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    made = AutoConfig.for_model(kind, head_dim=64, rope_parameters=deepcopy(kinds))
+    family = kind.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    wanted = getattr(module, f"{family.capitalize()}RotaryEmbedding")(made).full_attention_inv_freq
+    newer = config(tmp_path, model_type=kind, rope_parameters=kinds)
+    found = rotary_positions(newer, 64, 32768)
+    assert found
+    torch.testing.assert_close(found.frequencies.float(), wanted)
+    found = rotary_positions(newer, 64, None, {"rope_parameters": {"full_attention": {"factor": 2.0}}})
+    assert found
+    torch.testing.assert_close(found.frequencies.float(), 4 * wanted)
+    assert found.context == 8192  # as SGLang counts: such factors stretch none
+
+
+def test_gemma_as_it_was_published(tmp_path: Path) -> None:
+    facts = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    found = rotary_positions(config(tmp_path, model_type="gemma3_text", **facts), 64, 100)
+    assert found
+    torch.testing.assert_close(found.frequencies, 1e6 ** (-torch.arange(32, dtype=torch.float64) / 32) / 8)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}

@@ -14,7 +14,8 @@ import torch
 HALVES = (
     "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2",
     "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "glm4v_moe_text", "gpt_oss",
+    "qwen3_5_text", "qwen3_5_moe_text", "glm4v_moe_text", "gpt_oss", "gemma3_text",
+    "laguna", "mellum", "olmo2", "olmo3",
 )  # fmt: skip
 """Model types whose rotary embedding pairs channel p with channel p + pairs. Those that read images turn text like the
 others: its tokens have three equal coordinates."""
@@ -55,7 +56,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for name, value in overrides.items():
         before = found.get(name)
         if name in NAMES:
-            before = _scaling(found)
+            before = _stated(found)
             found = {key: kept for key, kept in found.items() if key not in NAMES}
         merge = isinstance(value, Mapping) and isinstance(before, Mapping)
         found[NAMES[0] if name in NAMES else name] = overridden(before or {}, value) if merge else value
@@ -76,7 +77,7 @@ def context_of(config: Mapping[str, Any]) -> int:
     Raises:
         KeyError, TypeError, ValueError: it does not say.
     """
-    facts = _scaling(config)
+    facts = _stated(config)
     scaled = "original_max_position_embeddings" not in facts and _kind(facts) != "llama3"
     return int(config["max_position_embeddings"] * (facts.get("factor") or 1 if scaled else 1))
 
@@ -181,8 +182,15 @@ def in_words(rope: Rope | None) -> str:
     )
 
 
-def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((config[name] for name in NAMES if config.get(name)), {})
+
+
+def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is stated of layers that attend to everything, which alone have rows."""
+    stated = _stated(config)
+    facts: Mapping[str, Any] = stated.get("full_attention") or stated
+    return facts
 
 
 def _kind(facts: Mapping[str, Any]) -> str:
