@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 ARGS = [*golden.ARGS, *golden.WHOLE, "--enable-memory-saver", "--mem-fraction-static", "0.85", "--enable-cache-report"]
 ARGS += ["--max-total-tokens", "262144", "--max-running-requests", "128", "--decode-log-interval", "1"]
 TAKEN = re.compile(r"int2 memory: (?:history pool: .*? = |window buffers: )([\d.]+) GiB")
+RESUMED = "gpu_checks: resumed"
 
 
 def occupation(server: Server, what: str) -> int:
@@ -38,6 +39,7 @@ def occupation(server: Server, what: str) -> int:
 def test_release_and_resume(tmp_path: Path) -> None:
     with serve(MODEL, tmp_path / "log", *ARGS, env=EXACT | STRICT | checked("resume")) as server:
         before = golden.many(server, workers=7)
+        resumed = server.text().count(RESUMED)  # newer releases flush once behind their own warm-up
         took = sum(map(float, TAKEN.findall(server.text())))
         for _ in range(2):
             held = torch.cuda.mem_get_info()[0]
@@ -48,6 +50,6 @@ def test_release_and_resume(tmp_path: Path) -> None:
             after = golden.many(server, workers=7)
             assert_same(golden.stable(before), golden.stable(after), NEAR_TIE, DRIFT)
             assert right(after) >= 56
-        assert server.text().count("gpu_checks: resumed") == 2
+        assert server.text().count(RESUMED) == resumed + 2
         assert re.search(r"Decode batch.*cuda graph: True", server.text())
         healthy(server)

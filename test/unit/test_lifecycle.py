@@ -273,6 +273,16 @@ def test_sinks_beside_linear_layers_begin_without_a_state(monkeypatch: pytest.Mo
     assert begun == [(1, 0.0), (1, 0.0), (batch, 8.0)]
 
 
+def test_graphs_of_prefills_are_told_where_refills_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases ask the batch for that, and the server would end."""
+    done: list[Any] = []
+    monkeypatch.setattr(refill_pass, "tokens_at_once", lambda args: 4 * SINK)
+    beside = SimpleNamespace(input_ids=SimpleNamespace(is_cuda=False))
+    translator = SimpleNamespace(bind_own_plan=lambda batch: done.append(("told", batch)))
+    run_refills([Refill(1, (0,) * SINK)], done, monkeypatch, beside, kv_index_translator=translator)
+    assert done == [("told", [None]), ("run", [None]), ("run", beside)]
+
+
 @pytest.mark.parametrize(
     ("tokens", "requests", "sizes"),
     [(64, 9, [1, 1, 1]), (1, 9, [1, 1, 1]), (130, 9, [2, 1]), (8192, 9, [3]), (8192, 3, [3]), (8192, 2, [2, 1])],

@@ -109,6 +109,7 @@ class GpuKernels:
         hits = warm_up.PrefixHits(cache.page_size, limits, max_batch, longest)
         kinds = {tuple((x.cache.k_layout, x.cache.v_layout) for x in of.parts): of for of in cache.layers.values()}
         warm_up.chunks_behind_prefixes(self, list(kinds.values()), q_heads, dtype, hits, sink_logits)
+        warm_up.logits(dtype, device)
 
     def _made_of(self, layer: CachedLayer, new: LayerFormat) -> Iterator[tuple[Any, Any]]:
         """What kernels read of a layer, beside what they would read of a new format; see :attr:`Int2Cache.derived`."""

@@ -1,7 +1,7 @@
-"""Chunks behind cached prefixes, once before a server answers: their kernels compile at the first launch.
+"""What no captured graph launches, once before a server answers: kernels compile at the first launch.
 
 Graphs are captured of chunks without a prefix and of decode steps only. So the first prompt that hit the prefix cache
-would wait for compilers, for seconds.
+would wait for compilers, for seconds, and the first of all for what looks at logits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.memory.layer import AnyLayer
+from sglang_oscar.memory.logits_column import take
 
 SHORT_CHUNK = 2
 """Tokens of a chunk that is more than one token, and that the decode kernel takes behind a long prefix."""
@@ -108,6 +109,12 @@ def chunks_behind_prefixes(
         q, k, v = (torch.zeros(batch.tokens, *size, dtype=dtype, device=device) for size in sizes)
         for layer in layers:
             kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
+
+
+def logits(dtype: torch.dtype, device: torch.device) -> None:
+    """Look for NaN in a row of logits, which are of ``dtype`` or float32."""
+    for numbers in {dtype, torch.float32}:
+        take(torch.zeros(1, 1, dtype=numbers, device=device), 1)
 
 
 def _dummy_batch(prefixes: list[int], chunks: list[int], page_size: int, device: torch.device) -> Batch:
