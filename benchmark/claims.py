@@ -28,15 +28,14 @@ ACCURACY = {
     "bf16": "BF16",
     "fp8": "FP8 e4m3",
     "fp8-scaled": "FP8 e4m3, scales by layer",
-    "int2-focus-3.0": "`focus`, `--bits 3.0`",
+    "int2-focus-3.0": "`focus`, 3.0 by layer",
     "int2-focus-k3v2": "**`focus`, `k3v2` (default)**",
-    "int2-focus-2.75": "`focus`, `--bits 2.75`",
-    "int2-focus-2.5": "`focus`, `--bits 2.5`",
-    "int2-2.5": "`plus`, `--bits 2.5`",
+    "int2-focus-2.75": "`focus`, 2.75 by layer",
+    "int2-focus-2.5": "`focus`, 2.5 by layer",
+    "int2-2.5": "`plus`, 2.5 by layer",
     "int2-focus": "`focus`, `k2v2`",
     "int2": "`plus`, `k2v2`",
     "int2-paper-g64": "OSCAR as published, g64",
-    "int2-paper-g128": "OSCAR as published, g128",
     "int2-quarot": "QuaRot, g128",
 }
 """The same for the table of docs/accuracy.md, which has all caches."""
@@ -44,9 +43,17 @@ LONG = {
     "bf16": "BF16",
     "int2": "**default**",
     "int2-k2v2-codebook-symmetric": "codebook, `k2v2`",
-    "int2-k2v3-codebook-symmetric": "codebook, `k2v3`",
 }
 """Cache in the result of the run at long contexts -> row of docs/accuracy.md."""
+RECALLED = {
+    "bf16": "BF16, 28K",
+    "int2": "default, 28K",
+    "int2-symmetric": "default, values `symmetric`",
+    "int2-3.0": "**`--bits 3.0`**",
+    "int2-k4v2": "`k4v2`",
+    "int2-k3v3": "`k3v3`",
+}
+"""The same of the run that asked for more functions of modules of 28,000 tokens."""
 PROVED = {
     ("h200_prove_smollm2", "bf16"): "BF16",
     ("h200_prove_smollm2", "fp8"): "FP8",
@@ -162,6 +169,11 @@ def long_contexts() -> Iterator[Claim]:
             cells.append(cell)
             values += numbers
         yield Claim(page, f"| {label} | " + " | ".join(cells) + " |", tuple(values))
+    for row in result(f"{run}_recall")["caches"]:
+        asked = (row["figures"]["recall"]["lengths"]["28000"], row["figures"]["tasks"]["files"]["gsm8k_choose"])
+        tests = [tested(rate) for rate in asked]
+        text = " | ".join(["| " + RECALLED[row["name"]], "{}", *(cell for cell, _ in tests)])
+        yield Claim(page, f"{text} |", (row["bits"], *(number for _, numbers in tests for number in numbers)))
     cold = [caches[f"int2-chunk-{n}"]["effects"]["30000"]["cold_kl"]["mean"] for n in (8192, 2048, 512)]
     cached = caches["int2"]["tail-kl"]["30000"]["kl"]["mean"]["mean"]
     yield Claim(
