@@ -294,6 +294,16 @@ def test_batch_of_a_refill(version: str) -> None:
 
 
 @releases
+def test_graphs_of_prefills_ask_for_what_a_refill_tells(version: str) -> None:
+    """On a GPU alone, so nothing else here would notice: what they ask is what SGLang's own plan brings."""
+    runner = tree(version) / "sglang/srt/model_executor/runner/prefill_cuda_graph_runner.py"
+    asks = runner.exists() and "kv_loc_plan.bind_replay" in runner.read_text()
+    assert sources(version).has(SRT + "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan") == asks
+    runner_has = sources(version).attributes(SRT + "model_executor.model_runner.ModelRunner")
+    assert not asks or "kv_index_translator" in runner_has
+
+
+@releases
 def test_a_prefix_hit_and_its_seat_are_of_one_round(version: str) -> None:
     """Kept windows are pinned from the one to the other, and not from round to round."""
     (scheduler,) = [
