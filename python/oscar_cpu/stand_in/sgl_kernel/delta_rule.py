@@ -1,8 +1,8 @@
-"""The gated delta rule of linear attention, token by token, in float32.
+"""The gated delta rule of linear attention in float32.
 
 A head's state S is a matrix [v_dim, k_dim]. A token decays it, corrects what it holds under its key towards its value,
 and reads it with its query: S <- e^g S; S <- S + beta (v - S k) k^T; o = S q. Queries and keys are normalized first,
-and queries multiplied by 1/sqrt(k_dim).
+and queries multiplied by 1/sqrt(k_dim). Decoding takes one token after the other, prefill whole chunks.
 """
 
 from __future__ import annotations
@@ -54,6 +54,36 @@ def _step(
     return state, (state @ q[..., None]).squeeze(-1)
 
 
+def _chunk(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What as many steps come to: the state behind the last token, and what each token reads.
+
+    Token t adds a correction u_t k_t^T, which has decayed by e^(g_s + ... + g_(t+1)) when token s sees it. So the u of
+    a chunk are the solution of a triangular system: u_s + beta_s sum_(t<s) decay_st (k_s k_t) u_t = beta_s (v_s - what
+    the state before the chunk holds under k_s).
+
+    Args:
+        state: [heads, v_dim, k_dim].
+        q, k: [tokens, heads, k_dim], normalized, queries scaled.
+        v: [tokens, heads, v_dim].
+        g, beta: [tokens, heads].
+
+    Returns:
+        [heads, v_dim, k_dim] and [tokens, heads, v_dim].
+    """
+    q, k, v, beta = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), beta.mT[..., None]
+    since = g.mT.cumsum(-1)
+    decay = (since[:, :, None] - since[:, None, :]).tril().exp().tril()
+    held, old = since.exp()[..., None], state.mT
+    new = torch.linalg.solve_triangular(
+        beta * decay * (k @ k.mT), beta * (v - held * (k @ old)), upper=False, unitriangular=True
+    )
+    read = held * (q @ old) + (decay * (q @ k.mT)) @ new
+    state = held[:, -1:] * state + (decay[:, -1, :, None] * new).mT @ k
+    return state, read.transpose(0, 1)
+
+
 def chunk_gated_delta_rule_cpu(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -92,11 +122,11 @@ def chunk_gated_delta_rule_cpu(
         slot = int(initial_state_indices[index])
         held = initial_state[slot] if slot >= 0 else torch.zeros_like(initial_state[0])
         state = held.to(torch.float32, copy=True)
-        for token in range(begin, end):
-            if (token - begin) % CHUNK == 0:
-                chunks.append(state)
-            state, read = _step(state, queries[token], keys[token], values[token], g[0, token], beta[0, token])
-            out[0, token] = read.to(v.dtype)
+        for first in range(begin, end, CHUNK):
+            chunks.append(state)
+            span = slice(first, min(first + CHUNK, end))
+            state, read = _chunk(state, queries[span], keys[span], values[span], g[0, span], beta[0, span])
+            out[0, span] = read.to(v.dtype)
         if slot >= 0:
             initial_state[slot] = state.to(initial_state.dtype)
     return out, None, torch.stack(chunks)[None]
