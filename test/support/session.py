@@ -6,6 +6,9 @@ import os
 
 # Read when torch is imported; without it two busy processes slow each other down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    # Also of servers: two threads for every small operation take more than twice as long where no core is idle.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -22,9 +25,6 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 if pool.wanted():
     pool.enable()
-
-if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 # No test may fail because the machine is busy.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -27,18 +27,19 @@ def poisoned(gather):
     def wrapper(cache, tables, request, kv_len):
         windows, start = cache.windows, int(tables.ring_start[request])
         history_end = max(kv_len - windows.recent, start, windows.sink)
-        outside = [p for p in range(kv_len) if p < windows.sink or p >= history_end]
-        pages = tables.page_table[request].tolist()
-        slots = torch.tensor([pages[p // tables.page_size] * tables.page_size + p % tables.page_size for p in outside])
-        slots = slots.long()
-        saved = [buffer[slots].clone() for buffer in (cache.k_rows, cache.v_rows)]
-        for buffer in (cache.k_rows, cache.v_rows):
-            buffer[slots] = 0xFF  # four such bytes are a NaN
+        positions = torch.arange(kv_len)
+        outside = positions[(positions < windows.sink) | (positions >= history_end)]
+        pages = tables.page_table[request].long()[outside // tables.page_size]
+        slots = pages * tables.page_size + outside % tables.page_size
+        buffers = [buffer.view(torch.int32) for buffer in (cache.k_rows, cache.v_rows)]
+        saved = [buffer.index_select(0, slots) for buffer in buffers]
+        for buffer in buffers:
+            buffer.index_fill_(0, slots, -1)  # as float32 a NaN
         try:
             return gather(cache, tables, request, kv_len)
         finally:
-            for buffer, rows in zip((cache.k_rows, cache.v_rows), saved, strict=True):
-                buffer[slots] = rows
+            for buffer, rows in zip(buffers, saved, strict=True):
+                buffer.index_copy_(0, slots, rows)
 
     return wrapper
 
