@@ -73,8 +73,7 @@ CONFIGURATIONS: dict[str, tuple[Made, str]] = {
 
 
 def variables(version: str, **others: str) -> dict[str, str]:
-    # SGLang compiles a few operations on drafts, which takes longer than the test.
-    env = environment(version, **FLOAT, **HADAMARD, **STRICT, TORCH_COMPILE_DISABLE="1", **others)
+    env = environment(version, **FLOAT, **HADAMARD, **STRICT, **others)
     return with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin")
 
 

@@ -19,7 +19,7 @@ from support.compare import assert_same
 from support.draft_models import glm_with_draft_layer, llama_with_drafts
 from support.releases import environment, installed, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, serve
-from support.speculation import DRIFT, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, per_step, plugins, prompts
+from support.speculation import DRIFT, HALF, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, per_step, plugins, prompts
 
 pytestmark = [
     pytest.mark.server,
@@ -72,9 +72,9 @@ def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
             assert_same(expected, answers, NEAR_TIE, DRIFT)
         assert retracted(server) > 0
         assert per_step(answers) > RIGHT
-        tails = [ids + one["output_ids"][:40] for ids, one in zip(prompts(), expected, strict=True)]
-        answers = ask(server, tails, 4, tokens=TOKENS - 40)
-        assert_same([behind(one, 40) for one in expected], answers, NEAR_TIE, DRIFT)
+        tails = [ids + one["output_ids"][:HALF] for ids, one in zip(prompts(), expected, strict=True)]
+        answers = ask(server, tails, 4, tokens=TOKENS - HALF)
+        assert_same([behind(one, HALF) for one in expected], answers, NEAR_TIE, DRIFT)
         assert per_step(answers) > RIGHT
         assert server.alive()
         log = server.text()

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", "--max-running-requests", "4"]
 STOCK += ["--skip-tokenizer-init", "--dtype", "float32"]
-PAGE, TURNS, TOKENS, NEW = 64, 3, 70, 8
+PAGE, TURNS, TOKENS, NEW = 64, 3, 40, 8
 FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 """SGLang keeps states of convolutions in BF16 unless told."""
 TRACK = ["--mamba-track-interval", str(PAGE), "--max-mamba-cache-size", "96"]
@@ -74,13 +74,16 @@ def opening() -> list[list[int]]:
     return alone + [common + rng.choices(range(250), k=length) for length in (90, 30)]
 
 
-def conversations(model: Path, folder: Path, turns: int = TURNS) -> list[Turn]:
+def conversations(model: Path, folder: Path, turns: int = TURNS, every: int = 1) -> list[Turn]:
     """Turns of conversations with stock SGLang, which goes on from its own answers."""
-    rng, made, prompts = random.Random(6), list[Turn](), opening()
+    rng, made, prompts = random.Random(6), list[Turn](), opening()[::every]
     with serve(model, folder / "stock", *STOCK, env=FLOAT) as server:
         for _ in range(turns):
             made.append(ask(server, prompts, 4))
-            prompts = [text + rng.choices(range(250), k=rng.randrange(20, 90)) for text in made[-1].texts]
+            # A page ends within every answer, behind any of its tokens.
+            ends = [-len(text) - rng.randrange(1, TOKENS) for text in made[-1].texts]
+            news = [rng.choices(range(250), k=20 + (end - 20) % PAGE) for end in ends]
+            prompts = [text + new for text, new in zip(made[-1].texts, news, strict=True)]
     return made
 
 
@@ -139,6 +142,6 @@ def test_wrong_drafts_of_a_model_beside(model: Path, expected: list[Turn], tmp_p
 def test_a_draft_layer_of_a_dense_model(tmp_path: Path) -> None:
     """Qwen3.5 of text alone."""
     dense = draft_models.hybrid_with_draft_layer("qwen3_5_text", tmp_path / "model")
-    expected = conversations(dense, tmp_path, turns=2)
+    expected = conversations(dense, tmp_path, turns=2, every=2)
     with serve(dense, tmp_path / "log", *INT2, *TRACK, *NEXTN, env=variables_of(installed())) as server:
         assert per_step(assert_turns_are_the_same(server, expected, 1)) > RIGHT

@@ -48,8 +48,8 @@ ROTATED = 0.25
 """Largest drift with rotations: 16-bit windows and outputs are rounded in another basis than stock's."""
 TWO_HALVES = 0.1
 """With two ranks: each rounds its half of every sum to BF16."""
-PAGE, TURNS, TOKENS = 64, 3, 70
-ASKED = {"next_two_ranks": slice(0, None, 2), "next_lazy_states": slice(0, None, 2), "oldest": slice(1, None, 2)}
+PAGE, TURNS, TOKENS = 64, 3, 40
+ASKED = {"next_two_ranks": slice(0, None, 3), "next_lazy_states": slice(0, None, 2), "oldest": slice(1, None, 2)}
 ASKED |= {"next_chunked_retracted": slice(0, None, 2), "qwen3_5_few_states": slice(1, None, 2)}
 ASKED |= {name: slice(0, None, 3) for name in ("qwen3_5_text", "qwen3_5_moe_text_chunked", "nemotron_chunked")}
 """The beginnings that each configuration is asked: all of them are asked of some, and classes of text alone have the
@@ -94,8 +94,11 @@ def converse(server: Server, prompts: list[Request], workers: int, count: int = 
     for _ in range(count):
         answers = ask(server, prompts, workers)
         turns.append(Asked(prompts, answers))
-        news = [rng.choices(range(250), k=rng.randrange(20, 150)) for _ in prompts]
-        prompts = [p + a["output_ids"] + new for p, a, new in zip(prompts, answers, news, strict=True)]
+        prompts = [prompt + answer["output_ids"] for prompt, answer in zip(prompts, answers, strict=True)]
+        # A page ends within every answer, behind any of its tokens.
+        ends = [-len(prompt) - rng.randrange(1, TOKENS) for prompt in prompts]
+        news = [20 + (end - 20) % PAGE + PAGE * rng.randrange(2) for end in ends]
+        prompts = [prompt + rng.choices(range(250), k=new) for prompt, new in zip(prompts, news, strict=True)]
     return turns
 
 

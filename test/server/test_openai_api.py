@@ -227,29 +227,29 @@ def test_abort_by_request(client: OpenAI, server: Server) -> None:
 
 
 def test_concurrent_equals_sequential(client: OpenAI, server: Server) -> None:
-    """20 requests of mixed lengths at once, retracted all the time, answer as they do one at a time.
+    """12 requests of mixed lengths at once, retracted all the time, answer as they do one at a time.
 
     A retracted request computes its newest tokens again, from quantized history this time, so log probabilities
     move; digits and text may do so only where the two best tokens are closer than quantization moves them.
     """
-    texts = [document(448 + 64 * number, seed=100 + number, facts=2) for number in range(20)]
+    texts = [document(448 + 112 * number, seed=100 + number, facts=2) for number in range(12)]
     facts = [next(iter(text.facts.items())) for text in texts]
     prompts = [token_ids(text.text + question(word)) for text, (word, _) in zip(texts, facts, strict=True)]
 
     def ask(ids: list[int]) -> dict:
-        return server.generate(ids, 20, **LOGPROBS)
+        return server.generate(ids, 12, **LOGPROBS)
 
     alone = [ask(ids) for ids in prompts]
     server.flush()
     before = retracted(server)
-    with ThreadPoolExecutor(20) as pool:
+    with ThreadPoolExecutor(12) as pool:
         together = list(pool.map(ask, prompts))
     assert retracted(server) > before
     right = [answer["text"].startswith(number) for answer, (_, number) in zip(alone, facts, strict=True)]
-    assert sum(right) >= 15, "the model should recall most facts from the quantized cache"
+    assert sum(right) >= 9, "the model should recall most facts from the quantized cache"
     # Two bits may turn a digit over on the way through a retraction; a fault in bookkeeping turns all of them over.
     found = [first_difference(x, y) for x, y in zip(alone, together, strict=True)]
-    assert sum(one is None or one.gap <= 1.5 for one in found) >= 17
+    assert sum(one is None or one.gap <= 1.5 for one in found) >= 11
 
 
 def checkpoint_of(folder: Path, wanted: str) -> Path:

@@ -39,7 +39,7 @@ INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON
 STOCK = ["--attention-backend", "torch_native", *COMMON]
 NEAR_TIE = 0.06
 DRIFT = 0.06
-TOKENS = 24
+TOKENS = 16
 PROMPTS = 9
 
 

@@ -19,7 +19,7 @@ from support.compare import assert_same
 from support.models import save
 from support.releases import environment, installed, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, serve
-from support.speculation import DRIFT, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, plugins, prompts
+from support.speculation import DRIFT, HALF, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, plugins, prompts
 
 pytestmark = [
     pytest.mark.server,
@@ -78,9 +78,9 @@ def test_answers_are_those_without(
         for _ in range(2):
             answers = ask(server, prompts(), workers)
             assert_same(expected, answers, NEAR_TIE, DRIFT)
-        tails = [ids + one["output_ids"][:40] for ids, one in zip(prompts(), expected, strict=True)]
-        rest = [behind(one, 40) for one in expected]
-        assert_same(rest, ask(server, tails, workers, tokens=TOKENS - 40), NEAR_TIE, DRIFT)
+        tails = [ids + one["output_ids"][:HALF] for ids, one in zip(prompts(), expected, strict=True)]
+        rest = [behind(one, HALF) for one in expected]
+        assert_same(rest, ask(server, tails, workers, tokens=TOKENS - HALF), NEAR_TIE, DRIFT)
         steps = sum(one["meta_info"]["spec_verify_ct"] for one in answers)
         produced = sum(len(one["output_ids"]) for one in answers)
         if env.get("ORACLE_PLAN") == "wrong":

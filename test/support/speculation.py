@@ -13,8 +13,8 @@ from support.models import VOCABULARY
 from support.servers import Server
 
 NEAR_TIE = DRIFT = 0.06
-TOKENS = 64
-"""Tokens of an answer."""
+TOKENS, HALF = 40, 24
+"""Tokens of an answer, and of those that a later prompt has of it."""
 # In float32 a model's arithmetic does not depend on how many tokens it computes at once.
 INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init", "--dtype", "float32"]
 SMALL = {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS": "24"}
