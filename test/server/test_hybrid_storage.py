@@ -80,7 +80,7 @@ def server_on(
 ) -> Iterator[Server]:
     """A server that stores pages in ``folder``; what hashes keys is compiled once a release."""
     env = HADAMARD | STRICT | FLOAT | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)} | variables
-    env = environment(version, **env, TORCH_EXTENSIONS_DIR=str(model.with_name(f"extensions-{version}")))
+    env = environment(version, **env, TORCH_EXTENSIONS_DIR=str(model.parent.with_name(f"extensions-{version}")))
     env = with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin")
     with serve(model, log, *INT2, *TIER, *args, env=env) as server:
         yield server
