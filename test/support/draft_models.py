@@ -85,6 +85,13 @@ def eagle3_of(llama: Any, config: dict[str, Any], folder: Path) -> Path:
     return write(folder, {name: tensor.bfloat16() for name, tensor in weights.items()}, config | extra)
 
 
+def trained(drafts: Path, folder: Path) -> Path:
+    """An EAGLE draft model with a weight changed."""
+    weights = load_file(drafts / "model.safetensors")
+    weights["fc.weight"][-1, -1] += 1
+    return write(folder, weights, json.loads((drafts / "config.json").read_text()))
+
+
 def eagle3_beside(folder: Path) -> Path:
     """An EAGLE3 draft model with random weights, for any model of these sizes."""
     llama = build("llama", num_hidden_layers=1)

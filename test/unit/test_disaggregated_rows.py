@@ -22,6 +22,7 @@ from sglang_oscar.features.disaggregation import arguments, handshake, waiting
 from sglang_oscar.features.disaggregation.arguments import waiting_seats
 from sglang_oscar.features.disaggregation.waiting import WaitingRequests
 from sglang_oscar.formats.geometry import Geometry
+from sglang_oscar.memory.owned import by_slot
 from sglang_oscar.memory.plan import make_plan
 from sglang_oscar.memory.sink_refill import Refill
 from sglang_oscar.memory.window_buffers import WindowBuffers
@@ -123,8 +124,13 @@ class Said:
 def test_rings_are_sent_position_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor whole, as so many rings of so many positions."""
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(speculative_algorithm=None)
+    )
     seats, said, pool = 4, Said(), SimpleNamespace(k_buffer=[], v_buffer=[])
     cache = small_cache(WINDOWS, seats, pool=pool)
+    # What SGLang sends of a draft model is no ring.
+    cache.holdings["row of drafts"] = by_slot([torch.zeros(9, 2)], torch.zeros(seats, 4), carried=True)
     handshake.around_setup_state(lambda *unused: None, said, pool)
     (lengths,), (items,) = said.state_data_lens, said.state_item_lens
     assert sum(lengths) == cache.window_buffers.rings[0].nbytes
@@ -156,23 +162,36 @@ def test_tables_of_refills_of_any_length() -> None:
     assert set(batch.slots.ring.tolist()) == set(batch.slots.row.tolist()) == {-1}
 
 
-def common(fingerprint: str = "a" * 64, ranks: int = 2, state: int = 0, **changed: object) -> str:
+def common(fingerprint: str = "a" * 64, ranks: int = 2, state: int = 0, drafts: str = "", **changed: object) -> str:
     """What a server says of its cache."""
     plan = SimpleNamespace(geometry=replace(GEOMETRY, **changed))
     held = {"state": SimpleNamespace(units=SimpleNamespace(unit_bytes=state))} if state else {}
     cache = SimpleNamespace(fingerprint=fingerprint, plan=plan, holdings=held)
-    return handshake.common_format(cache, ranks)  # type: ignore[arg-type]
+    return handshake.common_format(cache, ranks, drafts)  # type: ignore[arg-type]
 
 
 def test_both_servers_have_what_is_compared_in_common() -> None:
     """Whatever another server could misread is in the text."""
     others = [common("b" * 64), common(ranks=4), common(window_dtype=torch.float16), common(state=64), common(state=96)]
     others += [
+        common(drafts=", draft model a"),
         common(windows=Windows(8, 24, 32)),
         common(windows=Windows(16, 20, 32)),
         common(windows=Windows(16, 24, 40)),
     ]
-    assert len({common(), *others}) == 9
+    assert len({common(), *others}) == 10
+
+
+def test_what_servers_say_of_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which model drafts, and how many tokens a step verifies; nothing where none drafts."""
+
+    def said(facts: dict[str, str] | None, tokens: int = 4) -> str:
+        monkeypatch.setattr(handshake, "draft_facts", lambda args: facts)
+        return handshake.drafts(SimpleNamespace(speculative_algorithm="EAGLE", speculative_num_draft_tokens=tokens))
+
+    assert said(None) == ""
+    assert len({said({"weights": "a"}), said({"weights": "b"}), said({"weights": "a"}, 8)}) == 3
+    assert said({"weights": "a"}).endswith(" with 4 tokens a step")
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
@@ -198,9 +217,15 @@ def test_more_than_rows_of_text_needs_a_release(kind: str, sent: bool, monkeypat
     monkeypatch.setattr(arguments, "linear_config", lambda model: model if kind == "linear" else None)
     fields = {"is_multimodal": False, "is_hybrid_swa": False, kind: True}
     model = SimpleNamespace(model_path="m", hf_config=SimpleNamespace(architectures=["A"]), **fields)
-    apart = SimpleNamespace(disaggregation_mode="decode")
+    apart = SimpleNamespace(disaggregation_mode="decode", speculative_algorithm=None)
     arguments.check_model(model, SimpleNamespace(disaggregation_mode="null"))
     arguments.check_model(model, None)
+    drafting = SimpleNamespace(disaggregation_mode="decode", speculative_algorithm="EAGLE")
+    if kind == "plain":
+        arguments.check_model(model, drafting)
+    else:
+        with pytest.raises(Int2Error, match=r"drafts with disaggregation; drop .*: m \(A\)"):
+            arguments.check_model(model, drafting)
     if sent or kind == "plain":
         return arguments.check_model(model, apart)
     with pytest.raises(Int2Error, match=r"before SGLang 0\.5\.23; drop --disaggregation-mode: m \(A\)"):

@@ -17,13 +17,13 @@ from sglang_oscar.features.disaggregation.handshake import pieces_of
 from sglang_oscar.features.hybrids.kept_windows import KeptWindows
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory import units
-from sglang_oscar.memory.owned import RING, SINK, Holding, Owned
+from sglang_oscar.memory.owned import RING, SINK, Holding, Owned, by_slot
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 from sglang_oscar.memory.units import Units
 from support.small_cache import LONGEST, small_cache
 
 WINDOWS, SEATS, BLOCKS, STATES = Windows(sink=4, recent=8, ring=8), 4, 7, 3
-NOTES = "notes"  # Of a feature that nobody else knows.
+NOTES, DRAFTS = "notes", "row of drafts"  # Of features that nobody else knows.
 
 
 class Server:
@@ -40,6 +40,8 @@ class Server:
         self.cache.holdings[NOTES] = Holding(
             units=notes, of=lambda seat, tokens: [seat], carried=carried, copies=STATES
         )
+        slots = torch.zeros(len(self.pool.k_buffer[0]), 3, dtype=torch.int32)
+        self.cache.holdings[DRAFTS] = by_slot([slots], self.cache.req_to_token_pool.req_to_token, carried=carried)
 
     def owned(self, seat: int) -> Owned:
         return self.cache.owned(seat, self.running[seat])
@@ -102,7 +104,7 @@ def test_what_does_not_go_along_is_noticed(carried: bool) -> None:
     before = server.owned(1).digests()
     server.move(1, 3)
     after = server.owned(3).digests()
-    assert {name for name in before if before[name] != after[name]} == (set() if carried else {NOTES})
+    assert {name for name in before if before[name] != after[name]} == (set() if carried else {NOTES, DRAFTS})
 
 
 def test_the_step_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def test_a_record_says_what_there_is() -> None:
     server.start(2, 20)
     assert str(server.owned(2)) == (
         f"seat 2 with 20 tokens: ring [2] of 8192 bytes, sink block [1] of 4096 bytes, row of history [128 ... 147] of "
-        f"{20 * 160} bytes, notes [2] of 20 bytes"
+        f"{20 * 160} bytes, notes [2] of 20 bytes, row of drafts [128 ... 147] of {20 * 12} bytes"
     )
     assert "sink block [] of 0 bytes" in str(server.cache.owned(3, 0))
 

@@ -16,7 +16,8 @@ from transformers import Qwen3Config
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers.salt import model_facts
 from sglang_oscar.features.tiers.weights import note_before_loading
-from sglang_oscar.formats import origin
+from sglang_oscar.formats import drafts, origin
+from sglang_oscar.formats.model_identity import configuration
 from sglang_oscar.formats.origin import cached_snapshot, sample_digest
 from sglang_oscar.names import WEIGHTS_SEEN
 from sglang_oscar.settings import Settings
@@ -34,7 +35,7 @@ def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(path: str, **changes: Any) -> SimpleNamespace:
     given = {"model_path": path, "revision": None, "quantization": None, "download_dir": None, "kv_cache_dtype": "int2"}
-    given["load_format"] = "auto"
+    given |= {"load_format": "auto", "speculative_algorithm": None}
     return SimpleNamespace(**given | changes)
 
 
@@ -89,6 +90,42 @@ def test_copies_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     for copy in (str(checkpoint(tmp_path / "b" / "other", changed=10**17)), "model", "link", "./model/", "o/m"):
         assert facts(copy) == first, copy
+
+
+def test_the_path_of_a_configuration_is_none_of_it(tmp_path: Path) -> None:
+    """transformers writes down where it has read one."""
+    config = Qwen3Config(num_hidden_layers=2, name_or_path="elsewhere")
+    assert config.to_dict()["_name_or_path"] == "elsewhere"
+    assert configuration(config) == configuration(MODEL.hf_text_config)
+
+
+def test_a_draft_model_is_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of copies; another of other weights, algorithms, dtypes or configurations; the model's own without a
+    path."""
+    path, none = str(checkpoint(tmp_path / "model")), {"speculative_draft_load_format": None}
+    none |= {"speculative_draft_model_quantization": None, "speculative_draft_model_revision": None}
+
+    def drafting(place: str | None, algorithm: str = "EAGLE", dtype: str = "bfloat16", layers: int = 1) -> Any:
+        origin._loaded.clear()
+        config = SimpleNamespace(dtype=dtype, hf_config=Qwen3Config(num_hidden_layers=layers))
+        monkeypatch.setattr(drafts, "config_of", lambda args: config)
+        given = {"speculative_algorithm": algorithm, "speculative_draft_model_path": place}
+        return model_facts(arguments(path, **given | none), MODEL)
+
+    place = str(checkpoint(tmp_path / "drafts", b"drafts"))
+    first = drafting(place)
+    assert {name: of for name, of in first.items() if name != "drafts"} == facts(path)
+    assert drafting(str(checkpoint(tmp_path / "copy", b"drafts", changed=10**17))) == first
+    others = [drafting(place, "EAGLE3"), drafting(place, dtype="float16"), drafting(place, layers=2)]
+    others += [drafting(str(checkpoint(tmp_path / "other", b"others"))), drafting(None), facts(path)]
+    assert len({json.dumps(of, sort_keys=True) for of in (first, *others)}) == 7
+    checkpoint(tmp_path / "drafts", b"DRAFTS", changed=10**18 + 1)
+    args = arguments(path, speculative_algorithm="EAGLE", speculative_draft_model_path=place, **none)
+    origin._loaded.clear()
+    launched(args)
+    checkpoint(tmp_path / "drafts", b"drafts", changed=10**18 + 2)
+    with pytest.raises(Int2Error, match=r"model\.safetensors has changed since"):
+        model_facts(args, MODEL)
 
 
 def test_formats_that_are_not_loaded_count_for_nothing(tmp_path: Path) -> None:

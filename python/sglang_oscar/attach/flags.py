@@ -41,7 +41,7 @@ MEANINGS = {
     "it left over.",
     "--hicache-storage-backend": "Pages in storage: file, nixl, mooncake, hf3fs. Only files have run on GPUs.",
     "--disaggregation-mode": "prefill or decode, by mooncake, mooncake_tcp or nixl. Both servers need the same "
-    "rotations, windows, page size and number of ranks.",
+    "rotations, windows, drafts, page size and number of ranks.",
     "--disaggregation-decode-extra-slots": f"Requests that wait for their prompts; each has {RING}.",
     "--mamba-full-memory-ratio": "Hybrid models: memory of states over memory of the cache. Default: 0.9 times the "
     "bytes of a token in 16 bits over those here.",

@@ -49,6 +49,11 @@ def config_hash(config: dict[str, Any]) -> str:
     return "v2:" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def configuration(config: Any) -> dict[str, Any]:
+    """All that a configuration of transformers says of a model, but for the path that it was read from."""
+    return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+
+
 def first_hash(config: dict[str, Any]) -> str:
     """Version 1 of the hash: SHA-256 of :data:`FIRST_FIELDS`."""
     return hashlib.sha256(json.dumps([config.get(name) for name in FIRST_FIELDS]).encode()).hexdigest()

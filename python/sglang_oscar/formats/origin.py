@@ -1,4 +1,5 @@
-"""Which weights a server has, by samples of what their files hold: part of every key of storage.
+"""Which weights a server has, by samples of what their files hold: part of every key of storage, and of what a prefill
+and a decode server compare.
 
 Local files are noted where a server is launched, before anything is read: one that changes meanwhile must not pass for
 what was read. What a hub id means is only known behind its download, and is noted once weights are loaded. Weights that
@@ -13,9 +14,10 @@ import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import drafts_with_model
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.safetensors_header import read_header, tensors_of
 from sglang_oscar.names import WEIGHTS_SEEN
@@ -30,9 +32,19 @@ READERS = 8
 """Files that are sampled at once, for those that are not on this machine."""
 
 
-_loaded: dict[tuple[str, str | None, str | None], dict[Path, tuple[int, int]] | None] = {}
-"""By path, revision and folder of downloads: the files that this process has loaded, with bytes and time of change;
-None where there are none here."""
+class Checkpoint(NamedTuple):
+    """What a server is told of weights: a path or the id of a hub, its revision, and the folder of downloads."""
+
+    path: str
+    revision: str | None
+    download_dir: str | None
+
+
+Files = dict[Path, tuple[int, int]]
+"""Bytes and time of change of files."""
+
+_loaded: dict[Checkpoint, Files | None] = {}
+"""The files that this process has loaded; None where there are none here."""
 
 
 _update = ""
@@ -88,25 +100,44 @@ def _named_by_index(folder: Path) -> list[Path]:
     return [path for name in names if (path := folder / str(name)).is_file()]
 
 
+def of_model(server_args: Any) -> Checkpoint:
+    """The checkpoint of a server's model."""
+    args = releases.resolved(server_args)
+    return Checkpoint(args.model_path, args.revision, args.download_dir)
+
+
+def of_drafts(server_args: Any) -> Checkpoint | None:
+    """That of its draft model, which is the model's own where that brings a draft layer along; None without one."""
+    args = releases.resolved(server_args)
+    if not drafts_with_model(args):
+        return None
+    path = args.speculative_draft_model_path or args.model_path
+    return Checkpoint(path, args.speculative_draft_model_revision, args.download_dir)
+
+
+def _checkpoints(server_args: Any) -> list[Checkpoint]:
+    return [of for of in (of_model(server_args), of_drafts(server_args)) if of is not None]
+
+
 def note_before_loading(server_args: Any) -> None:
     """Note local files in server arguments, for the workers that are going to read them."""
-    if (place := Path(releases.resolved(server_args).model_path)).exists():
-        server_args.__dict__[WEIGHTS_SEEN] = _seen(place)
+    places = {of.path: Path(of.path) for of in _checkpoints(server_args)}
+    seen = {path: _seen(place) for path, place in places.items() if place.exists()}
+    if seen:
+        server_args.__dict__[WEIGHTS_SEEN] = seen
 
 
-def note_loaded(server_args: Any) -> dict[Path, tuple[int, int]] | None:
-    """Note which files the weights of this process are, unless that is known, and say it."""
-    args = releases.resolved(server_args)
-    asked = (args.model_path, args.revision, args.download_dir)
-    if asked not in _loaded:
-        place = Path(args.model_path)
-        folder = place if place.exists() else cached_snapshot(args.model_path, args.revision or "main", asked[2])
-        seen = getattr(server_args, "__dict__", {}).get(WEIGHTS_SEEN)
-        _loaded[asked] = seen if seen is not None or folder is None else _seen(folder)
-    return _loaded[asked]
+def note_loaded(server_args: Any) -> None:
+    """Note which files the weights of this process are, unless that is known."""
+    seen = getattr(server_args, "__dict__", {}).get(WEIGHTS_SEEN, {})
+    for of in _checkpoints(server_args):
+        if of not in _loaded:
+            place = Path(of.path)
+            folder = place if place.exists() else cached_snapshot(of.path, of.revision or "main", of.download_dir)
+            _loaded[of] = seen.get(of.path) if of.path in seen or folder is None else _seen(folder)
 
 
-def _seen(place: Path) -> dict[Path, tuple[int, int]]:
+def _seen(place: Path) -> Files:
     return {path: _facts(path) for path in weight_files(place.resolve())}
 
 
@@ -115,8 +146,12 @@ def _facts(path: Path) -> tuple[int, int]:
     return known.st_size, known.st_mtime_ns
 
 
-def loaded_weights(server_args: Any) -> dict[str, Any]:
+def loaded_weights(server_args: Any, of: Checkpoint) -> dict[str, Any]:
     """Which weights this process has loaded: the same of copies, wherever they are, and others of other weights.
+
+    Args:
+        server_args: as the worker has them.
+        of: one of the server's checkpoints.
 
     Returns:
         ``contents``, a digest of each file; ``address`` and ``revision`` where no files are here (``s3://...``);
@@ -128,14 +163,14 @@ def loaded_weights(server_args: Any) -> dict[str, Any]:
     """
     if _update:
         return {}
-    noted = note_loaded(server_args)
+    note_loaded(server_args)
+    noted = _loaded[of]
     if noted is None:
-        args = releases.resolved(server_args)
-        return {"address": args.model_path, "revision": args.revision}
+        return {"address": of.path, "revision": of.revision}
     if changed := [path for path, facts in noted.items() if not path.exists() or _facts(path) != facts]:
         raise Int2Error(
-            f"int2 mode cannot keep pages in storage: {changed[0]} has changed since it was loaded, so that nothing "
-            "says which weights the pages are of; start the server anew"
+            f"int2 mode cannot say which weights it serves: {changed[0]} has changed since it was loaded, so that "
+            "nothing tells pages in storage from those of others; start the server anew"
         )
     with ThreadPoolExecutor(READERS) as readers:
         return {"contents": sorted(readers.map(sample_digest, noted))}

@@ -26,6 +26,7 @@ class Holding:
         of: (seat in SGLang's request pool, tokens that are computed) numbers of the units of the request in it.
         carried: whether what is in them goes along when a request leaves its seat and goes on later, here or on another
             server; there is one for each seat. Otherwise SGLang moves it, or it is found again by what it is.
+        in_pages: whether SGLang's slots are units, which it sends to another server by itself, as pages.
         free: (number) gives a unit back, where SGLang does not.
         copies: the last so many units lie beside the kept states of a hybrid model, by state slot.
         on_device: (int64 [requests] seats) ``of`` of several requests with a unit each, as the device knows it.
@@ -34,6 +35,7 @@ class Holding:
     units: Units
     of: Callable[[int, int], Sequence[int]]
     carried: bool = False
+    in_pages: bool = False
     free: Callable[[int], None] | None = None
     copies: int = 0
     on_device: Callable[[torch.Tensor], torch.Tensor] = lambda seats: seats
@@ -87,10 +89,13 @@ class Owned:
         return torch.tensor(of.of(self.seat, self.tokens), dtype=torch.int64, device=device)
 
 
-def by_slot(buffers: Sequence[torch.Tensor], req_to_token: torch.Tensor) -> Holding:
-    """A unit for every token: its slot in ``buffers`` [slots, ...], by ``req_to_token`` int32 [seats, max_len]."""
+def by_slot(buffers: Sequence[torch.Tensor], req_to_token: torch.Tensor, carried: bool = False) -> Holding:
+    """A unit for every token: its slot in ``buffers`` [slots, ...], by ``req_to_token`` int32 [seats, max_len].
+    ``carried`` where SGLang leaves it behind when a request is retracted."""
     units = Units([buffer[None] for buffer in buffers])
-    return Holding(units=units, of=lambda seat, tokens: req_to_token[seat, :tokens].tolist())
+    return Holding(
+        units=units, of=lambda seat, tokens: req_to_token[seat, :tokens].tolist(), carried=carried, in_pages=True
+    )
 
 
 def of_every_server(built: Any) -> dict[str, Holding]:

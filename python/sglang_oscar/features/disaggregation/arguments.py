@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oscar.attach.arguments import disaggregated
+from sglang_oscar.attach.arguments import disaggregated, drafts_with_model
 from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument, differs_from_default, sends_states
 from sglang_oscar.errors import Int2Error
@@ -88,8 +88,8 @@ REFUSED: list[Refusal] = [
         "servers that change between prefill and decode; drop --enable-pd-role-switch",
     ),
     (
-        _both(lambda a: a.speculative_algorithm is not None),
-        "speculative decoding with disaggregation; drop --speculative-algorithm",
+        _both(lambda a: a.speculative_algorithm is not None and not (drafts_with_model(a) and sends_states())),
+        "drafts with disaggregation, but for draft models from SGLang 0.5.23; drop --speculative-algorithm",
     ),
     (
         _both(lambda a: argument(a, "disaggregation_decode_enable_radix_cache", False)),
@@ -125,6 +125,10 @@ REFUSED: list[Refusal] = [
 ]
 
 REFUSED_WITH: list[Refusal] = [
+    (
+        lambda a: disaggregated(a) and a.speculative_algorithm is not None,
+        "drafts with disaggregation; drop --speculative-algorithm",
+    ),
     (
         lambda a: disaggregated(a) and not sends_states(),
         "disaggregation before SGLang 0.5.23; drop --disaggregation-mode",

@@ -1,9 +1,9 @@
 """What a prefill server sends of a request besides pages of rows, and what both servers must have in common.
 
-Rows go as SGLang sends any page. The recent window goes as a component of a request's state that SGLang has for rings:
-the last tokens of the prompt at their places in the request's ring, on either server its own. Sinks are not sent: the
-decode server computes them again (:mod:`sglang_oscar.features.disaggregation.waiting`), once for all requests that
-begin alike.
+Rows go as SGLang sends any page, those of a draft model behind them. The recent window goes as a component of a
+request's state that SGLang has for rings: the last tokens of the prompt at their places in the request's ring, on
+either server its own. Sinks are not sent: the decode server computes them again
+(:mod:`sglang_oscar.features.disaggregation.waiting`), once for all requests that begin alike.
 
 Both servers have as many tensor-parallel ranks. Between different numbers SGLang sends a share of the kv heads, cut out
 of every token's bytes as if a head's lay together, and alike in all layers; of a row the codes of all heads come first,
@@ -12,13 +12,18 @@ their scales behind, and layers may differ. Rings it does not send at all then.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from oscar_kernels.format import any_cut
+from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.drafts import draft_facts
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.owned import STATE, Holding
 from sglang_oscar.names import DTYPE
@@ -34,7 +39,7 @@ def around_setup_state(
         return
     from sglang.srt.disaggregation.base.conn import StateType
     from sglang.srt.disaggregation.utils import append_state_component
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_parallel, get_server_args
 
     geometry = cache.plan.geometry
     windows = geometry.windows
@@ -45,9 +50,9 @@ def around_setup_state(
         )
     # How long rings are, by the names under which SGLang sends them.
     token_to_kv_pool.unified_swa_ring_size, token_to_kv_pool.unified_swa_window = windows.ring, windows.recent
-    kv_args.kv_cache_dtype_str = common_format(cache, get_parallel().attn_tp_size)
+    kv_args.kv_cache_dtype_str = common_format(cache, get_parallel().attn_tp_size, drafts(get_server_args()))
     for name, of in cache.holdings.items():
-        if of.carried and (pieces := pieces_of(name, of, windows.ring)):
+        if of.carried and not of.in_pages and (pieces := pieces_of(name, of, windows.ring)):
             append_state_component(
                 kv_args,
                 StateType.SWA_RING,
@@ -66,17 +71,35 @@ def pieces_of(name: str, of: Holding, ring: int) -> list[torch.Tensor]:
     return pieces
 
 
-def common_format(cache: Int2Cache, ranks: int) -> str:
+def common_format(cache: Int2Cache, ranks: int, drafts: str) -> str:
     """What two servers must agree in so that one can read what the other has stored, as text that names it.
 
     Args:
         cache: of either server.
         ranks: tensor-parallel ranks that heads are spread over.
+        drafts: of either server (:func:`drafts`).
     """
     windows, dtype = cache.plan.geometry.windows, str(cache.plan.geometry.window_dtype).removeprefix("torch.")
     state = cache.holdings.get(STATE)
     return (
         f"{DTYPE} with --tp-size {ranks} on both servers (format {cache.fingerprint[:16]}, sink {windows.sink}, recent "
         f"window {windows.recent} in ring {windows.ring}, {dtype}"
-        f"{f', states of {state.units.unit_bytes} bytes' if state else ''})"
+        f"{f', states of {state.units.unit_bytes} bytes' if state else ''}{drafts})"
     )
+
+
+def drafts(server_args: Any) -> str:
+    """Which draft model a server has, by its weights, and what a step verifies; empty without one. Rows of another one
+    would be of no use, and nothing would show it but that next to no draft is accepted.
+
+    Args:
+        server_args: as the worker has them.
+
+    Raises:
+        Int2Error: files of its weights have changed since they were loaded.
+    """
+    facts = draft_facts(server_args)
+    if facts is None:
+        return ""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return f", draft model {digest[:16]} with {new_tokens(releases.resolved(server_args))} tokens a step"

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import drafts_with_model
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.formats.drafts import config_of
 from sglang_oscar.formats.geometry import GIB
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.owned import by_slot
@@ -21,23 +22,6 @@ from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-
-def config_of(server_args: Any) -> Any:
-    """SGLang's ModelConfig of the draft model, which is the model itself where it brings its draft layer along.
-
-    Args:
-        server_args: SGLang's ServerArgs, resolved.
-    """
-    from sglang.srt.configs.model_config import ModelConfig
-
-    args = releases.resolved(server_args)
-    return ModelConfig.from_server_args(
-        server_args,
-        model_path=args.speculative_draft_model_path or args.model_path,
-        model_revision=args.speculative_draft_model_revision,
-        is_draft_model=True,
-    )
 
 
 def check_server(args: Any, settings: Settings, model: Any) -> None:
@@ -151,7 +135,10 @@ def check_pool(pool: Any, cache: Int2Cache) -> None:
             f"the draft model's cache takes {cell_bytes} bytes a token, {planned.cell_bytes if planned else 0} were "
             "planned; drop --speculative-algorithm"
         )
-    cache.holdings["row of drafts"] = by_slot([*pool.k_buffer, *pool.v_buffer], cache.req_to_token_pool.req_to_token)
+    # SGLang's copies of what retracted requests have are of the model's own pool.
+    cache.holdings["row of drafts"] = by_slot(
+        [*pool.k_buffer, *pool.v_buffer], cache.req_to_token_pool.req_to_token, carried=True
+    )
 
 
 def cell_bytes_of(server_args: Any) -> int:

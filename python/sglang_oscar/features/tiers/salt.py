@@ -15,8 +15,10 @@ from oscar_kernels.format import AnyFormat, any_cut, fingerprint
 from sglang_oscar.attach import releases
 from sglang_oscar.features.tiers.finite import Column
 from sglang_oscar.features.tiers.pages import PAGE_VERSION, PageLayout, number_columns
+from sglang_oscar.formats.drafts import draft_facts
 from sglang_oscar.formats.geometry import own_heads
-from sglang_oscar.formats.origin import loaded_weights
+from sglang_oscar.formats.model_identity import configuration
+from sglang_oscar.formats.origin import loaded_weights, of_model
 from sglang_oscar.formats.rotations import model_formats
 from sglang_oscar.worker import of_this_process
 
@@ -44,7 +46,8 @@ def storage_salt(rows: str, model: dict[str, Any], heads: slice, ranks: int, pag
 
 
 def model_facts(server_args: Any, model: Any) -> dict[str, Any]:
-    """What decides which keys and values a text has: weights, how they are read, dtype, quantization and configuration.
+    """What decides which keys and values a text has: weights, how they are read, dtype, quantization and configuration;
+    and the same of a draft model, whose rows go with them.
 
     Args:
         server_args: as the worker has them.
@@ -53,14 +56,14 @@ def model_facts(server_args: Any, model: Any) -> dict[str, Any]:
     Raises:
         Int2Error: files of weights have changed since they were loaded.
     """
-    args = releases.resolved(server_args)
-    return {
-        "weights": loaded_weights(server_args),
+    args, drafts = releases.resolved(server_args), draft_facts(server_args)
+    return ({} if drafts is None else {"drafts": drafts}) | {
+        "weights": loaded_weights(server_args, of_model(server_args)),
         "load format": args.load_format,  # "dummy" reads none of them
         "dtype": str(model.dtype),
         "quantization": args.quantization,
         # Of images, rows depend on how they are seen as well.
-        "configuration": (model.hf_config if model.is_multimodal else model.hf_text_config).to_dict(),
+        "configuration": configuration(model.hf_config if model.is_multimodal else model.hf_text_config),
     }
 
 
