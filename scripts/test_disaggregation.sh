@@ -14,6 +14,6 @@ for module in mooncake.engine nixl; do
   }
 done
 cd "$root"
-exec python -m pytest test/server/test_disaggregation.py test/server/test_hybrid_disaggregation.py \
-  test/server/test_window_disaggregation.py test/server/test_vision_disaggregation.py \
-  test/server/test_storage_backends.py "$@"
+exec python -m pytest test/server/test_disaggregation.py test/server/test_draft_disaggregation.py \
+  test/server/test_hybrid_disaggregation.py test/server/test_window_disaggregation.py \
+  test/server/test_vision_disaggregation.py test/server/test_storage_backends.py "$@"

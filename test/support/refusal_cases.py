@@ -66,7 +66,7 @@ FLAGS = [
     "--enable-hierarchical-cache --hicache-storage-backend aibrix",
     "--enable-hierarchical-cache --hicache-storage-backend nixl --hicache-mem-layout layer_first",
     "--enable-hierarchical-cache --speculative-algorithm NGRAM",
-    "--enable-hierarchical-cache --hicache-storage-backend file --speculative-algorithm EAGLE",
+    "--enable-hierarchical-cache --hicache-storage-backend nixl --speculative-algorithm EAGLE",
     '--enable-hierarchical-cache --hicache-storage-backend-extra-config {"tp_lcm_size":4}',
     "--enable-hierarchical-cache --hicache-storage-backend file --enable-lora",
     "--enable-hierarchical-cache --hicache-storage-backend file --lora-paths a=/nonexistent",

@@ -41,13 +41,13 @@ def there(store: CheckedStorage, keys: list[str]) -> list[int]:
 
 def counted(store: CheckedStorage, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many pages each call of the process writes."""
-    calls, write = [], store._writer.write
+    calls, write = [], store._rows._writer.write
 
     def count(numbers: list[int], *rest: Any) -> Any:
         calls.append(len(numbers))
         return write(numbers, *rest)
 
-    monkeypatch.setattr(store._writer, "write", count)
+    monkeypatch.setattr(store._rows._writer, "write", count)
     return calls
 
 
@@ -122,7 +122,7 @@ def test_an_error_leaves_no_room_reserved(disk: Path, monkeypatch: pytest.Monkey
     def write(*_: Any) -> None:
         raise IndexError("no such page")
 
-    monkeypatch.setattr(store._writer, "write", write)
+    monkeypatch.setattr(store._rows._writer, "write", write)
     with pytest.raises(IndexError, match="no such page"):
         store.batch_set_v1(NEW[:2], slots(2))
     assert (store._evictor._total_bytes, store._evictor._pending_writes) == (0, set())

@@ -18,7 +18,7 @@ from oscar_kernels.transform import SideTransform
 from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.tiers import hooks
-from sglang_oscar.features.tiers.arguments import check_nameable, check_storage
+from sglang_oscar.features.tiers.arguments import WithStorage, check_nameable, check_storage
 from sglang_oscar.features.tiers.pages import PageLayout
 from sglang_oscar.features.tiers.salt import model_facts, storage_salt
 from sglang_oscar.features.tiers.storage import CheckedStorage
@@ -138,6 +138,7 @@ def test_salts_tell_apart_what_is_not_interchangeable() -> None:
 
     def server(**changes: Any) -> SimpleNamespace:
         of = {"model_path": "a", "revision": None, "quantization": None, "download_dir": None, "load_format": "auto"}
+        of["speculative_algorithm"] = None
         return SimpleNamespace(**of | changes)
 
     base: dict[str, Any] = {
@@ -216,6 +217,10 @@ def test_storage_whose_keys_would_not_name_the_weights(name: str, what: str) -> 
     check_nameable(SimpleNamespace(**served))
     with pytest.raises(Int2Error, match=what):
         check_nameable(SimpleNamespace(**served | {name: True}))
+    drafting = SimpleNamespace(**served | {"speculative_algorithm": "EAGLE"})
+    check_nameable(WithStorage(drafting, "file"))
+    with pytest.raises(Int2Error, match="beside a draft model; set --hicache-storage-backend file"):
+        check_nameable(WithStorage(drafting, "nixl"))
 
 
 def test_names_of_pages_do_not_say_where_a_model_was_served_from(
@@ -247,7 +252,7 @@ def test_names_of_pages_do_not_say_where_a_model_was_served_from(
     for path in ("/models/a", "/mnt/b"):
         asked = storage_config(model_name=path, tp_lcm_size=None)
         store = hooks.around_create_backend(create, None, "file", asked, pool)
-        paths.append(store._path(store.key(KEYS[0])))
+        paths.append(store._rows.path(store.key(KEYS[0])))
         assert asked.model_name == path
     assert paths[0] == paths[1]
     # Rooms that know the model are asked as if the server had been started with the storage.

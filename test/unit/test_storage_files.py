@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang_oscar.features.tiers import hooks
 from sglang_oscar.features.tiers.file_process import FileProcess
 from sglang_oscar.features.tiers.page_files import FAILED, MISSING, OK, Outcome
+from sglang_oscar.features.tiers.pool_files import PoolFiles
 from sglang_oscar.features.tiers.storage import CheckedStorage
 from support.stored_pages import KEYS, LAYOUT, SALT, HostMemoryBackend, Pool, backend, checked, damage, files, pages
 
@@ -193,9 +194,9 @@ def test_a_page_that_cannot_be_written_takes_no_other_along(
 ) -> None:
     """It is said why, nothing is left of it, and the folder has its room again."""
     store, _ = storage(backend(tmp_path / "store", max_size=str(100 * LAYOUT.page_bytes)))
-    paths, bad = CheckedStorage._path, store.key(KEYS[1])
+    paths, bad = PoolFiles.path, store.key(KEYS[1])
     monkeypatch.setattr(
-        CheckedStorage, "_path", lambda self, key: str(tmp_path / "none" / "x") if key == bad else paths(self, key)
+        PoolFiles, "path", lambda self, key: str(tmp_path / "none" / "x") if key == bad else paths(self, key)
     )
     assert store.batch_set_v1(KEYS, SLOTS) == [True, False, True]
     assert any("1 of 3 pages are not stored; the first, " in record.getMessage() for record in caplog.records)
@@ -210,7 +211,7 @@ def test_a_full_disk_is_said_once_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, _ = storage(backend(tmp_path / "store"))
-    monkeypatch.setattr(store._writer, "write", lambda numbers, *_: [Outcome(FAILED, "disk full")] * len(numbers))
+    monkeypatch.setattr(store._rows._writer, "write", lambda numbers, *_: [Outcome(FAILED, "disk full")] * len(numbers))
     assert store.batch_set_v1(KEYS, SLOTS) == [False] * 3
     (said,) = [record.getMessage() for record in caplog.records]
     assert "3 of 3 pages are not stored" in said
@@ -224,9 +225,9 @@ def test_a_key_without_a_page_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shorter"):
         store.batch_set(KEYS, pages(2))
     with pytest.raises(IndexError, match="pages 0 to 8 of 8"):
-        store._writer.write([0, 8], [str(tmp_path / "a"), str(tmp_path / "b")], KEYS[:2])
+        store._rows._writer.write([0, 8], [str(tmp_path / "a"), str(tmp_path / "b")], KEYS[:2])
     assert not (tmp_path / "a").exists()
-    for move in (store._writer.write, store._reader.read):
+    for move in (store._rows._writer.write, store._rows._reader.read):
         with pytest.raises(ValueError, match="shorter"):
             move([0, 1, 2], ["a", "b"], KEYS)
     store.close()
@@ -278,7 +279,7 @@ def test_a_process_that_is_killed_is_replaced(busy: bool, tmp_path: Path, caplog
     """What it should have moved is not stored, which is said; what comes next is moved by another one."""
     store, pool = storage(backend(tmp_path / "store"))
     store.batch_set_v1(KEYS[:1], SLOTS[:16])
-    process = popen(store._writer)
+    process = popen(store._rows._writer)
     if busy:
         os.kill(process.pid, signal.SIGSTOP)
         with ThreadPoolExecutor(1) as beside:
@@ -302,7 +303,7 @@ def test_files_outlive_a_process_that_should_read_them(tmp_path: Path, caplog: p
     store, pool = storage(backend(tmp_path / "store"))
     store.batch_set_v1(KEYS, SLOTS)
     assert store.batch_get_v1(KEYS[:1], SLOTS[:16]) == [True]
-    process = popen(store._reader)
+    process = popen(store._rows._reader)
     process.kill()
     process.wait()
     pool.pages.buffer.fill_(0)
@@ -317,7 +318,7 @@ def test_hits_do_not_wait_for_pages_that_are_written(tmp_path: Path) -> None:
     """The process that writes is another than the one that reads."""
     store, pool = storage(backend(tmp_path / "store"))
     store.batch_set_v1(KEYS[:1], SLOTS[:16])
-    process = popen(store._writer)
+    process = popen(store._rows._writer)
     os.kill(process.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as beside:
         backlog = beside.submit(store.batch_set_v1, KEYS[1:], SLOTS[16:])
@@ -337,7 +338,7 @@ def test_closing_ends_processes_and_the_backend(tmp_path: Path, monkeypatch: pyt
     store, _ = storage(backend(tmp_path / "store"))
     store.batch_set_v1(KEYS, SLOTS)
     store.batch_get_v1(KEYS, SLOTS)
-    processes = [popen(store._reader), popen(store._writer)]
+    processes = [popen(store._rows._reader), popen(store._rows._writer)]
 
     def close(backend: HiCacheFile) -> None:
         closed.append(backend)

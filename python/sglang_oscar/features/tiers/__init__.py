@@ -9,6 +9,7 @@
   would be slow (it has the interpreter back only 5 ms after a call of the operating system), many would be in its way.
 * Unfinished files are locked while they are written; whoever begins to write removes those that nobody has locked.
 * nixl, Mooncake and hf3fs get the halves of a page, each a multiple of 4,096 bytes.
-* A draft model's rows have a host pool of their own, of the same kind, and no storage: keys do not name its weights.
+* A draft model's rows have a host pool and files of their own, of the same kind; keys then name its weights, too. A
+  page without them is none.
 * A hit is as long as that of the rank that has least of it.
 """

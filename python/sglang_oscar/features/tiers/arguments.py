@@ -52,9 +52,12 @@ UNNAMED: list[Refusal] = [
         "storage beside weights that others may write; drop --hicache-storage-backend or "
         "--remote-instance-weight-loader-start-seed-via-transfer-engine",
     ),
-    (drafts_with_model, "storage beside a draft model; drop --hicache-storage-backend or --speculative-algorithm"),
+    (
+        lambda a: drafts_with_model(a) and a.hicache_storage_backend != FILE,
+        "storage other than files beside a draft model; set --hicache-storage-backend file",
+    ),
 ]
-"""Arguments of servers whose weights keys of storage cannot name, whenever it is attached."""
+"""Arguments of servers whose weights keys of storage cannot name, or not with any storage, whenever it is attached."""
 
 
 class WithStorage:

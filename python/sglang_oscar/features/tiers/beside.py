@@ -37,7 +37,6 @@ class FilesBeside:
 
     def add(self, pool: Any, name: Any) -> None:
         """Take pages of one of SGLang's host pools from now on."""
-        self._backend.register_mem_host_pool_v2(pool, name)
         self._kinds[str(name.value)] = [[str(part.dtype), *part.shape] for part in pool._iter_page_tensors(0)]
 
     def write(self, transfer: Any) -> list[bool]:

@@ -66,9 +66,9 @@ def around_create_backend(
     anchor = getattr(mem_pool_host, "anchor_entry", None)
     pool = mem_pool_host if anchor is None else anchor.host_pool
     assert isinstance(pool, Int2HostPool), f"the host tier of int2 mode is a {type(pool).__name__}"
-    args = releases.resolved(get_server_args())
     # As if the server had been started with it.
-    refusals.check_model(releases.model_config(get_server_args()), WithStorage(args, backend_name))
+    args = WithStorage(releases.resolved(get_server_args()), backend_name)
+    refusals.check_model(releases.model_config(get_server_args()), args)
     check_nameable(args)
     check_storage(backend_name, pool.layout, bool(storage_config.tp_lcm_size))
     # Of a server's, names of pages would say which path a model was served from, though salts say what it is.

@@ -136,6 +136,16 @@ def number_columns(layout: PageLayout, formats: Iterable[AnyFormat]) -> list[Col
     return [column for of in columns.values() for column in of]
 
 
+def plain_columns(layout: PageLayout, dtype: torch.dtype) -> list[Column]:
+    """Where a page of a draft model's rows has its numbers: they are nothing else.
+
+    Args:
+        layout: of a page.
+        dtype: of the numbers.
+    """
+    return [Column(dtype.itemsize - 1, layout.item_bytes, dtype.itemsize, int(dtype == torch.float16))]
+
+
 class PageItems(Units):
     """Pages as units: ``items`` are [pages, size] by side and layer, in the order of a page."""
 

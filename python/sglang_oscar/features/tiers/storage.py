@@ -11,28 +11,23 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_oscar import metrics
 from sglang_oscar.features.tiers.beside import FilesBeside
-from sglang_oscar.features.tiers.file_process import FileProcess
-from sglang_oscar.features.tiers.file_room import reserved_groups
 from sglang_oscar.features.tiers.finite import Column
 from sglang_oscar.features.tiers.host_pool import Int2HostPool
-from sglang_oscar.features.tiers.page_files import DAMAGED, ENDLESS, FAILED, MISSING, OK
-from sglang_oscar.features.tiers.reports import say_endless, say_failed
+from sglang_oscar.features.tiers.pages import plain_columns
+from sglang_oscar.features.tiers.pool_files import PoolFiles
 from sglang_oscar.features.tiers.signed_pages import SignedPages
 from sglang_oscar.formats import origin
 
 logger = logging.getLogger(__name__)
-
-
-def _positions(of: list[bool], value: bool) -> list[int]:
-    return [at for at, is_so in enumerate(of) if is_so == value]
 
 
 class CheckedStorage:
@@ -50,25 +45,27 @@ class CheckedStorage:
         self._pool = pool
         self._salt = salt
         self._signed = SignedPages(pool, columns, self._damaged)
-        # Of two, so that a hit does not wait for pages that are written.
-        self._reader = FileProcess(pool.pages, columns=columns)
-        self._writer = FileProcess(pool.pages, columns=columns)
+        self._rows = PoolFiles(backend, pool, columns, self._damaged, lambda key: key)
+        self._drafts: dict[str, PoolFiles] = {}
         self._beside = FilesBeside(backend, self._damaged)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take pages of another pool, too, which keys name from now on."""
-        if host_pool is self._pool:
-            self._backend.register_mem_host_pool_v2(host_pool, host_pool_name)
-        else:
+        """Take pages of another pool, too, which keys name from now on; of rows of drafts by their model."""
+        self._backend.register_mem_host_pool_v2(host_pool, host_pool_name)
+        if isinstance(host_pool, Int2HostPool) and host_pool is not self._pool:
+            columns = plain_columns(host_pool.page_layout, host_pool.dtype)
+            name = partial(self._backend._log_key, host_pool_name)
+            self._drafts[host_pool_name] = PoolFiles(self._backend, host_pool, columns, self._damaged, name)
+        elif host_pool is not self._pool:
             self._beside.add(host_pool, host_pool_name)
 
     def close(self) -> None:
         """End processes, once they are done, and close the backend where that can be closed: storage is detached."""
-        self._reader.close()
-        self._writer.close()
+        for files in (self._rows, *self._drafts.values()):
+            files.close()
         if hasattr(self._backend, "close"):
             self._backend.close()
 
@@ -83,10 +80,6 @@ class CheckedStorage:
         from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
         return isinstance(self._backend, HiCacheFile)
-
-    def _path(self, salted: str) -> str:
-        """The file of a page."""
-        return os.path.join(self._backend.file_path, f"{self._backend._get_suffixed_key(salted)}.bin")
 
     def _keys(self, keys: list[str]) -> list[str]:
         return [self.key(key) for key in keys]
@@ -107,13 +100,27 @@ class CheckedStorage:
         """How many pages from the first on are there."""
         # SGLang's index of files, where there is one, asks the operating system for nothing that it knows.
         if self.is_files and self._backend.metadata_cache is None:
-            there = [result == OK for result, _ in self._reader.look([self._path(key) for key in self._keys(keys)])]
-            return next((at for at, is_there in enumerate(there) if not is_there), len(there))
+            return self._rows.count(self._keys(keys))
         return int(self._backend.batch_exists(self._keys(keys), self._extra(extra_info)))
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """The same beside other pools."""
+        if self.is_files and self._backend.metadata_cache is None and self._only_drafts(pool_transfers):
+            return self._count_drafts(self._keys(keys))
         return self._backend.batch_exists_v2(self._keys(keys), self._transfers(pool_transfers), self._extra(extra_info))
+
+    def _only_drafts(self, transfers: Any) -> bool:
+        """Whether what is asked for beside rows are rows of drafts, of every page."""
+        return bool(transfers) and all(of.name in self._drafts for of in transfers)
+
+    def _count_drafts(self, salted: list[str]) -> Any:
+        """Pages from the first on that are there with their drafts, asked as :meth:`batch_exists` does."""
+        from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransferResult
+
+        found = {PoolName.KV: self._rows.count(salted)}
+        found |= {name: files.count(salted) for name, files in self._drafts.items()}
+        pages = min(found.values())
+        return PoolTransferResult(pages, found, list(range(1, pages + 1)))
 
     # Pages as tensors.
 
@@ -156,7 +163,7 @@ class CheckedStorage:
         """Read pages into the host tier; False where one is missing or damaged, whose place then holds anything."""
         salted = self._keys(keys)
         if self.is_files:
-            return self._read_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
+            return self._rows.read(salted, host_indices)
         found = self._backend.batch_get_v1(salted, host_indices, self._extra(extra_info))
         return self._signed.intact_slots(salted, host_indices, found)
 
@@ -164,70 +171,18 @@ class CheckedStorage:
         """Store pages of the host tier; False where one could not be stored."""
         salted = self._keys(keys)
         if self.is_files:
-            return self._write_files(salted, self._pool.page_layout.page_numbers(host_indices).tolist())
+            return self._rows.write(salted, host_indices)
         count = self._signed.sign_slots(salted, host_indices)
         stored = self._backend.batch_set_v1(
             salted[:count], host_indices[: count * self._pool.page_size], self._extra(extra_info)
         )
         return [*stored, *[False] * (len(keys) - count)]
 
-    def _read_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
-        """Read files of pages; the backend is told of those that were used and of those that are gone."""
-        paths = [self._path(key) for key in keys]
-        outcomes = self._reader.read(numbers, paths, keys)
-        index, failed = self._backend.metadata_cache, []
-        for key, path, (result, why) in zip(keys, paths, outcomes, strict=True):
-            name = self._backend._get_suffixed_key(key)
-            if result == OK:
-                self._backend._evictor.touch(name, path)
-            elif result == DAMAGED:
-                self._damaged(key, why)
-            elif result == FAILED:
-                failed.append((key, why))
-            if index is not None and result in (OK, MISSING):
-                (index.add if result == OK else index.remove)(name)
-        say_failed("cannot be read and are computed again", failed, len(keys))
-        return [result == OK for result, _ in outcomes]
-
-    def _write_files(self, keys: list[str], numbers: list[int]) -> list[bool]:
-        """Write files of pages, as far as the backend has room for them; those that are there need none."""
-        names, paths = [self._backend._get_suffixed_key(key) for key in keys], [self._path(key) for key in keys]
-        evictor, stored = self._backend._evictor, [False] * len(keys)
-        if evictor.enabled:
-            stored = [result == OK for result, _ in self._writer.look(paths)]
-            for at in _positions(stored, True):
-                evictor.touch(names[at], paths[at])
-        new, failed, endless = _positions(stored, False), [], 0
-        size = self._pool.page_layout.page_bytes
-        for group in reserved_groups(evictor, [names[at] for at in new], [keys[at] for at in new], size):
-            places = [new[at] for at in group]
-            try:
-                outcomes = self._writer.write(
-                    [numbers[at] for at in places], [paths[at] for at in places], [keys[at] for at in places]
-                )
-            except BaseException:
-                for at in places:
-                    evictor.abort(names[at])
-                raise
-            for at, (result, why) in zip(places, outcomes, strict=True):
-                stored[at] = result == OK
-                (evictor.commit if stored[at] else evictor.abort)(names[at])
-                if result == ENDLESS:
-                    endless += 1
-                elif not stored[at]:
-                    failed.append((keys[at], why))
-        if (index := self._backend.metadata_cache) is not None:
-            for name, is_there in zip(names, stored, strict=True):
-                (index.add if is_there else index.remove)(name)
-        say_failed("are not stored", failed, len(keys))
-        say_endless(endless, len(keys))
-        return stored
-
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Read pages of several pools; those of this one are checked, in files all are."""
         salted = self._transfers(transfers)
         if self.is_files:
-            return {of.name: self._beside.read(of) for of in salted}
+            return {of.name: self._moved(of, PoolFiles.read, self._beside.read) for of in salted}
         results: dict[str, list[bool]] = self._backend.batch_get_v2(salted, self._extra(extra_info))
         for transfer in salted:
             if self._is_own(transfer):
@@ -240,7 +195,7 @@ class CheckedStorage:
         """Store pages of several pools."""
         salted, missing = self._transfers(transfers), {}
         if self.is_files:
-            return {of.name: self._beside.write(of) for of in salted}
+            return {of.name: self._moved(of, PoolFiles.write, self._beside.write) for of in salted}
         for at, transfer in enumerate(salted):
             if self._is_own(transfer):
                 count = self._signed.sign_slots(transfer.keys, transfer.host_indices)
@@ -249,6 +204,13 @@ class CheckedStorage:
                 salted[at] = replace(transfer, keys=transfer.keys[:count], host_indices=slots)
         stored: dict[str, list[bool]] = self._backend.batch_set_v2(salted, self._extra(extra_info))
         return {name: [*of, *missing.get(name, [])] for name, of in stored.items()}
+
+    def _moved(
+        self, of: Any, move: Callable[[PoolFiles, list[str], Any], list[bool]], beside: Callable[[Any], list[bool]]
+    ) -> list[bool]:
+        """Move files of a pool, whose keys are salted: those of drafts, or of another pool beside that of rows."""
+        drafts = self._drafts.get(of.name)
+        return beside(of) if drafts is None else move(drafts, of.keys, of.host_indices)
 
     def _transfers(self, transfers: list[Any] | None) -> list[Any]:
         return [replace(of, keys=None if of.keys is None else self._keys(of.keys)) for of in transfers or []]
@@ -277,7 +239,7 @@ class CheckedStorage:
             if self._backend.metadata_cache is not None:
                 self._backend.metadata_cache.remove(self._backend._get_suffixed_key(key))
             with contextlib.suppress(FileNotFoundError):
-                os.remove(self._path(key))
+                os.remove(self._rows.path(key))
         elif type(self._backend).__name__ == "HiCacheHF3FS":  # its module is not imported where it is not used
             for half in "kv":
                 self._backend.delete(f"{key}-{half}")
