@@ -89,6 +89,7 @@ class PoisonClient(Client):
         super().__init__(*others)
         self.server, self.every = server, every
         self.prompts: dict[str, int] = {}
+        self.facts: dict[str, str] = {}
         self.golden: dict[str, list[int]] = {}
         self.poisoned: dict[str, str] = {}
         self.ends: Counter[str] = Counter()
@@ -96,7 +97,8 @@ class PoisonClient(Client):
         for number in range(DOCUMENTS):
             length = LENGTHS[number % len(LENGTHS)]
             document = build_document(lambda t: len(self.tokenizer.encode(t).ids), length, FACTS, number)
-            self.prompts |= {document.text + question(word): DIGITS for word in document.facts}
+            self.facts |= {document.text + question(word): digits for word, digits in document.facts.items()}
+            self.prompts |= dict.fromkeys(self.facts, DIGITS)
             self.prompts[document.text] = CONTINUED
 
     async def greedy(self, prompt: str, tokens: int) -> tuple[list[int], list[float]]:
@@ -114,6 +116,8 @@ class PoisonClient(Client):
         numbers = [one[0] for one in own] + [one[0] for top in best for one in top]
         if len(own) != tokens or not all(number is not None and number <= 0 for number in numbers):
             raise RuntimeError(f"NaN or missing among log probabilities {own}")
+        if other := [(one, top[0]) for one, top in zip(own, best, strict=True) if one[0] < top[0][0]]:
+            raise RuntimeError(f"tokens that are not the most probable: {other}")
         return [one[1] for one in own], [top[0][0] - top[1][0] for top in best]
 
     async def complete(self, prompt: str, tokens: int, timeout: float | None = None) -> str:
@@ -149,6 +153,10 @@ class PoisonClient(Client):
         self.tally.scores.append(score)
         self.tally.counts[kind] = self.tally.counts.get(kind, 0) + 1
 
+    def right(self, prompt: str) -> bool:
+        """Whether the golden part of an answer is the beginning of the number in the document."""
+        return self.facts[prompt].startswith(self.tokenizer.decode(self.golden.get(prompt, [])))
+
     async def compare(self, prompt: str) -> None:
         """Ask for a golden answer again.
 
@@ -179,6 +187,7 @@ class PoisonClient(Client):
             "poisoned_ended_with": ends,
             "golden_prompts": f"{len(self.golden)} of {len(self.prompts)}",
             "golden_tokens": sum(map(len, self.golden.values())),
+            "golden_right": f"{sum(map(self.right, self.facts))} of {len(self.facts)}",
             "golden_comparisons": self.compared,
             "counted": {name: count - begin.get(name, 0) for name, count in counters.items()},
             "hits_behind_poison": cached,
