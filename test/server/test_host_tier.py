@@ -107,7 +107,7 @@ def test_hits_on_the_host(name: str, qwen3: Path, expected: list[dict], tmp_path
         again = ask(server, conversations(), workers)
         assert_same(expected, again, NEAR_TIE, DRIFT)
         hits = [from_host(answer) for answer in again]
-        assert sum(hit >= 512 for hit in hits) >= CONVERSATIONS - 2, f"tokens from the host {hits}"
+        assert sum(hit >= 512 for hit in hits) >= CONVERSATIONS - 1, f"tokens from the host {hits}"
         assert refills(server) > 0
         assert server.alive()
 

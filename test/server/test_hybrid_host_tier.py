@@ -114,7 +114,7 @@ def test_hits_on_the_host(name: str, model: Path, expected: list[Turn], tmp_path
             print("from host", hits)
             lengths = [len(prompt) for prompt in before.prompts]
             long = sum(hit >= length // 64 * 64 for hit, length in zip(hits, lengths, strict=True))
-            assert long >= CONVERSATIONS - 2, f"tokens from the host {hits} of {lengths}"
+            assert long >= CONVERSATIONS - 1, f"tokens from the host {hits} of {lengths}"
         assert refills(server) == 0
         server.flush()
         wait_for(server.alive, "a server that lives")
