@@ -60,6 +60,11 @@ def turns(server: Server, answer: int = ANSWER) -> tuple[list[list[int]], list[d
     return asked[:-1], answers
 
 
+def says_all(answer: dict[str, Any]) -> bool:
+    """Whether there is a log probability of every token."""
+    return [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+
+
 def plugins(release: dict[str, str], *names: str) -> dict[str, str]:
     paths = [str(SUPPORT / name) for name in names]
     return release | {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [release.get("PYTHONPATH")])])}
@@ -93,7 +98,10 @@ def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
         assert server.alive()
     with serve(model, tmp_path / "stock", *STOCK, env=plugins(release, "gpt_oss_plugin")) as server:
         for asked, given in ((prompts(), first), (prompts(), again), (said, answers)):
-            assert_follows(server, asked, given, NEAR_TIE, DRIFT)
+            whole = [pair for pair in zip(asked, given, strict=True) if says_all(pair[1])]
+            # With overlap scheduling that release itself loses a log probability of some requests that it retracts.
+            assert len(whole) >= len(given) - (2 if "SGLANG_TEST_RETRACT" in env else 0)
+            assert_follows(server, *map(list, zip(*whole, strict=True)), NEAR_TIE, DRIFT)
 
 
 def test_hits_within_long_answers(tmp_path: Path) -> None:
