@@ -97,8 +97,9 @@ class PoisonClient(Client):
         for number in range(DOCUMENTS):
             length = LENGTHS[number % len(LENGTHS)]
             document = build_document(lambda t: len(self.tokenizer.encode(t).ids), length, FACTS, number)
-            self.facts |= {document.text + question(word): digits for word, digits in document.facts.items()}
-            self.prompts |= dict.fromkeys(self.facts, DIGITS)
+            facts = {document.text + question(word): digits for word, digits in document.facts.items()}
+            self.facts |= facts
+            self.prompts |= dict.fromkeys(facts, DIGITS)
             self.prompts[document.text] = CONTINUED
 
     async def greedy(self, prompt: str, tokens: int) -> tuple[list[int], list[float]]:

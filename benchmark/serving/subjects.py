@@ -74,13 +74,16 @@ class Mode(NamedTuple):
         return environment() | self.env | ({} if self.fit is None else rotations_of(model, self.fit))
 
 
+INT2 = ["--kv-cache-dtype", "int2"]
+
+
 def fitted(bits: str) -> Mode:
     """Int2 mode with fitted matrices.
 
     Args:
         bits: as ``oscar fit --bits`` takes them.
     """
-    return Mode(["--kv-cache-dtype", "int2"], {}, bits)
+    return Mode(INT2, {}, bits)
 
 
 BASELINE = "flashinfer" if has_gpu() else "torch_native"
@@ -103,10 +106,10 @@ MODES = {
     "fa3_fp8": Mode([*FA3, *FP8], {}),
     "xqa": Mode(XQA, {}),
     "xqa_fp8": Mode([*XQA, *FP8], {}),
-    "exact": Mode(["--kv-cache-dtype", "int2"], EXACT),
+    "exact": Mode(INT2, EXACT),
     "int2": fitted(BITS),
     **{bits: fitted(bits) for bits in ("k2v2", "k3v2", "k4v2")},
-    "calibrating": Mode(["--kv-cache-dtype", "int2"], {}),
+    "calibrating": Mode(INT2, {}),
 }
 """By their names in results. ``int2`` has the bits of a user who sets nothing; ``calibrating`` is what that user gets,
 with matrices that its first start makes of the model. The others are named by their bits."""

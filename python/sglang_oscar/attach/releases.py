@@ -284,6 +284,12 @@ def real_token_counts(forward_batch: Any) -> tuple[str, str]:
     return name, f"{name}_cpu"
 
 
+def plan_writes(runner: Any, batch: Any) -> None:
+    """Tell a model runner where a batch writes that SGLang has not built: newer graphs of prefills ask it."""
+    if bind := getattr(getattr(runner, "kv_index_translator", None), "bind_own_plan", None):
+        bind(batch)
+
+
 # Machines without a GPU.
 
 

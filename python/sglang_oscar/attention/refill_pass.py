@@ -38,7 +38,7 @@ def around_model_forward(original: Callable[..., Any], self: Any, forward_batch:
             for group in states.units.groups if states is not None else ():
                 group[:, 0].zero_()
             batch = refill_batch(cache, part, forward_batch)
-            plan_writes(self, batch)
+            releases.plan_writes(self, batch)
             if adapters is not None:
                 adapters.prepare_lora_batch(batch)
             # Beside linear layers ours is a part of SGLang's.
@@ -81,15 +81,6 @@ def parts_of(refills: list[Refill], tokens: int, requests: int) -> Iterator[list
         filled += refill.tokens
     if part:
         yield part
-
-
-def plan_writes(runner: Any, batch: Any) -> None:
-    """Tell SGLang's model runner where a batch writes that was built outside it: CUDA graphs of prefills ask for that,
-    in newer releases.
-    """
-    translator = getattr(runner, "kv_index_translator", None)
-    if bind := getattr(translator, "bind_own_plan", None):
-        bind(batch)
 
 
 def refill_batch(cache: Int2Cache, refills: list[Refill], beside: Any) -> Any:

@@ -54,6 +54,11 @@ def configuration(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
 
 
+def digest(facts: dict[str, Any]) -> str:
+    """SHA-256, in hex, of facts in any order; what JSON does not know counts as its text."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def first_hash(config: dict[str, Any]) -> str:
     """Version 1 of the hash: SHA-256 of :data:`FIRST_FIELDS`."""
     return hashlib.sha256(json.dumps([config.get(name) for name in FIRST_FIELDS]).encode()).hexdigest()

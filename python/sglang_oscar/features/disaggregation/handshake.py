@@ -12,8 +12,6 @@ their scales behind, and layers may differ. Rings it does not send at all then.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.drafts import draft_facts
+from sglang_oscar.formats.model_identity import digest
 from sglang_oscar.memory.cache import Int2Cache, cache_of
 from sglang_oscar.memory.owned import STATE, Holding
 from sglang_oscar.names import DTYPE
@@ -101,5 +100,4 @@ def drafts(server_args: Any) -> str:
     facts = draft_facts(server_args)
     if facts is None:
         return ""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return f", draft model {digest[:16]} with {new_tokens(releases.resolved(server_args))} tokens a step"
+    return f", draft model {digest(facts)[:16]} with {new_tokens(releases.resolved(server_args))} tokens a step"

@@ -6,8 +6,6 @@ with another rotation, would be read as if it were one's own.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +15,7 @@ from sglang_oscar.features.tiers.finite import Column
 from sglang_oscar.features.tiers.pages import PAGE_VERSION, PageLayout, number_columns
 from sglang_oscar.formats.drafts import draft_facts
 from sglang_oscar.formats.geometry import own_heads
-from sglang_oscar.formats.model_identity import configuration
+from sglang_oscar.formats.model_identity import configuration, digest
 from sglang_oscar.formats.origin import loaded_weights, of_model
 from sglang_oscar.formats.rotations import model_formats
 from sglang_oscar.worker import of_this_process
@@ -42,7 +40,7 @@ def storage_salt(rows: str, model: dict[str, Any], heads: slice, ranks: int, pag
         "ranks": ranks,
         "model": model,
     }
-    return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()
+    return digest(meaning)
 
 
 def model_facts(server_args: Any, model: Any) -> dict[str, Any]:
