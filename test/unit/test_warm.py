@@ -291,6 +291,7 @@ class Unstarted:
 def test_what_is_asked_least_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of warm processes there are four, and one for a server here and there takes no other's place for long."""
     monkeypatch.setattr(pool, "Started", Unstarted)
+    monkeypatch.setattr(pool, "boots", lambda launch: False)
     monkeypatch.setattr(pool, "fits", lambda launch, warm: launch == warm)
     monkeypatch.setattr(pool, "misfits", lambda launch, warm: "another")
     monkeypatch.setattr(pool, "starts_workers", lambda launch: True)
@@ -300,6 +301,41 @@ def test_what_is_asked_least_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
     assert [one.closed for one in often] == [False] * 3
     assert [one.closed for one in once] == [True, True, True, False]
     assert own.find("a") is often[0]
+
+
+def test_warm_processes_of_servers(tmp_path: Path) -> None:
+    """They are forked from one with the libraries, and each has its own SGLang; what it forks is as if it were new."""
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        (folder / "sglang").mkdir(parents=True)
+        (folder / "sglang" / "__init__.py").write_text(f"import os; os.environ['SET'] = {folder.name!r}")
+    (tmp_path / "print_properties.py").write_text(PROPERTIES)
+    program = f"""
+import os, subprocess, sys
+sys.path[:] = {sys.path!r}
+from support.warm import pool
+without = "from support.warm import preload; preload.MODULES = ('json',); preload.SGLANG = ('sglang',); main({{"
+pool.BOOT = pool.BOOT.replace("main({{", without)
+own = pool.Pool()
+pool.install(own.find)
+for folder in {[str(folder) for folder in folders]!r}:
+    env = os.environ | {{"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": folder}}
+    command = [sys.executable, {str(tmp_path / "print_properties.py")!r}]
+    subprocess.run(command, env=env, check=True)
+    subprocess.run(command, env=env, check=True, preexec_fn=lambda: None)  # starts anew
+print(len(own._bases), len(own._started), own._bases[0].asked)
+"""
+    done = python("-c", program)
+    assert done.stderr == ""
+    *said, last = done.stdout.splitlines()
+    assert last == "1 2 0"
+    for folder, forked, new in zip(folders, said[::2], said[1::2], strict=True):
+        got, expected = json.loads(forked), json.loads(new)
+        assert got["environment"] == expected["environment"] | {"SET": folder.name}
+        assert got["tested"] == ["sglang"]
+        for name in ("environment", "tested", "meta path"):
+            del got[name], expected[name]
+        assert got == expected
 
 
 def test_dead_warm_process() -> None:

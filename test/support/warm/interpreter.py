@@ -22,11 +22,8 @@ _mains: list[types.ModuleType] = []
 def become(launch: Launch, warm: Warm) -> None:
     """Make this process, forked from a warm one, what a new interpreter would be that was started so."""
     assert launch.program is not None
-    # What imports set and add is there already, as it is in a new interpreter after these imports.
-    os.environ.clear()
-    os.environ.update(launch.environment | warm.imported)
-    sys.path[:] = [*_path(front(launch.program, launch.cwd), warm.path), *warm.added_path]
-    importlib.invalidate_caches()
+    place(launch, warm)
+    sys.path[:0] = front(launch.program, launch.cwd)
     # These two were made when multiprocessing was imported.
     process.ORIGINAL_DIR = launch.cwd  # type: ignore[attr-defined]
     process.current_process().authkey = os.urandom(32)
@@ -38,6 +35,17 @@ def become(launch: Launch, warm: Warm) -> None:
     if os.isatty(1):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     call(launch.command, launch.program)
+
+
+def place(launch: Launch, warm: Warm) -> None:
+    """Set os.environ and sys.path, but for what a program puts in front.
+
+    What imports set and add is there already, as it is in a new interpreter after these imports.
+    """
+    os.environ.clear()
+    os.environ.update(launch.environment | warm.imported)
+    sys.path[:] = [*_path(warm.path), *warm.added_path]
+    importlib.invalidate_caches()
 
 
 def call(command: list[str], program: Program) -> None:
@@ -81,8 +89,8 @@ def _run_script(path: str, main: types.ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def _path(first: list[str], rest: list[str]) -> list[str]:
+def _path(rest: list[str]) -> list[str]:
     """sys.path. PYTHONPATH stands before the standard library, but behind what .pth files put at the very front."""
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     library = rest.index(os.path.join(sys.base_prefix, sys.platlibdir, "python{}{}.zip".format(*sys.version_info)))
-    return [*first, *rest[:library], *dict.fromkeys([*map(os.path.abspath, paths), *rest[library:]])]
+    return [*rest[:library], *dict.fromkeys([*map(os.path.abspath, paths), *rest[library:]])]

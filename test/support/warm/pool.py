@@ -1,4 +1,7 @@
-"""Warm processes of a test run's worker: one for every environment that has servers."""
+"""Warm processes of a test run's worker: one for every environment that has servers.
+
+Those with SGLang are forked from others, which have the libraries that it imports.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.warm import channel, preload
 from support.warm.client import Client, install, log
 from support.warm.launch import Launch
-from support.warm.rule import BOOT, READ, Warm, counted, misfits, replacing
+from support.warm.rule import BOOT, IMPORTS, LIBRARIES, READ, Warm, boots, counted, misfits, replacing
 
 MOST = 4
-"""Warm processes that a worker of a test run keeps: each takes a gigabyte."""
+"""Warm processes with SGLang that a worker of a test run keeps."""
 SWITCH = "OSCAR_TEST_WARM"
 """Environment variable: 0 starts every process anew."""
 TESTS = Path(__file__).parents[2]
@@ -63,8 +67,9 @@ class Pool:
     """All warm processes of this process."""
 
     def __init__(self) -> None:
+        self._bases: list[Started] = []
         self._started: list[Started] = []
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # whoever starts a warm process asks for one to fork it from
         self._owner = os.getpid()
 
     def find(self, launch: Launch) -> Client | None:
@@ -72,6 +77,8 @@ class Pool:
         if os.getpid() != self._owner:
             return None
         with self._starting:
+            if boots(launch):
+                return self._base(launch)
             fitting = next((client for client in self._started if fits(launch, client.warm)), None)
             if fitting is None and starts_workers(launch):
                 log("a warm process more", "; ".join(str(misfits(launch, one.warm)) for one in self._started).encode())
@@ -86,10 +93,20 @@ class Pool:
                 least.close()
             return fitting
 
+    def _base(self, launch: Launch) -> Client | None:
+        """The warm process without SGLang from which one with it is forked; None for one that is to be without."""
+        if preload.SERVER not in launch.environment:
+            return None
+        fitting = next((client for client in self._bases if misfits(launch, client.warm) is None), None)
+        if fitting is None:
+            fitting = Started(base_for(launch))
+            self._bases.append(fitting)
+        return fitting
+
     def close(self) -> None:
         """End all of them."""
         if os.getpid() == self._owner:
-            for client in self._started:
+            for client in self._started + self._bases:
                 client.close()
 
 
@@ -106,11 +123,17 @@ def fits(launch: Launch, warm: Warm) -> bool:
     return misfits(launch, warm) is None and ("sglang" in warm.modules or preload.SERVER not in launch.environment)
 
 
-def environment_for(launch: Launch) -> dict[str, str]:
-    """The environment of a warm process that a launch fits."""
+def environment_for(launch: Launch, modules: Iterable[str] = IMPORTS) -> dict[str, str]:
+    """The environment of a warm process that a launch fits; ``modules`` are those that it imports."""
     read = [name for name in launch.environment if name.startswith(READ)]
-    folders = os.pathsep.join(replacing(launch.environment, launch.cwd))
+    folders = os.pathsep.join(replacing(launch.environment, launch.cwd, modules))
     return counted(launch.environment, read) | ({"PYTHONPATH": folders} if folders else {})
+
+
+def base_for(launch: Launch) -> dict[str, str]:
+    """The environment of a warm process without SGLang that a launch fits."""
+    environment = environment_for(launch, LIBRARIES)
+    return {name: value for name, value in environment.items() if name != preload.SERVER}
 
 
 def wanted() -> bool:

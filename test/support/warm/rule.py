@@ -36,7 +36,8 @@ AGAIN = {"SGLANG_TEST_RETRACT": "TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL": 
 """Variables that SGLang's scheduler reads when it is imported, and where it keeps them: forks read them again."""
 NOTHING = ("SGLANG_PLUGINS",)
 """Variables of which imports make nothing: of a platform's plugins there are none here, others are loaded later."""
-IMPORTS = {name.partition(".")[0] for name in (*preload.MODULES, *preload.SGLANG, "sgl_kernel")}
+LIBRARIES = {name.partition(".")[0] for name in preload.MODULES}
+IMPORTS = LIBRARIES | {"sglang", "sgl_kernel"}
 UNUSED = "SGLANG_ENABLE_TORCH_COMPILE"
 """A variable that SGLang reads while it is imported, for FlashInfer alone, and sets for its workers."""
 OTHER_PROGRAM = "another program"
@@ -44,8 +45,8 @@ CUSTOMIZE = {"sitecustomize", "usercustomize"}
 """Modules that a starting interpreter imports by itself."""
 BOOT = "import sys; sys.path[0] = {tests!r}; from support.warm.fork_server import main; del sys.path[0]; main({number})"
 """Program of a warm process."""
-SMALL = ("from multiprocessing.resource_tracker import", BOOT.partition("{")[0])
-"""Beginnings of programs that use nothing of what is warm, or make it."""
+SMALL = "from multiprocessing.resource_tracker import"
+"""Beginning of a program that uses nothing of what is warm."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,11 @@ def front(program: Program, cwd: str) -> list[str]:
     if program.kind == "script":
         return [os.path.dirname(os.path.realpath(os.path.join(cwd, program.what)))]
     return ["" if program.kind == "-c" else cwd]
+
+
+def boots(launch: Launch) -> bool:
+    """Whether what is started is a warm process."""
+    return launch.program is not None and launch.program.what.startswith(BOOT.partition("{")[0])
 
 
 def must_start_anew(launch: Launch) -> str | None:
