@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 from support.warm import pool
 
 if not torch.cuda.is_available():
+    # SGLang compiles helpers of MoE routers and of ranks, in every server: on a CPU that takes longer than all answers.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # Kernels of this process are bound to Triton's interpreter. What tests start is as users start it, so that warm
     # processes for servers are for tools, too.
     os.environ["TRITON_INTERPRET"] = "1"

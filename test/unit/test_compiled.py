@@ -40,6 +40,12 @@ INDUCTOR = pytest.param(
 )
 
 
+@pytest.fixture(autouse=True)
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On, other than in servers of tests."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
 class Watched(TorchKernels):
     """The reference, which notes what it is called with."""
 
