@@ -1,11 +1,11 @@
-"""Compile the Triton kernels for a GPU that is not there:
-``compile_triton.py COMPUTE_CAPABILITY KEYS VALUES HEAD_DIM``.
+"""Compile the Triton kernels for GPUs that are not there:
+``compile_triton.py COMPUTE_CAPABILITY,KEYS,VALUES,HEAD_DIM...``.
 
 Keys and values are said by their bits, or as ``2:codebook`` and ``2:symmetric``. HEAD_DIM is of keys; values have 128.
 
 Launches are turned into compilations, down to machine code, for a driver that only says what it would drive. What
-Hopper's tensor cores read must follow from what is known (:mod:`machine_code`). Prints the kernels. To be run without
-TRITON_INTERPRET. SGLang is imported as in a server, because it puts functions of its own into Triton.
+Hopper's tensor cores read must follow from what is known (:mod:`machine_code`). Prints a line of kernels for each GPU.
+To be run without TRITON_INTERPRET. SGLang is imported as in a server, because it puts functions of its own into Triton.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from oscar_kernels.triton.tables import fill_decode_tables
 CPU = torch.device("cpu")
 LARGEST_SHARED = 99 * 1024
 """Bytes of a block on the smallest GPU that is supported (8.6)."""
+WITH_COPIES = 89, 90
+RUN = JITFunction.run
 
 
 class Absent:
@@ -55,7 +57,8 @@ class Absent:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        """Kernels are kept by device, each kind of GPU has its own."""
+        return self._capability
 
     def get_current_stream(self, device: object = None) -> int:
         return 0
@@ -72,16 +75,18 @@ def check_descriptors(name: str, machine_code: bytes) -> None:
     assert not stray, f"{name} multiplies what nothing says: {stray}"
 
 
-def main(capability: int, keys: str, values: str, head_dim: int) -> None:
+def compile_all(capability: int, keys: str, values: str, head_dim: int) -> dict[str, int]:
+    """Shared memory of each kernel, in bytes."""
     (k_bits, k_coding), (v_bits, v_coding) = (
         (int(bits), coding or AFFINE) for bits, _, coding in (side.partition(":") for side in (keys, values))
     )
     driver.set_active(Absent(capability))
-    run, compiled = JITFunction.run, {}
+    compiled: dict[str, int] = {}
 
     def only_compile(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> object:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernel = RUN(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"][:4] == b"\x7fELF"
+        assert kernel.metadata.target.arch == capability
         assert kernel.metadata.shared <= LARGEST_SHARED, (self.fn.__name__, kernel.metadata.shared)
         # Others read no descriptors, and to take them apart takes half as long as to compile them.
         if capability == 90 and "wgmma" in kernel.asm["ptx"]:
@@ -102,20 +107,20 @@ def main(capability: int, keys: str, values: str, head_dim: int) -> None:
         for heads in (shape.q_heads, shape.kv_heads)
     )
     lse = torch.zeros(2, shape.q_heads)
-    decode(cache, tables, q, 1.0, lse=lse)
+    # Many requests whose outputs are multiplied, and a few whose are not: plans of both sizes, and both merges.
     reading = split_matrix(random_rotation(shape.value_dim, 1, CPU).repeat(shape.kv_heads, 1, 1), q.dtype)
-    decode(cache, tables, q, 1.0, lse=lse, reading=reading)
     many = replace(
         tables, **{name: x.repeat(64, *[1] * (x.dim() - 1)) for name, x in vars(tables).items() if name != "page_size"}
     )
-    decode(cache, many, q.repeat(64, 1, 1), 1.0, reading=reading)
+    decode(cache, many, q.repeat(64, 1, 1), 1.0, lse=lse.repeat(64, 1), reading=reading)
     wide = empty_cache(replace(shape, windows=Windows(64, 256, 260)), 4, 2, CPU)
-    verify(wide, tables, torch.ones(2, 4, dtype=torch.int64), q.repeat(4, 1, 1), 1.0, reading=reading)
+    verify(wide, tables, torch.ones(2, 4, dtype=torch.int64), q.repeat(4, 1, 1), 1.0)
     key = SideTransform(random_rotation(shape.head_dim, 1, CPU), clip=0.96, gain=0.98)
     slots = StoreSlots(*[torch.zeros(2, dtype=torch.int64)] * 3)
     made = prepare(shape.format(key, SideTransform(clip=0.9)), shape.dtype)
-    store(cache, slots, k, v, made, q=q)
-    store(cache, slots, k, v, made, q=q, copies=Copies(k.clone(), v.clone(), slots.row))
+    # Copies are a window more; two kinds of GPU compile the store with them and two without.
+    copies = Copies(k.clone(), v.clone(), slots.row) if capability in WITH_COPIES else None
+    store(cache, slots, k, v, made, q=q, copies=copies)
     rotate(q, split_matrix(random_rotation(shape.head_dim, 1, CPU), q.dtype))
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     extend(cache, tables, Chunks(q, k, v, starts), q, 1.0, lse=lse)
@@ -127,8 +132,10 @@ def main(capability: int, keys: str, values: str, head_dim: int) -> None:
     merge_states_(out.clone(), lse, out, lse)
     rows, slot_table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 256, dtype=torch.int32)
     fill_decode_tables(Requests(rows, rows, slot_table, ones[0], ones[1]), windows, 256, tables, slots)
-    print(" ".join(sorted(compiled)))
+    return compiled
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]))
+    for case in sys.argv[1:]:
+        of, keys, values, channels = case.split(",")
+        print(case, *sorted(compile_all(int(of), keys, values, int(channels))), flush=True)
