@@ -60,9 +60,7 @@ def test_a_release_without_pins_is_one_line(release: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("release", releases())
 def test_a_python_that_a_release_does_not_take_is_one_line(release: str, tmp_path: Path) -> None:
-    old = tmp_path / "python"
-    old.write_text("#!/bin/sh\necho 3.9\n")
-    old.chmod(0o755)
+    old = program(tmp_path / "python", "echo 3.9")
     done = environment(tmp_path, SGLANG=release, PYTHON=str(old))
     assert done.returncode != 0
     wanted = " or ".join(releases()[release])
@@ -70,26 +68,32 @@ def test_a_python_that_a_release_does_not_take_is_one_line(release: str, tmp_pat
     assert done.stdout == ""
 
 
+def program(path: Path, text: str) -> Path:
+    """A program of this text of a shell."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def with_room(tmp_path: Path, gigabytes: int) -> str:
+    """A PATH on which every disk has this much left."""
+    df = program(tmp_path / "bin" / "df", f"printf 'Avail\\n    {gigabytes}\\n'")
+    return f"{df.parent}:{os.environ['PATH']}"
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    df = tmp_path / "bin" / "df"
-    df.parent.mkdir()
-    df.write_text("#!/bin/sh\nprintf 'Avail\\n    3\\n'\n")
-    df.chmod(0o755)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 3.11\n")
-    python.chmod(0o755)
-    done = environment(tmp_path, SGLANG="0.5.17", PYTHON=str(python), PATH=f"{df.parent}:{os.environ['PATH']}")
+    python = program(tmp_path / "python", "echo 3.11")
+    done = environment(tmp_path, SGLANG="0.5.17", PYTHON=str(python), PATH=with_room(tmp_path, 3))
     assert done.returncode != 0
     assert done.stderr.startswith(f"error: {tmp_path / 'venv'} takes 9 to 11 GB, and its disk has 3 GB left; make room")
     assert done.stdout == ""
 
 
 def made_with(python: str, tmp_path: Path, venv: Path) -> subprocess.CompletedProcess:
-    """The script with an interpreter that is this text of a shell."""
-    fake = tmp_path / "python"
-    fake.write_text(f"#!/bin/sh\n{python}\n")
-    fake.chmod(0o755)
-    env = os.environ | {"OSCAR_VENV": str(venv), "PYTHON": str(fake)}
+    """The script with an interpreter that is this text of a shell, on a disk with room."""
+    fake = program(tmp_path / "python", python)
+    env = os.environ | {"OSCAR_VENV": str(venv), "PYTHON": str(fake), "PATH": with_room(tmp_path, 100)}
     script = f"set -euo pipefail; source '{SCRIPTS / 'environment.sh'}'; echo made"
     return subprocess.run([shutil.which("bash") or "bash", "-c", script], env=env, capture_output=True, text=True,
                           timeout=300, check=False, cwd=tmp_path)  # fmt: skip
