@@ -103,6 +103,13 @@ KINDS = {
     "random_drafts": Kind(
         lambda folder: llama_with_drafts(folder)[0], tuple(IDS), drafting("EAGLE3", 3, "eagle3"), per_step=1.0
     ),
+    # Trees of what was said before, here and in other requests: most is wrong, and none may see its siblings.
+    "trees": Kind(
+        lambda folder: models.save("qwen3", folder),
+        tuple(IDS),
+        lambda model: ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"],
+        per_step=1.0,
+    ),
     "draft_layer": Kind(glm_with_draft_layer, tuple(IDS), drafting("NEXTN", 1), per_step=1.5, ranks=(1, 2)),
     "images_qwen2_5": Kind(lambda folder: vision_models.save("qwen2_5_vl", folder), images=True, ranks=(1, 2)),
     "images_qwen3": Kind(lambda folder: vision_models.save("qwen3_vl", folder), images=True, ranks=(1, 2)),

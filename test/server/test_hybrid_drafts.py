@@ -38,6 +38,8 @@ ORACLE = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens",
 ORACLE += ["--speculative-ngram-max-trie-depth", "100000"]
 
 NEXTN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
+LAZY = "extra_buffer_lazy"
+"""A request has a second slot for states only where a page may end in a step, so that states kept wander."""
 RIGHT = 1.5
 """Tokens of a step at least, of four."""
 
@@ -114,13 +116,19 @@ def assert_turns_are_the_same(server: Server, expected: list[Turn], workers: int
     return [answer for turn in turns for answer in turn.answers]
 
 
-def test_planned_drafts(model: Path, expected: list[Turn], tmp_path: Path) -> None:
-    """Chains, one request at a time; trees of several are those of ``test_hybrid_images.py``."""
+@pytest.mark.parametrize(("strategy", "turns", "workers"), [("extra_buffer", TURNS, 1), (LAZY, 2, 4)])
+def test_planned_drafts(
+    strategy: str, turns: int, workers: int, model: Path, expected: list[Turn], tmp_path: Path
+) -> None:
+    """Chains; trees of several requests are those of ``test_hybrid_images.py``. Steps overlap, so that a request that has
+    ended is verified once more."""
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([text for turn in expected for text in turn.texts]))
-    env = variables_of(installed(), "oracle_plugin") | {"ORACLE_PLAN": "chains", "ORACLE_TEXTS": str(texts)}
-    with serve(model, tmp_path / "log", *INT2, *TRACK, *ORACLE, env=env) as server:
-        assert 1.5 < per_step(assert_turns_are_the_same(server, expected, 1)) < NEW - 1
+    env = variables_of(installed(), "oracle_plugin", "overlapped_drafts_plugin")
+    env |= {"ORACLE_PLAN": "chains", "ORACLE_TEXTS": str(texts)}
+    args = [*INT2, *TRACK, *ORACLE, "--mamba-radix-cache-strategy", strategy]
+    with serve(model, tmp_path / "log", *args, env=env) as server:
+        assert 1.5 < per_step(assert_turns_are_the_same(server, expected[:turns], workers)) < NEW - 1
 
 
 def test_a_draft_layer_of_the_model(model: Path, expected: list[Turn], tmp_path: Path) -> None:

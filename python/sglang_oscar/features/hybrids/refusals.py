@@ -57,10 +57,6 @@ ARGUMENTS: list[Refusal] = [
         "with states kept otherwise; drop --mamba-radix-cache-strategy",
     ),
     (
-        lambda a: _strategy(a) == "extra_buffer_lazy" and a.speculative_algorithm is not None,
-        "with lazy states beside drafts; set --mamba-radix-cache-strategy extra_buffer",
-    ),
-    (
         lambda a: a.linear_attn_backend != "triton",
         "with linear attention that keeps no states within a chunk; drop --linear-attn-backend",
     ),

@@ -34,7 +34,8 @@ class KeepsWindows(HybridLinearAttnBackend):
         req_pool_indices: torch.Tensor,
     ) -> None:
         """Commit states, then keep windows beside those that are kept: SGLang has decided of which requests, and behind
-        which accepted token, -1 in ``mamba_steps_to_track`` [requests] for none."""
+        which accepted token, -1 in ``mamba_steps_to_track`` [requests] for none. ``mamba_track_indices`` [requests] is
+        -1 of one that has ended, and is verified once more: its slots may be another's."""
         super().update_mamba_state_after_mtp_verify(
             last_correct_step_indices, mamba_track_indices, mamba_steps_to_track, model,
             req_pool_indices=req_pool_indices,
@@ -43,4 +44,4 @@ class KeepsWindows(HybridLinearAttnBackend):
         if cache is not None and cache.kept is not None and mamba_track_indices is not None:
             assert mamba_steps_to_track is not None
             slots = torch.where(mamba_steps_to_track >= 0, mamba_track_indices[: len(mamba_steps_to_track)], 0)
-            cache.kept.keep_verified(req_pool_indices.long(), slots.long())
+            cache.kept.keep_verified(req_pool_indices.long(), slots.long().clamp(min=0))
