@@ -78,9 +78,9 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Turn
 def server_on(
     folder: Path, model: Path, log: Path, *args: str, version: str = installed(), **variables: str
 ) -> Iterator[Server]:
-    """A server that stores pages in ``folder``; what hashes keys is compiled once a release."""
+    """A server that stores pages in ``folder``."""
     env = HADAMARD | STRICT | FLOAT | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)} | variables
-    env = environment(version, **env, TORCH_EXTENSIONS_DIR=str(model.parent.with_name(f"extensions-{version}")))
+    env = environment(version, **env)
     env = with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin")
     with serve(model, log, *INT2, *TIER, *args, env=env) as server:
         yield server

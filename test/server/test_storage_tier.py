@@ -50,16 +50,9 @@ def prompts(count: int) -> list[list[int]]:
 def server_on(
     folder: Path, model: Path, log: Path, *args: str, version: str | None = None, **env: str
 ) -> Iterator[Server]:
-    """A server that stores its pages in ``folder``.
-
-    SGLang compiles what hashes keys when the first prompt arrives, for the user's cache. There each release would
-    compile it again, and those before 0.5.21 wait forever for one that was killed meanwhile. So it is done once a
-    release, in a folder of these tests.
-    """
-    compiled = model.with_name(f"extensions-{version or installed()}")
+    """A server that stores its pages in ``folder``."""
     env = HADAMARD | STRICT | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)} | env
-    env |= {"TORCH_EXTENSIONS_DIR": str(compiled)}
-    env = with_plugins(env if version is None else environment(version, **env), "roomy_host_plugin")
+    env = with_plugins(environment(version or installed(), **env), "roomy_host_plugin")
     args = (*INT2, *TIERS, *(args or GROUP))
     with serve(model, log, *args, env=env) as server:
         yield server

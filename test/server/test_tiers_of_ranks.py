@@ -99,9 +99,8 @@ def swap(files: list[set[Path]]) -> None:
 
 @contextmanager
 def server_on(folder: Path, model: Path, log: Path, *args: str, version: str, **env: str) -> Iterator[Server]:
-    """A server that stores its pages in ``folder``; what SGLang compiles for hashing is kept for a release."""
+    """A server that stores its pages in ``folder``."""
     own = HADAMARD | STRICT | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)} | env
-    own |= {"TORCH_EXTENSIONS_DIR": str(model.with_name(f"extensions-{version}"))}
     own = with_plugins(environment(version, **own), "lossless_plugin", "late_host_plugin", "roomy_host_plugin")
     with serve(model, log, *INT2, *TIERS, *args, env=own) as server:
         yield server

@@ -104,9 +104,15 @@ def has_compiled_tree() -> bool:
 
 
 def environment(version: str, **variables: str) -> dict[str, str]:
-    """Variables that put a release in place of the installed one, which is left as it is, and ``variables`` besides."""
+    """Variables that put a release in place of the installed one, which is left as it is, and ``variables`` besides.
+
+    What it compiles for itself is kept apart.
+    """
     if version == NEXT:
         variables = {ALLOW_NEWER: "1"} | variables
     if version == installed():
         return variables
-    return PYTHON_CORE | {"PYTHONPATH": os.pathsep.join(paths(version))} | variables
+    own = PYTHON_CORE | {"PYTHONPATH": os.pathsep.join(paths(version))}
+    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        own["TORCH_EXTENSIONS_DIR"] = os.path.join(folder, version)
+    return own | variables

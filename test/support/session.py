@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Read when torch is imported; without it two busy processes slow each other down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -18,6 +21,11 @@ from support.warm import pool
 if not torch.cuda.is_available():
     # SGLang compiles helpers of MoE routers and of ranks, in every server: on a CPU that takes longer than all answers.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        # SGLang compiles what hashes keys of storage when the first prompt arrives, for 20 seconds and for the user's
+        # cache; releases before 0.5.21 wait there forever for one that was killed meanwhile. Workers inherit it.
+        os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
     # Kernels of this process are bound to Triton's interpreter. What tests start is as users start it, so that warm
     # processes for servers are for tools, too.
     os.environ["TRITON_INTERPRET"] = "1"
