@@ -27,8 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
     pytest.mark.skipif(installed() != "0.5.23", reason="served from SGLang 0.5.23"),
 ]
-# SGLang compiles a few operations on drafts, which takes longer than the test.
-ENV = plugins("lossless_plugin", "no_gpu_plugin") | HADAMARD | STRICT | SMALL | {"TORCH_COMPILE_DISABLE": "1"}
+ENV = plugins("lossless_plugin", "no_gpu_plugin") | HADAMARD | STRICT | SMALL
 PAGES = ("--page-size", "16")
 CHUNKS = ("--chunked-prefill-size", "128")
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "8"}

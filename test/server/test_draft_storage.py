@@ -76,8 +76,7 @@ def dense(folder: Path) -> tuple[Path, list[str]]:
 def server_on(folder: Path, model: Path, log: Path, *args: str, **variables: str) -> Iterator[Server]:
     """A server that stores pages in ``folder``."""
     env = HADAMARD | STRICT | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)} | variables
-    # SGLang compiles a few operations on drafts, which takes longer than the test.
-    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCH_COMPILE_DISABLE": "1"}
+    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
     env = with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin")
     with serve(model, log, *INT2, *TIER, *args, env=env) as server:
         yield server
