@@ -120,8 +120,8 @@ def assert_turns_are_the_same(server: Server, expected: list[Turn], workers: int
 def test_planned_drafts(
     strategy: str, turns: int, workers: int, model: Path, expected: list[Turn], tmp_path: Path
 ) -> None:
-    """Chains; trees of several requests are those of ``test_hybrid_images.py``. Steps overlap, so that a request that has
-    ended is verified once more."""
+    """Chains; trees of several requests are those of ``test_hybrid_images.py``. Steps overlap, so that a request that
+    has ended is verified once more."""
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([text for turn in expected for text in turn.texts]))
     env = variables_of(installed(), "oracle_plugin", "overlapped_drafts_plugin")
