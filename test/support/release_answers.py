@@ -31,8 +31,8 @@ LONG = 90
 ARGS = (*golden.ARGS, "--chunked-prefill-size", "512")
 """Chunks are cut alike in all releases, whose defaults differ."""
 ENV = golden.ROTATIONS | STRICT | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-ENV |= {"SGLANG_MIXED_KV_RECENT_TOKENS": str(RECENT)}
-"""Retraction is forced where two requests run, never for one."""
+ENV |= {"SGLANG_MIXED_KV_RECENT_TOKENS": str(RECENT), "SGLANG_PLUGINS": ""}
+"""Retraction is forced where two requests run, never for one. Plugins are all that the environment has."""
 
 
 def ask(server: Server) -> list[dict[str, Any]]:

@@ -92,6 +92,10 @@ def print_digests():
 
 
 def register():
+    from sglang_oscar.attach import processes
+
+    if processes.detokenizes():
+        return
     from oscar_kernels import reference
     from oscar_kernels.layout import RowLayout
 
