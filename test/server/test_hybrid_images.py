@@ -19,7 +19,7 @@ from support import draft_models, hybrid_models, vision_models
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same, first_difference
 from support.releases import environment, installed, needs_newer_python, served
-from support.servers import HADAMARD, STRICT, Server, refills, serve
+from support.servers import HADAMARD, RETRACTED, STRICT, Server, refills, serve
 from support.speculation import per_step, with_plugins
 from support.vision_models import IMAGE, letters
 
@@ -42,7 +42,6 @@ SMALL += ["--hicache-ratio", "6", "--mamba-track-interval", "64"]
 ORACLE = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", "8"]
 ORACLE += ["--speculative-ngram-max-trie-depth", "100000"]
 CHUNKS = ["--chunked-prefill-size", "128"]
-RETRACTING = {"SGLANG_TEST_RETRACT": "1"}
 FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 NEAR_TIE = DRIFT = 0.01
 TURNS, TOKENS, PAGE = 3, 32, 64
@@ -130,9 +129,9 @@ def from_host(answers: list[dict[str, Any]]) -> int:
 
 OTHERS = [one for one in served() if one != installed()]
 CONFIGURATIONS: dict[str, tuple[str, list[str], dict[str, str], int, int]] = {
-    "planned_drafts": (installed(), [*TRACK, *ORACLE, *CHUNKS], RETRACTING, 4, TURNS),
+    "planned_drafts": (installed(), [*TRACK, *ORACLE, *CHUNKS], RETRACTED, 4, TURNS),
     "cookbook": (installed(), [*COOKBOOK, *SMALL], {}, 2, TURNS),
-    **{one: (one, [*TRACK, *NEXTN, *CHUNKS, "--disable-overlap-schedule"], RETRACTING, 4, 2) for one in OTHERS},
+    **{one: (one, [*TRACK, *NEXTN, *CHUNKS, "--disable-overlap-schedule"], RETRACTED, 4, 2) for one in OTHERS},
 }
 """By name: release, arguments, variables, requests at once, and turns. Chunks end within images."""
 PLUGINS = ("lossless_plugin", "late_host_plugin", "roomy_host_plugin", "oracle_plugin", "no_gpu_plugin")
@@ -160,7 +159,7 @@ def test_every_turn_equals_stock(name: str, model: Path, expected: list[Turn], t
         print(per_step(answers), from_host(answers))
         assert per_step(answers) > RIGHT
         assert refills(server) == 0
-        assert (retracted(server) > 0) == (variables == RETRACTING)
+        assert (retracted(server) > 0) == (variables == RETRACTED)
         assert server.alive()
     if name == "cookbook":
         assert_hosted(expected, turns)

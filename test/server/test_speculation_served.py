@@ -18,7 +18,7 @@ from support.api import retracted
 from support.compare import assert_same
 from support.models import save
 from support.releases import environment, installed, needs_newer_python, served
-from support.servers import HADAMARD, STRICT, serve
+from support.servers import HADAMARD, RETRACTED, STRICT, serve
 from support.speculation import DRIFT, HALF, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, plugins, prompts
 
 pytestmark = [
@@ -53,7 +53,7 @@ def texts(expected: list[dict], tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str], int]] = {
-    "trees_chunked_retracted": (["--chunked-prefill-size", "128"], {"SGLANG_TEST_RETRACT": "1"}, 12),
+    "trees_chunked_retracted": (["--chunked-prefill-size", "128"], RETRACTED, 12),
     "trees_few_rows_evictions_small_windows": (
         ["--max-running-requests", "3", "--max-total-tokens", "4608", "--page-size", "16"],
         SMALL,
@@ -126,7 +126,7 @@ def test_ngram(model: Path, expected: list[dict], tmp_path: Path) -> None:
 def test_other_releases(version: str, model: Path, expected: list[dict], texts: dict[str, str], tmp_path: Path) -> None:
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")
-    env = PLUGINS | HADAMARD | STRICT | texts | SMALL | {"SGLANG_TEST_RETRACT": "1"}
+    env = PLUGINS | HADAMARD | STRICT | texts | SMALL | RETRACTED
     release = environment(version)
     env = release | env | {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], release["PYTHONPATH"]])}
     with serve(model, tmp_path / "log", *INT2, *ORACLE, "--chunked-prefill-size", "128", env=env) as server:

@@ -19,7 +19,7 @@ import torch
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY
-from support.servers import HADAMARD, STRICT, Server, serve
+from support.servers import HADAMARD, RETRACTED, STRICT, Server, serve
 
 pytestmark = [
     pytest.mark.server,
@@ -39,7 +39,7 @@ SCHEDULING = shlex.split(
 CONFIGURATIONS = {
     # Too few tokens for all conversations: what no session refers to goes first.
     "sessions": (["--enable-session-radix-cache", "--max-total-tokens", "4096"], {}, 2),
-    "scheduling": ([*SCHEDULING, "--max-running-requests", "4"], {"SGLANG_TEST_RETRACT": "1"}, 6),
+    "scheduling": ([*SCHEDULING, "--max-running-requests", "4"], RETRACTED, 6),
 }
 """By name: arguments, environment and requests at once."""
 

@@ -21,7 +21,7 @@ from support import vision_models
 from support.api import retracted
 from support.compare import LOGPROBS, assert_same, first_difference, largest_drift
 from support.releases import environment, installed, served
-from support.servers import HADAMARD, STRICT, Server, refills, serve
+from support.servers import HADAMARD, RETRACTED, STRICT, Server, refills, serve
 from support.speculation import with_plugins
 from support.vision_models import Prompt, letters
 
@@ -109,7 +109,7 @@ def test_answers_are_those_of_stock(name: str, tmp_path: Path) -> None:
     for x, y in itertools.combinations(expected[: len(begin)], 2):
         assert first_difference(x, y) or largest_drift(x, y) > DRIFT, "images do not show in the answers"
 
-    env = release | rotations | STRICT | ({} if fits else {"SGLANG_TEST_RETRACT": "1"})
+    env = release | rotations | STRICT | ({} if fits else RETRACTED)
     env = with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin")
     with serve(model, tmp_path / "log", *INT2, *args, env=env) as server:
         assert_same(expected, ask(server, asked, workers), NEAR_TIE, DRIFT)

@@ -24,7 +24,8 @@ TWO_RANKS = ["--tp-size", "2", "--disable-custom-all-reduce"]
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
 """Environment of two ranks on a CPU."""
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+"""One of several requests is retracted every seven steps; by default every three, so most of them compute again."""
 
 PLUGINS = sorted(
     name
