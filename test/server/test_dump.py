@@ -22,7 +22,7 @@ from oscar_rotation.recipes import DEFAULT
 from sglang_oscar.formats.model_identity import config_hash
 from support.activations import Activations, activations, load
 from support.models import COMMON, VOCABULARY, save
-from support.servers import TWO_CORES, TWO_RANKS, Server, serve
+from support.servers import TWO_CORES, TWO_RANKS, Server, serve, server_environment
 
 pytestmark = pytest.mark.server
 
@@ -137,10 +137,12 @@ def test_fit_serves(recipe: str, model: Path, one_rank: Path, tmp_path: Path) ->
     """``oscar fit`` on a dump in the public layout writes both files; a server that loads them answers."""
     public = shutil.copytree(one_rank, tmp_path / "public", ignore=shutil.ignore_patterns("manifest.json"))
     assert int(torch.load(public / "layer_0/seq_lens/0.pt").sum()) < min(LENGTHS), "chunk 0 is the short warm-up"
-    command = [str(Path(sys.executable).with_name("oscar")), "fit", str(public), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "oscar_tools", "fit", str(public), "--out", str(tmp_path)]
     # The default needs the model's output projections, and a public dump does not say which model it is of.
     command += ["--model", str(model)] if recipe == DEFAULT else ["--recipe", recipe]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(
+        command, env=server_environment({}), capture_output=True, text=True, timeout=1500, check=False
+    )
     assert done.returncode == 0, done.stderr
     files = [tmp_path / name for name in FILES[recipe]]
     assert all(str(path) in done.stdout for path in files)

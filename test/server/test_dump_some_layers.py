@@ -149,8 +149,15 @@ def test_fit_of_sliding_windows_serves(
 
     Where rows are lossless, answers are those of stock: transforms and centers leave attention with sinks as it is.
     """
-    command = [str(Path(sys.executable).with_name("oscar")), "fit", str(two_ranks.root), "--out", str(tmp_path)]
-    done = subprocess.run([*command, "--recipe", recipe], capture_output=True, text=True, timeout=1500, check=False)
+    command = [sys.executable, "-m", "oscar_tools", "fit", str(two_ranks.root), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--recipe", recipe],
+        env=server_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "rotary embedding is not known" not in done.stdout + done.stderr
     files = [next(tmp_path.glob(f"{side}_rotation_*.safetensors")) for side in "kv"]
