@@ -141,6 +141,7 @@ def verify(
     q: torch.Tensor,
     reading: torch.Tensor | None,
     sm_scale: float,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of several new tokens per request over what is cached before them and to one another.
 
@@ -156,6 +157,8 @@ def verify(
         reading: what queries of stored keys are multiplied by
             (:attr:`oscar_kernels.transform.SideTransform.reading`), as :func:`rotate` takes it.
         sm_scale: factor on the logits.
+        lse: float32 [batch * tokens, q_heads]; takes the log2 of the sum of exp2 of the logits (times log2 e), unless
+            None.
 
     Returns:
         float32 [batch * tokens, q_heads, head_dim of the values] in the basis of the cached values.
@@ -175,6 +178,9 @@ def verify(
         shown = torch.cat([seen.new_ones(tokens, kv_len), seen[request]], dim=1)
         scores.masked_fill_(~shown, float("-inf"))
         out[request] = weighted_sum(scores.softmax(-1), v, shown)
+        if lse is not None:
+            sums = scores.logsumexp(-1) / math.log(2)
+            lse[request * tokens : (request + 1) * tokens] = sums.permute(2, 0, 1).flatten(1)
     return out.view(batch * tokens, -1, cache.value_head_dim)
 
 

@@ -17,6 +17,7 @@ def attend(
     sm_scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last tokens of a sequence; arithmetic is float32.
 
@@ -26,6 +27,8 @@ def attend(
         sm_scale: factor on the logits.
         window: tokens before its own that a query sees; None for all.
         sinks: [q_heads], sink logits (:mod:`oscar_kernels.sink_logits`); None for a model without.
+        visible: bool [queries, queries], which of these tokens sees which, where they are a tree of drafts: a window
+            then ends at a token's depth. None where each sees those before it.
 
     Returns:
         float32 [queries, q_heads, head_dim of ``v``].
@@ -35,13 +38,17 @@ def attend(
     for start in range(0, queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, queries)
         own = torch.arange(start, stop, device=q.device) + (tokens - queries)
+        position = own if visible is None else visible[start:stop].sum(-1) - 1 + (tokens - queries)
         first = 0 if window is None else max(start + tokens - queries - window, 0)
         seen = torch.arange(first, stop + tokens - queries, device=q.device)
         heads = q[start:stop].float().unflatten(1, (kv_heads, -1)) * sm_scale
         logits = torch.einsum("qhgd,thd->hgqt", heads, k[seen].float())
         hidden = seen > own[:, None]
+        if visible is not None:
+            new = seen >= tokens - queries
+            hidden[:, new] |= ~visible[start:stop, seen[new] - (tokens - queries)]
         if window is not None:
-            hidden |= seen < own[:, None] - window
+            hidden |= seen < position[:, None] - window
         logits.masked_fill_(hidden, float("-inf"))
         if sinks is not None:
             column = sinks.float().view(kv_heads, -1, 1, 1).expand(*logits.shape[:3], 1)

@@ -22,6 +22,7 @@ from kernel_cases import (
     with_padding,
 )
 
+from oscar_kernels import reference
 from oscar_kernels.cache import Windows
 from oscar_kernels.cuda.decode import arrange_reading, decode, variant_of, verify
 from oscar_kernels.cuda.variant import Variant
@@ -63,14 +64,17 @@ def test_verify(shape: Shape, tokens: int) -> None:
 
 @pytest.mark.parametrize(("shape", "tokens", "per_head"), [(QWEN3, 6, True), (*CASES[3], False)], ids=str)
 def test_outputs_are_multiplied(shape: Shape, tokens: int, per_head: bool) -> None:
-    """By the matrix of their kv head, in every pass; the last pass leaves alone what the one before has written."""
+    """By the matrix of their kv head; log-sum-exps; the last pass leaves alone what the one before has written."""
     lengths = [40, 1, 100]
     batch, seen = with_new_tokens(filled_batch(shape, lengths, DEVICE), tokens), random_trees(len(lengths), tokens)
     q = random_vectors((len(lengths) * tokens, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
     matrix = random_transform(shape.head_dim, 3, shape.kv_heads if per_head else None)[1].to(DEVICE)
     reading = arrange_reading(split_matrix(matrix, shape.dtype))
+    sums, wanted = torch.empty(2, *q.shape[:2], device=DEVICE)
     with running():
-        out = verify(batch.cache, batch.tables, words_of(seen).to(DEVICE), q, 0.04, reading=reading)
+        out = verify(batch.cache, batch.tables, words_of(seen).to(DEVICE), q, 0.04, reading=reading, lse=sums)
+    reference.verify(batch.cache, batch.tables, words_of(seen).to(DEVICE), q.float(), None, 0.04, wanted)
+    torch.testing.assert_close(sums, wanted, rtol=1e-2, atol=1e-2)
     exact, plain = (
         multiplied(verify_exact(batch, seen, q, 0.04, dtype), matrix) for dtype in (torch.float64, shape.dtype)
     )

@@ -1,7 +1,8 @@
 """Sink logits at every exit of attention, with centered keys and without, against float64.
 
-Exits are a chunk without a prefix, one behind a prefix, a chunk of one token, and decode; of the torch reference, of
-the Triton kernels, and of the ragged extend with its passes, short chunks, chunks read in place and single tokens.
+Exits are a chunk without a prefix, one behind a prefix, a chunk of one token, decode and verification; of the torch
+reference, of the Triton kernels, and of the ragged extend with its passes, short chunks, chunks read in place and
+single tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from oscar_kernels.sink_logits import scale_by_sinks
 from oscar_kernels.sliding_window import attend
 from oscar_kernels.tables import window_slots
 from oscar_kernels.transform import SideTransform
-from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.decode import decode, verify
 from oscar_kernels.triton.sink_logits import scale_by_sinks_
+from oscar_kernels.visible import causal_words
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.gpu import GpuKernels
@@ -32,12 +34,14 @@ from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.attention.layer_attention import TorchKernels
 from sglang_oscar.memory.layer import CachedLayer
 
-SHAPE = Shape(dtype=torch.float16, windows=Windows(sink=16, recent=24, ring=24))
+SHAPE = Shape(dtype=torch.float16, windows=Windows(sink=16, recent=24, ring=32))
 CPU = torch.device("cpu")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton runs; the reference stays on the CPU."""
 SM_SCALE = 0.1
 TOLERANCE = 0.02
+NEW = 4
+"""Tokens of a request that are verified."""
 PAGES = 8
 """Pages of a request; request i has pages i * PAGES + 1 and on, ring row i + 1 and sink block i + 1."""
 WAYS = ["reference", "triton", "passes", "short", "in place", "joined"]
@@ -66,6 +70,7 @@ def kernels_of(way: str, layer: CachedLayer) -> Kernels:
     made: Any = GpuKernels.__new__(GpuKernels)
     made._prepared = {id(layer): prepare(layer.format, SHAPE.dtype)}
     made._decode, made._arranged, made._ragged = decode, {}, None
+    made._verify = lambda *given: verify(*given[:5], reading=given[5], lse=given[6])
     if way != "triton":
         planner = RaggedPlanner(SHAPE.format(), SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged)
         made._ragged = RaggedExtend(planner, decode)
@@ -124,6 +129,14 @@ def vectors(tokens: int, seed: int, device: torch.device = CPU) -> tuple[torch.T
     return q, k, v
 
 
+def behind(
+    before: list[tuple[torch.Tensor, torch.Tensor]], k: torch.Tensor, v: torch.Tensor, lengths: list[int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of requests with so many new ones, as they are, behind them."""
+    parts = [x.double().split(lengths) for x in (k, v)]
+    return [(torch.cat([old, a]), torch.cat([read, b])) for (old, read), a, b in zip(before, *parts, strict=True)]
+
+
 def sinks_of(device: torch.device) -> torch.Tensor:
     """Sink logits as strong as what a head attends to, of another strength for every head."""
     return torch.linspace(1.0, 5.0, SHAPE.q_heads, device=device)
@@ -134,7 +147,7 @@ def sinks_of(device: torch.device) -> torch.Tensor:
     [*((way, way not in ("passes", "in place")) for way in WAYS), ("reference", False), ("triton", False)],
 )
 def test_every_exit(way: str, centered: bool) -> None:
-    """Prompts without a prefix; behind one, by as many tokens as choose the way; a token each, beside a chunk; decode.
+    """Prompts without a prefix; behind one, of lengths that choose the way; single tokens, and a chunk; decode; drafts.
 
     Each result is that of float64 over what the cache holds, and differs from one without sink logits.
     """
@@ -151,8 +164,7 @@ def test_every_exit(way: str, centered: bool) -> None:
         q, k, v = vectors(sum(lengths), 10 * seed, device)
         before = [cached(layer, batch, request, prefix) for request, prefix in enumerate(prefixes)]
         out = kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, SM_SCALE, sinks))
-        parts = [x.double().split(lengths) for x in (k, v)]
-        seen = [(torch.cat([old, a]), torch.cat([read, b])) for (old, read), a, b in zip(before, *parts, strict=True)]
+        seen = behind(before, k, v, lengths)
         if batch.extend_plan is not None and batch.extend_plan.decoding is not None:
             # Ragged extends store a chunk of one token first, and then decode.
             for request in [request for request, length in enumerate(lengths) if length == 1]:
@@ -163,7 +175,14 @@ def test_every_exit(way: str, centered: bool) -> None:
     q, k, v = vectors(3, 90, device)
     batch.tables.kv_lens.add_(1)
     out = kernels.decode(layer, batch, Call(q, k, v, batch.slots.row, 0, SM_SCALE, sinks))
-    check(out, q, [cached(layer, batch, request, n + 1) for request, n in enumerate(prefixes)], [1, 1, 1], sinks)
+    prefixes = [prefix + 1 for prefix in prefixes]
+    check(out, q, [cached(layer, batch, request, n) for request, n in enumerate(prefixes)], [1, 1, 1], sinks)
+    batch = batch_of(prefixes, [NEW] * 3, device)
+    batch.visible = causal_words(NEW, device).repeat(3, 1)
+    q, k, v = vectors(3 * NEW, 120, device)
+    before = [cached(layer, batch, request, prefix) for request, prefix in enumerate(prefixes)]
+    out = kernels.verify(layer, batch, Call(q, k, v, batch.slots.row, 0, SM_SCALE, sinks))
+    check(out, q, behind(before, k, v, [NEW] * 3), [NEW] * 3, sinks)
 
 
 def check(

@@ -87,13 +87,16 @@ def test_triton_with_rows_of_every_width(shape: Shape, device: torch.device) -> 
 
 
 def test_triton_multiplies_outputs(device: torch.device) -> None:
-    """Six tokens in two passes, each of which merges heads of several tokens for a matrix."""
+    """Six tokens in two passes, each of which merges heads of several tokens for a matrix, and log-sum-exps."""
     shape = replace(SHAPE, windows=Windows(16, 24, 40))
     batch, seen = with_new_tokens(filled_batch(shape, [1, 50], device), 6), random_trees(2, 6)
     q = random_vectors((12, shape.q_heads, shape.head_dim), shape.dtype, 99, device)
     matrix = random_transform(shape.head_dim, 3, shape.kv_heads)[1].to(device)
     words, reading = words_of(seen).to(device), split_matrix(matrix, shape.dtype)
-    out = verify(batch.cache, batch.tables, words, q, 0.05, reading=reading)
+    sums, wanted = torch.empty(2, *q.shape[:2], device=device)
+    out = verify(batch.cache, batch.tables, words, q, 0.05, reading=reading, lse=sums)
+    reference.verify(batch.cache, batch.tables, words, q.float(), None, 0.05, wanted)
+    torch.testing.assert_close(sums, wanted, rtol=1e-2, atol=1e-2)
     exact, plain = (
         multiplied(verify_exact(batch, seen, q, 0.05, dtype), matrix) for dtype in (torch.float64, shape.dtype)
     )

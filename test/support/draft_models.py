@@ -60,10 +60,43 @@ def llama_with_drafts(folder: Path) -> tuple[Path, Path, Path]:
     model = first_layer_leads(build("llama"))
     model.save_pretrained(folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text()) | {"num_hidden_layers": 1}
-    weights = {f"layers.0.{name}": tensor for name, tensor in first_layer(model).items() if "input_layern" not in name}
+    return folder / "model", eagle_of(model, folder / "eagle"), eagle3_of(model, config, folder / "eagle3")
+
+
+def gpt_oss_with_drafts(folder: Path) -> tuple[Path, Path, Path]:
+    """A gpt-oss model, an EAGLE draft model that is right often, and an EAGLE3 draft model with random weights. The
+    first layer that attends to everything leads; it is made a layer of Llama whose MLP does nothing."""
+    model = build("gpt_oss")
+    leads = model.config.layer_types.index("full_attention")
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding.copy_(embedding.float() / embedding.float().pow(2).mean(-1, keepdim=True).sqrt())
+        for number, layer in enumerate(model.model.layers):
+            for name, parameter in layer.named_parameters():
+                if number != leads and any(part in name for part in ("o_proj", "down_proj")):
+                    parameter.mul_(OTHER_LAYERS)
+                elif number == leads and (name.endswith("bias") or "down_proj" in name):
+                    parameter.zero_()
+                elif number == leads and "sinks" in name:
+                    parameter.fill_(-100.0)
+        attention = model.model.layers[leads].self_attn
+        attention.o_proj.weight.mul_(ATTENTION)
+    # SGLang's class takes the dtype of its weights from the configuration alone.
+    model.float().save_pretrained(folder / "model")
+    llama = build("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            getattr(llama.model.layers[0].self_attn, name).weight.copy_(getattr(attention, name).weight)
+        llama.model.layers[0].mlp.down_proj.weight.zero_()
+    return folder / "model", eagle_of(llama, folder / "eagle"), eagle3_beside(folder / "eagle3")
+
+
+def eagle_of(llama: Any, folder: Path) -> Path:
+    """An EAGLE draft model that is the first layer of a Llama model, one token late."""
+    weights = {f"layers.0.{name}": tensor for name, tensor in first_layer(llama).items() if "input_layern" not in name}
     weights |= {"fc.weight": ignoring_the_hidden_state(), "fc.bias": torch.zeros(HIDDEN).bfloat16()}
-    eagle = write(folder / "eagle", weights, config | {"architectures": ["LlamaForCausalLMEagle"]})
-    return folder / "model", eagle, eagle3_of(model, config, folder / "eagle3")
+    config = llama.config.to_dict() | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}
+    return write(folder, weights, config)
 
 
 def eagle3_of(llama: Any, config: dict[str, Any], folder: Path) -> Path:

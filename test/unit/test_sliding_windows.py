@@ -153,7 +153,7 @@ class Recorded(AttentionBackend):
         super().__init__()
         self.name, self.calls = name, calls
         self.token_to_kv_pool = self.req_to_token_pool = None
-        self.cache = SimpleNamespace(layers=dict.fromkeys(FULL))
+        self.cache, self.max_context_len = SimpleNamespace(layers=dict.fromkeys(FULL)), 8192
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.calls.append((self.name, "init", forward_batch))
@@ -271,9 +271,9 @@ def arguments(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"speculative_algorithm": "NGRAM"}, "speculative"),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "branch"),
         ({"enable_torch_compile": True}, "torch.compile"),
-        ({"enable_hierarchical_cache": True}, "hierarchical"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "storage"),
         ({"chunked_prefill_size": -1}, "chunked prefill"),
         ({"chunked_prefill_size": 0}, "chunked prefill"),
     ],

@@ -201,6 +201,7 @@ def verify(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     reading: SplitMatrix | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
 
@@ -216,7 +217,7 @@ def verify(
         sm_scale: factor on the logits.
         out: like ``q_rot``, with contiguous channels; allocated where None.
         workspace: from :func:`make_workspace` for at least this batch and these drafts; allocated where None.
-        reading: as for :func:`decode`.
+        reading, lse: as for :func:`decode`; there is one sum for every new token.
 
     Returns:
         ``out``, as :func:`decode`.
@@ -225,7 +226,7 @@ def verify(
         ValueError, KernelError: as :func:`decode`.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, None, reading))
+    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, lse, reading))
 
 
 def _attend(
@@ -249,7 +250,7 @@ def _attend(
     out = torch.empty(q_rot.shape, dtype=q_rot.dtype, device=q_rot.device) if out is None else out
     if out.dtype != q_rot.dtype or out.shape != q_rot.shape or out.stride(2) != 1:
         raise ValueError(f"out must be {tuple(q_rot.shape)} of {q_rot.dtype} with contiguous channels")
-    check_lse(lse, batch, q_heads)
+    check_lse(lse, tokens, q_heads)
     if reading is not None:
         reading.check(cache.kv_heads, q_rot.dtype, arranged=True)
     if batch == 0:

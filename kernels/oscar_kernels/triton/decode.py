@@ -164,6 +164,7 @@ def verify(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     reading: SplitMatrix | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
 
@@ -175,7 +176,7 @@ def verify(
         visible: int64 [batch, tokens], contiguous: which new tokens each of them sees
             (:mod:`oscar_kernels.visible`).
         q_rot: [batch * tokens, q_heads, head_dim], otherwise as for :func:`decode`.
-        sm_scale, out, workspace, reading: as for :func:`decode`.
+        sm_scale, out, workspace, reading, lse: as for :func:`decode`; there is one sum for every new token.
 
     Returns:
         ``out``, as :func:`decode`.
@@ -184,7 +185,7 @@ def verify(
         ValueError: the ring is too small, or ``visible`` does not fit the queries.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, None, reading))
+    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, lse, reading))
 
 
 def _attend(
@@ -204,7 +205,7 @@ def _attend(
     queries, passes = passes_of(drafts, gqa)
     check_queries(cache, q_rot)
     out = q_rot.new_empty(tokens, q_heads, head_dim) if out is None else out
-    check_lse(lse, batch, q_heads)
+    check_lse(lse, tokens, q_heads)
     if reading is not None:
         reading.check(kv_heads, q_rot.dtype, arranged=False)
     if batch == 0:

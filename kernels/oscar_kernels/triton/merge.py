@@ -54,7 +54,7 @@ def merge_kernel(
     zeros for an empty request.
 
     In verification a request is a pass, and Q_HEADS counts every query head for each of the pass's tokens. out_lse
-    [batch, q_heads] takes the log2 of the sum, -inf for an empty request. Results are multiplied by a matrix in TERMS
+    [tokens, q_heads] takes the log2 of the sum, -inf for an empty request. Results are multiplied by a matrix in TERMS
     terms [SETS, TERMS, D, D]; 0 terms are identity, otherwise BLOCK_D is D.
     """
     HEADS_OF_SET: tl.constexpr = Q_HEADS // SETS
@@ -81,9 +81,8 @@ def merge_kernel(
         first = pieces + batch + request * WINDOW_PARTS
         end = tl.where(live, first + WINDOW_PARTS, first)
         top, total, out = _merge_span(o_ptr, lse_ptr, first, end, top, total, out, Q_HEADS, D, BLOCK, BLOCK_D)
-    if HAS_LSE:
-        # Of an empty request the sum is 0, and top -inf.
-        tl.store(out_lse_ptr + request * Q_HEADS + head, top + tl.log2(total), mask=live & (start_d == 0))
+    # Of an empty request the sum is 0, and top -inf.
+    log_sum = top + tl.log2(total)
     out = tl.where((total == 0)[:, None], 0.0, out / total[:, None])
     if DRAFTS == 0:
         token, q_head = request.to(tl.int64), head
@@ -94,6 +93,8 @@ def merge_kernel(
         token = (request // PASSES * DRAFTS + own).to(tl.int64)
         q_head = head // (GQA * QUERIES) * GQA + head % GQA
         live = live & (own >= begin)
+    if HAS_LSE:
+        tl.store(out_lse_ptr + token * (Q_HEADS // QUERIES) + q_head, log_sum, mask=live & (start_d == 0))
     rows = out_ptr + token * out_stride_token + q_head * out_stride_head
     if TERMS == 0:
         channel = start_d + tl.arange(0, BLOCK_D)

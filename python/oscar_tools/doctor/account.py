@@ -154,7 +154,14 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
     model, settings = loaded["model"], loaded["settings"]
     draft = DraftCache(loaded["draft bytes"]) if "draft bytes" in loaded else None
     windows = window_pool(
-        model, settings, model.sliding_window_size, loaded["ranks"], DEFAULT_PAGE_SIZE, IN_FLIGHT, None
+        model,
+        settings,
+        model.sliding_window_size,
+        loaded["ranks"],
+        DEFAULT_PAGE_SIZE,
+        IN_FLIGHT,
+        2 * _drafts(loaded),
+        None,
     )
     parts = [part for part in (draft, windows, slots, *_workspaces(loaded, geometry, budget)) if part is not None]
     plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, parts)

@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_OSCAR_DECODE_BACKEND"
 Setting = Literal["auto", "cuda", "triton"]
-Verify = Callable[[LayerCache, BatchTables, torch.Tensor, torch.Tensor, float, SplitMatrix | None], torch.Tensor]
+Verify = Callable[
+    [LayerCache, BatchTables, torch.Tensor, torch.Tensor, float, SplitMatrix | None, torch.Tensor | None], torch.Tensor
+]
 """Attention of several new tokens per request; see :func:`oscar_kernels.reference.verify`."""
 
 
@@ -55,10 +57,12 @@ class TritonDecode:
 
     def verify(
         self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float,
-        reading: SplitMatrix | None = None,
+        reading: SplitMatrix | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See :func:`oscar_kernels.triton.decode.verify`."""
-        return triton.verify(cache, tables, visible, q_rot, sm_scale, workspace=self.workspace, reading=reading)
+        return triton.verify(
+            cache, tables, visible, q_rot, sm_scale, workspace=self.workspace, reading=reading, lse=lse
+        )
 
 
 class CudaDecode:
@@ -90,12 +94,12 @@ class CudaDecode:
 
     def verify(
         self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float,
-        reading: SplitMatrix | None = None,
+        reading: SplitMatrix | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See :func:`oscar_kernels.cuda.decode.verify`."""
         if cache.exact:
-            return self._exact.verify(cache, tables, visible, q_rot, sm_scale, reading)
-        return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace, reading=reading)
+            return self._exact.verify(cache, tables, visible, q_rot, sm_scale, reading, lse)
+        return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace, reading=reading, lse=lse)
 
 
 def break_even_tokens(decode: Decode) -> int:
@@ -245,7 +249,7 @@ def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch
         raise Int2Error(f"{reason}; set {VARIABLE}=triton, or drop --speculative-algorithm")
     try:
         variants = [
-            cuda.variant_of(cache, page, task.heads(cache), dtype, drafts=drafts, reading=reading)
+            cuda.variant_of(cache, page, task.heads(cache), dtype, task.sink_logits, drafts, reading)
             for cache, reading in product(task.coded, task.readings)
         ]
         for variant in variants:

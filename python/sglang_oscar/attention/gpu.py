@@ -152,9 +152,9 @@ class GpuKernels:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
         assert self._verify is not None
-        assert call.sinks is None
-        rotated = self._store(layer, batch, call)
-        return self._verify(layer.cache, batch.tables, batch.visible, rotated, call.sm_scale, self._reading(layer))
+        rotated, lse = self._store(layer, batch, call), call.sums()
+        out = self._verify(layer.cache, batch.tables, batch.visible, rotated, call.sm_scale, self._reading(layer), lse)
+        return call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""

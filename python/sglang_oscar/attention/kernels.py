@@ -23,7 +23,7 @@ class Kernels(Protocol):
         """Store one token per request, then attend."""
 
     def verify(self, layer: AnyLayer, batch: Batch, call: Call) -> torch.Tensor:
-        """Store several tokens per request, then attend from all of them; not for models with sink logits."""
+        """Store several tokens per request, then attend from all of them."""
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """Decide once per forward pass what ``extend`` does in every layer; kept in the batch."""

@@ -35,10 +35,11 @@ class TorchKernels:
     def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
         assert batch.visible is not None
-        assert call.sinks is None
         key, value = layer.format.key.transform, layer.format.value.transform
         reference.store(layer.cache, batch.slots, call.k, call.v, layer.format)
-        out = reference.verify(layer.cache, batch.tables, batch.visible, call.q, key.reading, call.sm_scale)
+        lse = call.sums()
+        out = reference.verify(layer.cache, batch.tables, batch.visible, call.q, key.reading, call.sm_scale, lse)
+        out = call.with_sinks(out, lse, key.plain_center, scale_by_sinks)
         return reference.rotate(out, value.back)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:

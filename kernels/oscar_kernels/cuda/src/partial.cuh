@@ -22,25 +22,32 @@ DEVICE float log_sum(float top, float total) { return total == 0 ? minus_infinit
 struct Result {
   u16* out;  // [batch, Q_HEADS, HEAD_DIM], in verification [batch * DRAFTS, Q_HEADS, HEAD_DIM]
   i64 token_stride, head_stride;
-  float* lse;  // [batch, Q_HEADS], log2; only where WRITES_LSE
+  float* lse;  // [batch, Q_HEADS], in verification [batch * DRAFTS, Q_HEADS], log2; only where WRITES_LSE
+
+  // Token and query head of a row of a pass; false where another pass writes them.
+  DEVICE bool place(int pass, int row, int& token, int& head) const {
+    token = pass;
+    head = row;
+    if (DRAFTS == 0) return true;
+    int own = pass_token(pass) + row % COLUMNS / GQA;
+    token = pass_request(pass) * DRAFTS + own;
+    head = row / COLUMNS * GQA + row % GQA;
+    return own >= pass_begin(pass);
+  }
 
   // COUNT neighbouring channels, 2 or 4, of a row of a pass.
   template <int COUNT>
   DEVICE void write(int pass, int row, int channel, const float (&x)[COUNT], float factor) const {
-    int token = pass, head = row;
-    if (DRAFTS > 0) {
-      int own = pass_token(pass) + row % COLUMNS / GQA;
-      if (own < pass_begin(pass)) return;
-      token = pass_request(pass) * DRAFTS + own;
-      head = row / COLUMNS * GQA + row % GQA;
-    }
+    int token, head;
+    if (!place(pass, row, token, head)) return;
     u16* at = out + token * token_stride + head * head_stride + channel;
     u32 low = pack_halves<Q_BF16>(x[0] * factor, x[1] * factor);
     if constexpr (COUNT == 4) *(uint2*)at = make_uint2(low, pack_halves<Q_BF16>(x[2] * factor, x[3] * factor));
     else *(u32*)at = low;
   }
-  DEVICE void write_lse(int request, int head, float top, float total) const {
-    if (WRITES_LSE) lse[request * Q_HEADS + head] = log_sum(top, total);
+  DEVICE void write_lse(int pass, int row, float top, float total) const {
+    int token, head;
+    if (WRITES_LSE && place(pass, row, token, head)) lse[token * Q_HEADS + head] = log_sum(top, total);
   }
 };
 

@@ -10,6 +10,10 @@
   request keeps ``W`` tokens and a page longer than SGLang would.
 * Sink logits are a factor ``sigmoid(l - s)`` on the result by its log-sum-exp ``l``. They are absolute, so the recipes'
   centers, which shift all logits of a query, are added back to ``l``.
+* Drafts: chains. SGLang's Triton counts a window from a token's place among the new ones, so what NGRAM hangs off the
+  root to fill a step up sees some tokens less of it. A window is freed by what is committed, never by drafts.
+* Host memory: SGLang's pair of host pools. A hit ends where either tier has the window before it. SGLang counts layers
+  of a pair, which have no parts: files of some layers state codes for whole layers.
 * Prefill and decode apart: SGLang sends the windows of a prompt as it does in 16 bits.
 * Rotation files and dumps hold the layers with an INT2 cache only.
 """

@@ -42,6 +42,7 @@ class WindowsBesideInt2(AttentionBackend):
         self.token_to_kv_pool, self.req_to_token_pool = int2.token_to_kv_pool, int2.req_to_token_pool
         self.attn_backend_list = [int2, stock]
         self.extend_dummy_seqs_capped_by_req_pool = getattr(stock, "extend_dummy_seqs_capped_by_req_pool", False)
+        self.needs_cpu_seq_lens, self.max_context_len = stock.needs_cpu_seq_lens, int2.max_context_len
         self._refilling = False
 
     @contextmanager
@@ -67,7 +68,8 @@ class WindowsBesideInt2(AttentionBackend):
         self.stock.init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """What the stock backend records."""
+        """What either records."""
+        self.int2.init_forward_metadata_in_graph(forward_batch)
         self.stock.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -78,6 +80,11 @@ class WindowsBesideInt2(AttentionBackend):
     def on_after_cuda_graph_warmup(self) -> None:
         """Undo what warming up has done to the stock backend."""
         self.stock.on_after_cuda_graph_warmup()
+
+    @property
+    def verify_mask(self) -> Any:
+        """How to lay out the mask of a step's new tokens, for the stock backend: ours reads none of chains."""
+        return self.stock.verify_mask
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded rows."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_oscar.attach.arguments import algorithm, drafts_with_model
 from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attach.releases import argument
 from sglang_oscar.errors import Int2Error
@@ -23,13 +24,20 @@ REASONS: dict[str, str] = {
 """By the beginning of an architecture's name: what stands in the way of it."""
 UNTRIED = "it has not been tried"
 
+
+def _drafts_branch(args: Any) -> bool:
+    """Whether drafts are trees: SGLang's Triton counts a window from a token's place among the new ones, not from its
+    depth."""
+    return algorithm(args) is not None and not drafts_with_model(args) and args.speculative_ngram_max_bfs_breadth > 1
+
+
 REFUSED: list[Refusal] = [
-    (lambda a: a.speculative_algorithm is not None, "with speculative decoding; drop --speculative-algorithm"),
+    (_drafts_branch, "with drafts that branch; set --speculative-ngram-max-bfs-breadth 1"),
     (lambda a: a.enable_torch_compile, "with torch.compile; drop --enable-torch-compile"),
-    # Their tiers know the INT2 pool alone, not the pair.
     (
-        lambda a: argument(a, "enable_hierarchical_cache", False),
-        "with hierarchical caching; drop --enable-hierarchical-cache",
+        # Pages beside rows in storage are states of hybrid models.
+        lambda a: argument(a, "enable_hierarchical_cache", False) and argument(a, "hicache_storage_backend", None),
+        "with storage; drop --hicache-storage-backend",
     ),
     (
         # SGLang takes 0 for -1, and None for a default of its own.

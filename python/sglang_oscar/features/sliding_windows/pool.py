@@ -8,6 +8,8 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.sliding_windows.window_pool import WindowPool
 from sglang_oscar.memory.build import Built
@@ -19,16 +21,18 @@ def built(of: Built) -> SWAKVPool | None:
     """The pool that SGLang gets of a model with sliding windows; None of another model."""
     if of.cache.plan.part(WindowPool) is None:
         return None
-    return pair_with_windows(of.configurator, of.sizes, of.pool)
+    drafts = new_tokens(releases.resolved(of.configurator.server_args)) > 0
+    return pair_with_windows(of.configurator, of.sizes, of.pool, drafts)
 
 
-def pair_with_windows(configurator: Any, sizes: Any, int2: Int2TokenToKVPool) -> SWAKVPool:
+def pair_with_windows(configurator: Any, sizes: Any, int2: Int2TokenToKVPool, drafts: bool = False) -> SWAKVPool:
     """SGLang's pair of pools with the INT2 pool as that of layers without a window; the cache is found through it.
 
     Args:
         configurator: SGLang's KVCacheConfigurator, of a model with sliding windows.
         sizes: its resolved pool sizes.
         int2: the INT2 pool, of ``sizes.full_max_total_num_tokens``.
+        drafts: whether accepted tokens move within the pools.
 
     Raises:
         Int2Error: SGLang has built something else.
@@ -54,7 +58,7 @@ def pair_with_windows(configurator: Any, sizes: Any, int2: Int2TokenToKVPool) ->
         swa_attention_layer_ids=model.swa_attention_layer_ids,
         full_attention_layer_ids=model.full_attention_layer_ids,
         device=configurator.device,
-        enable_kv_cache_copy=False,
+        enable_kv_cache_copy=drafts,
         token_to_kv_pool_class=make,
     )
     windows = pool.swa_kv_pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_oscar.attach import releases
+from sglang_oscar.attach.arguments import new_tokens
 from sglang_oscar.features.sliding_windows.window_pool import WindowPool, window_pool
 from sglang_oscar.memory.part import Sizing
 from sglang_oscar.memory.plan import MemoryPlan
@@ -25,6 +26,7 @@ def parts(sizing: Sizing) -> list[WindowPool]:
         get_parallel().attn_tp_size,
         configurator.page_size,
         chunks * args.chunked_prefill_size,
+        2 * new_tokens(args),
         releases.window_ratio(args),
     )
     return [] if pool is None else [pool]

@@ -39,6 +39,7 @@ class WindowPool(Part):
         page_size: tokens of a page.
         interval: tokens that SGLang lets leave the window before it frees them.
         in_flight: tokens of prompts that are computed at once.
+        drafts: tokens for which SGLang takes slots ahead of a request that drafts.
         ratio: tokens per token of the INT2 pool, where the operator decides that; None to size it by what runs.
     """
 
@@ -50,6 +51,7 @@ class WindowPool(Part):
     page_size: int
     interval: int
     in_flight: int
+    drafts: int = 0
     ratio: float | None = None
 
     name = "the cache of layers with a sliding window"
@@ -66,7 +68,7 @@ class WindowPool(Part):
     @property
     def request_tokens(self) -> int:
         """Tokens for a running request: the window of its prompt, its own end, and that of an idle conversation."""
-        running = aligned(self.window, self.page_size) + self.kept + self.interval + 2 * self.page_size
+        running = aligned(self.window, self.page_size) + self.kept + self.interval + self.drafts + 2 * self.page_size
         return aligned(running, self.page_size) + self.kept
 
     def tokens(self, requests: int, full_tokens: int) -> int:
@@ -113,7 +115,14 @@ class WindowPool(Part):
 
 
 def window_pool(
-    model: Any, settings: Settings, window: int, ranks: int, page_size: int, in_flight: int, ratio: float | None
+    model: Any,
+    settings: Settings,
+    window: int,
+    ranks: int,
+    page_size: int,
+    in_flight: int,
+    drafts: int,
+    ratio: float | None,
 ) -> WindowPool | None:
     """What the layers with a window of a model need; None where there are none.
 
@@ -124,6 +133,7 @@ def window_pool(
         ranks: that share the heads.
         page_size: tokens of a page.
         in_flight: tokens of prompts that are computed at once.
+        drafts: tokens for which SGLang takes slots ahead of a request that drafts.
         ratio: tokens per token of the INT2 pool, where the operator decides that.
     """
     from sglang.srt.environ import envs
@@ -141,5 +151,6 @@ def window_pool(
         page_size=page_size,
         interval=max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get()),
         in_flight=in_flight,
+        drafts=drafts,
         ratio=ratio,
     )
