@@ -77,10 +77,18 @@ def write(folder: Path, server: Server, asked: list[list[int]]) -> list[dict]:
     return answers
 
 
+def damage(folder: Path) -> dict[Path, bytes]:
+    """Change a byte of every second page and cut the others; returns what they were."""
+    written = {path: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+    for number, (path, content) in enumerate(written.items()):
+        path.write_bytes(content[:-1000] if number % 2 else content[:500] + bytes([content[500] ^ 1]) + content[501:])
+    return written
+
+
 @pytest.mark.parametrize("version", served())
 def test_hits_outlive_the_server(version: str, model: Path, tmp_path: Path) -> None:
-    """The next server answers with what the first one stored, whatever host memory looks like, and damaged pages are
-    computed again, once."""
+    """Damaged pages are computed again, once; then the next server answers with what the first one stored, whatever
+    host memory looks like."""
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")
     folder, asked = tmp_path / "store", prompts(2)
@@ -89,26 +97,24 @@ def test_hits_outlive_the_server(version: str, model: Path, tmp_path: Path) -> N
         device = ask(server, asked)  # read in 2 bits where the first answers were computed
         assert stored(first) == stored(device) == [0, 0]
         assert all(answer["meta_info"]["cached_tokens"] >= STORED for answer in device)
-    layout = ["--hicache-mem-layout", "layer_first", "--hicache-write-policy", "write_back"]
-    with server_on(folder, model, tmp_path / "second", *GROUP, *layout, version=version) as server:
-        again = ask(server, asked)
-        assert stored(again) == [STORED, STORED]
-        assert refills(server) == 2
-        assert_same(device, again, NEAR_TIE, DRIFT)  # sinks that are computed again differ in their last bits
-    written = {path: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
-    for number, (path, content) in enumerate(written.items()):
-        path.write_bytes(content[:-1000] if number % 2 else content[:500] + bytes([content[500] ^ 1]) + content[501:])
+        server.flush()
+        written = damage(folder)
 
-    def mended() -> int:
-        return sum(path.exists() and path.read_bytes() == content for path, content in written.items())
+        def mended() -> int:
+            return sum(path.exists() and path.read_bytes() == content for path, content in written.items())
 
-    with server_on(folder, model, tmp_path / "third", version=version) as server:
         computed = ask(server, asked)
         wait_for(lambda: mended() == len(asked) * STORED // PAGE, "pages that were found damaged are written anew")
         assert stored(computed) == [0, 0]
         assert "is damaged" in server.text()
         for one, other in zip(first, computed, strict=True):
             assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+    layout = ["--hicache-mem-layout", "layer_first", "--hicache-write-policy", "write_back"]
+    with server_on(folder, model, tmp_path / "second", *GROUP, *layout, version=version) as server:
+        again = ask(server, asked)
+        assert stored(again) == [STORED, STORED]
+        assert refills(server) == 2
+        assert_same(device, again, NEAR_TIE, DRIFT)  # sinks that are computed again differ in their last bits
 
 
 @pytest.mark.parametrize("version", served()[:1])
