@@ -18,7 +18,7 @@ from support.api import retracted
 from support.compare import assert_same
 from support.draft_models import glm_with_draft_layer, llama_with_drafts
 from support.releases import environment, installed, needs_newer_python, served
-from support.servers import HADAMARD, RETRACTED, STRICT, serve
+from support.servers import HADAMARD, STRICT, serve
 from support.speculation import DRIFT, HALF, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, per_step, plugins, prompts
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
 
     A release that mixes no chunks with a draft model's drafts switches that off.
     """
-    env = ENV | STRICT | SMALL | RETRACTED
+    env = ENV | STRICT | SMALL | {"SGLANG_TEST_RETRACT": "1"}
     args = ["--chunked-prefill-size", "128", "--page-size", "16", "--enable-mixed-chunk", *eagle(models, 7)]
     with serve(models.model, tmp_path / "log", *INT2, *args, env=env) as server:
         # Answers that end where the sink is full of tokens and one of them is not yet computed.
@@ -117,7 +117,7 @@ def test_other_releases(version: str, models: Models, expected: list[dict], tmp_
     if needs_newer_python(version):
         pytest.skip(f"SGLang {version} wants a newer Python")
     release = environment(version)
-    env = release | ENV | STRICT | SMALL | RETRACTED
+    env = release | ENV | STRICT | SMALL | {"SGLANG_TEST_RETRACT": "1"}
     env |= {"PYTHONPATH": os.pathsep.join([ENV["PYTHONPATH"], release["PYTHONPATH"]])}
     args = ["--chunked-prefill-size", "128", "--page-size", "16", *eagle(models, 7)]
     with serve(models.model, tmp_path / "log", *INT2, *args, env=env) as server:
