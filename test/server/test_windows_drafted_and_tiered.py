@@ -23,7 +23,7 @@ from support.compare import assert_same
 from support.draft_models import gpt_oss_with_drafts
 from support.models import VOCABULARY
 from support.releases import environment, installed, needs_newer_python, served
-from support.servers import HADAMARD, STRICT, Server, refills, serve
+from support.servers import HADAMARD, RETRACTED, STRICT, Server, refills, serve
 from support.speculation import INT2, SMALL, ask, per_step, with_plugins
 
 pytestmark = [
@@ -39,7 +39,7 @@ TIER += ["--max-running-requests", "2"]
 ENV = HADAMARD | STRICT | SMALL | {"SGLANG_SWA_EVICTION_INTERVAL": "1"}
 ENV |= {"SGLANG_MIXED_KV_HP_DTYPE": "float16"}  # an eighth of the noise of bfloat16
 PLUGINS = ("gpt_oss_plugin", "lossless_plugin", "no_gpu_plugin")
-NEAR_TIE = DRIFT = 0.005
+NEAR_TIE = DRIFT = 0.002
 """A sliding window of one token less shifts log probabilities by 0.018."""
 TURNS, TOKENS, NEW, RECENT, PAGE = 3, 60, 8, 24, 16
 RIGHT = 1.5
@@ -102,7 +102,7 @@ def test_planned_drafts(version: str, models: Models, expected: list[Turn], tmp_
     texts = tmp_path / "texts.json"
     known = [ids + one["output_ids"] for turn in expected for ids, one in zip(*turn, strict=True)]
     texts.write_text(json.dumps(known))
-    plan = {"ORACLE_PLAN": "chains", "ORACLE_TEXTS": str(texts), "SGLANG_TEST_RETRACT": "1"}
+    plan = {"ORACLE_PLAN": "chains", "ORACLE_TEXTS": str(texts)} | RETRACTED
     env = with_plugins(environment(version) | ENV | plan, *PLUGINS, "oracle_plugin")
     args = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(NEW)]
     args += ["--speculative-ngram-max-trie-depth", "100000", "--speculative-ngram-max-bfs-breadth", "1"]
@@ -111,15 +111,11 @@ def test_planned_drafts(version: str, models: Models, expected: list[Turn], tmp_
         assert retracted(server) > 0
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_drafts_of_a_model(algorithm: str, models: Models, expected: list[Turn], tmp_path: Path) -> None:
-    """Those of EAGLE are right often, those of EAGLE3 next to never."""
-    draft = models.eagle if algorithm == "EAGLE" else models.eagle3
-    args = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
-    env = with_plugins(ENV, *PLUGINS)
-    with serve(models.model, tmp_path / "log", *INT2, *SIZES, *args, env=env) as server:
-        steps = per_step(assert_turns_are_the_same(server, expected[:2], 3))
-        assert steps > RIGHT if algorithm == "EAGLE" else steps < 1.2
+def test_wrong_drafts_of_a_model(models: Models, expected: list[Turn], tmp_path: Path) -> None:
+    """Next to all of EAGLE3's are rejected; EAGLE's, which are right, are among the hits on the host."""
+    args = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(models.eagle3)]
+    with serve(models.model, tmp_path / "log", *INT2, *SIZES, *args, env=with_plugins(ENV, *PLUGINS)) as server:
+        assert per_step(assert_turns_are_the_same(server, expected[:2], 3)) < 1.2
         assert "1 layers in torch.float32" in server.text()
 
 
