@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from bench_decode import in_new_process
@@ -93,11 +94,11 @@ class Step:
         else:
             q = triton_store(*given, layer.of(online), q=self.q)
         reading = layer.arranged[True].value.reading if kind == "online" else None
-        rest = HEADS.sm_scale, None, self.workspace
+        rest: dict[str, Any] = {"workspace": self.workspace, "reading": reading}
         if self.words is None:
-            out = cuda_decode.decode(layer.cache, self.tables, q, *rest, reading=reading)
+            out = cuda_decode.decode(layer.cache, self.tables, q, HEADS.sm_scale, **rest)
         else:
-            out = cuda_decode.verify(layer.cache, self.tables, self.words, q, *rest, reading=reading)
+            out = cuda_decode.verify(layer.cache, self.tables, self.words, q, HEADS.sm_scale, **rest)
         return rotate(out, layer.online.value.reading) if kind == "apart" else out
 
     def call(self, layer: Layer, kind: str) -> Callable[[], object]:

@@ -128,14 +128,14 @@ def test_a_draft_that_is_no_number_is_told_to_those_that_see_it(shape: Shape, si
     assert out[sees, -shape.gqa :].isnan().all()
 
 
-def test_queries_and_outputs_side_by_side_with_others() -> None:
-    """Heads of queries and outputs need not follow each other without gaps."""
+def test_queries_side_by_side_with_others() -> None:
+    """Heads of queries need not follow each other without gaps; outputs do."""
     batch, tokens = with_new_tokens(filled_batch(QWEN3, [70, 20], DEVICE), 4), 8
     wide = random_vectors((tokens, 2 * QWEN3.q_heads, QWEN3.head_dim), QWEN3.dtype, 99, DEVICE)
-    q, out = wide[:, ::2], torch.zeros_like(wide)[:, 1::2]
+    q = wide[:, ::2]
     words = words_of(random_trees(2, 4)).to(DEVICE)
     with running():
-        verify(batch.cache, batch.tables, words, q, 0.04, out=out)
+        out = verify(batch.cache, batch.tables, words, q, 0.04)
         assert torch.equal(out, verify(batch.cache, batch.tables, words, q.contiguous(), 0.04))
 
 

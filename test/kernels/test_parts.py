@@ -87,7 +87,9 @@ def kernels_of(way: str, layer: CutLayer) -> Kernels:
 
 
 def verify_of(kernel: Any) -> Any:
-    return lambda cache, tables, visible, q, scale, reading: kernel(cache, tables, visible, q, scale, reading=reading)
+    return lambda cache, tables, visible, q, scale, reading, lse: kernel(
+        cache, tables, visible, q, scale, reading=reading, lse=lse
+    )
 
 
 def fused(tokens: int, seed: int, device: torch.device) -> list[torch.Tensor]:

@@ -198,7 +198,6 @@ def verify(
     visible: torch.Tensor,
     q_rot: torch.Tensor,
     sm_scale: float,
-    out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     reading: SplitMatrix | None = None,
     lse: torch.Tensor | None = None,
@@ -215,18 +214,17 @@ def verify(
             (:mod:`oscar_kernels.visible`).
         q_rot: [batch * tokens, q_heads, head_dim], otherwise as for :func:`decode`.
         sm_scale: factor on the logits.
-        out: like ``q_rot``, with contiguous channels; allocated where None.
         workspace: from :func:`make_workspace` for at least this batch and these drafts; allocated where None.
         reading, lse: as for :func:`decode`; there is one sum for every new token.
 
     Returns:
-        ``out``, as :func:`decode`.
+        Like ``q_rot``, as :func:`decode`.
 
     Raises:
         ValueError, KernelError: as :func:`decode`.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, lse, reading))
+    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(None, lse, reading))
 
 
 def _attend(

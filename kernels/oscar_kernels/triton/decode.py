@@ -161,7 +161,6 @@ def verify(
     visible: torch.Tensor,
     q_rot: torch.Tensor,
     sm_scale: float,
-    out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     reading: SplitMatrix | None = None,
     lse: torch.Tensor | None = None,
@@ -176,16 +175,16 @@ def verify(
         visible: int64 [batch, tokens], contiguous: which new tokens each of them sees
             (:mod:`oscar_kernels.visible`).
         q_rot: [batch * tokens, q_heads, head_dim], otherwise as for :func:`decode`.
-        sm_scale, out, workspace, reading, lse: as for :func:`decode`; there is one sum for every new token.
+        sm_scale, workspace, reading, lse: as for :func:`decode`; there is one sum for every new token.
 
     Returns:
-        ``out``, as :func:`decode`.
+        Like ``q_rot``, as :func:`decode`.
 
     Raises:
         ValueError: the ring is too small, or ``visible`` does not fit the queries.
     """
     check_visible(cache.windows, visible, len(q_rot))
-    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(out, lse, reading))
+    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(None, lse, reading))
 
 
 def _attend(

@@ -45,8 +45,7 @@ def verify_us(
 
     def together(new: int) -> float:
         q, words = queries(batch * new, heads), causal_words(new, device()).repeat(batch, 1)
-        out, space = torch.empty_like(q), make_workspace(kernel, caches[0], heads.query, batch, new)
-        rest = tables, words, q, heads.sm_scale, out, space
+        rest = tables, words, q, heads.sm_scale, make_workspace(kernel, caches[0], heads.query, batch, new)
         return time_us([partial(module.verify, cache, *rest, reading=reading) for cache, reading in of_layers])
 
     times = {"one": one_by_one(1)}
