@@ -179,8 +179,8 @@ def verify(
         scores.masked_fill_(~shown, float("-inf"))
         out[request] = weighted_sum(scores.softmax(-1), v, shown)
         if lse is not None:
-            sums = scores.logsumexp(-1) / math.log(2)
-            lse[request * tokens : (request + 1) * tokens] = sums.permute(2, 0, 1).flatten(1)
+            sums = scores.logsumexp(-1).movedim(-1, 0).flatten(1) * LOG2_E
+            lse[request * tokens : (request + 1) * tokens] = sums
     return out.view(batch * tokens, -1, cache.value_head_dim)
 
 

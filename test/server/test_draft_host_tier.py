@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from support import draft_models
+from support.api import from_host
 from support.compare import LOGPROBS, assert_same
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, serve
@@ -47,11 +48,6 @@ def ask(server: Server, of: list[list[int]]) -> list[dict[str, Any]]:
 def steps(answers: list[dict[str, Any]]) -> list[int]:
     """Steps of verification of each answer: the fewer, the more drafts were accepted."""
     return [answer["meta_info"]["spec_verify_ct"] for answer in answers]
-
-
-def from_host(answers: list[dict[str, Any]]) -> list[int]:
-    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
-    return [of["host"] if of else 0 for of in details]
 
 
 def hybrid(folder: Path) -> tuple[Path, list[str]]:

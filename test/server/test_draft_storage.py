@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from support import draft_models
-from support.api import wait_for
+from support.api import from_storage, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.releases import installed
 from support.servers import HADAMARD, STRICT, Server, serve
@@ -50,12 +50,6 @@ def ask(server: Server) -> list[dict[str, Any]]:
 def steps(answers: list[dict[str, Any]]) -> list[int]:
     """Steps of verification of each answer: the fewer, the more drafts were accepted."""
     return [answer["meta_info"]["spec_verify_ct"] for answer in answers]
-
-
-def stored(answers: list[dict[str, Any]]) -> list[int]:
-    """Tokens of each request that came from storage."""
-    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
-    return [of["storage"] if of else 0 for of in details]
 
 
 def eagle(drafts: Path) -> list[str]:
@@ -91,17 +85,17 @@ def pages(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def ask_twice(folder: Path, server: Server) -> list[dict[str, Any]]:
     """Answers behind hits on the device to prompts whose pages are all in ``folder`` thereafter."""
-    assert stored(ask(server)) == [0] * ASKED
+    assert from_storage(ask(server)) == [0] * ASKED
     wait_for(lambda: min(map(len, pages(folder))) >= ASKED * (LENGTH // PAGE), "pages in storage")
     answers = ask(server)
     assert min(answer["meta_info"]["cached_tokens"] for answer in answers) >= STORED
-    assert stored(answers) == [0] * ASKED
+    assert from_storage(answers) == [0] * ASKED
     return answers
 
 
 def assert_same_drafts(device: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
     """That answers behind hits in storage are those behind hits on the device and took as many steps, which are few."""
-    assert min(stored(answers)) >= STORED
+    assert min(from_storage(answers)) >= STORED
     assert_same(device, answers, NEAR_TIE, NEAR_TIE)
     assert steps(answers) == steps(device)
     assert max(steps(answers)) < TOKENS / 1.3
@@ -119,7 +113,7 @@ def test_acceptance_behind_a_hit_in_storage(tmp_path: Path) -> None:
         assert_same_drafts(device, ask(server))
     trained = draft_models.trained(drafts, tmp_path / "trained")
     with server_on(folder, model, tmp_path / "third", *eagle(trained)) as server:
-        assert stored(ask(server)) == [0] * ASKED
+        assert from_storage(ask(server)) == [0] * ASKED
 
 
 def test_rows_of_drafts_beside_states(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.load import recipe_rotation
-from support.api import loads, wait_for
+from support.api import from_host, loads, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY
 from support.releases import environment, needs_newer_python, served
@@ -48,12 +48,6 @@ def conversations(count: int = CONVERSATIONS, length: int = LENGTH, seed: int = 
 def ask(server: Server, prompts: list[list[int]], workers: int = 1, tokens: int = TOKENS) -> list[dict]:
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda ids: server.generate(ids, tokens, **LOGPROBS), prompts))
-
-
-def from_host(answer: dict) -> int:
-    """Tokens of a request that came from host memory."""
-    details = answer["meta_info"]["cached_tokens_details"]
-    return details["host"] if details else 0
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +100,7 @@ def test_hits_on_the_host(name: str, qwen3: Path, expected: list[dict], tmp_path
         assert_same([one for one in expected for _ in range(3)], ask(server, thrice, workers), NEAR_TIE, DRIFT)
         again = ask(server, conversations(), workers)
         assert_same(expected, again, NEAR_TIE, DRIFT)
-        hits = [from_host(answer) for answer in again]
+        hits = from_host(again)
         assert sum(hit >= 512 for hit in hits) >= CONVERSATIONS - 1, f"tokens from the host {hits}"
         assert refills(server) > 0
         assert server.alive()
@@ -140,11 +134,11 @@ def test_releases(version: str, qwen3: Path, tmp_path: Path) -> None:
         ask(server, others[:4])
         (host,) = ask(server, [first])
         assert device["meta_info"]["cached_tokens"] >= 832
-        assert (from_host(device), from_host(host)) == (0, host["meta_info"]["cached_tokens"])
+        assert from_host([device, host]) == [0, host["meta_info"]["cached_tokens"]]
         assert host["meta_info"]["output_token_logprobs"] == device["meta_info"]["output_token_logprobs"]
         for _ in range(2):  # thirteen thousand tokens, twice, in turn: the host has room for five
             answers = ask(server, others, workers=4)
-        assert any(from_host(answer) for answer in ask(server, others[-3:]))
+        assert any(from_host(ask(server, others[-3:])))
         assert all(len(answer["output_ids"]) == TOKENS for answer in answers)
         assert refills(server) == 0
         server.flush()

@@ -22,7 +22,7 @@ from support import draft_models
 from support.compare import LOGPROBS, assert_same
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, refills, serve
-from support.speculation import DRIFT, INT2, NEAR_TIE, per_step, with_plugins
+from support.speculation import DRIFT, INT2, NEAR_TIE, oracle, per_step, with_plugins
 
 pytestmark = [
     pytest.mark.server,
@@ -34,8 +34,7 @@ PAGE, TURNS, TOKENS, NEW = 64, 3, 40, 8
 FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 """SGLang keeps states of convolutions in BF16 unless told."""
 TRACK = ["--mamba-track-interval", str(PAGE), "--max-mamba-cache-size", "96"]
-ORACLE = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(NEW)]
-ORACLE += ["--speculative-ngram-max-trie-depth", "100000"]
+ORACLE = oracle(NEW)
 
 NEXTN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
 LAZY = "extra_buffer_lazy"

@@ -18,7 +18,7 @@ import requests
 import torch
 
 from support import hybrid_models
-from support.api import wait_for
+from support.api import from_host, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, refills, serve
@@ -53,12 +53,6 @@ class Turn:
 def ask(server: Server, prompts: list[list[int]], workers: int = 1) -> Turn:
     with ThreadPoolExecutor(workers) as pool:
         return Turn(prompts, list(pool.map(lambda ids: server.generate(ids, TOKENS, **LOGPROBS), prompts)))
-
-
-def from_host(answer: dict[str, Any]) -> int:
-    """Tokens of a request that came from host memory."""
-    details = answer["meta_info"]["cached_tokens_details"]
-    return details["host"] if details else 0
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +104,7 @@ def test_hits_on_the_host(name: str, model: Path, expected: list[Turn], tmp_path
             turns.append(ask(server, turn.prompts, workers))
             assert_same(turn.answers, turns[-1].answers, NEAR_TIE, DRIFT)
         for before, turn in itertools.pairwise(turns):
-            hits = [from_host(answer) for answer in turn.answers]
+            hits = from_host(turn.answers)
             print("from host", hits)
             lengths = [len(prompt) for prompt in before.prompts]
             long = sum(hit >= length // 64 * 64 for hit, length in zip(hits, lengths, strict=True))

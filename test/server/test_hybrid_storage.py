@@ -17,7 +17,7 @@ import requests
 import torch
 
 from support import hybrid_models, vision_models
-from support.api import wait_for
+from support.api import from_storage, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, Server, refills, serve
@@ -86,12 +86,6 @@ def server_on(
         yield server
 
 
-def stored(turn: Turn) -> list[int]:
-    """Tokens of each request that came from storage."""
-    details = [answer["meta_info"]["cached_tokens_details"] for answer in turn.answers]
-    return [of["storage"] if of else 0 for of in details]
-
-
 def states(folder: Path) -> list[Path]:
     """Files of states, by SGLang's name of them."""
     return sorted(folder.glob("*.mamba*.bin"))
@@ -112,12 +106,14 @@ def test_states_outlive_the_server(version: str, model: Path, expected: list[Tur
     folder, (first, second) = tmp_path / "store", expected
     with server_on(folder, model, tmp_path / "first", version=version) as server:
         computed = write(folder, server, first.prompts)
-        assert stored(computed) == [0, 0]
+        assert from_storage(computed.answers) == [0, 0]
         assert_same(first.answers, computed.answers, NEAR_TIE, DRIFT)
     chunks = ["--chunked-prefill-size", "128"]
     with server_on(folder, model, tmp_path / "second", *chunks, version=version) as server:
         again = ask(server, second.prompts)
-        assert all(hit >= length // PAGE * PAGE for hit, length in zip(stored(again), LENGTHS, strict=True))
+        assert all(
+            hit >= length // PAGE * PAGE for hit, length in zip(from_storage(again.answers), LENGTHS, strict=True)
+        )
         assert refills(server) == 0
         assert_same(second.answers, again.answers, NEAR_TIE, DRIFT)
     for number, path in enumerate(states(folder)):
@@ -126,7 +122,7 @@ def test_states_outlive_the_server(version: str, model: Path, expected: list[Tur
         path.write_bytes(content[:-1000] if number % 2 else content)
     with server_on(folder, model, tmp_path / "third", version=version) as server:
         computed = ask(server, first.prompts)
-        assert stored(computed) == [0, 0]
+        assert from_storage(computed.answers) == [0, 0]
         assert_same(first.answers, computed.answers, NEAR_TIE, DRIFT)
         assert server.text().count("is damaged") >= 2
 
@@ -141,4 +137,4 @@ def test_windows_of_another_kind(model: Path, expected: list[Turn], tmp_path: Pa
             ask(server, prompts)
         assert "the model's output is not a number (NaN)" in server.text()
     with server_on(folder, model, tmp_path / "other", SGLANG_MIXED_KV_RECENT_TOKENS="128") as server:
-        assert stored(write(folder, server, prompts)) == [0, 0]
+        assert from_storage(write(folder, server, prompts).answers) == [0, 0]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from support.models import VOCABULARY, save
 from support.releases import environment, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, Server, serve
-from support.speculation import INT2, plugins, with_plugins
+from support.speculation import INT2, oracle, plugins, with_plugins
 
 pytestmark = [
     pytest.mark.server,
@@ -28,8 +28,7 @@ pytestmark = [
 BROKEN = 5
 """The token."""
 DRAFTED, REFUSED = ([random.Random(seed).randrange(6, VOCABULARY) for _ in range(150)] for seed in (1, 2))
-ORACLE = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", "4"]
-ORACLE += ["--speculative-ngram-max-trie-depth", "100000"]
+ORACLE = oracle(4)
 
 
 @pytest.fixture(scope="module")

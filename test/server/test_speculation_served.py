@@ -19,7 +19,7 @@ from support.compare import assert_same
 from support.models import save
 from support.releases import environment, installed, needs_newer_python, served
 from support.servers import HADAMARD, RETRACTED, STRICT, serve
-from support.speculation import DRIFT, HALF, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, plugins, prompts
+from support.speculation import DRIFT, HALF, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, oracle, plugins, prompts
 
 pytestmark = [
     pytest.mark.server,
@@ -28,8 +28,7 @@ pytestmark = [
 PLUGINS = plugins("lossless_plugin", "oracle_plugin")
 NEW = 8
 """Tokens of a step."""
-ORACLE = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(NEW)]
-ORACLE += ["--speculative-ngram-max-trie-depth", "100000"]
+ORACLE = oracle(NEW)
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_storage_tier import DRIFT, GROUP, NEAR_TIE, STORED, ask, model, prompts, server_on, stored  # noqa: F401
+from test_storage_tier import DRIFT, GROUP, NEAR_TIE, STORED, ask, model, prompts, server_on  # noqa: F401
 
 from oscar_tools.local_server import free_port
-from support.api import wait_for
+from support.api import from_storage, wait_for
 from support.compare import assert_same
 from support.disaggregated import ENVIRONMENT, MISSING
 from support.releases import needs_newer_python, served
@@ -109,7 +109,7 @@ def hits(server: Server, asked: list[list[int]]) -> list[dict]:
     def come_from_storage() -> bool:
         server.flush()
         answers[:] = ask(server, asked)
-        return stored(answers) == [STORED] * len(asked)
+        return from_storage(answers) == [STORED] * len(asked)
 
     wait_for(come_from_storage, "pages in storage")
     return answers
@@ -128,7 +128,7 @@ def test_pages_come_back(kind: str, version: str, model: Path, tmp_path: Path) -
         backend = ["--hicache-storage-backend", kind, "--hicache-mem-layout", layout, *found.args]
         with server_on(tmp_path, model, tmp_path / "log", *GROUP, *backend, version=version, **found.env) as server:
             computed, device = ask(server, asked), ask(server, asked)
-            assert stored(computed) == stored(device) == [0, 0]
+            assert from_storage(computed) == from_storage(device) == [0, 0]
             # Sinks that are computed again differ in their last bits.
             assert_same(device, hits(server, asked), NEAR_TIE, DRIFT)
             for harm in found.harms:
@@ -137,7 +137,7 @@ def test_pages_come_back(kind: str, version: str, model: Path, tmp_path: Path) -
                 for path in filter(Path.is_file, found.files.rglob("*")):
                     harm(path)
                 mended = ask(server, asked)
-                assert stored(mended) == [0, 0]
+                assert from_storage(mended) == [0, 0]
                 assert harm is cut or "is damaged" in server.text()
                 for one, other in zip(computed, mended, strict=True):
                     assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]

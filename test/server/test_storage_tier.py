@@ -14,7 +14,7 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.api import wait_for
+from support.api import from_storage, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY, save
 from support.releases import environment, installed, needs_newer_python, served
@@ -63,12 +63,6 @@ def ask(server: Server, asked: list[list[int]]) -> list[dict]:
     return [server.generate(ids, TOKENS, **LOGPROBS) for ids in asked]
 
 
-def stored(answers: list[dict]) -> list[int]:
-    """Tokens of each request that came from storage."""
-    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
-    return [of["storage"] if of else 0 for of in details]
-
-
 def write(folder: Path, server: Server, asked: list[list[int]]) -> list[dict]:
     """Answers to prompts whose pages are all in ``folder`` thereafter."""
     before = len(list(folder.glob("*.bin")))
@@ -95,7 +89,7 @@ def test_hits_outlive_the_server(version: str, model: Path, tmp_path: Path) -> N
     with server_on(folder, model, tmp_path / "first", version=version) as server:
         first = write(folder, server, asked)
         device = ask(server, asked)  # read in 2 bits where the first answers were computed
-        assert stored(first) == stored(device) == [0, 0]
+        assert from_storage(first) == from_storage(device) == [0, 0]
         assert all(answer["meta_info"]["cached_tokens"] >= STORED for answer in device)
         server.flush()
         written = damage(folder)
@@ -105,14 +99,14 @@ def test_hits_outlive_the_server(version: str, model: Path, tmp_path: Path) -> N
 
         computed = ask(server, asked)
         wait_for(lambda: mended() == len(asked) * STORED // PAGE, "pages that were found damaged are written anew")
-        assert stored(computed) == [0, 0]
+        assert from_storage(computed) == [0, 0]
         assert "is damaged" in server.text()
         for one, other in zip(first, computed, strict=True):
             assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
     layout = ["--hicache-mem-layout", "layer_first", "--hicache-write-policy", "write_back"]
     with server_on(folder, model, tmp_path / "second", *GROUP, *layout, version=version) as server:
         again = ask(server, asked)
-        assert stored(again) == [STORED, STORED]
+        assert from_storage(again) == [STORED, STORED]
         assert refills(server) == 2
         assert_same(device, again, NEAR_TIE, DRIFT)  # sinks that are computed again differ in their last bits
 
@@ -125,7 +119,7 @@ def test_name_spaces_part_what_is_stored(version: str, model: Path, tmp_path: Pa
     folder, (ids,) = tmp_path / "store", prompts(1)
 
     def found(server: Server, **space: str) -> int:
-        return stored([server.generate(ids, TOKENS, **space, **LOGPROBS)])[0]
+        return from_storage([server.generate(ids, TOKENS, **space, **LOGPROBS)])[0]
 
     with server_on(folder, model, tmp_path / "log", version=version) as server:
         server.generate(ids, TOKENS, extra_key="a")
@@ -173,7 +167,7 @@ def test_settings_share_a_folder_and_nothing_in_it(model: Path, tmp_path: Path) 
             assert len(list(folder.glob("*.bin"))) == number * pages, name
         server.flush()
         again = ask(server, asked)
-        assert stored(again) == [STORED]
+        assert from_storage(again) == [STORED]
 
         def updated() -> bool:
             """SGLang flushes no cache whose pages are still on their way to storage, and says so."""
@@ -181,7 +175,7 @@ def test_settings_share_a_folder_and_nothing_in_it(model: Path, tmp_path: Path) 
             return bool(requests.post(f"{server.url}/update_weights_from_disk", json=body, timeout=600).ok)
 
         wait_for(updated, "an update of weights")
-        assert stored(write(folder, server, asked)) == [0]
+        assert from_storage(write(folder, server, asked)) == [0]
     assert len(list(folder.glob("*.bin"))) == (len(OTHERS) + 2) * pages
     with server_on(folder, model, tmp_path / "last") as server:
-        assert stored(ask(server, asked)) == [STORED]
+        assert from_storage(ask(server, asked)) == [STORED]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.api import wait_for
+from support.api import from_host, from_storage, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.models import VOCABULARY
 from support.releases import environment, needs_newer_python, served
@@ -49,12 +49,6 @@ def prompts() -> list[list[int]]:
 
 def ask(server: Server, asked: list[list[int]]) -> list[dict]:
     return [server.generate(ids, TOKENS, **LOGPROBS) for ids in asked]
-
-
-def cached(answers: list[dict], tier: str) -> list[int]:
-    """Tokens of each request that came from a tier."""
-    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
-    return [of[tier] if of else 0 for of in details]
 
 
 def pages(folder: Path, rank: int, ranks: int) -> set[Path]:
@@ -142,9 +136,9 @@ def test_two_ranks_answer_like_stock(version: str, qwen3: Path, expected: list[d
         assert_same(expected, list(cold), NEAR_TIE, DRIFT)
         again = ask(server, asked)
         assert_same(expected, again, NEAR_TIE, DRIFT)
-        hits = cached(again, "host")
+        hits = from_host(again)
         assert sum(hit >= STORED for hit in hits) >= len(asked) - 2, f"tokens from the host {hits}"
-        assert cached(again, "storage") == [0] * len(asked)
+        assert from_storage(again) == [0] * len(asked)
         text = server.text()
     assert set(re.findall(r"(TP\d)\] int2 memory: host tier: ", text)) == {"TP0", "TP1"}
     assert "is damaged" not in text
@@ -159,7 +153,7 @@ def test_two_ranks_answer_like_stock(version: str, qwen3: Path, expected: list[d
         assert_same(expected, restarted, NEAR_TIE, DRIFT)
         found = [STORED] * len(asked)
         found[SWAPPED], found[HALF] = 0, BEGINNING
-        assert cached(restarted, "storage") == found
+        assert from_storage(restarted) == found
         text = server.text()
     assert set(re.findall(r"(TP\d)\] int2 storage: page \w+ is damaged", text)) == {"TP1"}
     assert set(re.findall(r"(TP\d)\] int2 sink refill: ", text)) == {"TP0", "TP1"}

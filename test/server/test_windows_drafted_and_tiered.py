@@ -18,13 +18,13 @@ import torch
 
 from oscar_rotation.files.rotation_file import save_rotation_file
 from oscar_rotation.load import recipe_rotation
-from support.api import retracted
+from support.api import from_host, retracted
 from support.compare import assert_same
 from support.draft_models import gpt_oss_with_drafts
 from support.models import VOCABULARY
 from support.releases import environment, installed, needs_newer_python, served
 from support.servers import HADAMARD, RETRACTED, STRICT, Server, refills, serve
-from support.speculation import INT2, SMALL, ask, per_step, with_plugins
+from support.speculation import INT2, SMALL, ask, oracle, per_step, with_plugins
 
 pytestmark = [
     pytest.mark.server,
@@ -104,8 +104,7 @@ def test_planned_drafts(version: str, models: Models, expected: list[Turn], tmp_
     texts.write_text(json.dumps(known))
     plan = {"ORACLE_PLAN": "chains", "ORACLE_TEXTS": str(texts)} | RETRACTED
     env = with_plugins(environment(version) | ENV | plan, *PLUGINS, "oracle_plugin")
-    args = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(NEW)]
-    args += ["--speculative-ngram-max-trie-depth", "100000", "--speculative-ngram-max-bfs-breadth", "1"]
+    args = [*oracle(NEW), "--speculative-ngram-max-bfs-breadth", "1"]
     with serve(models.model, tmp_path / "log", *INT2, *SIZES, *args, env=env) as server:
         assert 1.5 < per_step(assert_turns_are_the_same(server, expected, 3)) < NEW - 1
         assert retracted(server) > 0
@@ -138,12 +137,6 @@ TIERS: dict[str, tuple[str, list[str]]] = {
 """By name: release and arguments."""
 
 
-def from_host(answer: dict[str, Any]) -> int:
-    """Tokens of a request that came from host memory."""
-    details = answer["meta_info"]["cached_tokens_details"]
-    return details["host"] if details else 0
-
-
 @pytest.mark.parametrize("name", TIERS)
 def test_hits_on_the_host(name: str, models: Models, expected: list[Turn], tmp_path: Path) -> None:
     """A pool for some of the conversations: what comes back brings its sliding windows, or is no hit."""
@@ -156,7 +149,7 @@ def test_hits_on_the_host(name: str, models: Models, expected: list[Turn], tmp_p
     env = with_plugins(env, *PLUGINS, "late_host_plugin", "roomy_host_plugin")
     with serve(models.model, tmp_path / "log", *INT2, *SIZES, *TIER, *args, env=env) as server:
         answers = assert_turns_are_the_same(server, expected, 2)
-        hits = [from_host(answer) for answer in answers]
+        hits = from_host(answers)
         print("from host", hits)
         assert sum(hit > 96 for hit in hits) >= 4, f"tokens from the host {hits}"
         assert refills(server) > 0

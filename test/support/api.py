@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import requests
 
@@ -28,3 +29,19 @@ def retracted(server: Server) -> int:
     """Requests that were retracted so far."""
     lines = [line for line in server.text().splitlines() if "#retracted_reqs: " in line]
     return sum(int(line.partition("#retracted_reqs: ")[2].partition(",")[0]) for line in lines)
+
+
+def from_host(answers: list[dict[str, Any]]) -> list[int]:
+    """Tokens of each request that came from host memory."""
+    return from_tier(answers, "host")
+
+
+def from_storage(answers: list[dict[str, Any]]) -> list[int]:
+    """Tokens of each request that came from storage."""
+    return from_tier(answers, "storage")
+
+
+def from_tier(answers: list[dict[str, Any]], tier: str) -> list[int]:
+    """Tokens of each request that came from a tier of SGLang's prefix cache."""
+    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
+    return [of[tier] if of else 0 for of in details]

@@ -20,6 +20,7 @@ from sglang_oscar.attention.flash_attention4 import FlashAttention4
 from support import golden
 from support.reference import MODEL, fit_rotations
 from support.servers import STRICT, Server, ranked, serve
+from support.speculation import oracle
 from support.together import Together
 
 from reference_model.quantize_fp8 import quantize  # isort: skip (support.reference finds it)
@@ -29,8 +30,7 @@ PLUGIN = {"PYTHONPATH": str(SUPPORT / "gpu_checks_plugin")}
 DRAFTED = {"PYTHONPATH": os.pathsep.join([str(SUPPORT / "oracle_plugin"), PLUGIN["PYTHONPATH"]])}
 DRAFTS = 8
 """Tokens that a step verifies."""
-ORACLE = ("--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(DRAFTS))
-ORACLE += ("--speculative-ngram-max-trie-depth", "100000")
+ORACLE = oracle(DRAFTS)
 EXTEND = "SGLANG_OSCAR_EXTEND_BACKEND"
 STOCK_KERNELS = {
     "fa3": ("FlashAttention-3", FlashAttention3.missing(128)),
@@ -114,7 +114,7 @@ FLEET = {
     ),
     "account": Launch(args=(*golden.WHOLE, *ORACLE), env=checked("memory") | DRAFTED, running=64, texts=True),
     "account_triton": Launch(
-        args=(*golden.WHOLE, *ORACLE[:3], "64", *ORACLE[4:]),
+        args=(*golden.WHOLE, *oracle(64)),
         env=checked("memory") | DRAFTED | {"SGLANG_OSCAR_DECODE_BACKEND": "triton"},
         running=256,
         texts=True,

@@ -21,6 +21,12 @@ SMALL = {"SGLANG_MIXED_KV_PREFIX_TOKENS": "16", "SGLANG_MIXED_KV_RECENT_TOKENS":
 """With eight new tokens the ring has not a row more than it needs."""
 
 
+def oracle(tokens: int) -> list[str]:
+    """Arguments of the drafts that ``oracle_plugin`` plans, for so many new tokens a step."""
+    args = ["--speculative-algorithm", "ORACLE", "--speculative-num-draft-tokens", str(tokens)]
+    return [*args, "--speculative-ngram-max-trie-depth", "100000"]
+
+
 def plugins(*names: str) -> dict[str, str]:
     """Variables that load test plugins of this folder."""
     return {"PYTHONPATH": os.pathsep.join(str(Path(__file__).parent / name) for name in names)}
