@@ -1,9 +1,10 @@
 """What a step of verification costs in SGLang and what it brings, with BF16, FP8 and int2 caches, random weights.
 
 For every cache, a server without speculation and one with drafts, of which SGLang accepts as many as it is told
-(``SGLANG_SIMULATE_ACC_LEN``). Drafts come from NGRAM, which takes the host and no GPU, or from a layer of EAGLE3 with
-random weights, whose time and cache are those of a trained one. Prompts are sent once before they are measured, so that
-they come from the prefix cache. Prints milliseconds per step and tokens per second, as SGLang's log counts them.
+(``SGLANG_SIMULATE_ACC_LEN``). Drafts come from NGRAM, which takes the host and no GPU, or from a layer of EAGLE3 or a
+hybrid's own draft layer (NEXTN), with random weights, whose time and cache are those of a trained one. Prompts are sent
+once before they are measured, so that they come from the prefix cache. Prints milliseconds per step and tokens per
+second, as SGLang's log counts them.
 
 Runs with one ``--lock FILE`` share a GPU, see ``one_gpu.py``.
 """
@@ -19,7 +20,7 @@ import typer
 from machine import describe
 from one_gpu import Questions, measure, parse_loads
 from shapes import SHAPES, config_of, write_draft_model
-from subjects import MODES, eagle3, subject
+from subjects import MODES, chain, eagle3, subject
 
 WAYS = ("plain", "speculation")
 
@@ -30,6 +31,7 @@ def speculation(algorithm: str, folder: Path, drafts: int, accepted: float) -> t
         "NGRAM": ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts),
                   "--speculative-ngram-max-bfs-breadth", "1"],
         "EAGLE3": eagle3(folder, drafts),
+        "NEXTN": ["--speculative-algorithm", "NEXTN", *chain(drafts)],
     }  # fmt: skip
     return own[algorithm], {"SGLANG_SIMULATE_ACC_LEN": str(accepted), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
 
@@ -39,7 +41,7 @@ def main(
     loads: Annotated[str, typer.Option(help="requests x tokens of a prompt, with commas")] = "1x100000,8x100000",
     modes: Annotated[str, typer.Option(help=f"of {', '.join(MODES)}, with commas")] = "bf16,fp8,int2",
     ways: Annotated[str, typer.Option(help=f"of {', '.join(WAYS)}, with commas")] = ",".join(WAYS),
-    algorithm: Annotated[str, typer.Option(help="NGRAM or EAGLE3")] = "NGRAM",
+    algorithm: Annotated[str, typer.Option(help="NGRAM, EAGLE3 or NEXTN")] = "NGRAM",
     drafts: Annotated[int, typer.Option(help="tokens that a step verifies")] = 4,
     accepted: Annotated[float, typer.Option(help="tokens that a step keeps, on average")] = 2.5,
     tokens: Annotated[int, typer.Option(help="tokens that a request generates")] = 512,
@@ -60,7 +62,8 @@ def main(
     questions = Questions(parse_loads(loads), tokens, lock)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as draft:
         what = subject(None, shape, Path(folder))
-        write_draft_model(Path(draft), shape)
+        if algorithm == "EAGLE3":
+            write_draft_model(Path(draft), shape)
         drafting = speculation(algorithm, Path(draft), drafts, accepted)
         for name in modes.split(","):
             for way in ways.split(","):

@@ -33,7 +33,7 @@ QWEN3_NEXT = QWEN3 | LINEAR | {
     "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
 }  # fmt: skip
 QWEN3_5 = QWEN3 | LINEAR | {
-    "vocab_size": 248320, "attn_output_gate": True, "eos_token_id": 248044,
+    "vocab_size": 248320, "attn_output_gate": True, "eos_token_id": 248044, "mtp_num_hidden_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                         "mrope_section": [11, 11, 10], "mrope_interleaved": True},
 }  # fmt: skip

@@ -115,11 +115,15 @@ MODES = {
 with matrices that its first start makes of the model. The others are named by their bits."""
 
 
-def eagle3(draft: Path, drafts: int) -> list[str]:
-    """Flags of a server that verifies chains of ``drafts`` tokens of an EAGLE3 head."""
-    return ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft),
-            "--speculative-num-steps", str(drafts - 1), "--speculative-eagle-topk", "1",
+def chain(drafts: int) -> list[str]:
+    """Flags of a server whose draft layer makes chains, which are verified ``drafts`` tokens at a time."""
+    return ["--speculative-num-steps", str(drafts - 1), "--speculative-eagle-topk", "1",
             "--speculative-num-draft-tokens", str(drafts)]  # fmt: skip
+
+
+def eagle3(draft: Path, drafts: int) -> list[str]:
+    """The same with an EAGLE3 head."""
+    return ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft), *chain(drafts)]
 
 
 def asking(ids: list[int], tokens: int) -> dict[str, Any]:

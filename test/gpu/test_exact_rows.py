@@ -50,7 +50,9 @@ APART = ["--disable-shared-experts-fusion"]
 """With the shared expert among those that are chosen from, SGLang would ask for one more than there are."""
 FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4}
 """As many experts as ranks, which SGLang wants; all are asked: rounding must not choose between them."""
+WINDOWS = (*IDS, "--moe-runner-backend", "triton")
 HOST_TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "2560"]
+LAZY = ["--mamba-radix-cache-strategy", "extra_buffer_lazy"]
 Prompt = tuple[Any, list[str]]
 """Token ids or text, and images."""
 
@@ -84,6 +86,11 @@ def drafting(algorithm: str, drafts: int, name: str = "") -> Callable[[Path], li
     return flags
 
 
+def ngram(drafts: int) -> list[str]:
+    """Drafts of what was said before; ``drafts`` counts the token that a step begins with."""
+    return ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts)]
+
+
 def states(model: Path) -> list[str]:
     """Of a hybrid model, which one release serves without overlap scheduling only."""
     overlap = [] if tells_kept_states_apart() else ["--disable-overlap-schedule"]
@@ -93,6 +100,11 @@ def states(model: Path) -> list[str]:
 def experts(folder: Path) -> Path:
     """A model whose tokens go to all experts: rounding must not choose between them."""
     return models.save("glm4_moe", folder, n_routed_experts=2)
+
+
+def windows(folder: Path) -> Path:
+    """gpt-oss, whose tokens go to all experts for the same reason."""
+    return models.save("gpt_oss", folder, num_local_experts=4, num_experts_per_tok=4)
 
 
 KINDS = {
@@ -108,16 +120,22 @@ KINDS = {
     "trees": Kind(
         lambda folder: models.save("qwen3", folder),
         tuple(IDS),
-        lambda model: ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"],
+        lambda model: ngram(6),
         per_step=1.0,
     ),
     "draft_layer": Kind(glm_with_draft_layer, tuple(IDS), drafting("NEXTN", 1), per_step=1.5, ranks=(1, 2)),
     "images_qwen2_5": Kind(lambda folder: vision_models.save("qwen2_5_vl", folder), images=True, ranks=(1, 2)),
     "images_qwen3": Kind(lambda folder: vision_models.save("qwen3_vl", folder), images=True, ranks=(1, 2)),
-    "windows": Kind(
-        lambda folder: models.save("gpt_oss", folder, num_local_experts=4, num_experts_per_tok=4),
-        (*IDS, "--moe-runner-backend", "triton"),
+    "windows": Kind(windows, WINDOWS),
+    # Chains: models with sliding windows are served with no trees.
+    "windows_drafts": Kind(
+        windows,
+        WINDOWS,
+        lambda model: [*ngram(4), "--speculative-ngram-max-bfs-breadth", "1"],
+        per_step=1.0,
+        ranks=(1, 2),
     ),
+    "windows_host_tier": Kind(windows, WINDOWS, lambda model: HOST_TIER, ranks=(1, 2), plugins=("late_host_plugin",)),
     "hybrid_next": Kind(
         lambda folder: hybrid_models.save("qwen3_next", folder, **LINEAR_HEADS, **FOUR_EXPERTS),
         tuple(IDS),
@@ -132,6 +150,13 @@ KINDS = {
         lambda folder: hybrid_with_draft_layer("qwen3_next", folder),
         tuple(IDS),
         lambda model: [*states(model), *drafting("NEXTN", 3)(model)],
+        per_step=1.5,
+        ranks=(1,),
+    ),
+    "hybrid_lazy_states": Kind(
+        lambda folder: hybrid_with_draft_layer("qwen3_next", folder),
+        tuple(IDS),
+        lambda model: [*states(model), *drafting("NEXTN", 3)(model), *LAZY],
         per_step=1.5,
         ranks=(1,),
     ),

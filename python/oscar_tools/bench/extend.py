@@ -42,16 +42,20 @@ BACKENDS = get_args(extend_choice.Setting)
 
 
 class Case:
-    """A batch of equal requests: ``prefix`` cached tokens each, ``chunk`` new ones."""
+    """A batch of equal requests: ``prefix`` cached tokens each, ``chunk`` new ones.
 
-    def __init__(self, batch: int, prefix: int, chunk: int, rotation: torch.Tensor) -> None:
+    Without ``online`` values are not multiplied, as if the weights were.
+    """
+
+    def __init__(self, batch: int, prefix: int, chunk: int, rotation: torch.Tensor, online: bool = True) -> None:
         self.lens = [prefix] * batch, [chunk] * batch
         # Room for the token that is stored before it is decoded, where a chunk has one only.
         tables, slots = shuffled_tables([prefix + 1] * batch, PAGE)
         self.tables = replace(tables, kv_lens=tables.kv_lens - 1)
         self.cache = random_cache(slots, batch, LAYOUTS, WINDOWS)
         tokens = batch * chunk
-        layer = layer_format(LAYOUTS, SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
+        value = SideTransform(rotation if online else None, clip=0.92)
+        layer = layer_format(LAYOUTS, SideTransform(rotation, clip=0.96), value)
         self.layer = prepare(layer, torch.bfloat16)
         heads = Q_HEADS + 2 * KV_HEADS
         fused = torch.randn(tokens, heads, HEAD_DIM, device=device()).bfloat16()
@@ -75,13 +79,12 @@ class Case:
         """Queries and values as they meet what is cached."""
         key, value = self.layer.key.reading, self.layer.value.matrix
         assert key is not None
-        assert value is not None
-        return rotate(self.q, key), rotate(self.v, value)
+        return rotate(self.q, key), self.v if value is None else rotate(self.v, value)
 
     def back(self, out: torch.Tensor) -> torch.Tensor:
         """Outputs in the basis of the model."""
-        assert self.layer.value.reading is not None
-        return rotate(out, self.layer.value.reading)
+        reading = self.layer.value.reading
+        return out if reading is None else rotate(out, reading)
 
     def by_passes(self, ragged: RaggedExtend, decode: Decode) -> Callable[[], object]:
         """Chunk and dequantized prefix by a stock kernel; prefixes of short chunks by the decode kernel."""
