@@ -4,25 +4,34 @@ On a CPU a copy is done when it is asked for, so nobody would notice a reader th
 rows are loaded, put aside and overwritten, and come back when its attention waits; lossless ones are NaN until then.
 On a GPU all layers' rows are overwritten before the first is loaded, and every load comes late, by some milliseconds
 of its stream. Windows beside the states of hybrid models are NaN likewise, on a CPU; rows of a draft model are zeros
-with LATE_HOST_DRAFTS_STAY, a deliberate fault.
+with LATE_HOST_DRAFTS_STAY, a deliberate fault. The rank that LATE_STORAGE_RANK names reads files of rows after the
+others.
 """
 
 from __future__ import annotations
 
 import os
+import time
 
 LATE_CYCLES = 40_000_000
 """Of the GPU's clock, about 20 ms: by then a reader that does not wait has read."""
+LATE_SECONDS = 0.5
+"""After which the rank that is late begins to read: by then the others have read."""
 
 
 def register():
+    bring_rows_late()
+    read_files_late()
+
+
+def bring_rows_late():
     import torch
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
-    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
     from sglang_oscar.attention.backend import OscarAttentionBackend
     from sglang_oscar.features.tiers.host_pool import Int2HostPool
 
+    MambaPoolHost = host_pool_of_states()
     load, complete, wait = Int2HostPool.load_to_device_per_layer, LayerLoadingEvent.complete, LayerLoadingEvent.wait
     loaded = []
 
@@ -84,3 +93,28 @@ def register():
     if os.environ.get("LATE_HOST_NOBODY_WAITS"):
         # A deliberate fault, to prove that it is noticed.
         OscarAttentionBackend._wait_for_rows = lambda self, layer_id: None
+
+
+def host_pool_of_states():
+    """SGLang's class, which 0.5.17 has elsewhere."""
+    try:
+        from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+    except ModuleNotFoundError:
+        from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
+    return MambaPoolHost
+
+
+def read_files_late():
+    """Of rows, on the rank that is named."""
+    import torch
+
+    from sglang_oscar.features.tiers.pool_files import PoolFiles
+
+    read = PoolFiles.read
+
+    def read_late(self, keys, host_indices):
+        if str(torch.distributed.get_rank()) == os.environ.get("LATE_STORAGE_RANK"):
+            time.sleep(LATE_SECONDS)
+        return read(self, keys, host_indices)
+
+    PoolFiles.read = read_late
