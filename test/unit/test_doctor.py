@@ -164,6 +164,12 @@ def test_sliding_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fewer = re.search(r"would hold \d+ tokens, ([\d.]+) times fewer", checks["memory"].detail)
     assert fewer is not None
     assert float(fewer[1]) > 4
+    on_device = re.search(r"24576 bytes a token x (\d+) tokens", checks["memory"].detail)
+    assert on_device is not None
+    twice = by_name(model_checks(str(tmp_path), None, 80 * GIB, host_ratio=2.0))["host tier"].detail
+    assert re.findall(r"host tier: (\d+) tokens.*?, (\d+) layers", twice)[1] == (str(2 * int(on_device[1]) + 64), "12")
+    sizes = by_name(model_checks(str(tmp_path), None, 80 * GIB, host_size=50))["host tier"].detail
+    assert sum(map(float, re.findall(r"= ([\d.]+) GiB", sizes))) == pytest.approx(50e9 / GIB, abs=0.01)
 
 
 @pytest.fixture
@@ -192,7 +198,12 @@ def test_what_a_hybrid_model_is_served_with(hybrid: Path) -> None:
     assert checks["model"].ok
     assert checks["draft model"].ok
     assert "states behind drafts" in checks["memory"].detail
-    assert by_name(model_checks(str(hybrid), None, 8 * GIB, host_size=1))["model"].ok == releases.carries_slot_states()
+    checks = by_name(model_checks(str(hybrid), None, 8 * GIB, host_size=1))
+    assert checks["model"].ok == releases.carries_slot_states()
+    if checks["model"].ok:
+        rows, states = map(float, re.findall(r"= ([\d.]+) GiB", checks["host tier"].detail))
+        assert rows + states == pytest.approx(1e9 / GIB, abs=0.1)
+        assert rows < states
 
 
 def test_unreadable_model(tmp_path: Path) -> None:
@@ -206,6 +217,11 @@ def test_draft_model(model: Path, tmp_path: Path) -> None:
     checks = by_name(model_checks(str(model), 64, 8 * GIB, str(folder)))
     assert checks["draft model"].detail == "LlamaForCausalLMEagle3, 2048 bytes a token in torch.bfloat16"
     assert "tokens x 2048 bytes" in checks["memory"].detail
+    checks = by_name(model_checks(str(model), 64, 8 * GIB, str(folder), host_ratio=2.0))
+    assert checks["model"].ok
+    tokens = re.findall(r": (\d+) tokens", checks["host tier"].detail)
+    assert len(tokens) == 2
+    assert tokens[0] == tokens[1]
     assert "whole model" in failed(model_checks(str(model), 64, 8 * GIB, str(model)), "draft model")
 
 

@@ -11,15 +11,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from oscar_kernels.cache import Windows
 from oscar_kernels.format import LayerFormat, SideFormat
+from oscar_tools.doctor.host import host_lines
 from sglang_oscar.attention.backend import OscarAttentionBackend
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.features.hybrids.state_slots import StateSlots
+from sglang_oscar.features.sliding_windows.window_pool import WindowPool
 from sglang_oscar.features.tiers import host_releases
 from sglang_oscar.features.tiers.arguments import LAYOUTS
 from sglang_oscar.features.tiers.host_pool import Int2HostPool
 from sglang_oscar.features.tiers.pages import DIGEST_BYTES, HALF_PAGE, HostPages, PageLayout, host_line, host_tokens
 from sglang_oscar.features.tiers.transfer import KernelTransfer, TorchTransfer, device_pages
+from sglang_oscar.formats.geometry import Geometry
+from sglang_oscar.memory.plan import MemoryPlan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 
 SLOTS = 192
@@ -176,13 +183,13 @@ def device_pool(page_size: int = 64) -> Int2TokenToKVPool:
     return pool
 
 
-def host_pool(pool: Int2TokenToKVPool, layout: str = "page_first", **further: Any) -> Int2HostPool:
+def host_pool(pool: Any, layout: str = "page_first", gigabytes: float = 0, **further: Any) -> Int2HostPool:
     """The host pool as the installed release makes it."""
     if not hasattr(pool, "_mha_buffer_info"):
-        return Int2HostPool(pool, 3.0, 0, pool.page_size, layout, **further)
+        return Int2HostPool(pool, 3.0, gigabytes, pool.page_size, layout, **further)
     geometry = {"device_capacity_tokens": pool.size, "start_layer": 0, "end_layer": 3, "draft_buffer_infos": ()}
     source = pool._mha_buffer_info()
-    return Int2HostPool(source, 3.0, 0, pool.page_size, layout, **geometry | further)
+    return Int2HostPool(source, 3.0, gigabytes, pool.page_size, layout, **geometry | further)
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +262,36 @@ def test_account() -> None:
     assert host_tokens(layout, 0, 2.0, 1000) == 2048
     assert host_tokens(layout, 1, 2.0, 1000) == (1_000_000_000 // layout.token_bytes // 64 + 1) * 64
     assert host_line(1 << 20, layout).startswith("host tier: 1048576 tokens x 512 bytes = 0.500 GiB of host memory")
+
+
+@pytest.mark.parametrize("gigabytes", [0, 0.001])
+def test_windows_have_a_pool_of_their_own(gigabytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates are what SGLang makes of both pools; it shares bytes out by what pools take on the device."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _split_hicache_size
+
+    monkeypatch.setattr("sglang_oscar.features.tiers.host_pool.ranks_have_other_parts", lambda: False)
+    both = device_pool(), MHATokenToKVPool(
+        SLOTS // 3 * 2, page_size=64, dtype=torch.bfloat16, head_num=2, head_dim=64, v_head_dim=32, layer_num=2,
+        device="cpu", enable_memory_saver=False, start_layer=0, end_layer=3,
+    )  # fmt: skip
+    shares = _split_hicache_size(gigabytes, both)
+    made = [host_pool(pool, gigabytes=share) for pool, share in zip(both, shares, strict=True)]
+    rows = (256, 256), (128, 128)
+    windows = WindowPool(rows, torch.bfloat16, 127, 256, 64, interval=1, in_flight=0, ratio=2 / 3)
+    plan = MemoryPlan(Geometry(FORMATS, Windows(64, 256, 256), torch.bfloat16), 2, 0, (windows,))
+    lines = [host_line(host.size, host.page_layout) for host in made]
+    assert host_lines(plan, SLOTS, gigabytes, 3.0) == lines
+    assert "2 layers" in lines[1]
+
+
+def test_states_have_a_pool_of_their_own() -> None:
+    """What a hybrid's server of SGLang 0.5.23 with --hicache-size 1 said that it allocates."""
+    rows = LayerFormat(2, 64, SideFormat(64), SideFormat(64))
+    geometry = Geometry({0: rows, 1: rows}, Windows(64, 256, 256), torch.bfloat16)
+    plan = MemoryPlan(geometry, 2, 0, (StateSlots(16, 20992, 327680, 5),))
+    cache, states = host_lines(plan, 2560, 1, 0)
+    assert cache.startswith("host tier: 2111488 tokens x 256 bytes")
+    assert states.startswith("states on the host: 1318 slots x 348672 bytes")
 
 
 def test_attention_waits_for_its_own_layer() -> None:

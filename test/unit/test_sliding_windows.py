@@ -32,7 +32,7 @@ from sglang_oscar.memory.plan import MemoryPlan, make_plan
 from sglang_oscar.memory.pool import Int2TokenToKVPool
 
 GPT_OSS_20B = Geometry.uniform(RowLayout(8, 64, 64), Windows(sink=64, recent=256, ring=256), torch.bfloat16, layers=12)
-WINDOWS = WindowPool(12, 24576, torch.bfloat16, 127, 256, 64, 128, 16384)
+WINDOWS = WindowPool(((1024,) * 12,) * 2, torch.bfloat16, 127, 256, 64, 128, 16384)
 FULL, SLIDING = (1, 3), (0, 2)
 
 

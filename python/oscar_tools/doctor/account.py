@@ -132,7 +132,7 @@ def account_of(loaded: dict[str, Any], models: tuple[str, str], memory: int) -> 
 
 
 def memory_account(loaded: dict[str, Any], budget: int) -> str:
-    """Where the memory for states and cache would go; tokens are kept for later.
+    """Where the memory for states and cache would go; plan and tokens are kept for later.
 
     Args:
         loaded: what :func:`oscar_tools.doctor.model.model_checks` has found of the model.
@@ -164,7 +164,7 @@ def memory_account(loaded: dict[str, Any], budget: int) -> str:
         None,
     )
     parts = [part for part in (draft, windows, slots, *_workspaces(loaded, geometry, budget)) if part is not None]
-    plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, parts)
+    loaded["plan"] = plan = make_plan(geometry, budget, None, DEFAULT_PAGE_SIZE, parts)
     loaded["tokens"] = (budget - plan.fixed_bytes) // plan.token_bytes
     return "; ".join(plan.lines(loaded["tokens"]))
 
@@ -204,12 +204,3 @@ def _workspaces(loaded: dict[str, Any], geometry: Any, budget: int) -> tuple[Any
         kv_heads=geometry.any_layer.kv_heads,
     )  # fmt: skip
     return extend, decode_workspace(task, geometry.formats, model.context_len, loaded["ranks"])
-
-
-def host_facts(loaded: dict[str, Any], size: int, ratio: float) -> str:
-    """What host memory would hold of the model of :func:`oscar_tools.doctor.model.model_checks`."""
-    from sglang_oscar.features.tiers.pages import PageLayout, host_line, host_tokens
-    from sglang_oscar.names import DEFAULT_PAGE_SIZE
-
-    page = PageLayout.of_formats(estimated_geometry(loaded).formats, DEFAULT_PAGE_SIZE)
-    return host_line(host_tokens(page, size, ratio, loaded["tokens"]), page)

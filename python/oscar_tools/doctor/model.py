@@ -8,7 +8,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from oscar_rotation.files.identity import ModelIdentity
-from oscar_tools.doctor.account import MEM_FRACTION, account_of, host_facts
+from oscar_tools.doctor.account import MEM_FRACTION, account_of
 from oscar_tools.doctor.check import Check, attempt, quiet
 from oscar_tools.doctor.machine import EXTEND
 from sglang_oscar.errors import Int2Error
@@ -94,7 +94,9 @@ def model_checks(
         return account_of(loaded, (path, draft_path or path), memory)
 
     def host_tier() -> str:
-        return host_facts(loaded, host_size, host_ratio)
+        from oscar_tools.doctor.host import host_lines
+
+        return "; ".join(host_lines(loaded["plan"], loaded["tokens"], host_size, host_ratio))
 
     checks = [attempt("model", model), attempt("variables", variables)]
     if all(check.ok for check in checks):

@@ -31,8 +31,7 @@ class WindowPool(Part):
     """The pool of layers with a sliding window, of one rank.
 
     Args:
-        layers: how many.
-        token_bytes: of a token, keys and values of all of them.
+        row_bytes: of a token by layer, of keys and of values.
         dtype: of keys and values.
         window: tokens before its own that a token sees.
         recent: tokens at the end of a prompt that a prefix hit leaves to compute.
@@ -43,8 +42,7 @@ class WindowPool(Part):
         ratio: tokens per token of the INT2 pool, where the operator decides that; None to size it by what runs.
     """
 
-    layers: int
-    token_bytes: int
+    row_bytes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: torch.dtype
     window: int
     recent: int
@@ -56,6 +54,16 @@ class WindowPool(Part):
 
     name = "the cache of layers with a sliding window"
     flag = "--chunked-prefill-size"
+
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return len(self.row_bytes[0])
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token, keys and values of all layers."""
+        return sum(map(sum, self.row_bytes))
 
     @property
     def kept(self) -> int:
@@ -141,10 +149,12 @@ def window_pool(
     if not model.is_hybrid_swa:
         return None
     layers = len(model.swa_attention_layer_ids)
-    elements = model.get_swa_num_kv_heads(ranks) * (model.swa_head_dim + model.swa_v_head_dim)
+    keys, values = (
+        model.get_swa_num_kv_heads(ranks) * head_dim * model.dtype.itemsize
+        for head_dim in (model.swa_head_dim, model.swa_v_head_dim)
+    )
     return WindowPool(
-        layers=layers,
-        token_bytes=layers * elements * model.dtype.itemsize,
+        row_bytes=((keys,) * layers, (values,) * layers),
         dtype=model.dtype,
         window=window,
         recent=settings.windows.recent if settings.recompute_recent else 0,

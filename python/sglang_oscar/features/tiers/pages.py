@@ -235,7 +235,7 @@ def host_line(tokens: int, layout: PageLayout) -> str:
     )
 
 
-def host_tokens(layout: PageLayout, gigabytes: int, ratio: float, device_tokens: int) -> int:
+def host_tokens(layout: PageLayout, gigabytes: float, ratio: float, device_tokens: int) -> int:
     """Tokens that a host tier holds.
 
     Args:
