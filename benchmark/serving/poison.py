@@ -33,6 +33,8 @@ CONTINUED = 16
 """Tokens of an answer that goes on with a document."""
 SURE = 1.0
 """Nats by which a golden token is more probable than the next one: more than other batches or hits move it."""
+LEAST = 8
+"""Golden prompts whose smallest margins are in the report: other answers to these say less."""
 ROUNDS = 3
 """Times that golden answers are asked for: what is in no cache first."""
 PROBES = 8
@@ -91,6 +93,7 @@ class PoisonClient(Client):
         self.prompts: dict[str, int] = {}
         self.facts: dict[str, str] = {}
         self.golden: dict[str, list[int]] = {}
+        self.margins: dict[str, list[float]] = {}
         self.poisoned: dict[str, str] = {}
         self.ends: Counter[str] = Counter()
         self.compared = 0
@@ -136,6 +139,7 @@ class PoisonClient(Client):
                 ids, margins = await self.greedy(prompt, tokens)
             sure = next((i for i, margin in enumerate(margins) if margin < SURE), tokens)
             self.golden[prompt] = common(self.golden.get(prompt, ids), ids[:sure])
+            self.margins[prompt] = [*map(min, self.margins.get(prompt, margins), margins)]
 
         for _ in range(ROUNDS):
             await asyncio.gather(*(ask(*one) for one in self.prompts.items()))
@@ -169,8 +173,8 @@ class PoisonClient(Client):
         self.compared += 1
         if got[: len(want)] != want:
             first = len(common(got, want))
-            sure = f"token {first} by {margins[first]:.2f} nats"
-            raise RuntimeError(f"answer {got} ({sure}) instead of {want} (each by {SURE} nats or more)")
+            by, was = (f"by {one[first]:.2f} nats" for one in (margins, self.margins[prompt]))
+            raise RuntimeError(f"answer {got} (token {first} {by}) instead of {want} ({was} or more)")
 
     async def run(self, requests: int, concurrency: int) -> Tally:
         """Learn golden answers, send requests, and look at the end at what is cached and stored."""
@@ -188,6 +192,9 @@ class PoisonClient(Client):
             "poisoned_ended_with": ends,
             "golden_prompts": f"{len(self.golden)} of {len(self.prompts)}",
             "golden_tokens": sum(map(len, self.golden.values())),
+            "golden_least_margins": sorted(
+                round(min(self.margins[prompt][: len(ids)]), 2) for prompt, ids in self.golden.items()
+            )[:LEAST],
             "golden_right": f"{sum(map(self.right, self.facts))} of {len(self.facts)}",
             "golden_comparisons": self.compared,
             "counted": {name: count - begin.get(name, 0) for name, count in counters.items()},

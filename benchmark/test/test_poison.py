@@ -66,7 +66,7 @@ def test_ends_of_poisoned_requests() -> None:
 def test_another_answer_and_nan_are_errors() -> None:
     """The beginning that a model was sure of is compared."""
     client = Told(answer((-0.1, 5), (-0.2, 6)))
-    client.prompts, client.golden = {"x": 2}, {"x": [5]}
+    client.prompts, client.golden, client.margins = {"x": 2}, {"x": [5]}, {"x": [8.0, 8.0]}
     asyncio.run(client.compare("x"))
     client.golden = {"x": [4]}
     with pytest.raises(RuntimeError, match="instead of"):
