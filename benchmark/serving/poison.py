@@ -35,8 +35,10 @@ SURE = 1.0
 """Nats by which a golden token is more probable than the next one: more than other batches or hits move it."""
 LEAST = 8
 """Golden prompts whose smallest margins are in the report: other answers to these say less."""
-ROUNDS = 3
-"""Times that golden answers are asked for: what is in no cache first."""
+CACHED = (0.0, 0.3, 0.6, 0.9, 1.0)
+"""Shares of a prompt that are in the cache when its golden answer is asked for. What is computed reads exact keys and
+values of its chunk, what is a hit was rounded to two bits before: the same question may be answered by 7 nats when its
+prompt is computed, and otherwise by 5 when it is a hit. Later hits end anywhere, as the pool is small."""
 PROBES = 8
 """Poisoned prompts that are asked again at the end, one by one, to see what they hit."""
 COUNTER = "sglang:oscar_broken_requests_total"
@@ -131,7 +133,7 @@ class PoisonClient(Client):
         return self.tokenizer.decode((await self.greedy(prompt, tokens))[0])
 
     async def learn(self, concurrency: int) -> None:
-        """Ask for the golden answers."""
+        """Ask for the golden answers, with a share of the prompts in the cache, and at last behind hits."""
         gate = asyncio.Semaphore(concurrency)
 
         async def ask(prompt: str, tokens: int) -> None:
@@ -141,7 +143,15 @@ class PoisonClient(Client):
             self.golden[prompt] = common(self.golden.get(prompt, ids), ids[:sure])
             self.margins[prompt] = [*map(min, self.margins.get(prompt, margins), margins)]
 
-        for _ in range(ROUNDS):
+        async def cache(beginning: str) -> None:
+            async with gate:
+                await self.greedy(beginning, 1)
+
+        for share in CACHED:
+            if share < 1:
+                await asyncio.to_thread(self.server.flush)
+                beginnings = {prompt[: round(len(prompt) * share)] for prompt in self.prompts} - {""}
+                await asyncio.gather(*map(cache, beginnings))
             await asyncio.gather(*(ask(*one) for one in self.prompts.items()))
         self.golden = {prompt: ids for prompt, ids in self.golden.items() if ids}
 
