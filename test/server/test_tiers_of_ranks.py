@@ -37,6 +37,8 @@ LENGTH, PAGE, STORED, BEGINNING = 900, 64, 640, 448
 """Of a prompt, of a page, what a hit on the prompt may have, and what of one prompt is stored first."""
 WHOLE, SWAPPED, HALF, *_ = range(5)
 """Prompts by what becomes of their pages."""
+END_EACH_OTHER = ("0.5.17", "0.5.18")
+"""Releases in which a rank that lacks a page ends what the others read, wherever they are by then."""
 TOKENS = 12
 NEAR_TIE, DRIFT = 0.06, 0.08
 
@@ -148,14 +150,15 @@ def test_two_ranks_answer_like_stock(version: str, qwen3: Path, expected: list[d
     for path in files[HALF][1]:
         page = path.read_bytes()
         path.write_bytes(page[:500] + bytes([page[500] ^ 1]) + page[501:])
-    # The rank with damaged pages is done with them while the other has yet to read its own.
-    late = TWO_CORES | {"LATE_STORAGE_RANK": "0"}
-    with server_on(folder, qwen3, tmp_path / "second.log", *TWO_RANKS, version=version, **late) as server:
+    with server_on(folder, qwen3, tmp_path / "second.log", *TWO_RANKS, version=version, **TWO_CORES) as server:
         restarted = ask(server, asked)
         assert_same(expected, restarted, NEAR_TIE, DRIFT)
-        found = [STORED] * len(asked)
+        found, read = [STORED] * len(asked), from_storage(restarted)
         found[SWAPPED], found[HALF] = 0, BEGINNING
-        assert from_storage(restarted) == found
+        if version in END_EACH_OTHER:
+            assert 0 <= read[HALF] <= BEGINNING
+            found[HALF] = read[HALF]
+        assert read == found
         text = server.text()
     assert set(re.findall(r"(TP\d)\] int2 storage: page \w+ is damaged", text)) == {"TP1"}
     assert set(re.findall(r"(TP\d)\] int2 sink refill: ", text)) == {"TP0", "TP1"}

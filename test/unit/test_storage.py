@@ -17,7 +17,7 @@ from oscar_kernels.format import LayerFormat, SideFormat, fingerprint
 from oscar_kernels.transform import SideTransform
 from sglang_oscar.attach import refusals, releases
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.features.tiers import hooks, host_releases
+from sglang_oscar.features.tiers import hooks
 from sglang_oscar.features.tiers.arguments import WithStorage, check_nameable, check_storage
 from sglang_oscar.features.tiers.pages import PageLayout
 from sglang_oscar.features.tiers.salt import model_facts, storage_salt
@@ -263,38 +263,3 @@ def test_storage_of_other_servers_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hooks, "active", lambda: None)
     assert hooks.around_create_backend(lambda *given: given[1:], None, "file", 1, 2) == ("file", 1, 2)
     assert hooks.around_get_mha_host_pool_cls(lambda source: source, "stock") == "stock"
-
-
-@pytest.mark.skipif(
-    not host_releases.ranks_count_pages_alone(), reason="ranks compare the pages that they have while they read"
-)
-def test_reading_ends_when_it_has_on_every_rank() -> None:
-    """A rank that lacks a page ends nobody's reading but its own; a request that is aborted ends on all at once."""
-    from sglang.srt.managers.cache_controller import PrefetchOperation
-    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-
-    ranks = [PrefetchOperation("a request", [0] * 640) for _ in range(2)]
-
-    def asked(operation: Any, reduce: Any) -> bool:
-        cache = SimpleNamespace(page_size=64, prefetch_stop_policy="wait_complete", _all_reduce_attn_groups=reduce)
-        return hooks.around_can_terminate_prefetch(HiRadixCache.can_terminate_prefetch, cache, operation)
-
-    def ended() -> bool:
-        votes: list[torch.Tensor] = []
-        for operation in ranks:
-            asked(operation, lambda states, op: votes.append(states.clone()))
-        return asked(ranks[0], lambda states, op: states.copy_(torch.stack(votes).amax(0)))
-
-    assert not ended()
-    for operation in ranks:
-        operation.hash_value = ["f"] * 10
-    ranks[1].increment(448)
-    ranks[1].mark_terminate()
-    assert not ended()
-    ranks[0].increment(640)
-    assert ended()
-
-    ranks = [PrefetchOperation("another", [0] * 640) for _ in range(2)]
-    for operation in ranks:
-        operation.mark_terminate()
-    assert ended()

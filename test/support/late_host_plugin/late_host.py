@@ -4,27 +4,18 @@ On a CPU a copy is done when it is asked for, so nobody would notice a reader th
 rows are loaded, put aside and overwritten, and come back when its attention waits; lossless ones are NaN until then.
 On a GPU all layers' rows are overwritten before the first is loaded, and every load comes late, by some milliseconds
 of its stream. Windows beside the states of hybrid models are NaN likewise, on a CPU; rows of a draft model are zeros
-with LATE_HOST_DRAFTS_STAY, a deliberate fault. The rank that LATE_STORAGE_RANK names reads files of rows after the
-others.
+with LATE_HOST_DRAFTS_STAY, a deliberate fault.
 """
 
 from __future__ import annotations
 
 import os
-import time
 
 LATE_CYCLES = 40_000_000
 """Of the GPU's clock, about 20 ms: by then a reader that does not wait has read."""
-LATE_SECONDS = 0.5
-"""After which the rank that is late begins to read: by then the others have read."""
 
 
 def register():
-    bring_rows_late()
-    read_files_late()
-
-
-def bring_rows_late():
     import torch
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
 
@@ -102,19 +93,3 @@ def host_pool_of_states():
     except ModuleNotFoundError:
         from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
     return MambaPoolHost
-
-
-def read_files_late():
-    """Of rows, on the rank that is named."""
-    import torch
-
-    from sglang_oscar.features.tiers.pool_files import PoolFiles
-
-    read = PoolFiles.read
-
-    def read_late(self, keys, host_indices):
-        if str(torch.distributed.get_rank()) == os.environ.get("LATE_STORAGE_RANK"):
-            time.sleep(LATE_SECONDS)
-        return read(self, keys, host_indices)
-
-    PoolFiles.read = read_late

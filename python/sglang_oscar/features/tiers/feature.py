@@ -24,14 +24,6 @@ FEATURE = Feature(
         Touchpoint(at(STORAGE + "create_backend"), AROUND, hooks.around_create_backend),
         Touchpoint(at(CONTROLLER + "_generic_page_get"), AROUND, hooks.around_page_get),
         Touchpoint(at(CONTROLLER + "_generic_page_set"), AROUND, hooks.around_page_set),
-        Touchpoint(
-            at(
-                MEM + "hiradix_cache.HiRadixCache.can_terminate_prefetch",
-                MEM + "unified_radix_cache.UnifiedRadixCache._can_terminate_prefetch",
-            ),
-            AROUND,
-            hooks.around_can_terminate_prefetch,
-        ),
         Touchpoint(at(MEM + "utils.get_hash_str"), AROUND, hooks.around_get_hash_str),
         Touchpoint(at(UPDATER + "_observe_weight_load"), AROUND, weights.around_observe_weight_load),
     ],

@@ -131,35 +131,6 @@ def around_page_set(
     return original(self, hash_values, host_indices, extra_info)
 
 
-def around_can_terminate_prefetch(original: Callable[..., bool], self: Any, operation: Any) -> bool:
-    """Whether reading pages for a request has ended: when it has on every rank, where a release ends it as soon as one
-    rank lacks a page. Another that has read nothing yet would make a hit of nothing out of the pages before that one.
-
-    Args:
-        original: of SGLang's prefix cache, which asks all ranks.
-        self: the prefix cache.
-        operation: SGLang's PrefetchOperation.
-    """
-    if not host_releases.ranks_count_pages_alone():
-        return original(self, operation)
-    return original(self, _OfThisRank(operation, self.page_size))
-
-
-class _OfThisRank:
-    """A PrefetchOperation that never ends those of other ranks; one that was ended has all that it will have."""
-
-    def __init__(self, operation: Any, page_size: int) -> None:
-        self._operation = operation
-        if operation.is_terminated():
-            self.hash_value, self.completed_tokens, self.pool_transfers = [""], page_size, None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._operation, name)
-
-    def is_terminated(self) -> bool:
-        return False
-
-
 def _moves_files(storage: Any) -> bool:
     """Whether storage is ours and of files."""
     from sglang_oscar.features.tiers.storage import CheckedStorage

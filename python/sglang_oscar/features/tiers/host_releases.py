@@ -24,12 +24,6 @@ def stores_namespaces() -> bool:
     return releases.exists("sglang.srt.mem_cache.utils.storage_namespace_seed")
 
 
-def ranks_count_pages_alone() -> bool:
-    """Whether every rank counts the pages that it has read, and counts are compared in the end; newer releases compare
-    them while ranks read."""
-    return releases.exists("sglang.srt.managers.cache_controller.PrefetchOperation.increment")
-
-
 def device_rows(source: Any) -> tuple[list[Any], list[Any]]:
     """Key and value tensors by layer of what a host pool is made from.
 
