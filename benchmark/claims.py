@@ -174,14 +174,15 @@ def long_contexts() -> Iterator[Claim]:
         tests = [tested(rate) for rate in asked]
         text = " | ".join(["| " + RECALLED[row["name"]], "{}", *(cell for cell, _ in tests)])
         yield Claim(page, f"{text} |", (row["bits"], *(number for _, numbers in tests for number in numbers)))
+    values = []
     newest = {cache["name"]: cache["figures"] for cache in result(f"{run}_0.5.23")["caches"]}
-    asked = [
-        (newest[name]["tasks"]["files"]["gsm8k_test"], newest[name]["tasks"]["files"]["humaneval"],
-         newest[name]["recall"]["lengths"]["6144"])
-        for name in ("int2", "bf16")
-    ]  # fmt: skip
-    values = [number for own, base in zip(*asked, strict=True)
-              for number in (own["right"]["mean"], base["right"]["mean"], own["p_value"])]  # fmt: skip
+    for kind, part, name in (
+        ("tasks", "files", "gsm8k_test"),
+        ("tasks", "files", "humaneval"),
+        ("recall", "lengths", "6144"),
+    ):
+        own, base = (newest[cache][kind][part][name] for cache in ("int2", "bf16"))
+        values += [own["right"]["mean"], base["right"]["mean"], own["p_value"]]
     text = "GSM8K of the test split is {} for {} (p {}), HumanEval {} for {} (p {}), recall of 6K {} for {} (p {})"
     yield Claim(page, text, tuple(values))
     cold = [caches[f"int2-chunk-{n}"]["effects"]["30000"]["cold_kl"]["mean"] for n in (8192, 2048, 512)]

@@ -52,7 +52,6 @@ FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4}
 """As many experts as ranks, which SGLang wants; all are asked: rounding must not choose between them."""
 WINDOWS = (*IDS, "--moe-runner-backend", "triton")
 HOST_TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "2560"]
-LAZY = ["--mamba-radix-cache-strategy", "extra_buffer_lazy"]
 Prompt = tuple[Any, list[str]]
 """Token ids or text, and images."""
 
@@ -156,7 +155,7 @@ KINDS = {
     "hybrid_lazy_states": Kind(
         lambda folder: hybrid_with_draft_layer("qwen3_next", folder),
         tuple(IDS),
-        lambda model: [*states(model), *drafting("NEXTN", 3)(model), *LAZY],
+        lambda model: [*states(model), *drafting("NEXTN", 3)(model), *hybrid_models.LAZY],
         per_step=1.5,
         ranks=(1,),
     ),

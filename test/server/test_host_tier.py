@@ -98,12 +98,14 @@ def test_hits_on_the_host(name: str, qwen3: Path, expected: list[dict], tmp_path
         # Each three times running: the selective policy writes what has been hit.
         thrice = [prompt for prompt in conversations() for _ in range(3)]
         assert_same([one for one in expected for _ in range(3)], ask(server, thrice, workers), NEAR_TIE, DRIFT)
-        again = ask(server, conversations(), workers)
+        # In turn, or a beginning would lie on the device still.
+        again = ask(server, conversations())
         assert_same(expected, again, NEAR_TIE, DRIFT)
-        # Of several that are asked at once some may find a beginning on the device still.
-        hits, loaded = [answer["meta_info"]["cached_tokens"] for answer in again], from_host(again)
-        assert sum(hit >= 512 for hit in hits) >= CONVERSATIONS - 1, f"tokens cached {hits}, from the host {loaded}"
-        assert sum(loaded) >= 2 * 512, f"tokens from the host {loaded}"
+        hits = from_host(again)
+        assert sum(hit >= 512 for hit in hits) >= CONVERSATIONS - 1, f"tokens from the host {hits}"
+        at_once = ask(server, conversations(), workers)
+        assert_same(expected, at_once, NEAR_TIE, DRIFT)
+        assert any(from_host(at_once))
         assert refills(server) > 0
         assert server.alive()
 

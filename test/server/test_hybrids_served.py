@@ -62,7 +62,6 @@ TWO_TURNS = {*ASKED} - {"next_chunked_retracted"}
 NO_OVERLAP = "--disable-overlap-schedule"
 MISTAKES_STATES = "0.5.17"
 """The release whose prefix cache mistakes one state for another with overlap scheduling: int2 mode wants it off."""
-LAZY = ["--mamba-radix-cache-strategy", "extra_buffer_lazy"]
 NO_STATES_OF_TEXT = ("0.5.17", "0.5.18")
 """Releases whose prefix cache keeps no states of the classes of text alone."""
 Request = list[int]
@@ -147,7 +146,7 @@ CONFIGURATIONS: dict[str, tuple[str, str, list[str], dict[str, str], int]] = {
     "next_lazy_states": (
         "qwen3_next",
         installed(),
-        ["--max-mamba-cache-size", "96", "--chunked-prefill-size", "128", *LAZY],
+        ["--max-mamba-cache-size", "96", "--chunked-prefill-size", "128", *hybrid_models.LAZY],
         IDENTITY,
         1,
     ),

@@ -26,6 +26,8 @@ from transformers import (
 from support.models import COMMON
 from support.vision_models import TOKENS, VISION, letter_ids, save_processor, strengthen_images
 
+LAZY = ["--mamba-radix-cache-strategy", "extra_buffer_lazy"]
+"""A request has a second slot for states only where a page may end in a step."""
 FULL_LAYERS = (1, 3)
 """Layers with full attention; the others are linear."""
 SEEING = ("qwen3_5", "qwen3_5_moe")
