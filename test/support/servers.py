@@ -64,7 +64,7 @@ def small_sizes(args: tuple[str, ...]) -> list[str]:
     """
     sizes = ["--random-seed", "0"]
     if "--mem-fraction-static" not in args:
-        sizes += ["--mem-fraction-static", "0.3" if has_gpu() else "0.5"]
+        sizes += ["--mem-fraction-static", "0.85" if has_gpu() else "0.5"]
     if "--max-total-tokens" not in args:
         sizes += ["--max-total-tokens", "24576"]
     return [*sizes, *shlex.split(os.environ.get("OSCAR_TEST_SERVER_ARGS", "")), *args]
