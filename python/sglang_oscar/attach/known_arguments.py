@@ -19,22 +19,24 @@ def _names(text: str) -> frozenset[str]:
 TRIED = _names(
     """
     model_path dtype quantization load_format context_length json_model_override_args trust_remote_code kv_cache_dtype
-    host port device base_gpu_id random_seed sleep_on_idle nccl_port dp_size attn_dp_size enable_dp_attention tp_size
-    pp_size ep_size moe_dense_tp_size moe_runner_backend disable_custom_all_reduce
-    enforce_disable_flashinfer_allreduce_fusion mem_fraction_static max_running_requests max_total_tokens
-    chunked_prefill_size page_size enable_mixed_chunk disable_overlap_schedule disable_radix_cache max_mamba_cache_size
-    mamba_track_interval mamba_max_states_per_path attention_backend prefill_attention_backend decode_attention_backend
-    grammar_backend cuda_graph_bs_decode enable_fp32_lm_head torch_compile_max_bs skip_tokenizer_init skip_server_warmup
-    incremental_streaming_output enable_cache_report decode_log_interval enable_metrics extra_metric_labels
-    enable_session_radix_cache enable_hierarchical_cache hicache_ratio hicache_size hicache_io_backend
-    hicache_mem_layout hicache_storage_backend hicache_storage_backend_extra_config hicache_storage_prefetch_policy
-    hicache_write_policy disaggregation_mode disaggregation_bootstrap_port disaggregation_transfer_backend
-    disaggregation_decode_retraction_backup speculative_algorithm speculative_draft_model_path speculative_eagle_topk
-    speculative_num_draft_tokens speculative_num_steps speculative_ngram_capacity speculative_ngram_max_bfs_breadth
-    speculative_ngram_max_trie_depth schedule_policy schedule_conservativeness retraction_policy
-    enable_priority_scheduling radix_eviction_policy prefill_max_requests num_continuous_decode_steps stream_interval
-    scheduler_recv_interval max_queued_requests max_prefill_tokens optimistic_prefill_attempts lora_backend
-    max_loras_per_batch
+    host port device base_gpu_id random_seed sleep_on_idle nccl_port dp_size attn_dp_size enable_dp_attention
+    enable_dp_lm_head tp_size pp_size ep_size ep_num_redundant_experts ep_dispatch_algorithm init_expert_location
+    enable_eplb eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
+    expert_distribution_recorder_mode expert_distribution_recorder_buffer_size moe_dense_tp_size moe_runner_backend
+    disable_custom_all_reduce enforce_disable_flashinfer_allreduce_fusion mem_fraction_static max_running_requests
+    max_total_tokens chunked_prefill_size page_size enable_mixed_chunk disable_overlap_schedule disable_radix_cache
+    max_mamba_cache_size mamba_track_interval mamba_max_states_per_path attention_backend prefill_attention_backend
+    decode_attention_backend grammar_backend cuda_graph_bs_decode enable_fp32_lm_head torch_compile_max_bs
+    skip_tokenizer_init skip_server_warmup incremental_streaming_output enable_cache_report decode_log_interval
+    enable_metrics extra_metric_labels enable_session_radix_cache enable_hierarchical_cache hicache_ratio hicache_size
+    hicache_io_backend hicache_mem_layout hicache_storage_backend hicache_storage_backend_extra_config
+    hicache_storage_prefetch_policy hicache_write_policy disaggregation_mode disaggregation_bootstrap_port
+    disaggregation_transfer_backend disaggregation_decode_retraction_backup speculative_algorithm
+    speculative_draft_model_path speculative_eagle_topk speculative_num_draft_tokens speculative_num_steps
+    speculative_ngram_capacity speculative_ngram_max_bfs_breadth speculative_ngram_max_trie_depth schedule_policy
+    schedule_conservativeness retraction_policy enable_priority_scheduling radix_eviction_policy prefill_max_requests
+    num_continuous_decode_steps stream_interval scheduler_recv_interval max_queued_requests max_prefill_tokens
+    optimistic_prefill_attempts lora_backend max_loras_per_batch
     """
 ) | {GROUP_SIZE}
 """Served with int2, by a test or a benchmark, with a value off its default."""
@@ -126,7 +128,7 @@ NOT_TRIED = _names(
     model_loader_extra_config modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
     modelopt_quant quantize_and_serve rl_quant_profile torchao_config gpu_id_step numa_node nnodes node_rank
     dist_init_addr disable_attn_tp_gather enable_dense_mlp_attn_tp enable_dp_attention_local_control_broadcast
-    enable_dp_lm_head enable_shared_experts_attn_tp dwdp_size moe_dp_size pp_async_batch_depth pp_max_micro_batch_size
+    enable_shared_experts_attn_tp dwdp_size moe_dp_size pp_async_batch_depth pp_max_micro_batch_size
     enable_dynamic_chunking shared_experts_tp_size load_balance_method enable_attn_tp_input_scattered
     enable_layernorm_sp enable_megamoe_for_layernorm_sp enable_p2p_check enable_tp_lm_head_all_to_all
     abort_on_priority_when_disabled default_priority_value disable_priority_preemption
@@ -153,18 +155,16 @@ NOT_TRIED = _names(
     disable_cuda_graph_padding disable_prefill_cuda_graph enable_cudagraph_gc enable_profile_cuda_graph
     enable_layerwise_nvtx_marker enable_torch_compile_debug_mode deepep_config deepep_dispatcher_output_dtype
     deepep_mode deepep_v2_mode disable_flashinfer_autotune disable_flashinfer_cutlass_moe_fp4_allgather
-    disable_shared_experts_fusion enable_draft_weights_cpu_backup enable_eplb enable_flashinfer_allreduce_fusion
+    disable_shared_experts_fusion enable_draft_weights_cpu_backup enable_flashinfer_allreduce_fusion
     enable_fused_moe_sum_all_reduce enable_fused_qk_norm_rope enable_mscclpp enable_nccl_nvls
     enable_quant_communications enable_single_batch_overlap enable_symm_mem enable_tf32_matmul enable_torch_symm_mem
     enable_w4a4_mxfp4_megamoe enable_waterfill enable_weights_cpu_backup enforce_shared_experts_fusion
-    ep_dispatch_algorithm ep_num_redundant_experts eplb_algorithm eplb_min_rebalancing_utilization_threshold
-    eplb_rebalance_layers_per_chunk eplb_rebalance_num_iterations expert_balancedness_report_mode
-    expert_distribution_recorder_buffer_size expert_distribution_recorder_mode flashinfer_a2a_dispatch_type
+    eplb_min_rebalancing_utilization_threshold expert_balancedness_report_mode flashinfer_a2a_dispatch_type
     flashinfer_allreduce_fusion_backend flashinfer_autotune_skip_ops flashinfer_mxfp4_moe_precision fuseep_mode
-    init_expert_location moe_a2a_backend pre_warm_nccl kt_cpuinfer kt_max_deferred_experts_per_token kt_method
-    kt_num_gpu_experts kt_threadpool_count kt_weight_path offload_group_size offload_mode offload_num_in_group
-    offload_prefetch_step enable_mamba_cache_stochastic_rounding linear_attn_decode_backend linear_attn_verify_backend
-    mamba_backend mamba_cache_philox_rounds mamba_ssm_dtype uses_mamba_radix_cache speculative_accept_threshold_acc
+    moe_a2a_backend pre_warm_nccl kt_cpuinfer kt_max_deferred_experts_per_token kt_method kt_num_gpu_experts
+    kt_threadpool_count kt_weight_path offload_group_size offload_mode offload_num_in_group offload_prefetch_step
+    enable_mamba_cache_stochastic_rounding linear_attn_decode_backend linear_attn_verify_backend mamba_backend
+    mamba_cache_philox_rounds mamba_ssm_dtype uses_mamba_radix_cache speculative_accept_threshold_acc
     speculative_accept_threshold_single speculative_attention_mode speculative_boundary_reduction
     speculative_draft_load_format speculative_draft_model_quantization speculative_draft_sink_size
     speculative_draft_window_size speculative_enable_w4a4_mxfp4_megamoe speculative_moe_a2a_backend
