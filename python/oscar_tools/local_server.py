@@ -78,7 +78,7 @@ class LocalServer:
                 raise ServerFailedError("the server was given up before it was ready")
             if READY in self.text() and self.healthy():
                 return
-            time.sleep(0.3)
+            time.sleep(0.1)
         status = self.process.poll()
         what = (
             f"ended with status {status}"

@@ -45,6 +45,8 @@ def server_environment(extra: dict[str, str]) -> dict[str, str]:
     base = {name: value for name, value in os.environ.items() if not name.startswith(OUR_PREFIXES)}
     base.pop("TRITON_INTERPRET", None)
     env = environment(base)
+    # SGLang would generate a token and wait for a second, whenever it is asked whether it is healthy.
+    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if not has_gpu():
         env["SGLANG_PLUGINS"] = ",".join(["oscar", *PLUGINS])
     paths = [extra.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")]
@@ -82,8 +84,11 @@ class Server(local_server.LocalServer):
         return reply.json()
 
     def alive(self) -> bool:
-        """Whether the server process runs and answers."""
-        return self.healthy()
+        """Whether the server runs, and its scheduler answers twice: between what it receives it checks its memory."""
+        try:
+            return self.healthy() and all(requests.get(f"{self.url}/server_info", timeout=600).ok for _ in range(2))
+        except requests.ConnectionError:
+            return False
 
 
 @contextlib.contextmanager
