@@ -31,6 +31,8 @@ from oscar_tools.local_server import LocalServer, serve
 MODEL = ROOT / "models" / "reference"
 LARGEST_DROP = 3.0
 """Standard errors by which the score may fall between the beginning and the end."""
+KEPT = 2
+"""Seconds that an idle connection is kept; SGLang closes it after 5, and a request that it crosses is lost."""
 
 
 def main(
@@ -68,7 +70,7 @@ def main(
     args += ["--context-length", str(max(32768, longest + 2048)), *server_args.split()]
 
     async def drive(server: LocalServer) -> Client:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT)) as session:
             what = server.url, session, 0, longest, model
             client = PoisonClient(server, *what, every=poison) if poison else Client(*what)
             await client.run(requests, concurrency)

@@ -157,3 +157,16 @@ def test_nan_does_not_count() -> None:
     found = value("key_error", CODED)
     assert found is not None
     assert 0.03 < found < 0.3
+
+
+def test_a_server_that_warms_up_does_not_count() -> None:
+    """Graphs of prompts are captured with zeros: these are not what later errors are compared with."""
+    errors, layers = made()
+    for _ in range(2):
+        many(errors, layers, torch.zeros(D))
+    assert value("key_error", CODED) is None
+    for _ in range(3):
+        many(errors, layers, EVEN)
+    found = value("key_error_growth", CODED)
+    assert found is not None
+    assert 0.9 < found < 1.1

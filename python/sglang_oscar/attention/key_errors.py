@@ -67,7 +67,8 @@ class KeyErrors:
             self._restart()
         if self._chunks == CHUNKS:
             errors, energies = self._sums.tolist()
-            self._say([error / max(energy, 1e-30) for error, energy in zip(errors, energies, strict=True)])
+            if min(energies) > 0:  # else of a server that warms up, whose keys are zeros
+                self._say([error / energy for error, energy in zip(errors, energies, strict=True)])
             self._sums.zero_()
             self._chunks = 0
         self._chunks += 1
