@@ -184,6 +184,11 @@ def long_contexts() -> Iterator[Claim]:
         own, base = (newest[cache][kind][part][name] for cache in ("int2", "bf16"))
         values += [own["right"]["mean"], base["right"]["mean"], own["p_value"]]
     text = "GSM8K of the test split is {} for {} (p {}), HumanEval {} for {} (p {}), recall of 6K {} for {} (p {})"
+    far = [newest[name]["recall"]["lengths"]["28000"] for name in ("int2", "bf16", "int2-3.0")]
+    values += [far[0]["right"]["mean"], far[1]["right"]["mean"], far[0]["p_value"]]
+    code = newest["int2-3.0"]["tasks"]["files"]["humaneval"]
+    values += [number for row in (far[2], code) for number in (row["right"]["mean"], row["p_value"])]
+    text += ", of 28K {} for {} (p {}). There `--bits 3.0` has {} (p {}), though {} of HumanEval (p {})"
     yield Claim(page, text, tuple(values))
     cold = [caches[f"int2-chunk-{n}"]["effects"]["30000"]["cold_kl"]["mean"] for n in (8192, 2048, 512)]
     cached = caches["int2"]["tail-kl"]["30000"]["kl"]["mean"]["mean"]
@@ -341,15 +346,19 @@ def share(bandwidth: float, batch: int, length: int, us: float) -> float:
 
 def servers() -> Iterator[Claim]:
     """Whole servers."""
-    full = result("h200_serving_throughput_full_qwen3_8b")
-    full = [full[name][0] for name in ("fa3", "xqa_fp8", "int2")]
-    bits = result("h200_serving_throughput_bits_qwen3_8b")
-    many = [next(row for row in bits[name] if row["requests"] == 128) for name in ("k3v2", "int2")]
-    for text, rows in (
-        ("| as many requests of 16K as fit | {} ({}) | {} ({}) | - | {} ({}) |", full),
-        ("| 128 requests of 16K | does not fit | does not fit | {} ({}) | {} ({}) |", many),
-    ):
-        yield Claim(README, text, tuple(row[key] for row in rows for key in ("tokens_per_s", "running")))
+    default, full = (result(f"h200_serving_throughput_{name}_qwen3_8b") for name in ("default", "full"))
+    rows = [default[name][0] for name in ("fa3", "xqa_fp8", "int2")]
+    yield Claim(
+        README,
+        "| as many requests of 16K as fit |" + " {} ({}) |" * 4,
+        tuple(row[key] for row in (*rows, full["int2"][0]) for key in ("tokens_per_s", "running")),
+    )
+    speeds = [row["tokens_per_s"] for row in rows]
+    yield Claim(
+        BENCHMARKS,
+        "| tokens per second | {} | - | {} | {} | {} | {} |",
+        (*speeds, *(default[f"over_{name}"]["int2"] for name in ("fa3", "xqa_fp8"))),
+    )
     paper = result("h200_paper_qwen3_8b")["rows"]
     speed = [
         next(row["U"] for row in paper[name] if (row["experiment"], row["requests"], row["prompt"]) == ONE)
