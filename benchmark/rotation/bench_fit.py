@@ -23,6 +23,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +33,7 @@ import typer
 from safetensors.torch import save_file
 
 from oscar_kernels.layout import AFFINE
-from oscar_rotation.dump import DumpWriter
+from oscar_rotation.dump import DumpManifest, DumpWriter
 from oscar_rotation.fit.bit_goal import BitGoal
 from oscar_rotation.fit.device import choose_device
 from oscar_rotation.fit.options import FitOptions
@@ -86,12 +87,12 @@ def write_layer(
         writer.write(layer, chunk, q, k, v, [length])
 
 
-def write_model(folder: Path, layers: int, q_heads: int, kv_heads: int, head_dim: int) -> Path:
+def write_model(folder: Path, layers: Iterable[int], q_heads: int, kv_heads: int, head_dim: int) -> Path:
     """A folder with what recipes read of a model: output projections, a file per layer, and the configuration."""
     folder.mkdir()
     width = q_heads * head_dim
     weight = torch.randn(width, width, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for layer in range(layers):
+    for layer in layers:
         save_file({f"model.layers.{layer}.self_attn.o_proj.weight": weight}, folder / f"model-{layer:05d}.safetensors")
     config = {"model_type": "llama", "max_position_embeddings": 32768, "rope_theta": 1e6, "head_dim": head_dim,
               "num_attention_heads": q_heads, "num_key_value_heads": kv_heads}  # fmt: skip
@@ -111,6 +112,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 30000,
     requests: Annotated[str, typer.Option(help="Request lengths, with commas.")] = "300,2048,7500",
     layers: int = 36,
+    layer_ids: Annotated[str | None, typer.Option(help="Which of a model they are, with commas, if not all.")] = None,
     q_heads: int = 32,
     kv_heads: int = 8,
     head_dim: int = 128,
@@ -141,8 +143,12 @@ def main(
             for job in jobs:
                 job.result()
             del jobs
+        ids = None if layer_ids is None else tuple(map(int, layer_ids.split(",")))
+        if ids is not None:
+            sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+            DumpManifest(num_layers=layers, layer_ids=ids, **sizes).write(root)
         fitted = FITTED[recipe]
-        model = write_model(Path(temporary) / "model", layers, *heads) if fitted.needs_weights else None
+        model = write_model(Path(temporary) / "model", ids or range(layers), *heads) if fitted.needs_weights else None
         if cold:
             drop_from_cache(root)
         written = time.perf_counter() - begin
@@ -158,7 +164,8 @@ def main(
             value_coding=value_coding,
         )  # fmt: skip
         request = FitRequest(root, options, str(model) if model else None, device)
-        fitted.fit(request).save(rotations or Path(temporary) / "rotations", fitted.suffixes[:1])
+        result = fitted.fit(request).of_model("", ids)
+        result.save(rotations or Path(temporary) / "rotations", result.usual_formats(fitted.suffixes))
         seconds = time.perf_counter() - begin
         cpu_seconds, peak = time.process_time() - before, peak_memory()
     facts: dict[str, Any] = {

@@ -36,12 +36,16 @@ def rotations_of(model: Path, bits: str) -> dict[str, str]:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config") or config
     heads = config["num_attention_heads"]
-    sizes = {
-        "layers": layer_types(config).count("full_attention"),
+    kinds = layer_types(config)
+    attending = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    sizes: dict[str, object] = {
+        "layers": len(attending),
         "q-heads": heads,
         "kv-heads": config["num_key_value_heads"],
         "head-dim": config.get("head_dim") or config["hidden_size"] // heads,
     }
+    if len(attending) < len(kinds):
+        sizes["layer-ids"] = ",".join(map(str, attending))
     out = model / f"rotations_{bits}"
     command = [sys.executable, str(BENCH_FIT), "--recipe", DEFAULT, "--bits", bits, "--tokens", str(TOKENS)]
     command += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]

@@ -11,10 +11,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "serving"))
 import shapes
+from rotations import rotations_of
 from shapes import SHAPES, config_of, write_model
 from subjects import MODES, subject
 
 from oscar_rotation import defaults
+from oscar_rotation.files.rotation_file import read_rotation_file
 from oscar_tools.calibration.errors import HarnessError
 from support.server_answers import INT2, answering, server_info
 
@@ -43,6 +45,14 @@ def test_caches_that_are_fitted() -> None:
     fits = {name: mode.fit for name, mode in MODES.items() if mode.fit}
     assert fits.pop("int2") == defaults.BITS
     assert all(name == bits for name, bits in fits.items())
+
+
+def test_matrices_are_of_the_layers_that_attend_to_everything(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4}
+    kinds = ["linear_attention", "full_attention"] * 2
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"layer_types": kinds}))
+    for path in rotations_of(tmp_path, defaults.BITS).values():
+        assert read_rotation_file(path).layer_ids == (1, 3)
 
 
 def test_results_say_what_servers_say() -> None:
