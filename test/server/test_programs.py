@@ -37,7 +37,7 @@ def output(command: list[str], env: dict[str, str]) -> str:
 def test_one_batch_without_a_scheduler(tmp_path: Path) -> None:
     """Rows of 16 bits give the answers of stock SGLang."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(document(500, seed).text.replace("\n", " ") + "\n" for seed in range(2)))
+    prompts.write_text("".join(document(500, seed).text.replace("\n", " ") + "\n" for seed in (2, 3)))
     asked = ["--correctness-test", "--output-len", "12", "--cut-len", "64", "--prompt-filename", str(prompts)]
     stock = output([ONE_BATCH, *asked], {})
     ours = output(["oscar_tools", "run", ONE_BATCH, *asked, *INT2], EXACT)

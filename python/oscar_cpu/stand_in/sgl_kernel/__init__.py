@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sgl_kernel import device, operators
+from sgl_kernel import device, operators, products
 from sgl_kernel.drafting import (
     assign_draft_cache_locs_contiguous_cpu,
     build_tree_kernel_efficient_cpu,
@@ -33,10 +33,12 @@ __all__ = [
     "fill_accept_out_cache_loc_cpu",
     "fill_bonus_tokens_cpu",
     "operators",
+    "products",
     "verify_tree_greedy_cpu",
 ]
 
 __version__ = "0.4.5"
 
 
+products.install()
 scalar_type = SimpleNamespace(ScalarType=object, scalar_types=SimpleNamespace())
