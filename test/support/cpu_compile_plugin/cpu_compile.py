@@ -33,6 +33,7 @@ def patch_model(model, enable_compile, num_tokens, tp_group):
     whole = traceable_as_a_whole()
     print(f"cpu_compile: {backend}, {'one graph' if whole else 'graphs'} of {num_tokens} tokens", flush=True)
     os.environ.pop("TORCHDYNAMO_DISABLE", None)  # servers of tests compile nothing else
+    torch._inductor.config.compile_threads = 1
     yield torch.compile(torch.no_grad()(model.forward), backend=backend, fullgraph=whole, dynamic=False)
 
 
