@@ -27,6 +27,7 @@ from store_cases import exact
 
 from oscar_kernels import reference
 from oscar_kernels.cache import Windows
+from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import decode_rows
 from oscar_kernels.cuda.decode import arrange_reading, decode, verify
 from oscar_kernels.cuda.store import arrange, store
@@ -136,3 +137,29 @@ def test_store(shape: Shape, gain: float) -> None:
         assert not rows[broken.any(-1), : layout.code_bytes].any()
         error, least = ((of - x).norm(dim=-1)[~broken] for of in (read, best))
         assert (error <= least * 1.01 + 1e-6).all()
+
+
+@pytest.mark.parametrize("shape", BOOKS[4:], ids=str)
+def test_of_equal_points_of_a_shared_book_the_first_is_stored(shape: Shape) -> None:
+    """Every point is there twice; a vector of zeros is nearest to the shortest; some groups are far from all points."""
+    generator = torch.Generator().manual_seed(6)
+    points = torch.randn(128, 4, generator=generator)
+    lengths = 0.5 + torch.rand(shape.kv_heads, shape.head_dim // 4, generator=generator)
+    lengths[0, 3], lengths[-1, 5] = 1e-3, 1e-9
+    book = Codebook.from_shared(torch.cat([points, points.flip(0)]), lengths).to(DEVICE)
+    layer = shape.format().to(DEVICE)
+    layer = replace(layer, key=replace(layer.key, codebook=book))
+    tokens = 5
+    slots = random_slots(tokens, shape.windows, 2 * shape.page_size, 5, DEVICE)
+    q, k, v = (
+        random_vectors((tokens, heads, shape.head_dim), shape.dtype, seed, DEVICE)
+        for seed, heads in enumerate((shape.q_heads, shape.kv_heads, shape.kv_heads))
+    )
+    k[0], k[1, :, 9] = 0.0, 300.0
+    caches = [replace(empty_cache(shape, 2, 5, DEVICE, fill=7.0), k_codebook=book) for _ in range(2)]
+    with running():
+        store(caches[0], slots, k, v, arrange(prepare(layer, shape.dtype)), q, shape.page_size)
+    reference.store(caches[1], slots, k, v, layer)
+    codes, wanted = (cache.k_rows[slots.row, : shape.key_layout.params_offset] for cache in caches)
+    assert torch.equal(codes, wanted)
+    assert codes.max() < 128

@@ -23,12 +23,14 @@ HEADS, D = 2, 64
 CPU = torch.device("cpu")
 
 
-def made(seed: int, gain: float = 0.98) -> LayerFormat:
-    """Keys with a dual, a center and a codebook, values with a matrix."""
+def made(seed: int, gain: float = 0.98, shared: bool = False) -> LayerFormat:
+    """Keys with a dual, a center and a codebook, which may be ``shared``, values with a matrix."""
     random = torch.Generator().manual_seed(seed)
     matrix = torch.eye(D).repeat(HEADS, 1, 1) + 0.1 * torch.randn(HEADS, D, D, generator=random)
     center = torch.randn(HEADS, D, generator=random)
-    book = Codebook.from_points(torch.randn(HEADS, D // 4, 256, 4, generator=random))
+    points = torch.randn(HEADS, D // 4, 256, 4, generator=random)
+    lengths = torch.ones(HEADS, D // 4)
+    book = Codebook.from_shared(points[0, 0], lengths) if shared else Codebook.from_points(points)
     key = SideTransform(matrix, matrix.inverse().mT.contiguous(), center, gain=gain)
     value = SideTransform(torch.linalg.qr(torch.randn(D, D, generator=random)).Q)
     sides = SideFormat(D, transform=key, coding="codebook", codebook=book), SideFormat(D, transform=value)
@@ -42,9 +44,10 @@ def cache_with(layer: AnyFormat, derived: list[Any]) -> Any:
     return SimpleNamespace(layers=layers, derived=derived, seats=SimpleNamespace(device=CPU))
 
 
-def test_everything_made_of_a_format_is_replaced() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_everything_made_of_a_format_is_replaced(shared: bool) -> None:
     """What is worked out when it is first asked for, and what kernels prepare, stays where it is, with new content."""
-    old, new = made(1), made(2)
+    old, new = made(1, shared=shared), made(2, shared=shared)
     transform = old.key.transform
     worked_out = [transform.plain_center, old.value.transform.back, old.key.codebook.values]  # type: ignore[union-attr]
     prepared, book = prepare(old, torch.bfloat16), old.key.codebook
@@ -69,7 +72,9 @@ def test_everything_made_of_a_format_is_replaced() -> None:
         assert torch.equal(at.key.reading.terms, made_new.key.reading.terms)  # type: ignore[union-attr]
         assert torch.equal(at.value.reading.terms, made_new.value.reading.terms)  # type: ignore[union-attr]
         assert torch.equal(at.key.center, made_new.key.center)  # type: ignore[arg-type]
-    assert torch.equal(books[0], arranged_book(new.key.codebook))  # type: ignore[arg-type]
+    assert new.key.codebook is not None
+    assert torch.equal(books[0], arranged_book(new.key.codebook))
+    assert torch.equal(books[1], searched_points(new.key.codebook))
 
 
 def test_parts_of_layers_are_replaced() -> None:

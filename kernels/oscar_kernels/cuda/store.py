@@ -24,10 +24,12 @@ VECTORS = 16
 """Vectors of a tile: rows of a tensor-core product."""
 KEPT_CHANNELS = 128
 """Channels of heads whose matrices a block keeps in registers from tile to tile."""
-QUERY_TILES = 3
-"""Tiles of queries that take a block as long as one of keys or values, which are quantized too."""
-QUERY_TILES_OF_SEARCH = 8
-"""As many where keys are looked for in a codebook."""
+QUANTIZED = 3
+"""Times as long as a tile of queries a block has a tile of keys or values, which are quantized too."""
+SEARCHED = 8
+"""Times as long it has one of keys that are looked for in codebooks of their own."""
+SHARED_SEARCHED = 4
+"""As many of keys that are looked for in a codebook that all share."""
 _STRIDES = [("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 _MATRIX = [("terms", POINTER), ("unscale", ctypes.c_float)]
 _Side = struct("Side", [("x", POINTER), *_STRIDES, *_MATRIX, ("center", POINTER), ("rank", ctypes.c_int32),
@@ -183,18 +185,18 @@ def store(
     at_once = processors(q.device.index or 0)
     k_sets, v_sets, q_sets = _sets(layer)
     book = layer.key.codebook
-    if book is not None:
+    if book is not None and not book.shared:
         k_sets = kv_heads  # tiles of keys are of one kv head
-    query_tiles = QUERY_TILES if book is None else QUERY_TILES_OF_SEARCH
-    blocks, vectors, span, query_span = _cut(
-        tokens, kv_heads, q_heads, head_dim, (k_sets, v_sets, q_sets), at_once, query_tiles
-    )
+    blocks, vectors, spans = _cut(
+        tokens, (kv_heads, kv_heads, q_heads), head_dim, (k_sets, v_sets, q_sets), at_once,
+        (QUANTIZED if book is None else SHARED_SEARCHED if book.shared else SEARCHED, QUANTIZED, 1),
+    )  # fmt: skip
     launch(
         kernel, (blocks, 1, 1), 2 * head_dim, 0,
         [side(k, layer.key, "k"), side(v, layer.value, "v"),
          _Queries(q.data_ptr(), q.stride(0), q.stride(1), *_pointer(layer.key.reading), out.data_ptr()),
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr()), ctypes.c_int32(tokens),
-         ctypes.c_int32(vectors), ctypes.c_int32(span), ctypes.c_int32(query_span), ctypes.c_int32(decoding),
+         ctypes.c_int32(vectors), *(ctypes.c_int32(span) for span in spans), ctypes.c_int32(decoding),
          _Points(0, 0) if book is None else _Points(searched_points(book).data_ptr(), book.factor.data_ptr())],
         overlap=True,
     )  # fmt: skip
@@ -208,35 +210,32 @@ def _pointer(matrix: SplitMatrix | None) -> tuple[int, float]:
 
 @lru_cache(maxsize=4096)
 def _cut(
-    tokens: int, kv_heads: int, q_heads: int, head_dim: int, all_sets: tuple[int, int, int], at_once: int,
-    query_tiles: int,
-) -> tuple[int, int, int, int]:  # fmt: skip
-    """Blocks, vectors of a tile of keys or values, tiles of a block of those, and tiles of a block of queries.
+    tokens: int, heads: tuple[int, int, int], head_dim: int, sets: tuple[int, int, int], at_once: int,
+    weights: tuple[int, int, int],
+) -> tuple[int, int, tuple[int, int, int]]:  # fmt: skip
+    """Blocks, vectors of a tile of keys or values, and tiles of a block of keys, of values and of queries.
 
     Args:
-        all_sets: matrices of keys, values and queries; no block has tiles of two.
+        heads: of keys, values and queries.
+        sets: their matrices; no block has tiles of two.
         at_once: blocks that run at once.
-        query_tiles: tiles of queries that take as long as one of keys or values.
+        weights: how long a block has a tile of each.
     """
 
-    def tiles(heads: int, sets: int, vectors: int) -> int:
-        return -(-tokens * (heads // sets) // vectors)
+    def blocks(vectors: int, spans: tuple[int, int, int]) -> int:
+        total = 0
+        for of, own, size, span in zip(heads, sets, (vectors, vectors, VECTORS), spans, strict=True):
+            tiles = -(-tokens * (of // own) // size)
+            total += own * -(-tiles // span)
+        return total
 
-    def blocks(vectors: int, span: int, query_span: int) -> int:
-        of = [
-            (kv_heads, vectors, span),
-            (kv_heads, vectors, span),
-            (q_heads, VECTORS, query_span),
-        ]
-        return sum(
-            sets * -(-tiles(heads, sets, vectors) // span)
-            for sets, (heads, vectors, span) in zip(all_sets, of, strict=True)
-        )
-
-    # Half the vectors a tile, where all tiles run at once nevertheless; where they do not, several tiles a block.
-    span = query_span = 1
-    vectors = VECTORS // 2 if blocks(VECTORS // 2, 1, 1) <= at_once else VECTORS
+    # Half the vectors a tile, where all tiles run at once nevertheless; where they do not, several tiles a block: more
+    # of those that are done first.
+    spans = 1, 1, 1
+    vectors = VECTORS // 2 if blocks(VECTORS // 2, spans) <= at_once else VECTORS
     if head_dim <= KEPT_CHANNELS:
-        while blocks(vectors, span, query_span) > at_once and span * vectors < tokens * kv_heads:
-            span, query_span = (span + 1, query_span) if query_span >= query_tiles * span else (span, query_span + 1)
-    return blocks(vectors, span, query_span), vectors, span, query_span
+        while blocks(vectors, spans) > at_once and min(spans[:2]) * vectors < tokens * heads[0]:
+            times = [span * weight for span, weight in zip(spans, weights, strict=True)]
+            first, keys, values, queries = times.index(min(times)), *spans
+            spans = keys + (first == 0), values + (first == 1), queries + (first == 2)
+    return blocks(vectors, spans), vectors, spans

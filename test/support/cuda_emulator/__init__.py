@@ -35,7 +35,10 @@ OPTIONS = ["-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-ffp-contract=off
 """More optimization takes longer than what it saves: most kernels run once."""
 PARAMETERS = {
     "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result", "Reading", "Books")),
-    "store.cu": ("oscar_store", ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int", "Points")),
+    "store.cu": (
+        "oscar_store",
+        ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int", "int", "Points"),
+    ),
 }
 
 

@@ -419,6 +419,10 @@ template <bool BF16>
 inline void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   emulated_mma<BF16, 16>(c, a0, a1, a2, a3, b0, b1);
 }
+inline void mma_half(float (&d)[4], const float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  std::memcpy(d, c, sizeof d);
+  emulated_mma<false, 16>(d, a[0], a[1], a[2], a[3], b0, b1);
+}
 template <bool BF16>
 inline void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
   emulated_mma<BF16, 8>(c, a0, a1, 0, 0, b0, 0);

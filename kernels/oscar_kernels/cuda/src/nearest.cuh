@@ -1,5 +1,5 @@
-// Keys as indexes of the nearest points of a codebook, see codebook.py: a tile of 16 vectors of one kv head, by all warps of
-// the block.
+// Keys as indexes of the nearest points of a codebook, see codebook.py, where kv heads and groups have points of their own: a
+// tile of 16 vectors of one kv head, by all warps of the block.
 //
 // The point p nearest to x has the largest x.p - |p|^2 / 2. For four channels and eight points that is one tensor-core product
 // of 16 vectors: lanes 0 to 2 of a row have the 16-bit terms that a float32 number is made of, times the same whole numbers,
@@ -13,16 +13,16 @@ constexpr int BOOK_GROUPS = HEAD_DIM / 4;
 constexpr int GROUPS_OF_WARP = BOOK_GROUPS / STORE_WARPS;
 constexpr int Y_STRIDE = HEAD_DIM + 4;
 // Shared memory behind tiles: a scale of every vector, and its indexes.
-constexpr int INDEX_FLOATS = HAS_BOOK ? VECTORS + VECTORS * BOOK_GROUPS / 4 : 0;
+constexpr int INDEX_FLOATS = HAS_BOOK && !SHARED_BOOK ? VECTORS + VECTORS * BOOK_GROUPS / 4 : 0;
 
 struct Points {
-  // [kv_heads, groups, 256][2], of a shared book [256][2]: four bfloat16 numbers of a point, three of half its square, see
-  // books.py.
+  // [kv_heads, groups, 256][2]: four bfloat16 numbers of a point, three of half its square, see books.py. Of a shared book
+  // see nearest_shared.cuh.
   const uint2* terms;
   const float* factor;  // [kv_heads, groups]
 
   DEVICE const uint2* of(int head, int group, int point) const {
-    return terms + ((SHARED_BOOK ? 0 : (head * BOOK_GROUPS + group) * 256) + point) * 2;
+    return terms + ((head * BOOK_GROUPS + group) * 256 + point) * 2;
   }
 };
 
@@ -38,8 +38,7 @@ DEVICE float term_of(float x, int index) {
 struct Search {
   static constexpr int PRODUCTS = 16;  // of eight points, of a set
   static constexpr int SETS = GROUPS_OF_WARP * 256 / (8 * PRODUCTS);
-  static constexpr int SETS_OF_GROUP = 256 / (8 * PRODUCTS);
-  static_assert(SETS_OF_GROUP == 2, "two sets take turns in registers");
+  static_assert(256 == 2 * 8 * PRODUCTS, "two sets take turns in registers");
   const uint2* lane_terms;  // of this lane, of the warp's first point
   uint2 even[PRODUCTS], odd[PRODUCTS];
 
@@ -52,7 +51,7 @@ struct Search {
   DEVICE void ask(uint2 (&set)[PRODUCTS], int number) const {
 #pragma unroll
     for (int i = 0; i < PRODUCTS; i++)
-      set[i] = lane_terms[((SHARED_BOOK ? number % SETS_OF_GROUP : number) * PRODUCTS + i) * 8 * 2];
+      set[i] = lane_terms[(number * PRODUCTS + i) * 8 * 2];
   }
 
   // What has scored best for this lane's two rows.
@@ -103,11 +102,6 @@ struct Search {
       }
     }
   }
-};
-
-// Of sides without codebooks.
-struct NoSearch {
-  DEVICE NoSearch(const Points&, int) {}
 };
 
 // This warp's rows of the tile, every STORE_WARPS-th, are ``live`` or not; all threads of the block take part.

@@ -5,7 +5,7 @@
 // they are read before the kernel waits for its predecessor, because they never change, and stay for all tiles of the
 // block: they are 96 KB, a tile is 4. What the next tile needs of memory is on its way while a tile is worked on. Keys
 // and values go through shared memory once they are rotated, and a warp does the rest of two vectors side by side.
-#include "nearest.cuh"
+#include "nearest_shared.cuh"
 
 constexpr int K_TERMS = OSCAR_K_TERMS, V_TERMS = OSCAR_V_TERMS, Q_TERMS = OSCAR_Q_TERMS;  // 0: no rotation
 constexpr int K_SETS = OSCAR_K_SETS, V_SETS = OSCAR_V_SETS, Q_SETS = OSCAR_Q_SETS;  // matrices: 1 or one per kv head
@@ -13,8 +13,8 @@ constexpr bool HAS_CENTER = OSCAR_HAS_CENTER;
 constexpr bool K_FITTED = OSCAR_K_FITTED, V_FITTED = OSCAR_V_FITTED;  // see fitted_parameters in codec.py
 
 constexpr int STORE_THREADS = STORE_WARPS * 32;
-// A tile of keys with codebooks has vectors of one kv head.
-constexpr int K_TILE_SETS = HAS_BOOK ? KV_HEADS : K_SETS;
+// A tile of keys with codebooks of their own has vectors of one kv head.
+constexpr int K_TILE_SETS = HAS_BOOK && !SHARED_BOOK ? KV_HEADS : K_SETS;
 
 struct Side {
   const u16* x;
@@ -166,53 +166,92 @@ DEVICE void quantize_tile(const Side& side, const Fetched<SETS, ROTATED>& fetche
   }
 }
 
-// Windows, and indexes of points.
-template <bool FITTED, int SETS, bool ROTATED>
-DEVICE void look_up_tile(const Side& side, const Points& points, Search& search, const Fetched<SETS, ROTATED>& fetched,
-                         Tile<KV_HEADS, SETS> tile, const float* tile_y, float* memory) {
-  constexpr int ROWS = Fetched<SETS, ROTATED>::ROWS;
-  u8* rows[ROWS];
-  bool live[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    int row = threadIdx.x / 32 + STORE_WARPS * r;
-    live[r] = tile.at(row).live;
-    rows[r] = side.rows + (i64)fetched.row[r] * KeyRows::ROW_BYTES;
-    if (RING > 0 && live[r]) store_window(side.ring, fetched.ring[r], tile.set, tile_y + row * Y_STRIDE);
-    if (SINK > 0 && live[r]) store_window(side.sink, fetched.sink[r], tile.set, tile_y + row * Y_STRIDE);
+// How a side is quantized: what it needs from before the launch before this one ends, and a tile.
+struct Quantized {
+  static constexpr bool AHEAD = true, WHOLE = false;  // the next tile is asked for before; all warps take part in a vector
+  DEVICE Quantized(const Points&, int, float*) {}
+
+  template <class Rows, bool FITTED, int SETS, bool ROTATED>
+  DEVICE void tile(const Side& side, const Fetched<SETS, ROTATED>& fetched, Tile<KV_HEADS, SETS> tile, float* tile_y) {
+    quantize_tile<Rows, FITTED>(side, fetched, tile, tile_y);
   }
-  store_nearest<FITTED>(points, search, tile.set, side.gain, rows, live, tile_y, memory);
-}
+};
+
+// Of a tile with a codebook the warp's rows: windows are stored.
+template <int ROWS>
+struct LookedUp {
+  u8* rows[ROWS];
+  int heads[ROWS];
+  bool live[ROWS];
+
+  template <int SETS, bool ROTATED>
+  DEVICE LookedUp(const Side& side, const Fetched<SETS, ROTATED>& fetched, Tile<KV_HEADS, SETS> tile, const float* tile_y) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      int row = threadIdx.x / 32 + STORE_WARPS * r;
+      Vector of = tile.at(row);
+      live[r] = of.live;
+      heads[r] = of.head;
+      rows[r] = side.rows + (i64)fetched.row[r] * KeyRows::ROW_BYTES;
+      if (RING > 0 && live[r]) store_window(side.ring, fetched.ring[r], heads[r], tile_y + row * Y_STRIDE);
+      if (SINK > 0 && live[r]) store_window(side.sink, fetched.sink[r], heads[r], tile_y + row * Y_STRIDE);
+    }
+  }
+};
+
+struct OfOwnBooks {
+  static constexpr bool AHEAD = false, WHOLE = true;  // points take the registers
+  const Points& points;
+  Search search;
+  float* memory;
+  DEVICE OfOwnBooks(const Points& points, int head, float* memory) : points(points), search(points, head), memory(memory) {}
+
+  template <class Rows, bool FITTED, int SETS, bool ROTATED>
+  DEVICE void tile(const Side& side, const Fetched<SETS, ROTATED>& fetched, Tile<KV_HEADS, SETS> tile, float* tile_y) {
+    LookedUp<Fetched<SETS, ROTATED>::ROWS> of(side, fetched, tile, tile_y);
+    store_nearest<FITTED>(points, search, tile.set, side.gain, of.rows, of.live, tile_y, memory);
+  }
+};
+
+struct OfSharedBook {
+  static constexpr bool AHEAD = true, WHOLE = true;  // all warps copy the book
+  SharedBook book;
+  DEVICE OfSharedBook(const Points& points, int, float* memory) : book(points, memory) {}
+
+  template <class Rows, bool FITTED, int SETS, bool ROTATED>
+  DEVICE void tile(const Side& side, const Fetched<SETS, ROTATED>& fetched, Tile<KV_HEADS, SETS> tile, float* tile_y) {
+    LookedUp<Fetched<SETS, ROTATED>::ROWS> of(side, fetched, tile, tile_y);
+    store_nearest_shared<FITTED>(book, side.gain, of.rows, of.heads, of.live, tile_y);
+  }
+};
+
+template <class Rows>
+using Method = typename Either<Rows::CODING != CODEBOOK, Quantized, typename Either<SHARED_BOOK, OfSharedBook, OfOwnBooks>::type>::type;
 
 // ``tile_y`` has two tiles: one is read while the next is written, so that a tile needs one barrier.
 template <class Rows, int TERMS, int MATRICES, bool CENTER, bool FITTED, int SETS>
 DEVICE void store_tiles(const Side& side, const Points& points, const Slots& slots, Tiles<KV_HEADS, SETS> tiles,
                         bool decoding, float* tile_y) {
   Columns<TERMS> columns(tiles.template terms_of<TERMS, MATRICES>(side.terms));
-  typename Either<Rows::CODING == CODEBOOK, Search, NoSearch>::type search(points, tiles.set);
+  Method<Rows> method(points, tiles.set, tile_y + 2 * VECTORS * Y_STRIDE);
   start(decoding);
   Fetched<SETS, (TERMS > 0)> now, next;
   now.fetch(side, slots, tiles.tile(tiles.begin));
   for (int index = tiles.begin; index < tiles.end; index++) {
     Tile<KV_HEADS, SETS> tile = tiles.tile(index);
     float* y = tile_y + (index - tiles.begin) % 2 * (VECTORS * Y_STRIDE);
-    if (Rows::CODING != CODEBOOK && index + 1 < tiles.end) next.fetch(side, slots, tiles.tile(index + 1));
+    if (Method<Rows>::AHEAD && index + 1 < tiles.end) next.fetch(side, slots, tiles.tile(index + 1));
     if constexpr (TERMS > 0) {
       rotate_tile<CENTER>(side, columns, now.x, tile, y);
       __syncthreads();
     } else {
       widen_tile<CENTER>(side, now, tile, y);
-      if (Rows::CODING == CODEBOOK) __syncthreads();
+      if (Method<Rows>::WHOLE) __syncthreads();
       else __syncwarp();
     }
-    if constexpr (Rows::CODING == CODEBOOK) {
-      look_up_tile<FITTED>(side, points, search, now, tile, y, tile_y + 2 * VECTORS * Y_STRIDE);
-      // Not ahead: points take the registers.
-      if (index + 1 < tiles.end) now.fetch(side, slots, tiles.tile(index + 1));
-    } else {
-      quantize_tile<Rows, FITTED>(side, now, tile, y);
-      now = next;
-    }
+    method.template tile<Rows, FITTED>(side, now, tile, y);
+    if (Method<Rows>::AHEAD) now = next;
+    else if (index + 1 < tiles.end) now.fetch(side, slots, tiles.tile(index + 1));
   }
 }
 
@@ -264,19 +303,20 @@ DEVICE void store_queries(const Queries& queries, Tiles<Q_HEADS, SETS> tiles, bo
   }
 }
 
-// Grid: blocks of ``span`` tiles of ``vectors`` keys, of as many values, of ``query_span`` tiles of VECTORS queries.
+// Grid: blocks of ``key_span`` tiles of ``vectors`` keys, of ``value_span`` tiles of as many values, of ``query_span`` tiles
+// of VECTORS queries.
 extern "C" __global__ void __launch_bounds__(STORE_THREADS) oscar_store(
-    Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors, int span, int query_span,
-    int decoding, Points points) {
-  __shared__ float tile_y[2 * VECTORS * Y_STRIDE + INDEX_FLOATS];
-  int keys_end = blocks_of<KV_HEADS, K_TILE_SETS>(tokens, vectors, span), block = blockIdx.x;
-  int values_end = keys_end + blocks_of<KV_HEADS, V_SETS>(tokens, vectors, span);
+    Side keys, Side values, Queries queries, Slots slots, int tokens, int vectors, int key_span, int value_span,
+    int query_span, int decoding, Points points) {
+  __shared__ float tile_y[2 * VECTORS * Y_STRIDE + INDEX_FLOATS + SHARED_BOOK_FLOATS];
+  int keys_end = blocks_of<KV_HEADS, K_TILE_SETS>(tokens, vectors, key_span), block = blockIdx.x;
+  int values_end = keys_end + blocks_of<KV_HEADS, V_SETS>(tokens, vectors, value_span);
   if (block < keys_end)
     store_tiles<KeyRows, K_TERMS, K_SETS, HAS_CENTER, K_FITTED>(
-        keys, points, slots, Tiles<KV_HEADS, K_TILE_SETS>(block, tokens, vectors, span), decoding, tile_y);
+        keys, points, slots, Tiles<KV_HEADS, K_TILE_SETS>(block, tokens, vectors, key_span), decoding, tile_y);
   else if (block < values_end)
     store_tiles<ValueRows, V_TERMS, V_SETS, false, V_FITTED>(
-        values, points, slots, Tiles<KV_HEADS, V_SETS>(block - keys_end, tokens, vectors, span), decoding, tile_y);
+        values, points, slots, Tiles<KV_HEADS, V_SETS>(block - keys_end, tokens, vectors, value_span), decoding, tile_y);
   else
     store_queries<Q_TERMS>(
         queries, Tiles<Q_HEADS, Q_SETS>(block - values_end, tokens, VECTORS, query_span), decoding);
