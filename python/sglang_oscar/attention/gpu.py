@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from oscar_kernels.cache import Chunks, Copies, StoreSlots
+from oscar_kernels.cache import Chunks, Copies, LayerCache, StoreSlots
 from oscar_kernels.cuda import store as cuda_store
-from oscar_kernels.cuda.books import arranged_book, searched_points
+from oscar_kernels.cuda.books import arranged_book, has_shared_book, searched_points
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.format import LayerFormat
@@ -36,6 +36,13 @@ logger = logging.getLogger(__name__)
 
 MOST_CUDA_TOKENS = 128
 """Larger decode batches are stored by the Triton kernel, which reads rotations less often: half the time at 512."""
+MOST_CUDA_TOKENS_OF_BOOKS = 512
+"""As many where keys are points of one codebook a layer: there the Triton kernel takes 2.6 times as long at 512."""
+
+
+def most_cuda_tokens(cache: LayerCache) -> int:
+    """Tokens of a step up to which the CUDA kernel stores them, where a server has it."""
+    return MOST_CUDA_TOKENS_OF_BOOKS if has_shared_book(cache) else MOST_CUDA_TOKENS
 
 
 class GpuKernels:
@@ -85,6 +92,7 @@ class GpuKernels:
             for layer in coded:
                 if layer.cache.k_codebook is not None:  # made before steps are captured
                     arranged_book(layer.cache.k_codebook)
+                    searched_points(layer.cache.k_codebook)
             try:
                 for layer in coded:
                     variant = cuda_store.variant_of(layer.cache, task.heads(layer.cache), cache.page_size, dtype)
@@ -140,7 +148,7 @@ class GpuKernels:
         rotated: torch.Tensor | None
         arranged = self._arranged.get(id(layer))
         vectors = layer.cache, batch.slots, call.k, call.v
-        if arranged is None or len(call.q) > MOST_CUDA_TOKENS:
+        if arranged is None or len(call.q) > most_cuda_tokens(layer.cache):
             rotated = store(*vectors, self._prepared[id(layer)], q=call.q)
         else:
             rotated = cuda_store.store(*vectors, arranged, call.q, self._page_size, decoding=True)
