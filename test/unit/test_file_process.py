@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ import pytest
 from sglang_oscar.features.tiers import line_process
 from sglang_oscar.features.tiers.file_process import HANGING, FileProcess
 from sglang_oscar.features.tiers.line_process import LineProcess
-from sglang_oscar.features.tiers.page_files import FAILED, MISSING, OK, Outcome
+from sglang_oscar.features.tiers.page_files import FAILED, MISSING, OK, Job, Outcome
 from support.stored_pages import KEYS, LAYOUT, Pool, pages
 
 MANY = 4000
@@ -153,3 +154,29 @@ def test_a_process_that_answers_at_length_before_it_reads() -> None:
     assert [process.receive() for _ in range(20)] == [b"a" * 100_000] * 20
     assert [process.receive() for _ in range(20)] == [b"300001"] * 20
     assert process.end(HANG) == 0
+
+
+@pytest.mark.parametrize("killed", ["while it wrote a line", "before it read an answer"])
+def test_of_a_server_that_is_killed(killed: str, tmp_path: Path) -> None:
+    """The process ends, says nothing in what may be the server's log, and leaves nothing that is not whole."""
+    descriptor = os.memfd_create("pages")
+    os.ftruncate(descriptor, LAYOUT.page_bytes)
+    sizes = (descriptor, LAYOUT.page_bytes, LAYOUT.item_bytes)
+    command = [sys.executable, "-m", "sglang_oscar.features.tiers.page_files", *map(str, sizes)]
+    line = json.dumps([Job("write", 0, str(tmp_path / "page"), KEYS[0])]).encode() + b"\n"
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(descriptor,)
+    ) as process:
+        os.close(descriptor)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if answers_nobody := killed == "before it read an answer":
+            process.stdout.close()
+        process.stdin.write(b"[]\n" + (line if answers_nobody else line[:-9]))
+        process.stdin.close()
+        assert process.wait(HANG) == (-signal.SIGPIPE if answers_nobody else 0)
+        assert process.stderr.read() == b""
+    assert [path.name for path in tmp_path.iterdir()] == ["page"] * answers_nobody
+    if answers_nobody:
+        assert (tmp_path / "page").stat().st_size == LAYOUT.page_bytes

@@ -110,7 +110,7 @@ def test_from_prompts_to_matrices(server: Any, tmp_path: Path, monkeypatch: pyte
     before = cache.fingerprint
     for number, out in enumerate((None, tmp_path / "out")):
         assert ask(server, "oscar_sample").success
-        folder = Path(cache.sampler.folder.name)
+        folder = cache.sampler.folder.path
         read(server, 2 * number, 2 * number + 1)
         reply = ask(server, "oscar_refit" if out is None else f"oscar_refit:{out}")
         assert reply.success, reply.message

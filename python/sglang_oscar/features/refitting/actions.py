@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sglang_oscar.features.refitting.fitting import fit_again, fitted_recipe
 from sglang_oscar.features.refitting.in_place import put, replacements
 from sglang_oscar.features.refitting.ranks import Ranks
 from sglang_oscar.features.refitting.samples import Samples, Sampling
+from sglang_oscar.features.refitting.temporary import TemporaryFolder
 from sglang_oscar.formats import origin
 from sglang_oscar.formats.content import attention_digest
 from sglang_oscar.formats.geometry import own_heads
@@ -169,9 +169,9 @@ def _fitted(runner: Any, cache: Int2Cache, samples: Samples, sampling: Sampling,
     _manifest(runner, sampling, ranks).write(dump)
     whole = model_rotations(args, cache.settings, model).formats
     result = fit_again(dump, cache.settings, whole, cache.recipe, cache.seats.device)
-    samples.fresh = tempfile.TemporaryDirectory(prefix="oscar-refitted-", ignore_cleanup_errors=True)
-    result.save(Path(samples.fresh.name), (".safetensors",))
-    return samples.fresh.name
+    samples.fresh = TemporaryFolder()
+    result.save(samples.fresh.path, (".safetensors",))
+    return str(samples.fresh.path)
 
 
 def _copied(files: Path, out: Path) -> str:

@@ -6,12 +6,14 @@ from sglang_oscar.attach.feature import Feature
 from sglang_oscar.attach.touchpoint import AROUND, UPDATER, Touchpoint, at
 from sglang_oscar.features.refitting import actions
 from sglang_oscar.features.refitting.samples import Samples
+from sglang_oscar.features.refitting.temporary import remove_abandoned
 from sglang_oscar.memory.build import Built
 
 
 def built(built: Built) -> None:
-    """A sampler that sees nothing until it is asked to."""
+    """A sampler that sees nothing until it is asked to. What a server that was killed has sampled is removed."""
     built.cache.sampler = Samples()
+    remove_abandoned()
 
 
 FEATURE = Feature(

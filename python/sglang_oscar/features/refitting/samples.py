@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from oscar_rotation.dump.writer import DumpWriter
 from oscar_rotation.errors import DumpError
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.whole_prompts import whole_prompts
+from sglang_oscar.features.refitting.temporary import TemporaryFolder
 from sglang_oscar.formats.output_readers import reader_of
 
 
@@ -70,21 +70,21 @@ class Samples:
 
     def __init__(self) -> None:
         self.sampling: Sampling | None = None
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
-        self.files: tempfile.TemporaryDirectory[str] | None = None
-        self.fresh: tempfile.TemporaryDirectory[str] | None = None
+        self.folder: TemporaryFolder | None = None
+        self.files: TemporaryFolder | None = None
+        self.fresh: TemporaryFolder | None = None
 
     def new_folder(self) -> Path:
         """An empty temporary folder in place of the last one; rank 0 makes it."""
         self.drop()
-        self.folder = tempfile.TemporaryDirectory(prefix="oscar-refit-", ignore_cleanup_errors=True)
-        return Path(self.folder.name)
+        self.folder = TemporaryFolder()
+        return self.folder.path
 
     def drop(self) -> None:
         """Forget what was sampled."""
         self.sampling = None
         if self.folder is not None:
-            self.folder.cleanup()
+            self.folder.remove()
             self.folder = None
 
     def begin(self, forward_batch: Any) -> bool:

@@ -142,6 +142,8 @@ def main(descriptor: int, page_bytes: int, item_bytes: int) -> None:
     """
     # Ctrl-C goes to the server too, which ends this process when it has written what it wants to.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Nobody reads answers where the server was killed.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     shared = memoryview(mmap.mmap(descriptor, 0))
     layout = Layout(item_bytes, [Column(*of) for of in json.loads(sys.stdin.buffer.readline())])
 
@@ -155,6 +157,8 @@ def main(descriptor: int, page_bytes: int, item_bytes: int) -> None:
     tidied: set[str] = set()
     with ThreadPoolExecutor(THREADS) as threads:
         for line in sys.stdin.buffer:
+            if not line.endswith(b"\n"):  # killed while it wrote
+                break
             jobs = [Job(*job) for job in json.loads(line)]
             for folder in {os.path.dirname(job.path) for job in jobs if job.do == "write"} - tidied:
                 # Beside the jobs: to list a folder of a million files takes longer than an answer may.
