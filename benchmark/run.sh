@@ -86,6 +86,8 @@ throughput() {
 speculation() {
   serving speculation_ngram_qwen3_8b bench_speculation
   serving speculation_eagle3_qwen3_8b bench_speculation --algorithm EAGLE3 --modes fa3,fa3_fp8,int2
+  serving speculation_nextn_qwen3.6_35b_a3b bench_speculation --algorithm NEXTN --shape qwen3.6-35b-a3b \
+    --loads 4x131072,32x32768,1x261000 --modes fa3,fa3_fp8,int2
 }
 hybrids() {
   # With few layers a step waits for the host, whatever the cache: 70 and 53 GB of weights.
