@@ -45,8 +45,6 @@ def server_environment(extra: dict[str, str]) -> dict[str, str]:
     base = {name: value for name, value in os.environ.items() if not name.startswith(OUR_PREFIXES)}
     base.pop("TRITON_INTERPRET", None)
     env = environment(base)
-    # SGLang would generate a token and wait for a second, whenever it is asked whether it is healthy.
-    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if not has_gpu():
         env["SGLANG_PLUGINS"] = ",".join(["oscar", *PLUGINS])
     paths = [extra.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")]

@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     # Also of servers: two threads for every small operation take more than twice as long where no core is idle.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+# SGLang would generate a token and wait for a second, whenever it is asked whether it is healthy.
+os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
 
 import torch
 from hypothesis import HealthCheck, settings
