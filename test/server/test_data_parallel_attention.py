@@ -5,46 +5,29 @@ Rows are lossless, and NaN where a window must be read; a sink block is NaN unti
 
 from __future__ import annotations
 
-import os
-import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
+from support import ranks
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
 from support.releases import environment, needs_newer_python, numbers, served
 from support.servers import HADAMARD, STRICT, TWO_CORES, TWO_RANKS, Server, refills, serve
 from support.speculation import with_plugins
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
-    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores"),
-]
-COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
-STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", *COMMON]
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
+pytestmark = ranks.MARKS
 BOTH = [*TWO_RANKS, "--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "4"]
 """Two requests and four sink blocks a rank."""
 NEAR_TIE, DRIFT, TOKENS = 0.06, 0.08, 12
-LENGTHS = (900, 700, 40, 330, 650, 610, 620)
+PROMPTS = ranks.prompts((900, 700, 40, 330, 650, 610, 620), seed=17)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Every token goes to all experts: noise in the last bit of a router would choose others.
-    return save("qwen3_moe", tmp_path_factory.mktemp("moe"), num_experts_per_tok=4)
-
-
-def prompts() -> list[list[int]]:
-    """Prompts that have no first token in common."""
-    rng = random.Random(17)
-    return [[n, *(rng.randrange(VOCABULARY) for _ in range(length - 1))] for n, length in enumerate(LENGTHS, 1)]
+    return ranks.model_of_experts(tmp_path_factory.mktemp("moe"))
 
 
 def ask(server: Server, *asked: tuple[int, int | None]) -> list[dict]:
@@ -52,7 +35,7 @@ def ask(server: Server, *asked: tuple[int, int | None]) -> list[dict]:
 
     def one(number: int, rank: int | None) -> dict:
         where = {} if rank is None else {"routed_dp_rank": rank}
-        return server.generate(prompts()[number], TOKENS, **LOGPROBS, **where)
+        return server.generate(PROMPTS[number], TOKENS, **LOGPROBS, **where)
 
     with ThreadPoolExecutor(len(asked)) as pool:
         return list(pool.map(lambda of: one(*of), asked))
@@ -61,8 +44,8 @@ def ask(server: Server, *asked: tuple[int, int | None]) -> list[dict]:
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict]]:
     """What stock SGLang answers on one rank."""
-    with serve(model, tmp_path_factory.mktemp("stock") / "log", *STOCK) as server:
-        yield ask(server, *((number, None) for number in range(len(LENGTHS))))
+    with serve(model, tmp_path_factory.mktemp("stock") / "log", *ranks.STOCK) as server:
+        yield ask(server, *((number, None) for number in range(len(PROMPTS))))
 
 
 def cached(answers: list[dict]) -> list[bool]:
@@ -79,7 +62,7 @@ def test_ranks_answer_like_stock(version: str, model: Path, expected: list[dict]
         pytest.skip(f"SGLang {version} exchanges rows of such ranks on GPUs alone")
     env = with_plugins(environment(version, **HADAMARD, **STRICT, **TWO_CORES), "lossless_plugin")
     env["LOSSLESS_ROWS_PRINT_DIGESTS"] = "1"
-    with serve(model, tmp_path / "log", *INT2, *BOTH, "--chunked-prefill-size", "256", env=env) as server:
+    with serve(model, tmp_path / "log", *ranks.INT2, *BOTH, "--chunked-prefill-size", "256", env=env) as server:
 
         def right(*asked: tuple[int, int]) -> list[bool]:
             answers = ask(server, *asked)

@@ -6,28 +6,18 @@ Rows are lossless, and NaN where a window must be read; a sink block is NaN unti
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
-from support import models
+from support import models, ranks
 from support.compare import LOGPROBS, assert_same
 from support.servers import HADAMARD, STRICT, TWO_CORES, TWO_RANKS, Server, refills, serve
 from support.speculation import with_plugins
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
-    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores"),
-]
-COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
-STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", *COMMON]
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
+pytestmark = ranks.MARKS
 # Two experts have copies, and a layer is moved every few passes.
 MOVED = ["--ep-size", "2", "--ep-num-redundant-experts", "2", "--ep-dispatch-algorithm", "dynamic", "--enable-eplb"]
 MOVED += ["--eplb-rebalance-num-iterations", "12", "--eplb-rebalance-layers-per-chunk", "1"]
@@ -44,31 +34,24 @@ CONFIGURATIONS = {
 }
 """By what ranks divide among them of attention."""
 NEAR_TIE, DRIFT, TOKENS = 0.06, 0.08, 12
-LENGTHS = (900, 700, 40, 330, 651, 613)
-
-
-def prompts() -> list[list[int]]:
-    """Prompts that have no first token in common."""
-    rng = random.Random(19)
-    return [[n, *(rng.randrange(models.VOCABULARY) for _ in range(length - 1))] for n, length in enumerate(LENGTHS, 1)]
+PROMPTS = ranks.prompts((900, 700, 40, 330, 651, 613), seed=19)
 
 
 def ask(server: Server) -> list[dict]:
     """All at once."""
-    with ThreadPoolExecutor(len(LENGTHS)) as pool:
-        return list(pool.map(lambda ids: server.generate(ids, TOKENS, **LOGPROBS), prompts()))
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, TOKENS, **LOGPROBS), PROMPTS))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Every token goes to all experts: noise in the last bit of a router would choose others.
-    return models.save("qwen3_moe", tmp_path_factory.mktemp("moe"), num_experts_per_tok=4)
+    return ranks.model_of_experts(tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What stock SGLang answers on one rank."""
-    with serve(model, tmp_path_factory.mktemp("stock") / "log", *STOCK) as server:
+    with serve(model, tmp_path_factory.mktemp("stock") / "log", *ranks.STOCK) as server:
         return ask(server)
 
 
@@ -76,7 +59,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 def test_experts_that_move(divided: str, model: Path, expected: list[dict], tmp_path: Path) -> None:
     env = HADAMARD | STRICT | TWO_CORES | {"SGLANG_LOG_EXPERT_LOCATION_METADATA": "1"}
     env = with_plugins(env, "lossless_plugin", "expert_ranks_plugin")
-    with serve(model, tmp_path / "log", *INT2, *TWO_RANKS, *CONFIGURATIONS[divided], env=env) as server:
+    with serve(model, tmp_path / "log", *ranks.INT2, *TWO_RANKS, *CONFIGURATIONS[divided], env=env) as server:
         cold, warm = ask(server), ask(server)
         assert server.alive()
         text = server.text()

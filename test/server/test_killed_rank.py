@@ -20,21 +20,16 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-import torch
 
+from support import ranks
 from support.api import from_storage, loads, wait_for
 from support.compare import LOGPROBS, assert_same
 from support.reference import MODEL
 from support.servers import HADAMARD, STRICT, TWO_CORES, TWO_RANKS, Server, serve
 from support.speculation import with_plugins
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
-    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores"),
-]
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", "--skip-tokenizer-init"]
-INT2 += ["--enable-fp32-lm-head", "--max-running-requests", "4", "--enable-hierarchical-cache", "--hicache-ratio", "4"]
+pytestmark = ranks.MARKS
+INT2 = [*ranks.INT2, "--max-running-requests", "4", "--enable-hierarchical-cache", "--hicache-ratio", "4"]
 INT2 += ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"]
 LENGTH, PAGE, STORED = 900, 64, 640
 """Of a prompt, of a page, and what a hit on the prompt may have."""

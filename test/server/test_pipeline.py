@@ -6,45 +6,28 @@ layers, so stages have rows of other sizes.
 
 from __future__ import annotations
 
-import os
-import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import requests
-import torch
 
+from support import ranks
 from support.api import wait_for
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY, save
+from support.models import save
 from support.releases import environment, installed
 from support.servers import HADAMARD, STRICT, TWO_CORES, Server, refills, serve
 from support.speculation import with_plugins
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
-    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores"),
-]
-COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
-STOCK = ["--attention-backend", "torch_native", "--disable-radix-cache", *COMMON]
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
+pytestmark = ranks.MARKS
 STAGES = ["--pp-size", "2", "--max-running-requests", "2", "--chunked-prefill-size", "256"]
 """Four sink blocks."""
 NEAR_TIE, DRIFT, TOKENS = 0.06, 0.08, 12
 BROKEN = 5
 """The token whose embedding is no number for a while."""
 LENGTHS = (900, 700, 40, 330, 650, 610)
-
-
-def prompts() -> list[list[int]]:
-    """Prompts that have no first token in common."""
-    rng = random.Random(19)
-    return [
-        [n, *(rng.randrange(BROKEN + 1, VOCABULARY) for _ in range(length - 1))] for n, length in enumerate(LENGTHS, 6)
-    ]
 
 
 def ask(server: Server, asked: list[list[int]], workers: int) -> list[dict]:
@@ -60,13 +43,14 @@ def tables(text: str, stage: str) -> list[str]:
 @pytest.mark.parametrize("version", [installed()])
 def test_stages_answer_like_stock(version: str, tmp_path: Path) -> None:
     """Cold and with hits, several batches on their way; hits whose sink block is gone; a prompt that breaks."""
-    model, asked, fault = save("qwen3_moe", tmp_path / "model"), prompts(), tmp_path / "fault"
-    with serve(model, tmp_path / "stock.log", *STOCK) as stock:
+    model, fault = save("qwen3_moe", tmp_path / "model"), tmp_path / "fault"
+    asked = ranks.prompts(LENGTHS, 19, first=BROKEN + 1, least=BROKEN + 1)
+    with serve(model, tmp_path / "stock.log", *ranks.STOCK) as stock:
         expected = ask(stock, asked, 3)
     own = environment(version, **HADAMARD, **STRICT, **TWO_CORES)
     env = with_plugins(own, "lossless_plugin", "embedding_fault_plugin")
     env |= {"LOSSLESS_ROWS_PRINT_DIGESTS": "1", "EMBEDDING_FAULT": str(fault)}
-    with serve(model, tmp_path / "log", *INT2, *STAGES, env=env) as server:
+    with serve(model, tmp_path / "log", *ranks.INT2, *STAGES, env=env) as server:
 
         def hits(*numbers: int, workers: int = 1) -> list[bool]:
             answers = ask(server, [asked[number] for number in numbers], workers)

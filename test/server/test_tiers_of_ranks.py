@@ -6,31 +6,22 @@ and in sink blocks that are not filled. Log probabilities are compared with thos
 
 from __future__ import annotations
 
-import os
-import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
+from support import ranks
 from support.api import from_host, from_storage, wait_for
 from support.compare import LOGPROBS, assert_same
-from support.models import VOCABULARY
 from support.releases import environment, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, TWO_CORES, TWO_RANKS, Server, serve
 from support.speculation import with_plugins
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="lossless rows exist in the CPU reference only"),
-    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="binds two processes to two cores"),
-]
-COMMON = ["--skip-tokenizer-init", "--enable-fp32-lm-head"]
-INT2 = ["--kv-cache-dtype", "int2", "--kv-cache-quant-group-size", "64", *COMMON]
-INT2 += ["--max-total-tokens", "2560", "--max-running-requests", "2"]
+pytestmark = ranks.MARKS
+INT2 = [*ranks.INT2, "--max-total-tokens", "2560", "--max-running-requests", "2"]
 TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-storage-backend", "file"]
 TIERS += ["--hicache-storage-prefetch-policy", "wait_complete"]
 LENGTH, PAGE, STORED, BEGINNING = 900, 64, 640, 448
@@ -44,9 +35,8 @@ NEAR_TIE, DRIFT = 0.06, 0.08
 
 
 def prompts() -> list[list[int]]:
-    """Prompts that have no first token in common: more than the device has room for."""
-    rng = random.Random(31)
-    return [[number, *(rng.randrange(VOCABULARY) for _ in range(LENGTH - 1))] for number in range(1, 6)]
+    """More than the device has room for."""
+    return ranks.prompts([LENGTH] * 5, seed=31)
 
 
 def ask(server: Server, asked: list[list[int]]) -> list[dict]:
