@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import aiohttp
-from subjects import asking
+from subjects import asking, connector
 
 TIERS = ("device", "host")
 LONGEST_WAIT = 3600
@@ -181,7 +181,7 @@ async def converse(
     """
     people = [Session(seed * 1_000_000 + number, talk, vocabulary) for number in range(sessions)]
     limit = aiohttp.ClientTimeout(total=LONGEST_WAIT)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as client:
+    async with aiohttp.ClientSession(connector=connector(), timeout=limit) as client:
         ask = asker(client, url)
         await hold(ask, people, range(1), concurrency)
         begin = time.perf_counter()

@@ -23,7 +23,7 @@ import typer
 from machine import describe
 from poison import PoisonClient, poisoned_copy, server_arguments
 from soak_client import ROOT, Client
-from subjects import Mode
+from subjects import Mode, connector
 
 from oscar_cpu.server import environment, has_gpu
 from oscar_tools.local_server import LocalServer, serve
@@ -31,8 +31,6 @@ from oscar_tools.local_server import LocalServer, serve
 MODEL = ROOT / "models" / "reference"
 LARGEST_DROP = 3.0
 """Standard errors by which the score may fall between the beginning and the end."""
-KEPT = 2
-"""Seconds that an idle connection is kept; SGLang closes it after 5, and a request that it crosses is lost."""
 
 
 def main(
@@ -70,7 +68,7 @@ def main(
     args += ["--context-length", str(max(32768, longest + 2048)), *server_args.split()]
 
     async def drive(server: LocalServer) -> Client:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT)) as session:
+        async with aiohttp.ClientSession(connector=connector()) as session:
             what = server.url, session, 0, longest, model
             client = PoisonClient(server, *what, every=poison) if poison else Client(*what)
             await client.run(requests, concurrency)

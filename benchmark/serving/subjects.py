@@ -131,6 +131,13 @@ def asking(ids: list[int], tokens: int) -> dict[str, Any]:
     return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
 
 
+def connector() -> aiohttp.TCPConnector:
+    """Any number of connections. None idles for as long as SGLang keeps it open, 5 seconds: a request that crosses its
+    end is lost.
+    """
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+
+
 async def send_all(url: str, lengths: list[int], tokens: int) -> list[int]:
     """Send a request for every prompt length at once, each with a prompt of its own, and wait for all.
 
@@ -144,7 +151,7 @@ async def send_all(url: str, lengths: list[int], tokens: int) -> list[int]:
             return reply.status
 
     limit = aiohttp.ClientTimeout(total=3600)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
+    async with aiohttp.ClientSession(connector=connector(), timeout=limit) as session:
         return await asyncio.gather(*(one(session, number, length) for number, length in enumerate(lengths)))
 
 
