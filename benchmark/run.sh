@@ -105,6 +105,7 @@ memory() {
   serving memory_qwen3_8b memory_account --shapes qwen3-8b --fill 0.15
   serving memory_qwen3_32b memory_account --shapes qwen3-32b --fill 0.3 --longest 40000
 }
+arrivals() { SERVER_ARGS="--mem-fraction-static 0.22${SERVER_ARGS:+ $SERVER_ARGS}" serving arrivals_qwen3_8b_9_layers bench_arrivals; }
 tiers() {
   serving host_tier_qwen3_8b bench_host_tier
   serving sessions_qwen3_8b bench_sessions
@@ -133,7 +134,7 @@ fit() {
   measure fit_focus --out benchmark/rotation/bench_fit.py --recipe focus
 }
 
-parts=(kernels decode throughput speculation hybrids paper memory tiers two_gpus start soak fit)
+parts=(kernels decode throughput speculation hybrids paper memory arrivals tiers two_gpus start soak fit)
 for part in "$@"; do
   [[ " ${parts[*]} " == *" $part "* ]] || {
     echo "error: no part is named $part; there are: ${parts[*]}" >&2

@@ -4,9 +4,11 @@
 # libnl-3-200 libnl-route-3-200 librdmacm1. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# nixl itself chooses between builds for CUDA 12 and 13; both send host memory, too.
-pip install --quiet --progress-bar off --no-deps "mooncake-transfer-engine-non-cuda==0.3.13.post1" \
-  "nixl==1.5.1" "nixl-cu13==1.5.1"
+# nixl itself chooses between builds for CUDA 12 and 13; both send host memory, too. Mooncake's build without CUDA answers
+# every request for a GPU's memory with an error.
+mooncake=mooncake-transfer-engine-non-cuda
+if command -v nvidia-smi >/dev/null; then mooncake=mooncake-transfer-engine-cuda13; fi
+pip install --quiet --progress-bar off --no-deps "$mooncake==0.3.13.post1" "nixl==1.5.1" "nixl-cu13==1.5.1"
 for module in mooncake.engine nixl; do
   python -c "import $module" 2>/dev/null || {
     echo "error: $(python -c "import $module" 2>&1 | tail -1); install libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1" >&2

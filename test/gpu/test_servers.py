@@ -113,7 +113,8 @@ def test_other_bits_in_every_kv_head(name: str, fleet: Fleet) -> None:
         score = right(golden.many(server, workers=64, flush=flush))
         print(f"{name}: {score} of 64 right")
         assert score >= 56
-    healthy(server, FLEET[name].ranks)
+    # The prompts fill eight passes, and again as hits a few.
+    healthy(server, FLEET[name].ranks, passes=10)
 
 
 @pytest.mark.uses("compiled")

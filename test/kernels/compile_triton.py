@@ -25,7 +25,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from oscar_kernels.cache import BatchTables, Chunks, Copies, StoreSlots, Windows
-from oscar_kernels.layout import AFFINE
+from oscar_kernels.layout import AFFINE, EXACT
 from oscar_kernels.prepared import prepare, split_matrix
 from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
@@ -122,6 +122,11 @@ def compile_all(capability: int, keys: str, values: str, head_dim: int) -> dict[
     # Copies are a window more; two kinds of GPU compile the store with them and two without.
     copies = Copies(k.clone(), v.clone(), slots.row) if capability in WITH_COPIES else None
     store(cache, slots, k, v, made, q=q, copies=copies)
+    if capability == 90:
+        # What both sides do is alike where both stay in 16 bits.
+        whole = replace(shape, k_bits=EXACT, v_bits=EXACT, k_coding=AFFINE, v_coding=AFFINE)
+        key, value = (SideTransform(random_rotation(shape.head_dim, seed, CPU)) for seed in (1, 2))
+        store(empty_cache(whole, 4, 2, CPU), slots, k, v, prepare(whole.format(key, value), shape.dtype), q=q)
     rotate(q, split_matrix(random_rotation(shape.head_dim, 1, CPU), q.dtype))
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     extend(cache, tables, Chunks(q, k, v, starts), q, 1.0, lse=lse)

@@ -61,11 +61,15 @@ def vectors_of_tile(
 
 
 @triton.jit
-def rotate_tile(x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def rotate_tile(
+    x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ALIKE: tl.constexpr = 1,
+):  # fmt: skip
     """float32 [BLOCK, padded(D)]: the vectors times the rotation, 0 behind D channels; TERMS = 0 is identity.
 
     Identity is a product with the unit matrix, which is exact: so every tile leaves the tensor cores with its vectors
-    spread over few threads, where what follows is cheap.
+    spread over few threads, where what follows is cheap. ALIKE is how many branches of a kernel do the same with what
+    comes out: Triton 3.8 gives each of them buffers of its own.
     """
     DEPTH: tl.constexpr = 64
     STEPS: tl.constexpr = D // DEPTH
@@ -81,7 +85,7 @@ def rotate_tile(x_rows, mask, r_ptr, R_SCALE: tl.constexpr, TERMS: tl.constexpr,
         # Small terms first. All loads of a short loop are in flight at once; of padded heads two, which are as large as
         # the shared memory of the smallest GPUs lets them be, and so are two of 256 channels there.
         FLIGHT: tl.constexpr = 4 if P == D and (D < 256 or roomy()) else 2
-        for step in tl.range(0, TERMS * STEPS, num_stages=FLIGHT):
+        for step in tl.range(0, TERMS * STEPS, num_stages=FLIGHT // ALIKE):
             row = step % STEPS * DEPTH + tl.arange(0, DEPTH)
             x = tl.load(x_rows[:, None] + row[None, :], mask=mask[:, None], other=0.0)
             term = TERMS - 1 - step // STEPS

@@ -105,7 +105,7 @@ def _store_tile(
     GROUP: tl.constexpr,
     SCALE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, R_SCALE: tl.constexpr, TERMS: tl.constexpr,
     RANK: tl.constexpr, FITTED: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_RING: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_COPY: tl.constexpr, COPY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_COPY: tl.constexpr, COPY_HEADS: tl.constexpr, BLOCK: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values: everything from rotation to the places it goes to."""
     # Heads that share a matrix may have points of their own, and then have tiles of their own.
@@ -119,7 +119,7 @@ def _store_tile(
         at = x_rows[:, None] + tl.arange(0, padded(D))[None, :]
         y = tl.load(at, mask=channel_mask(mask, D), other=0.0).to(tl.float32)
     else:
-        y = rotate_tile(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK)
+        y = rotate_tile(x_rows, mask, r_ptr + matrix * (TERMS * D * D), R_SCALE, TERMS, D, BLOCK, ALIKE)
     if HAS_CENTER:
         at = center_ptr + head[:, None] * D + tl.arange(0, padded(D))[None, :]
         if padded(D) == D:
@@ -164,6 +164,7 @@ def _store_kernel(
     COPY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (key tiles + value tiles + query tiles); Q_HEADS = 0 has no queries."""
+    ALIKE: tl.constexpr = 2 if K_BITS == EXACT and V_BITS == EXACT else 1
     tile = tl.program_id(0)
     k_tiles = tile_count(tokens, HEADS, HEADS if K_CODING == CODEBOOK else K_SETS, BLOCK)
     kv_tiles = k_tiles + tile_count(tokens, HEADS, V_SETS, BLOCK)
@@ -179,7 +180,7 @@ def _store_kernel(
             k_ring_ptr, k_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, k_copy_ptr, copy_index_ptr, tile,
             tokens, k_gain, k_points_ptr, k_factor_ptr, HEADS, K_SETS, D, K_BITS, K_CODING, K_GROUP, SCALE_DTYPE,
             EXACT_DTYPE, K_SCALE, K_TERMS, K_RANK,
-            K_FITTED, HAS_CENTER, HAS_RING, HAS_SINK, HAS_COPY, COPY_HEADS, BLOCK,
+            K_FITTED, HAS_CENTER, HAS_RING, HAS_SINK, HAS_COPY, COPY_HEADS, BLOCK, ALIKE,
         )  # fmt: skip
     else:
         _store_tile(
@@ -187,7 +188,7 @@ def _store_kernel(
             v_ring_ptr, v_sink_ptr, row_index_ptr, ring_index_ptr, sink_index_ptr, v_copy_ptr, copy_index_ptr,
             tile - k_tiles, tokens, v_gain, k_points_ptr, k_factor_ptr, HEADS, V_SETS, V_D, V_BITS, V_CODING, V_GROUP,
             SCALE_DTYPE, EXACT_DTYPE, V_SCALE,
-            V_TERMS, V_RANK, V_FITTED, False, HAS_RING, HAS_SINK, HAS_COPY, COPY_HEADS, BLOCK,
+            V_TERMS, V_RANK, V_FITTED, False, HAS_RING, HAS_SINK, HAS_COPY, COPY_HEADS, BLOCK, ALIKE,
         )  # fmt: skip
 
 
