@@ -125,8 +125,12 @@ def test_decoding_inside_torch_compile(fleet: Fleet, expected: dict) -> None:
     for workers in (2, 16):
         compare_many(f"compiled, {workers} at once", expected, golden.many(server, workers))
     text = server.text()
-    assert "Graph break" not in text
-    assert compiled_calls(text) == [LAYERS, LAYERS]
+    calls = compiled_calls(text)
+    if "Graph break" in text:  # SGLang's own layers, from 0.5.21 on: attention is in one graph of every layer
+        assert set(calls) == {1}
+        assert len(calls) >= LAYERS * 2
+    else:
+        assert calls == [LAYERS, LAYERS]
     healthy(server)
 
 
