@@ -32,6 +32,11 @@ def report(name: str, seconds: float) -> None:
         listener(name, seconds)
 
 
+def is_ours(function: Any) -> bool:
+    """Whether a function of Triton's is one of this plugin's."""
+    return getattr(function, "module", "").partition(".")[0] in PACKAGES
+
+
 def _behind(earlier: Callable[..., None] | None) -> Callable[..., None]:
     """Triton's listener, which compilation calls with everything by name."""
 
@@ -39,8 +44,7 @@ def _behind(earlier: Callable[..., None] | None) -> Callable[..., None]:
         if earlier is not None:
             earlier(src=src, times=times, **rest)
         # Kernels that are given as intermediate code have no function.
-        module = getattr(getattr(src, "fn", None), "module", "")
-        if module.partition(".")[0] in PACKAGES:
+        if is_ours(getattr(src, "fn", None)):
             report(src.name, times.total / 1e6)
 
     return told

@@ -44,6 +44,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that runs the CUDA kernel; requests and drafts are floats of a workspace."""
     monkeypatch.setattr(cuda, "unsupported", lambda cache, *args: "rows of 16 bits" if cache.exact else None)
     monkeypatch.setattr(cuda, "variant_of", lambda *args, **more: None)
+    monkeypatch.setattr(cuda, "compile_together", lambda jobs: None)
     monkeypatch.setattr(cuda, "prepare", lambda variant: None)
     monkeypatch.setattr(cuda, "workspace_numel", lambda cache, q_heads, batch, drafts: cuda.MAX_BATCH + batch + drafts)
 

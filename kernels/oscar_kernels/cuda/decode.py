@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_querie
 from oscar_kernels.cuda.books import arranged_book, has_shared_book
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
+from oscar_kernels.cuda.together import compile_together
 from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
 from oscar_kernels.prepared import Output, SplitMatrix
 
@@ -108,6 +110,14 @@ def unsupported(
         return f"the CUDA kernel takes {MAX_BATCH // variant.passes} requests at a time, not {max_batch}"
     reason = variant.unsupported()
     return reason and f"the CUDA kernel does not support {reason}"
+
+
+def build(variants: Iterable[Variant]) -> None:
+    """:func:`prepare` several, compiled at once."""
+    wanted = list(variants)
+    compile_together(("decode.cu", variant.defines()) for variant in wanted)
+    for variant in wanted:
+        prepare(variant)
 
 
 def prepare(variant: Variant) -> Any:

@@ -103,16 +103,11 @@ def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
     Raises:
         KernelError: the source does not compile with these macros, or there is no compiler.
     """
-    nvrtc = _bindings("nvrtc")
-    told = options(defines)
-    compiler = check(nvrtc.nvrtcVersion())
-    # The include path is no part of the result.
-    fingerprint = _fingerprint(name, [o for o in told if not o.startswith("-I")], compiler)
-    folder = cache_dir()
-    stored = folder and folder / f"{fingerprint}.cubin"
+    stored = _place(name, defines)
     kept = stored and _read(stored)
     if kept:
         return kept
+    nvrtc, told = _bindings("nvrtc"), options(defines)
     source = (SOURCES / name).read_bytes()
     program = check(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(told), [option.encode() for option in told])
@@ -127,6 +122,21 @@ def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
     if stored:
         _write(stored, code)
     return code
+
+
+def is_kept(name: str, defines: Mapping[str, int]) -> bool:
+    """Whether :func:`compile_source` would find its result in the cache."""
+    stored = _place(name, defines)
+    return stored is not None and stored.exists()
+
+
+def _place(name: str, defines: Mapping[str, int]) -> Path | None:
+    """Where the machine code of a source file is kept; None where nothing is."""
+    compiler = check(_bindings("nvrtc").nvrtcVersion())
+    # The include path is no part of the result.
+    fingerprint = _fingerprint(name, [o for o in options(defines) if not o.startswith("-I")], compiler)
+    folder = cache_dir()
+    return folder and folder / f"{fingerprint}.cubin"
 
 
 def _read(path: Path) -> bytes | None:

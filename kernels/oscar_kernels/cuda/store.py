@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ from oscar_kernels.cuda.books import has_shared_book, searched_points
 from oscar_kernels.cuda.decode import arrange_reading
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
+from oscar_kernels.cuda.together import compile_together
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
 from oscar_kernels.scales import STEP, STRETCH
@@ -103,6 +104,14 @@ def variant_of(cache: LayerCache, q_heads: int, page_size: int, dtype: torch.dty
         cache.k_layout, cache.v_layout, cache.windows, gqa, page_size, dtype, cache.k_ring.dtype,
         shared_book=has_shared_book(cache),
     )  # fmt: skip
+
+
+def build(kinds: Iterable[tuple[Variant, PreparedLayer]]) -> None:
+    """:func:`prepare` for several layers, compiled at once."""
+    wanted = list(kinds)
+    compile_together(("store.cu", defines(*kind)) for kind in wanted)
+    for kind in wanted:
+        prepare(*kind)
 
 
 def prepare(variant: Variant, layer: PreparedLayer) -> None:

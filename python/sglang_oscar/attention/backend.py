@@ -79,8 +79,9 @@ class OscarAttentionBackend(AttentionBackend):
             ranks = get_parallel().attn_tp_size
             q_heads = self.q_heads = query_heads(model_runner.model, cache.layers)
             self.kernels = layer_attention.for_device(
-                cache, model_runner.dtype, q_heads, self.new_tokens, largest_batch(cache, ranks), self.has_sink_logits
-            )
+                cache, model_runner.dtype, q_heads, self.new_tokens, largest_batch(cache, ranks), self.has_sink_logits,
+                server_args.cuda_graph_config.decode.bs or (),
+            )  # fmt: skip
         except Int2Error as error:
             fatal(error)
         if server_args.enable_torch_compile:

@@ -211,8 +211,7 @@ def choose(task: DecodeTask, max_batch: int) -> CudaDecode | TritonDecode:
     workspace = torch.zeros(numel, dtype=torch.float32, device=task.caches[0].k_rows.device)
     if reason is None:
         try:
-            for variant in task.cuda_variants():
-                cuda.prepare(variant)
+            cuda.build(task.cuda_variants())
         except KernelError as error:
             raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
         only = len(task.coded) in (0, len(task.caches))
@@ -252,8 +251,7 @@ def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch
             cuda.variant_of(cache, page, task.heads(cache), dtype, task.sink_logits, drafts, reading)
             for cache, reading in product(task.coded, task.readings)
         ]
-        for variant in variants:
-            cuda.prepare(variant)
+        cuda.build(variants)
     except KernelError as error:
         raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
     logger.info(

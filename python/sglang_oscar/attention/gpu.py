@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from oscar_kernels.format import LayerFormat
 from oscar_kernels.parts import attend_parts, join_heads, split_heads
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
+from oscar_kernels.triton.ahead import compiling
 from oscar_kernels.triton.extend import extend_parts
 from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.rotate import rotate
@@ -54,6 +55,7 @@ class GpuKernels:
     drafts: new tokens of a request that are verified at once; 0 without speculation.
     max_batch: requests of a step at most.
     sink_logits: whether layers come with them.
+    steps: requests of the steps of decode or verification that SGLang captures.
 
     Raises:
         Int2Error: kernels that are asked for cannot be built, or cannot do this.
@@ -68,6 +70,7 @@ class GpuKernels:
         drafts: int,
         max_batch: int,
         sink_logits: bool,
+        steps: Sequence[int],
     ) -> None:
         self._dtype = dtype
         parts = parts_of(cache.layers.values())
@@ -94,9 +97,10 @@ class GpuKernels:
                     arranged_book(layer.cache.k_codebook)
                     searched_points(layer.cache.k_codebook)
             try:
-                for layer in coded:
-                    variant = cuda_store.variant_of(layer.cache, task.heads(layer.cache), cache.page_size, dtype)
-                    cuda_store.prepare(variant, self._arranged[id(layer)])
+                cuda_store.build(
+                    (cuda_store.variant_of(x.cache, task.heads(x.cache), cache.page_size, dtype), self._arranged[id(x)])
+                    for x in coded
+                )
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
         self._ragged: RaggedExtend | None = None
@@ -116,7 +120,12 @@ class GpuKernels:
         longest = cache.req_to_token_pool.req_to_token.shape[1]
         hits = warm_up.PrefixHits(cache.page_size, limits, max_batch, longest)
         kinds = {tuple((x.cache.k_layout, x.cache.v_layout) for x in of.parts): of for of in cache.layers.values()}
-        warm_up.chunks_behind_prefixes(self, list(kinds.values()), q_heads, dtype, hits, sink_logits)
+        layers = list(kinds.values())
+        # In a server whose layers are of several kinds, a compiler at a time takes minutes.
+        with compiling():
+            warm_up.chunks_behind_prefixes(self, layers, q_heads, dtype, hits, sink_logits)
+            warm_up.captured(self, layers, q_heads, dtype, hits, steps, drafts, sink_logits)
+        warm_up.chunks_behind_prefixes(self, layers, q_heads, dtype, hits, sink_logits)
         warm_up.logits(dtype, device)
 
     def _made_of(self, layer: CachedLayer, new: LayerFormat) -> Iterator[tuple[Any, Any]]:

@@ -5,6 +5,8 @@ The choice follows from the device alone; neither stands in for the other when s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from oscar_kernels import reference
@@ -66,8 +68,9 @@ class TorchKernels:
 
 
 def for_device(
-    cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int, max_batch: int, sink_logits: bool
-) -> Kernels:
+    cache: Int2Cache, dtype: torch.dtype, q_heads: int, drafts: int, max_batch: int, sink_logits: bool,
+    steps: Sequence[int],
+) -> Kernels:  # fmt: skip
     """Kernels for the device that the cache is on.
 
     Args:
@@ -77,6 +80,7 @@ def for_device(
         drafts: new tokens of a request that are verified at once; 0 without speculation.
         max_batch: requests of a step at most.
         sink_logits: whether layers come with them.
+        steps: requests of the steps of decode or verification that SGLang captures.
 
     Raises:
         Int2Error: the kernels cannot be built on this machine.
@@ -85,5 +89,5 @@ def for_device(
     if device.type == "cuda":
         from sglang_oscar.attention.gpu import GpuKernels
 
-        return GpuKernels(cache, dtype, device, q_heads, drafts, max_batch, sink_logits)
+        return GpuKernels(cache, dtype, device, q_heads, drafts, max_batch, sink_logits, steps)
     return TorchKernels()

@@ -1,7 +1,8 @@
 """What no captured graph launches, once before a server answers: kernels compile at the first launch.
 
 Graphs are captured of chunks without a prefix and of decode steps only. So the first prompt that hit the prefix cache
-would wait for compilers, for seconds, and the first of all for what looks at logits.
+would wait for compilers, for seconds, and the first of all for what looks at logits. What graphs launch is here, too,
+for all of it to be compiled at once (:mod:`oscar_kernels.triton.ahead`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from oscar_kernels.cache import BatchTables, StoreSlots
 from oscar_kernels.extend_plan import SHORT_BATCH, Limits
 from oscar_kernels.triton.rotate import MANY_VECTORS
+from oscar_kernels.visible import causal_words
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.kernels import Kernels
@@ -97,24 +99,69 @@ def chunks_behind_prefixes(
         hits: that may come.
         sink_logits: whether the layers have them.
     """
-    cache = layers[0].parts[0].cache
-    kv_heads, device = sum(part.cache.kv_heads for part in layers[0].parts), cache.k_rows.device
-    sinks = torch.zeros(q_heads, dtype=dtype, device=device) if sink_logits else None
-    fewest = min(part.cache.kv_heads for layer in layers for part in layer.parts)
-    large = min(MANY_VECTORS // fewest + 1, LARGEST_CHUNK)
-    for prefixes, chunks in hits.batches(large):
+    device = layers[0].parts[0].cache.k_rows.device
+    for prefixes, chunks in hits.batches(_large(layers)):
         batch = _dummy_batch(prefixes, chunks, hits.page_size, device)
         batch.extend_plan = kernels.plan_extend(batch)
-        sizes = (q_heads, cache.head_dim), (kv_heads, cache.head_dim), (kv_heads, cache.value_head_dim)
-        q, k, v = (torch.zeros(batch.tokens, *size, dtype=dtype, device=device) for size in sizes)
+        call = _dummy_call(layers[0], batch, q_heads, dtype, sink_logits)
         for layer in layers:
-            kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
+            kernels.extend(layer, batch, call)
+
+
+def captured(
+    kernels: Kernels,
+    layers: Sequence[AnyLayer],
+    q_heads: int,
+    dtype: torch.dtype,
+    hits: PrefixHits,
+    steps: Sequence[int],
+    drafts: int = 0,
+    sink_logits: bool = False,
+) -> None:
+    """What graphs are captured of: chunks without a prefix, and steps of decode or verification; in slots that belong
+    to no request. For :func:`oscar_kernels.triton.ahead.compiling`: capturing launches it all itself.
+
+    Args:
+        kernels, layers, q_heads, dtype, hits, sink_logits: as for :func:`chunks_behind_prefixes`.
+        steps: requests of each step; those of more than a batch has at most are of so many.
+        drafts: new tokens of a request that are verified at once; 0 for decode.
+    """
+    device = layers[0].parts[0].cache.k_rows.device
+    for tokens in (SHORT_CHUNK, _large(layers)):
+        batch = _dummy_batch([0], [tokens], hits.page_size, device)
+        batch.extend_plan = kernels.plan_extend(batch)
+        call = _dummy_call(layers[0], batch, q_heads, dtype, sink_logits)
+        for layer in layers:
+            kernels.extend(layer, batch, call)
+    attend = kernels.verify if drafts else kernels.decode
+    for count in sorted({min(count, hits.max_batch) for count in steps}):
+        batch = _dummy_batch([1] * count, [max(drafts, 1)] * count, hits.page_size, device)
+        batch.visible = causal_words(drafts, device).repeat(count, 1) if drafts else None
+        call = _dummy_call(layers[0], batch, q_heads, dtype, sink_logits)
+        for layer in layers:
+            attend(layer, batch, call)
 
 
 def logits(dtype: torch.dtype, device: torch.device) -> None:
     """Look for NaN in a row of logits, which are of ``dtype`` or float32."""
     for numbers in {dtype, torch.float32}:
         take(torch.zeros(1, 1, dtype=numbers, device=device), 1)
+
+
+def _large(layers: Sequence[AnyLayer]) -> int:
+    """Tokens of a chunk that every layer rotates in larger tiles."""
+    fewest = min(part.cache.kv_heads for layer in layers for part in layer.parts)
+    return min(MANY_VECTORS // fewest + 1, LARGEST_CHUNK)
+
+
+def _dummy_call(layer: AnyLayer, batch: Batch, q_heads: int, dtype: torch.dtype, sink_logits: bool) -> Call:
+    """Zeros, for each of a model's layers."""
+    cache = layer.parts[0].cache
+    kv_heads, device = sum(part.cache.kv_heads for part in layer.parts), cache.k_rows.device
+    sizes = (q_heads, cache.head_dim), (kv_heads, cache.head_dim), (kv_heads, cache.value_head_dim)
+    q, k, v = (torch.zeros(batch.tokens, *size, dtype=dtype, device=device) for size in sizes)
+    sinks = torch.zeros(q_heads, dtype=dtype, device=device) if sink_logits else None
+    return Call(q, k, v, batch.slots.row, 0, 1.0, sinks)
 
 
 def _dummy_batch(prefixes: list[int], chunks: list[int], page_size: int, device: torch.device) -> Batch:
