@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from test_cuda_decode import BF16, FP32, MATRIX, QWEN3, SHAPES
 
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.cuda import decode as cuda_decode
-from oscar_kernels.cuda import jit
+from oscar_kernels.cuda import jit, together
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.decode import unsupported
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
@@ -185,3 +186,21 @@ def test_scales_of_two_dtypes_are_not_stored() -> None:
     mixed = replace(variant(SHAPES[0]), key=RowLayout(8, 128, 128, torch.float16))
     with pytest.raises(ValueError, match="scales of different dtypes"):
         cuda_store._load(mixed, ())
+
+
+def test_several_are_compiled_in_processes(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And found where they are loaded; one that does not compile is left to that."""
+    shapes = [SHAPES[0], replace(SHAPES[0], v_bits=4)]
+    jobs = [("decode.cu", variant(shape).defines()) for shape in shapes]
+    wrong = ("decode.cu", (*jobs[0][1], ("OSCAR_SINK", 1 << 20)))
+    together.compile_together([*jobs, jobs[0], wrong])
+    assert len([*empty_cache.iterdir()]) == len(jobs)
+    assert not jit.is_kept(wrong[0], dict(wrong[1]))
+    bindings = jit._bindings("nvrtc")
+    monkeypatch.setattr(bindings, "nvrtcCreateProgram", None)
+    for name, defines in jobs:
+        assert jit.compile_source(name, dict(defines))[:4] == b"\x7fELF"
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    together.compile_together(jobs)
+    with pytest.raises(KernelError, match=r"a process that was to compile decode\.cu failed: exit status 1"):
+        together.compile_together([wrong, ("decode.cu", ())])
