@@ -103,7 +103,7 @@ KERNELS = {
 @pytest.mark.parametrize("sink_logits", [False, True])
 @pytest.mark.parametrize("ragged", [True, False])
 def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix hits of all kinds and numbers, up to 200 requests and 4,000 tokens at once."""
+    """Prefix hits of all kinds and numbers, and none, up to 200 requests and 4,000 tokens at once."""
     seen: set[Any] = set()
     for module, names in KERNELS.items():
         for name in names:
@@ -117,13 +117,14 @@ def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypa
     limits = LIMITS if ragged else None
     hits = warm_up.PrefixHits(SHAPE.page_size, limits, max_batch=200, longest=10_000)
     warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, hits, sink_logits)
+    warm_up.captured(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, hits, (), sink_logits=sink_logits)
     warm, rng = set(seen), random.Random(3)
     assert {name for name, *_ in warm} >= {"_store_kernel", "extend_kernel", "_rotate_kernel", "_finite_kernel"}
     assert any(name == "_sinks_kernel" for name, *_ in warm) == sink_logits
     for number in range(60):
         count = rng.choice((1, 2, 5, 30, 64, 65, 128, 129, 200))
         chunks = [rng.choice((1, 2, 3, 8, 20)) for _ in range(count)] if number % 3 else [4000]
-        prefixes = [rng.choice((16, 200, 500, 2000)) for _ in chunks]
+        prefixes = [(number % 5 > 0) * rng.choice((16, 200, 500, 2000)) for _ in chunks]
         batch = warm_up._dummy_batch(prefixes, chunks, SHAPE.page_size, HERE)
         batch.extend_plan = kernels.plan_extend(batch)
         q, k, v = (torch.zeros(batch.tokens, heads, SHAPE.head_dim, dtype=SHAPE.dtype) for heads in HEADS)
