@@ -149,7 +149,9 @@ class RaggedPlanner:
         bounds = starts.tolist()
         pairs = [(request, token) for request in requests for token in range(bounds[request], bounds[request + 1])]
         index = self._upload(torch.tensor(pairs, dtype=torch.int64).T.contiguous())
-        parts = zip(*(rows.split(SHORT_BATCH) for rows in index), strict=True)
+        # In parts alike: one of a single token would need decode kernels of its own.
+        count = -(-len(pairs) // SHORT_BATCH)
+        parts = zip(*(rows.tensor_split(count) for rows in index), strict=True)
         return [Short(tokens, _select(tables, own)) for own, tokens in parts]
 
     def _plan_decoding(self, tables: BatchTables, requests: list[int], starts: torch.Tensor) -> Decoding:

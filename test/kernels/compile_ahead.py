@@ -56,8 +56,9 @@ def _wrong_kernel(x_ptr):
 def launch_all(kernels: Any, of: list[CachedLayer], limits: Any, drafts: int) -> None:
     shape = exits.SHAPE
     hits = warm_up.PrefixHits(shape.page_size, limits, max_batch=200, longest=10_000)
-    warm_up.chunks_behind_prefixes(kernels, of, shape.q_heads, shape.dtype, hits, True)
-    warm_up.captured(kernels, of, shape.q_heads, shape.dtype, hits, STEPS, drafts, True)
+    dummies = warm_up.Dummies(kernels, of, shape.page_size, shape.q_heads, shape.dtype, True)
+    warm_up.chunks_behind_prefixes(dummies, hits)
+    warm_up.captured(dummies, STEPS, drafts)
 
 
 def kernels_of(of: list[CachedLayer], limits: Any) -> Any:

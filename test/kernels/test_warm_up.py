@@ -17,7 +17,6 @@ from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton import extend as extending
 from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention import gpu, warm_up
-from sglang_oscar.attention.call import Call
 
 LIMITS = Limits(capacity=50, passes=8, break_even=32, window=2240, joined=True)
 
@@ -47,7 +46,7 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
     limits = LIMITS if ragged else None
     monkeypatch.setattr(warm_up, "LARGEST_CHUNK", 20)
     hits = warm_up.PrefixHits(SHAPE.page_size, limits)
-    warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, hits)
+    warm_up.chunks_behind_prefixes(dummies_of(kernels, layer), hits)
     wanted = {"copy_prefixes", "merge_states_", "decode"} if ragged else {"extend"}
     assert set(launched) == wanted | {"rotate", "store"}
     # A chunk beside others and one that is joined with its prefix.
@@ -116,8 +115,9 @@ def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypa
         kernels._ragged = ragged_extend.RaggedExtend(planner, decode)
     limits = LIMITS if ragged else None
     hits = warm_up.PrefixHits(SHAPE.page_size, limits, max_batch=200, longest=10_000)
-    warm_up.chunks_behind_prefixes(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, hits, sink_logits)
-    warm_up.captured(kernels, [layer], SHAPE.q_heads, SHAPE.dtype, hits, (), sink_logits=sink_logits)
+    dummies = dummies_of(kernels, layer, sink_logits)
+    warm_up.chunks_behind_prefixes(dummies, hits)
+    warm_up.captured(dummies, ())
     warm, rng = set(seen), random.Random(3)
     assert {name for name, *_ in warm} >= {"_store_kernel", "extend_kernel", "_rotate_kernel", "_finite_kernel"}
     assert any(name == "_sinks_kernel" for name, *_ in warm) == sink_logits
@@ -125,16 +125,16 @@ def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypa
         count = rng.choice((1, 2, 5, 30, 64, 65, 128, 129, 200))
         chunks = [rng.choice((1, 2, 3, 8, 20)) for _ in range(count)] if number % 3 else [4000]
         prefixes = [(number % 5 > 0) * rng.choice((16, 200, 500, 2000)) for _ in chunks]
-        batch = warm_up._dummy_batch(prefixes, chunks, SHAPE.page_size, HERE)
-        batch.extend_plan = kernels.plan_extend(batch)
-        q, k, v = (torch.zeros(batch.tokens, heads, SHAPE.head_dim, dtype=SHAPE.dtype) for heads in HEADS)
-        sinks = torch.zeros(SHAPE.q_heads, dtype=SHAPE.dtype) if sink_logits else None
-        kernels.extend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
+        if number % 20 == 4:
+            # One token more than the decode kernel takes at a time.
+            prefixes, chunks = [2000] * 128, [2] * 127 + [3]
+        dummies.extend(prefixes, chunks)
         # Steps of decode are captured before a server answers.
         assert not {variant for variant in seen - warm if not is_of_a_step(variant)}, (prefixes, chunks)
 
 
-HEADS = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.kv_heads)
+def dummies_of(kernels: Any, layer: Any, sink_logits: bool = False) -> warm_up.Dummies:
+    return warm_up.Dummies(kernels, [layer], SHAPE.page_size, SHAPE.q_heads, SHAPE.dtype, sink_logits)
 
 
 def is_of_a_step(variant: tuple[Any, ...]) -> bool:

@@ -120,12 +120,13 @@ class GpuKernels:
         longest = cache.req_to_token_pool.req_to_token.shape[1]
         hits = warm_up.PrefixHits(cache.page_size, limits, max_batch, longest)
         kinds = {tuple((x.cache.k_layout, x.cache.v_layout) for x in of.parts): of for of in cache.layers.values()}
-        layers = list(kinds.values())
+        dummies = warm_up.Dummies(self, list(kinds.values()), cache.page_size, q_heads, dtype, sink_logits)
         # In a server whose layers are of several kinds, a compiler at a time takes minutes.
         with compiling():
-            warm_up.chunks_behind_prefixes(self, layers, q_heads, dtype, hits, sink_logits)
-            warm_up.captured(self, layers, q_heads, dtype, hits, steps, drafts, sink_logits)
-        warm_up.chunks_behind_prefixes(self, layers, q_heads, dtype, hits, sink_logits)
+            warm_up.chunks_behind_prefixes(dummies, hits)
+            warm_up.logits(dtype, device)
+            warm_up.captured(dummies, {min(step, max_batch) for step in steps}, drafts)
+        warm_up.chunks_behind_prefixes(dummies, hits)
         warm_up.logits(dtype, device)
 
     def _made_of(self, layer: CachedLayer, new: LayerFormat) -> Iterator[tuple[Any, Any]]:

@@ -7,7 +7,7 @@ for all of it to be compiled at once (:mod:`oscar_kernels.triton.ahead`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,65 +81,63 @@ class PrefixHits:
         return [page, long, page], [max(limits.break_even + 1, SHORT_CHUNK), SHORT_CHUNK, 1]
 
 
-def chunks_behind_prefixes(
-    kernels: Kernels,
-    layers: Sequence[AnyLayer],
-    q_heads: int,
-    dtype: torch.dtype,
-    hits: PrefixHits,
-    sink_logits: bool = False,
-) -> None:
-    """Attend from a chunk of every kind to a cached prefix, and store it, in slots that belong to no request.
+@dataclass(frozen=True)
+class Dummies:
+    """Runs batches in slots that belong to no request through a layer of every kind.
 
     Args:
         kernels: of the device that the layers are on.
         layers: one of every kind of rows.
+        page_size: tokens of a page.
         q_heads: query heads on this rank.
         dtype: of queries, keys and values, bfloat16 or float16.
-        hits: that may come.
         sink_logits: whether the layers have them.
     """
-    device = layers[0].parts[0].cache.k_rows.device
-    for prefixes, chunks in hits.batches(_large(layers)):
-        batch = _dummy_batch(prefixes, chunks, hits.page_size, device)
-        batch.extend_plan = kernels.plan_extend(batch)
-        call = _dummy_call(layers[0], batch, q_heads, dtype, sink_logits)
-        for layer in layers:
-            kernels.extend(layer, batch, call)
+
+    kernels: Kernels
+    layers: Sequence[AnyLayer]
+    page_size: int
+    q_heads: int
+    dtype: torch.dtype
+    sink_logits: bool = False
+
+    @property
+    def large(self) -> int:
+        """Tokens of a chunk that every layer rotates in larger tiles."""
+        fewest = min(part.cache.kv_heads for layer in self.layers for part in layer.parts)
+        return min(MANY_VECTORS // fewest + 1, LARGEST_CHUNK)
+
+    def extend(self, prefixes: list[int], chunks: list[int]) -> None:
+        """Attend from chunks to cached prefixes, of so many tokens, and store the chunks."""
+        batch = _dummy_batch(prefixes, chunks, self.page_size, self._device)
+        batch.extend_plan = self.kernels.plan_extend(batch)
+        self._attend(self.kernels.extend, batch)
+
+    def step(self, requests: int, drafts: int) -> None:
+        """Decode, or verify ``drafts`` new tokens of every request where that is not 0."""
+        batch = _dummy_batch([1] * requests, [max(drafts, 1)] * requests, self.page_size, self._device)
+        if drafts:
+            batch.visible = causal_words(drafts, self._device).repeat(requests, 1)
+        self._attend(self.kernels.verify if drafts else self.kernels.decode, batch)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.layers[0].parts[0].cache.k_rows.device
+
+    def _attend(self, attend: Callable[[AnyLayer, Batch, Call], torch.Tensor], batch: Batch) -> None:
+        cache = self.layers[0].parts[0].cache
+        kv_heads = sum(part.cache.kv_heads for part in self.layers[0].parts)
+        sizes = (self.q_heads, cache.head_dim), (kv_heads, cache.head_dim), (kv_heads, cache.value_head_dim)
+        q, k, v = (torch.zeros(batch.tokens, *size, dtype=self.dtype, device=self._device) for size in sizes)
+        sinks = torch.zeros(self.q_heads, dtype=self.dtype, device=self._device) if self.sink_logits else None
+        for layer in self.layers:
+            attend(layer, batch, Call(q, k, v, batch.slots.row, 0, 1.0, sinks))
 
 
-def captured(
-    kernels: Kernels,
-    layers: Sequence[AnyLayer],
-    q_heads: int,
-    dtype: torch.dtype,
-    hits: PrefixHits,
-    steps: Sequence[int],
-    drafts: int = 0,
-    sink_logits: bool = False,
-) -> None:
-    """What graphs are captured of: chunks without a prefix, and steps of decode or verification; in slots that belong
-    to no request. For :func:`oscar_kernels.triton.ahead.compiling`: capturing launches it all itself.
-
-    Args:
-        kernels, layers, q_heads, dtype, hits, sink_logits: as for :func:`chunks_behind_prefixes`.
-        steps: requests of each step; those of more than a batch has at most are of so many.
-        drafts: new tokens of a request that are verified at once; 0 for decode.
-    """
-    device = layers[0].parts[0].cache.k_rows.device
-    for tokens in (SHORT_CHUNK, _large(layers)):
-        batch = _dummy_batch([0], [tokens], hits.page_size, device)
-        batch.extend_plan = kernels.plan_extend(batch)
-        call = _dummy_call(layers[0], batch, q_heads, dtype, sink_logits)
-        for layer in layers:
-            kernels.extend(layer, batch, call)
-    attend = kernels.verify if drafts else kernels.decode
-    for count in sorted({min(count, hits.max_batch) for count in steps}):
-        batch = _dummy_batch([1] * count, [max(drafts, 1)] * count, hits.page_size, device)
-        batch.visible = causal_words(drafts, device).repeat(count, 1) if drafts else None
-        call = _dummy_call(layers[0], batch, q_heads, dtype, sink_logits)
-        for layer in layers:
-            attend(layer, batch, call)
+def chunks_behind_prefixes(dummies: Dummies, hits: PrefixHits) -> None:
+    """Attend from a chunk of every kind to a cached prefix, and store it."""
+    for prefixes, chunks in hits.batches(dummies.large):
+        dummies.extend(prefixes, chunks)
 
 
 def logits(dtype: torch.dtype, device: torch.device) -> None:
@@ -148,20 +146,19 @@ def logits(dtype: torch.dtype, device: torch.device) -> None:
         take(torch.zeros(1, 1, dtype=numbers, device=device), 1)
 
 
-def _large(layers: Sequence[AnyLayer]) -> int:
-    """Tokens of a chunk that every layer rotates in larger tiles."""
-    fewest = min(part.cache.kv_heads for layer in layers for part in layer.parts)
-    return min(MANY_VECTORS // fewest + 1, LARGEST_CHUNK)
+def captured(dummies: Dummies, steps: Iterable[int], drafts: int = 0) -> None:
+    """What graphs are captured of, all but a step's tables: chunks without a prefix, and steps of decode or
+    verification. For :func:`oscar_kernels.triton.ahead.compiling`: capturing launches it all itself.
 
-
-def _dummy_call(layer: AnyLayer, batch: Batch, q_heads: int, dtype: torch.dtype, sink_logits: bool) -> Call:
-    """Zeros, for each of a model's layers."""
-    cache = layer.parts[0].cache
-    kv_heads, device = sum(part.cache.kv_heads for part in layer.parts), cache.k_rows.device
-    sizes = (q_heads, cache.head_dim), (kv_heads, cache.head_dim), (kv_heads, cache.value_head_dim)
-    q, k, v = (torch.zeros(batch.tokens, *size, dtype=dtype, device=device) for size in sizes)
-    sinks = torch.zeros(q_heads, dtype=dtype, device=device) if sink_logits else None
-    return Call(q, k, v, batch.slots.row, 0, 1.0, sinks)
+    Args:
+        dummies: launch it.
+        steps: requests of each step.
+        drafts: new tokens of a request that are verified at once; 0 for decode.
+    """
+    for tokens in (SHORT_CHUNK, dummies.large):
+        dummies.extend([0], [tokens])
+    for requests in steps:
+        dummies.step(requests, drafts)
 
 
 def _dummy_batch(prefixes: list[int], chunks: list[int], page_size: int, device: torch.device) -> Batch:
