@@ -7,7 +7,7 @@
     python benchmark/kernels/bench_decode.py --baselines flashinfer,flashinfer_fp8,fa3,fa3_fp8
 
 A kernel reads codes of 2 bits unless widths of keys and values follow its name; s behind a width is coding symmetric, b
-codebook. With a plus between widths equal parts of the kv heads have one each, which takes a launch for each. Heads are
+codebook. With a plus between widths equal parts of the kv heads have one each; one launch decodes two. Heads are
 query heads x kv heads x head_dim, by default those of Qwen3-8B; shapes are requests x tokens of each. Speedups are over
 the first baseline; those over another carry its name.
 """

@@ -1,15 +1,34 @@
 """Layers that are cut between kv heads (:class:`oscar_kernels.format.CutFormat`): a cache for every part.
 
-A kernel works on one cache. Of a layer in parts it is launched once for each, on views of the heads that the part has.
+A kernel works on one cache. Of a layer in parts it is launched once for each, on views of the heads that the part has;
+on Hopper one launch decodes two of them (:mod:`oscar_kernels.cuda.pair`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from oscar_kernels.cache import LayerCache
+from oscar_kernels.prepared import SplitMatrix
+
+
+class Part(NamedTuple):
+    """What one part of a layer attends with in decode and verification, once its new tokens are stored.
+
+    Args:
+        cache: of the part.
+        q_rot: [tokens, its query heads, head_dim], as its store returns them.
+        lse: float32 [tokens, its query heads], takes log-sum-exps; None for nothing.
+        reading: what its outputs are multiplied by; None for nothing.
+    """
+
+    cache: LayerCache
+    q_rot: torch.Tensor
+    lse: torch.Tensor | None = None
+    reading: SplitMatrix | None = None
 
 
 def split_heads(x: torch.Tensor, caches: Sequence[LayerCache], dim: int = 1) -> list[torch.Tensor]:

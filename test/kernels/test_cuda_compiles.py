@@ -4,6 +4,7 @@ need no memory for registers they take none. Needs no GPU.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
@@ -15,11 +16,12 @@ from test_cuda_store import case_of
 from test_cuda_variants import variant
 
 from oscar_kernels.cache import Windows
+from oscar_kernels.cuda import pair
 from oscar_kernels.cuda.decode import READING_TERMS
 from oscar_kernels.cuda.store import defines
 from oscar_kernels.layout import CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import prepare
-from support.spills import spilled_bytes
+from support.spills import assembler_log, spilled_bytes
 
 WINDOWS = Windows(64, 256, 256)
 WIDTHS = [(2, 2), (3, 2), (3, 3), (4, 4)]
@@ -56,6 +58,26 @@ def test_multiplying_outputs_spills_nothing(gqa: int, head_dim: int, bits: tuple
     """Columns of the matrix are in registers while partial results are merged."""
     found = replace(variant(shape_of(gqa, head_dim, bits)), reading_terms=READING_TERMS, reading_sets=8)
     assert spilled_bytes("decode.cu", dict(found.defines())) == 0
+
+
+@pytest.mark.parametrize(
+    ("gqa", "kv_heads", "bits", "drafts"), [(4, 4, (2, 2), 0), *slow([(6, 1, (4, 2), 0), (4, 4, (4, 2), 4)])], ids=str
+)
+def test_two_parts_spill_next_to_nothing(gqa: int, kv_heads: int, bits: tuple[int, int], drafts: int) -> None:
+    """More than each does alone, beside keys of 3 bits; shared memory beside theirs is what is set aside for it."""
+    windows = Windows(64, 256, 256 + drafts)
+    first, second = (
+        replace(
+            variant(replace(shape_of(gqa, 128, own), kv_heads=kv_heads, windows=windows)),
+            reading_terms=READING_TERMS, reading_sets=kv_heads, drafts=drafts, queries=max(drafts, 1),
+        )
+        for own in ((3, 2), bits)
+    )  # fmt: skip
+    alone = [spilled_bytes("decode.cu", dict(one.defines())) for one in (first, second)]
+    text = pair.source(first, second)
+    assert spilled_bytes(pair.SOURCE, {}, text) <= sum(alone) + 16
+    (static,) = re.findall(r"(\d+) bytes smem", assembler_log(pair.SOURCE, {}, text))
+    assert int(static) <= pair.STATIC_BYTES
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from test_cuda_decode import BF16, FP32, MATRIX, QWEN3, SHAPES
 
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.cuda import decode as cuda_decode
-from oscar_kernels.cuda import jit, together
+from oscar_kernels.cuda import jit, pair, together
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.decode import unsupported
 from oscar_kernels.cuda.variant import MAX_BATCH, Variant
@@ -64,6 +64,14 @@ def test_variants_compile(shape: Shape, empty_cache: Path) -> None:
     for lse in (False, True) if shape == SHAPES[0] else (True,):
         defines = dict(replace(variant(shape), lse=lse).defines())
         assert jit.compile_source("decode.cu", defines)[:4] == b"\x7fELF"
+
+
+def test_two_parts_compile(empty_cache: Path) -> None:
+    """Kept apart from other pairs: the text says for which parts it is."""
+    first, second = variant(replace(SHAPES[0], k_bits=3)), variant(SHAPES[0])
+    codes = {jit.compile_source(pair.SOURCE, {}, pair.source(*of)) for of in ((first, second), (second, first))}
+    assert all(code[:4] == b"\x7fELF" for code in codes)
+    assert len(codes) == len(list(empty_cache.iterdir())) == 2
 
 
 def test_compiled_code_is_kept(empty_cache: Path, small_source: dict[str, int]) -> None:

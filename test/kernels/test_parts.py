@@ -18,7 +18,6 @@ from test_ragged_extend import TorchRagged
 from test_sink_logits import CPU, HERE, PAGES, SM_SCALE, batch_of, cached, check, sinks_of
 
 from oscar_kernels.cache import Windows
-from oscar_kernels.cuda import decode as cuda
 from oscar_kernels.cuda.store import arrange
 from oscar_kernels.format import CutFormat
 from oscar_kernels.layout import CODEBOOK, SYMMETRIC
@@ -26,9 +25,10 @@ from oscar_kernels.prepared import prepare
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.transform import SideTransform
-from oscar_kernels.triton.decode import decode, verify
+from oscar_kernels.triton.decode import decode
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
+from sglang_oscar.attention.decode_choice import CudaDecode, TritonDecode
 from sglang_oscar.attention.gpu import GpuKernels
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.attention.layer_attention import TorchKernels
@@ -74,22 +74,16 @@ def kernels_of(way: str, layer: CutLayer) -> Kernels:
         return TorchKernels()
     made: Any = GpuKernels.__new__(GpuKernels)
     made._prepared = {id(part): prepare(part.format, WHOLE.dtype) for part in layer.parts}
-    made._decode, made._verify, made._arranged, made._ragged = decode, verify_of(verify), {}, None
+    made._decode, made._arranged, made._ragged = TritonDecode(torch.empty(1 << 25, device=HERE)), {}, None
     made._page_size = WHOLE.page_size
     if way == "cuda":
-        made._decode, made._verify = cuda.decode, verify_of(cuda.verify)
+        made._decode = CudaDecode(torch.zeros(1 << 23, device=HERE), halved=True)
         made._arranged = {id(part): arrange(made._prepared[id(part)]) for part in layer.parts}
     elif way != "triton":
         heads = CutFormat(tuple(part.format for part in layer.parts))
         planner = RaggedPlanner(heads, WHOLE.q_heads, WHOLE.dtype, exits.LIMITS[way], HERE, TorchRagged)
         made._ragged = RaggedExtend(planner, decode)
     return made
-
-
-def verify_of(kernel: Any) -> Any:
-    return lambda cache, tables, visible, q, scale, reading, lse: kernel(
-        cache, tables, visible, q, scale, reading=reading, lse=lse
-    )
 
 
 def fused(tokens: int, seed: int, device: torch.device) -> list[torch.Tensor]:

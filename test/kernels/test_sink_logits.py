@@ -24,11 +24,12 @@ from oscar_kernels.sink_logits import scale_by_sinks
 from oscar_kernels.sliding_window import attend
 from oscar_kernels.tables import window_slots
 from oscar_kernels.transform import SideTransform
-from oscar_kernels.triton.decode import decode, verify
+from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.sink_logits import scale_by_sinks_
 from oscar_kernels.visible import causal_words
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
+from sglang_oscar.attention.decode_choice import TritonDecode
 from sglang_oscar.attention.gpu import GpuKernels
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.attention.layer_attention import TorchKernels
@@ -69,8 +70,7 @@ def kernels_of(way: str, layer: CachedLayer) -> Kernels:
         return TorchKernels()
     made: Any = GpuKernels.__new__(GpuKernels)
     made._prepared = {id(layer): prepare(layer.format, SHAPE.dtype)}
-    made._decode, made._arranged, made._ragged = decode, {}, None
-    made._verify = lambda *given: verify(*given[:5], reading=given[5], lse=given[6])
+    made._decode, made._arranged, made._ragged = TritonDecode(torch.empty(1 << 25, device=HERE)), {}, None
     if way != "triton":
         planner = RaggedPlanner(SHAPE.format(), SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged)
         made._ragged = RaggedExtend(planner, decode)

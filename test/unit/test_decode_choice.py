@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 
 from oscar_kernels.cache import LayerCache, Windows
 from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.cuda import pair
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.parts import Part
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.triton import decode as triton
 from sglang_oscar.attention import decode_choice
@@ -123,6 +126,31 @@ def test_what_a_server_launches_is_compiled_at_its_start(
     assert compiled == {(sink_logits, cuda.READING_TERMS), *merged}
 
 
+@pytest.mark.usefixtures("hopper")
+def test_two_parts_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launch is compiled at the start, of decode and of verification, and each has a half of the workspace."""
+    prepared: list[tuple[int, ...]] = []
+    half = replace(CACHE, k_layout=RowLayout(4, 128, 128), v_layout=RowLayout(4, 128, 128))
+    halves = [replace(half, k_layout=RowLayout(4, 128, 128, bits=bits)) for bits in (3, 2)]
+    monkeypatch.setattr(cuda, "variant_of", VARIANT_OF)
+    monkeypatch.setattr(
+        pair, "prepare", lambda *of: prepared.append((*(x.key.bits for x in of[:2]), of[0].gqa, of[0].drafts))
+    )
+    own = task(caches=halves, kv_heads=8, pairs=[[(cache, None) for cache in halves]], drafts=4)
+    decode = decode_choice.choose(own, 65)
+    decode_choice.prepare_verify(decode, own, 65)
+    assert prepared == [(3, 2, 4, 0), (3, 2, 4, 4)]
+    numel = own.workspace_numel(65)
+    assert numel == 2 * (-(-(cuda.MAX_BATCH + 69) // 128) * 128)
+    calls: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(pair, "attend", lambda parts, tables, visible, scale, workspaces: calls.append([*workspaces]))
+    tables: Any = None
+    decode.attend([Part(cache, torch.empty(0)) for cache in halves], tables, None, 1.0)
+    ((first, second),) = calls
+    assert first.numel() == second.numel() == numel // 2
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+
+
 def test_a_cpu_has_no_choice() -> None:
     decode_choice.check("auto", "cpu")
     for setting in ("cuda", "triton"):
@@ -130,8 +158,8 @@ def test_a_cpu_has_no_choice() -> None:
             decode_choice.check(setting, "cpu")  # type: ignore[arg-type]
 
 
-def choose_verify(decode: Any, q_heads: int = 32, requests: int = 65, drafts: int = 4) -> Any:
-    return decode_choice.choose_verify(decode, task(q_heads=q_heads, drafts=drafts), requests)
+def prepare_verify(decode: Any, q_heads: int = 32, requests: int = 65, drafts: int = 4) -> None:
+    decode_choice.prepare_verify(decode, task(q_heads=q_heads, drafts=drafts), requests)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -140,8 +168,8 @@ def test_what_decodes_verifies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     by_cuda, by_triton = choose("auto"), choose("triton")
     monkeypatch.setattr(cuda, "variant_of", lambda *args, **more: SimpleNamespace(passes=2))
     with caplog.at_level(logging.INFO):
-        assert choose_verify(by_cuda) == by_cuda.verify
-        assert choose_verify(by_triton) == by_triton.verify
+        prepare_verify(by_cuda)
+        prepare_verify(by_triton)
     assert "CUDA kernel, 4 tokens of a request in 2 passes" in caplog.text
     assert "int2 verification: Triton kernel" in caplog.text
 
@@ -154,11 +182,11 @@ def test_what_decodes_verifies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 def test_a_verification_that_no_grid_holds_is_one_line(q_heads: int, requests: int, drafts: int, fits: bool) -> None:
     decode = decode_choice.TritonDecode(torch.empty(0))
     if fits:
-        assert choose_verify(decode, q_heads, requests, drafts) == decode.verify
+        prepare_verify(decode, q_heads, requests, drafts)
         assert triton.partials_of(CACHE, q_heads, requests, 300, drafts) < 65_536
         return
     with pytest.raises(Int2Error, match=r"^the Triton kernel takes .* lower --max-running-requests or --speculative-"):
-        choose_verify(decode, q_heads, requests, drafts)
+        prepare_verify(decode, q_heads, requests, drafts)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -166,4 +194,4 @@ def test_a_cuda_kernel_that_cannot_verify_is_one_line(monkeypatch: pytest.Monkey
     decode = choose("cuda")
     monkeypatch.setattr(cuda, "unsupported", lambda *args: "too many requests")
     with pytest.raises(Int2Error, match=r"^too many requests; set .*DECODE_BACKEND=triton, or drop --speculative-"):
-        choose_verify(decode)
+        prepare_verify(decode)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -233,8 +233,16 @@ def verify(
     Raises:
         ValueError, KernelError: as :func:`decode`.
     """
-    check_visible(cache.windows, visible, len(q_rot))
     return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(None, lse, reading))
+
+
+class Call(NamedTuple):
+    """What the kernel is launched with for one cache; ``arguments`` are addresses in tensors that have to be kept."""
+
+    variant: Variant
+    out: torch.Tensor
+    workspace: torch.Tensor
+    arguments: list[ctypes._SimpleCData[Any] | ctypes.Structure]
 
 
 def _attend(
@@ -246,10 +254,32 @@ def _attend(
     workspace: torch.Tensor | None,
     output: Output,
 ) -> torch.Tensor:
+    call = call_of(cache, tables, visible, q_rot, sm_scale, workspace, output)
+    if len(q_rot):
+        run(call)
+    return call.out
+
+
+def call_of(
+    cache: LayerCache,
+    tables: BatchTables,
+    visible: torch.Tensor | None,
+    q_rot: torch.Tensor,
+    sm_scale: float,
+    workspace: torch.Tensor | None,
+    output: Output,
+) -> Call:
+    """What :func:`decode`, or :func:`verify` where ``visible`` is not None, launches the kernel with.
+
+    Raises:
+        ValueError: as there.
+    """
     out, lse, reading = output
     tokens, q_heads, head_dim = q_rot.shape
     batch, drafts = (tokens, 0) if visible is None else visible.shape
     check_queries(cache, q_rot)
+    if visible is not None:
+        check_visible(cache.windows, visible, tokens)
     if q_rot.data_ptr() % 16 or q_rot.stride(0) % 8 or q_rot.stride(1) % 8:
         raise ValueError("queries must begin at multiples of 16 bytes")
     variant = variant_of(cache, tables.page_size, q_heads, q_rot.dtype, lse is not None, drafts, reading)
@@ -261,9 +291,6 @@ def _attend(
     check_lse(lse, tokens, q_heads)
     if reading is not None:
         reading.check(cache.kv_heads, q_rot.dtype, arranged=True)
-    if batch == 0:
-        return out
-    kernel = prepare(variant)
     slots = _slots(q_rot.device, batch * variant.passes)
     if workspace is None:
         workspace = make_workspace(cache, q_heads, batch, drafts)
@@ -285,15 +312,20 @@ def _attend(
         pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
         tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch * variant.passes,
     )  # fmt: skip
-    # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a multiprocessor.
-    # A cooperative launch would have the driver vouch for that, but that it may start early is not documented; what
-    # could keep multiprocessors away is refused instead (_multi_process_service).
-    launch(
-        kernel, (processors(q_rot.device.index or 0), 1, 1), variant.threads, variant.shared_bytes,
+    return Call(
+        variant, out, workspace,
         [query, buffers, described, _Partials(partial, partial_lse, counters, spill),
          _Result(out.data_ptr(), out.stride(0), out.stride(1), 0 if lse is None else lse.data_ptr()),
          _Reading(0, 1.0) if reading is None else _Reading(reading.terms.data_ptr(), 1.0 / reading.scale),
          _Books(0 if cache.k_codebook is None else arranged_book(cache.k_codebook).data_ptr())],
-        overlap=True,
     )  # fmt: skip
-    return out
+
+
+def run(call: Call) -> None:
+    """Launch the kernel for one cache."""
+    kernel, variant = prepare(call.variant), call.variant
+    # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a multiprocessor.
+    # A cooperative launch would have the driver vouch for that, but that it may start early is not documented; what
+    # could keep multiprocessors away is refused instead (_multi_process_service).
+    blocks = processors(call.out.device.index or 0)
+    launch(kernel, (blocks, 1, 1), variant.threads, variant.shared_bytes, call.arguments, overlap=True)

@@ -90,12 +90,13 @@ def options(defines: Mapping[str, int]) -> list[str]:
     return told + [f"-D{key}={int(value)}" for key, value in sorted(defines.items())]
 
 
-def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
+def compile_source(name: str, defines: Mapping[str, int], text: str | None = None) -> bytes:
     """Machine code of one source file.
 
     Args:
         name: file in ``src``, for example ``decode.cu``.
         defines: macros.
+        text: what is compiled in place of the file's; None for that.
 
     Returns:
         a cubin for :data:`ARCHITECTURE`, from the cache where it is there. Needs no GPU.
@@ -103,12 +104,12 @@ def compile_source(name: str, defines: Mapping[str, int]) -> bytes:
     Raises:
         KernelError: the source does not compile with these macros, or there is no compiler.
     """
-    stored = _place(name, defines)
+    stored = _place(name, defines, text)
     kept = stored and _read(stored)
     if kept:
         return kept
     nvrtc, told = _bindings("nvrtc"), options(defines)
-    source = (SOURCES / name).read_bytes()
+    source = (SOURCES / name).read_bytes() if text is None else text.encode()
     program = check(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(told), [option.encode() for option in told])
     if int(status) != 0:
@@ -130,11 +131,12 @@ def is_kept(name: str, defines: Mapping[str, int]) -> bool:
     return stored is not None and stored.exists()
 
 
-def _place(name: str, defines: Mapping[str, int]) -> Path | None:
-    """Where the machine code of a source file is kept; None where nothing is."""
+def _place(name: str, defines: Mapping[str, int], text: str | None = None) -> Path | None:
+    """Where the machine code of a source file, or of a text in its place, is kept; None where nothing is."""
     compiler = check(_bindings("nvrtc").nvrtcVersion())
     # The include path is no part of the result.
-    fingerprint = _fingerprint(name, [o for o in options(defines) if not o.startswith("-I")], compiler)
+    of = name if text is None else f"{name}\0{text}"
+    fingerprint = _fingerprint(of, [o for o in options(defines) if not o.startswith("-I")], compiler)
     folder = cache_dir()
     return folder and folder / f"{fingerprint}.cubin"
 
@@ -165,7 +167,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 @cache
-def load(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_bytes: int) -> Any:
+def load(
+    name: str, function: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, text: str | None = None
+) -> Any:
     """A kernel ready to be launched, compiled and loaded once per process.
 
     Args:
@@ -173,6 +177,7 @@ def load(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_
         function: name of the kernel in it.
         defines: macros, as sorted pairs.
         shared_bytes: dynamic shared memory of a block.
+        text: see :func:`compile_source`.
 
     Returns:
         a ``CUfunction``.
@@ -182,7 +187,7 @@ def load(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_
     """
     begin = time.monotonic()
     driver = _bindings("driver")
-    code = compile_source(name, dict(defines))
+    code = compile_source(name, dict(defines), text)
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, function.encode()))
     device = check(driver.cuCtxGetDevice())

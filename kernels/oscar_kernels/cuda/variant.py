@@ -129,10 +129,14 @@ class Variant:
         return 1 << max(math_warps // self.kv_heads, 1).bit_length() - 1
 
     @property
+    def warps(self) -> int:
+        """Warps of a block that calculate: as many for every kv head."""
+        return self.kv_heads * self._warps_per_head(self.math_warps)
+
+    @property
     def threads(self) -> int:
-        """Threads of a block: the math warps and one that issues copies, with companions where registers move."""
-        warps = self.kv_heads * self._warps_per_head(self.math_warps)
-        return (warps + (4 if warps in (8, 16) else 1)) * 32
+        """Threads of a block: those warps and one that issues copies, with companions where registers move."""
+        return (self.warps + (4 if self.warps in (8, 16) else 1)) * 32
 
     @property
     def spill_floats(self) -> int:
@@ -140,7 +144,7 @@ class Variant:
         if self.columns <= 4:
             return 0
         words = -(-self.columns // 8) * (self.head_dim // 16) * 4 + -(-self.columns // 4) + 1
-        return words * 32 * self.kv_heads * self._warps_per_head(self.math_warps)
+        return words * 32 * self.warps
 
     def _fixed_bytes(self, math_warps: int) -> int:
         blocks = -(-self.columns // 4)

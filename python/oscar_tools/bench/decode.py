@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -10,8 +9,9 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache, Windows
 from oscar_kernels.cuda import decode as cuda_decode
+from oscar_kernels.cuda import pair
 from oscar_kernels.cuda.books import arranged_book
-from oscar_kernels.parts import join_heads
+from oscar_kernels.parts import Part, join_heads
 from oscar_kernels.prepared import SplitMatrix, split_matrix
 from oscar_kernels.triton import decode as triton_decode
 from oscar_tools.bench.synthetic import (
@@ -36,7 +36,7 @@ def rows_of(kernel: str, heads: Heads) -> Layouts:
 
 def parts_of(kernel: str, heads: Heads) -> list[tuple[str, Heads]]:
     """Kernel and heads of every part of a layer: of widths with a plus between them, such as ``cuda:k3v2+k2bv2s``, each
-    is that of as many kv heads, which take a launch of their own."""
+    is that of as many kv heads."""
     name, _, widths = kernel.partition(":")
     parts = widths.split("+")
     if heads.kv % len(parts):
@@ -96,22 +96,27 @@ def caches_of(
 
 
 def decode_us(kernel: str, heads: Heads, batch: int, length: int) -> float:
-    """Microseconds of one layer, whose outputs are multiplied, and those of parts joined; every layer of a graph has a
-    cache of its own."""
-    module, q = KERNELS[kernel.partition(":")[0]], queries(batch, heads)
+    """Microseconds of one layer, whose outputs are multiplied, decoded as servers do, two parts by one launch where the
+    CUDA kernel can; every layer of a graph has a cache of its own."""
+    name, q = kernel.partition(":")[0], queries(batch, heads)
     layers = layers_of(kernel_bytes(kernel, heads, batch, length))
-    launches: list[list[Callable[[], torch.Tensor]]] = [[] for _ in range(layers)]
-    parts = parts_of(kernel, heads)
+    cut: list[list[Part]] = [[] for _ in range(layers)]
+    parts, workspaces = parts_of(kernel, heads), []
     for (part, own), queries_of_part in zip(parts, q.chunk(len(parts), 1), strict=True):
         tables, caches = caches_of(batch, length, rows_of(part, own), layers=layers)
         # In servers a part's queries come out of its store.
         queried = queries_of_part.contiguous()
-        out, workspace = torch.empty_like(queried), make_workspace(part, caches[0], own.query, batch)
-        rest = tables, queried, heads.sm_scale, out, workspace
-        for calls, cache, reading in zip(launches, caches, readings_of(part, own, layers), strict=True):
-            calls.append(partial(module.decode, cache, *rest, reading=reading))
-    return time_us([partial(_joined, calls) for calls in launches])
+        workspaces.append(make_workspace(part, caches[0], own.query, batch))
+        for of, cache, reading in zip(cut, caches, readings_of(part, own, layers), strict=True):
+            of.append(Part(cache, queried, None, reading))
+    outs = [torch.empty_like(part.q_rot) for part in cut[0]]
 
+    def attend(of: list[Part]) -> torch.Tensor:
+        if name == "cuda" and len(of) == 2:
+            return pair.attend((of[0], of[1]), tables, None, heads.sm_scale, (workspaces[0], workspaces[1]))
+        return join_heads(
+            KERNELS[name].decode(one.cache, tables, one.q_rot, heads.sm_scale, out, workspace, reading=one.reading)
+            for one, out, workspace in zip(of, outs, workspaces, strict=True)
+        )
 
-def _joined(calls: list[Callable[[], torch.Tensor]]) -> torch.Tensor:
-    return join_heads(call() for call in calls)
+    return time_us([partial(attend, of) for of in cut])

@@ -6,7 +6,7 @@ The choice follows from the GPU and the shape of the model, is made once, at sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -15,9 +15,11 @@ import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.cuda import pair
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import SHORT_BATCH, Decode
+from oscar_kernels.parts import Part, join_heads
 from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.triton import decode as triton
 from sglang_oscar.errors import Int2Error
@@ -25,11 +27,9 @@ from sglang_oscar.errors import Int2Error
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_OSCAR_DECODE_BACKEND"
+ALIGNED = 128
+"""float32 elements of a workspace that its halves are a multiple of."""
 Setting = Literal["auto", "cuda", "triton"]
-Verify = Callable[
-    [LayerCache, BatchTables, torch.Tensor, torch.Tensor, float, SplitMatrix | None, torch.Tensor | None], torch.Tensor
-]
-"""Attention of several new tokens per request; see :func:`oscar_kernels.reference.verify`."""
 
 
 class TritonDecode:
@@ -55,11 +55,26 @@ class TritonDecode:
         """See :func:`oscar_kernels.triton.decode.decode`."""
         return triton.decode(cache, tables, q_rot, sm_scale, workspace=self.workspace, lse=lse, reading=reading)
 
-    def verify(
-        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float,
-        reading: SplitMatrix | None = None, lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """See :func:`oscar_kernels.triton.decode.verify`."""
+    def attend(
+        self, parts: Sequence[Part], tables: BatchTables, visible: torch.Tensor | None, sm_scale: float
+    ) -> torch.Tensor:
+        """Attention of a step, of which new tokens are stored.
+
+        Args:
+            parts: of the layer, in the order of their heads.
+            tables: the batch.
+            visible: int64 [batch, tokens], which new tokens of a request each of them sees; None in decode.
+            sm_scale: factor on the logits.
+
+        Returns:
+            [tokens, q_heads, head_dim of the values].
+        """
+        return join_heads(self._part(part, tables, visible, sm_scale) for part in parts)
+
+    def _part(self, part: Part, tables: BatchTables, visible: torch.Tensor | None, sm_scale: float) -> torch.Tensor:
+        cache, q_rot, lse, reading = part
+        if visible is None:
+            return self(cache, tables, q_rot, sm_scale, lse=lse, reading=reading)
         return triton.verify(
             cache, tables, visible, q_rot, sm_scale, workspace=self.workspace, reading=reading, lse=lse
         )
@@ -70,12 +85,14 @@ class CudaDecode:
 
     Args:
         workspace: float32 of :meth:`DecodeTask.workspace_numel` zeros or more: launches follow each other.
+        halved: layers are cut. Then the second half is that of second parts alone: whatever else is launched has the
+            first, and leaves the counters of the second at 0.
     """
 
-    def __init__(self, workspace: torch.Tensor) -> None:
-        self._workspace = workspace
+    def __init__(self, workspace: torch.Tensor, halved: bool = False) -> None:
+        self._workspace, *self._second = workspace.chunk(2) if halved else (workspace,)
         # Behind the counters, which are the CUDA kernel's alone.
-        self._exact = TritonDecode(workspace[cuda.MAX_BATCH :])
+        self._exact = TritonDecode(self._workspace[cuda.MAX_BATCH :])
 
     def __call__(
         self,
@@ -92,13 +109,21 @@ class CudaDecode:
             return self._exact(cache, tables, q_rot, sm_scale, lse=lse, reading=reading)
         return cuda.decode(cache, tables, q_rot, sm_scale, workspace=self._workspace, lse=lse, reading=reading)
 
-    def verify(
-        self, cache: LayerCache, tables: BatchTables, visible: torch.Tensor, q_rot: torch.Tensor, sm_scale: float,
-        reading: SplitMatrix | None = None, lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """See :func:`oscar_kernels.cuda.decode.verify`."""
+    def attend(
+        self, parts: Sequence[Part], tables: BatchTables, visible: torch.Tensor | None, sm_scale: float
+    ) -> torch.Tensor:
+        """See :meth:`TritonDecode.attend`."""
+        if len(parts) == 2 and not any(part.cache.exact for part in parts):
+            workspaces = self._workspace, self._second[0]
+            return pair.attend((parts[0], parts[1]), tables, visible, sm_scale, workspaces)
+        return join_heads(self._part(part, tables, visible, sm_scale) for part in parts)
+
+    def _part(self, part: Part, tables: BatchTables, visible: torch.Tensor | None, sm_scale: float) -> torch.Tensor:
+        cache, q_rot, lse, reading = part
         if cache.exact:
-            return self._exact.verify(cache, tables, visible, q_rot, sm_scale, reading, lse)
+            return self._exact.attend([part], tables, visible, sm_scale)
+        if visible is None:
+            return self(cache, tables, q_rot, sm_scale, lse=lse, reading=reading)
         return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace, reading=reading, lse=lse)
 
 
@@ -136,6 +161,8 @@ class DecodeTask:
         sink_logits: whether layers come with them; decode writes log-sum-exps then.
         readings: what outputs are multiplied by, those of one layer of every kind; None where values are not rotated.
         kv_heads: of a whole layer on this rank; None where no cache is of a part of one.
+        pairs: one layer of every kind in two parts with codes: the cache of each, and what its outputs are multiplied
+            by.
     """
 
     setting: Setting
@@ -148,6 +175,7 @@ class DecodeTask:
     sink_logits: bool = False
     readings: Sequence[SplitMatrix | None] = (None,)
     kv_heads: int | None = None
+    pairs: Sequence[Sequence[tuple[LayerCache, SplitMatrix | None]]] = ()
 
     def heads(self, cache: LayerCache) -> int:
         """Query heads of a cache."""
@@ -168,9 +196,14 @@ class DecodeTask:
     def _unsupported(self, cache: LayerCache, max_batch: int) -> str | None:
         return cuda.unsupported(cache, self.page_size, self.heads(cache), self.dtype, max_batch)
 
+    @property
+    def cut(self) -> bool:
+        """Whether caches with codes are of parts of layers."""
+        return self.kv_heads is not None and any(cache.kv_heads < self.kv_heads for cache in self.coded)
+
     def workspace_numel(self, max_batch: int) -> int:
         """float32 elements that decode, the prefixes of short chunks and verification take turns to use, for up to
-        ``max_batch`` requests of a batch.
+        ``max_batch`` requests of a batch; twice as many where the CUDA kernel decodes parts side by side.
         """
         batch = max(max_batch, SHORT_BATCH) if self.short_chunks else max_batch
         by_cuda = self.not_cuda(max_batch) is None
@@ -182,7 +215,8 @@ class DecodeTask:
                 else:
                     counters = cuda.MAX_BATCH if by_cuda else 0
                     sizes.append(counters + triton.workspace_numel(cache, self.heads(cache), requests, drafts=new))
-        return max(sizes)
+        # Either half begins where 16 bytes are read at once.
+        return 2 * (-(-max(sizes) // ALIGNED) * ALIGNED) if by_cuda and self.cut else max(sizes)
 
     def cuda_variants(self) -> Iterator[Variant]:
         """What the CUDA kernel is compiled for: decode steps, and prefixes of short chunks, whose outputs are
@@ -194,6 +228,19 @@ class DecodeTask:
             uses += [(True, None), (self.sink_logits, None)]
         for cache, (lse, reading) in product(self.coded or self.caches, uses):
             yield cuda.variant_of(cache, self.page_size, self.heads(cache), self.dtype, lse, reading=reading)
+
+    def prepare_pairs(self, drafts: int = 0) -> None:
+        """Compile and load what the CUDA kernel takes for two parts at once, in decode or in verification.
+
+        Raises:
+            KernelError: as :func:`oscar_kernels.cuda.pair.prepare`.
+        """
+        for parts in self.pairs:
+            first, second = (
+                cuda.variant_of(cache, self.page_size, self.heads(cache), self.dtype, self.sink_logits, drafts, reading)
+                for cache, reading in parts
+            )
+            pair.prepare(first, second, parts[0][0].k_rows.device)
 
 
 def choose(task: DecodeTask, max_batch: int) -> CudaDecode | TritonDecode:
@@ -212,20 +259,21 @@ def choose(task: DecodeTask, max_batch: int) -> CudaDecode | TritonDecode:
     if reason is None:
         try:
             cuda.build(task.cuda_variants())
+            task.prepare_pairs()
         except KernelError as error:
             raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
         only = len(task.coded) in (0, len(task.caches))
         beside = "" if only else ", Triton kernel in layers with keys or values of 16 bits"
         logger.info("int2 decode: CUDA kernel%s", beside)
-        return CudaDecode(workspace)
+        return CudaDecode(workspace, task.cut)
     if task.setting == "cuda":
         raise Int2Error(f"{VARIABLE}=cuda: {reason}; set it to auto or triton")
     logger.info("int2 decode: Triton kernel, because %s", reason)
     return TritonDecode(workspace)
 
 
-def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch: int) -> Verify:
-    """The kernel that attends to several new tokens of a request, compiled and loaded: of the kind that decodes.
+def prepare_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch: int) -> None:
+    """Compile and load the kernel that attends to several new tokens of a request: of the kind that decodes.
 
     Args:
         decode: what was chosen for the task, with room for its drafts in the workspace.
@@ -241,7 +289,7 @@ def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch
         if (reason := next(filter(None, reasons), None)) is not None:
             raise Int2Error(f"{reason}; lower --max-running-requests or --speculative-num-draft-tokens")
         logger.info("int2 verification: Triton kernel, %d tokens of a request", drafts)
-        return decode.verify
+        return
     page, dtype = task.page_size, task.dtype
     reasons = (cuda.unsupported(cache, page, task.heads(cache), dtype, max_batch, drafts) for cache in task.coded)
     if (reason := next(filter(None, reasons), None)) is not None:
@@ -252,6 +300,7 @@ def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch
             for cache, reading in product(task.coded, task.readings)
         ]
         cuda.build(variants)
+        task.prepare_pairs(drafts)
     except KernelError as error:
         raise Int2Error(f"{error}; or set {VARIABLE}=triton") from error
     logger.info(
@@ -259,4 +308,3 @@ def choose_verify(decode: CudaDecode | TritonDecode, task: DecodeTask, max_batch
         drafts,
         max(one.passes for one in variants),
     )
-    return decode.verify

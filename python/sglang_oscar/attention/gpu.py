@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from oscar_kernels.cuda.books import arranged_book, has_shared_book, searched_po
 from oscar_kernels.errors import KernelError
 from oscar_kernels.extend_plan import ExtendPlan
 from oscar_kernels.format import LayerFormat
-from oscar_kernels.parts import attend_parts, join_heads, split_heads
+from oscar_kernels.parts import Part, attend_parts, join_heads, split_heads
 from oscar_kernels.prepared import PreparedLayer, SplitMatrix, prepare
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.triton.ahead import compiling
@@ -28,7 +28,6 @@ from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.extend_choice import ragged_extend, why_not_flash
 from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace
-from sglang_oscar.attention.kernels import by_part
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import AnyLayer, CachedLayer, parts_of
@@ -85,9 +84,11 @@ class GpuKernels:
         task = decode_choice.DecodeTask(
             cache.settings.decode_backend, caches, cache.page_size, q_heads, dtype, short_chunks=workspace is not None,
             drafts=drafts, sink_logits=sink_logits, readings=readings, kv_heads=plan.geometry.any_layer.kv_heads,
+            pairs=self._pairs(cache.layers.values()),
         )  # fmt: skip
         self._decode = decode_choice.choose(task, max_batch)
-        self._verify = decode_choice.choose_verify(self._decode, task, max_batch) if drafts else None
+        if drafts:
+            decode_choice.prepare_verify(self._decode, task, max_batch)
         self._arranged: dict[int, PreparedLayer] = {}
         if isinstance(self._decode, decode_choice.CudaDecode):
             coded = [part for part in parts if not part.cache.exact]
@@ -140,14 +141,39 @@ class GpuKernels:
             yield arranged_book(old), arranged_book(book)
             yield searched_points(old), searched_points(book)
 
-    @by_part
-    def decode(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
+    def _pairs(self, layers: Iterable[AnyLayer]) -> list[list[tuple[LayerCache, SplitMatrix | None]]]:
+        """See :class:`sglang_oscar.attention.decode_choice.DecodeTask`."""
+        kinds = {}
+        for layer in layers:
+            caches = [part.cache for part in layer.parts]
+            if len(caches) == 2 and not any(cache.exact for cache in caches):
+                readings = [self._prepared[id(part)].value.reading for part in layer.parts]
+                own = list(zip(caches, readings, strict=True))
+                kind = [(x.k_layout, x.v_layout, has_shared_book(x), of and (of.count, of.sets)) for x, of in own]
+                kinds[tuple(kind)] = own
+        return list(kinds.values())
+
+    def decode(self, layer: AnyLayer, batch: Batch, call: Call) -> torch.Tensor:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
-        rotated = self._store(layer, batch, call)
-        lse = call.sums()
-        out = self._decode(layer.cache, batch.tables, rotated, call.sm_scale, lse=lse, reading=self._reading(layer))
+        return self._step(layer, batch, call, None)
+
+    def verify(self, layer: AnyLayer, batch: Batch, call: Call) -> torch.Tensor:
+        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
+        assert batch.visible is not None
+        return self._step(layer, batch, call, batch.visible)
+
+    def _step(self, layer: AnyLayer, batch: Batch, call: Call, visible: torch.Tensor | None) -> torch.Tensor:
+        """Store new tokens of all parts, then attend."""
+        calls = list(call.apart(layer))
+        parts = [
+            Part(part.cache, self._store(part, batch, own), own.sums(), self._reading(part)) for part, own in calls
+        ]
+        out = self._decode.attend(parts, batch.tables, visible, call.sm_scale)
         # A factor of a whole head, so it may come after the product.
-        return call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
+        outs = split_heads(out, [part.cache for part in parts])
+        for (part, own), its, to in zip(calls, parts, outs, strict=True):
+            own.with_sinks(to, its.lse, part.format.key.transform.plain_center, scale_by_sinks_)  # in place
+        return out
 
     def _reading(self, layer: CachedLayer) -> SplitMatrix | None:
         """What outputs of decode and verification are multiplied by, in the order that the layer's kernel reads."""
@@ -164,15 +190,6 @@ class GpuKernels:
             rotated = cuda_store.store(*vectors, arranged, call.q, self._page_size, decoding=True)
         assert rotated is not None
         return rotated
-
-    @by_part
-    def verify(self, layer: CachedLayer, batch: Batch, call: Call) -> torch.Tensor:
-        """See :class:`sglang_oscar.attention.kernels.Kernels`."""
-        assert batch.visible is not None
-        assert self._verify is not None
-        rotated, lse = self._store(layer, batch, call), call.sums()
-        out = self._verify(layer.cache, batch.tables, batch.visible, rotated, call.sm_scale, self._reading(layer), lse)
-        return call.with_sinks(out, lse, layer.format.key.transform.plain_center, scale_by_sinks_)
 
     def plan_extend(self, batch: Batch) -> ExtendPlan | None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""

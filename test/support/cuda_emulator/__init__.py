@@ -21,7 +21,7 @@ from tempfile import gettempdir
 from typing import Any
 from unittest.mock import patch
 
-from oscar_kernels.cuda import decode, store
+from oscar_kernels.cuda import decode, pair, store
 from oscar_kernels.cuda.jit import SOURCES
 
 COMPILER = shutil.which("g++")
@@ -33,8 +33,13 @@ STACK = 256 << 10
 """Bytes of the stack of one emulated thread."""
 OPTIONS = ["-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC"]
 """More optimization takes longer than what it saves: most kernels run once."""
+DECODE = ("Query", "Buffers", "Tables", "Partials", "Result", "Reading", "Books")
 PARAMETERS = {
-    "decode.cu": ("oscar_decode", ("Query", "Buffers", "Tables", "Partials", "Result", "Reading", "Books")),
+    "decode.cu": ("oscar_decode", DECODE),
+    "decode_pair.cu": (
+        "oscar_decode_pair",
+        (*(f"{part}::{of}" for part in ("first", "second") for of in DECODE), "int"),
+    ),
     "store.cu": (
         "oscar_store",
         ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int", "int", "Points"),
@@ -74,7 +79,9 @@ def _headers() -> Path:
 
 
 @cache
-def build(name: str, function: str, defines: tuple[tuple[str, int], ...], shared_bytes: int) -> Callable[..., None]:
+def build(
+    name: str, function: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, text: str | None = None
+) -> Callable[..., None]:
     """A kernel compiled for the host: takes blocks, threads and the addresses of its parameters.
 
     Raises:
@@ -84,17 +91,20 @@ def build(name: str, function: str, defines: tuple[tuple[str, int], ...], shared
     assert function == expected
     sources = {path.name: path.read_text() for path in sorted(SOURCES.iterdir())}
     sources["ptx.cuh"] = (HERE / "ptx.cuh").read_text()
-    for source in ("decode.cu", "store.cu"):
-        text = re.sub(r"extern __shared__ [^;]*char shared\[\];", "char* shared = emulated_shared();", sources[source])
-        text = re.sub(r"__shared__ float (\w+)\[[^;]*\];", r"float* \1 = (float*)emulated_shared();", text)
-        assert "__shared__" not in text
-        sources[source] = text
+    for source in ("decode.cu", "store.cu", "decode_pair.cu"):
+        own = sources[source] if text is None or source != name else text
+        own = re.sub(r"extern __shared__ [^;]*char shared\[\];", "char* shared = emulated_shared();", own)
+        own = re.sub(r"__shared__ float (\w+)\[[^;]*\];", r"float* \1 = (float*)emulated_shared();", own)
+        # Beside what is dynamic.
+        own = re.sub(r"__shared__ int (\w+);", rf"int& \1 = *(int*)(emulated_shared() + {shared_bytes});", own)
+        assert "__shared__" not in own
+        sources[source] = own
     arguments = ", ".join(f"*({of}*)arguments[{index}]" for index, of in enumerate(types))
     sources["main.cpp"] = f"""
 #include "{name}"
 extern "C" __attribute__((visibility("default"))) void run(int blocks, int threads, char* stacks, void** arguments) {{
   auto kernel = [&] {{ {function}({arguments}); }};
-  emulator::launch(blocks, threads, {shared_bytes}, stacks, {STACK}, kernel);
+  emulator::launch(blocks, threads, {shared_bytes + 4}, stacks, {STACK}, kernel);
 }}
 """
     macros = [f"-D{key}={value}" for key, value in defines]
@@ -102,8 +112,8 @@ extern "C" __attribute__((visibility("default"))) void run(int blocks, int threa
     library = folder / "kernel.so"
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for source, text in sources.items():
-            (folder / source).write_text(text)
+        for source, own in sources.items():
+            (folder / source).write_text(own)
         _compile(["-shared", "-include", str(_headers()), *macros], folder / "main.cpp", library)
     loaded = ctypes.CDLL(str(library))
 
@@ -128,9 +138,11 @@ def launch(
 
 @contextmanager
 def emulated(blocks: int = BLOCKS) -> Iterator[None]:
-    """:mod:`oscar_kernels.cuda.decode` and :mod:`oscar_kernels.cuda.store` take tensors on the CPU in here."""
+    """:mod:`oscar_kernels.cuda.decode`, :mod:`~oscar_kernels.cuda.pair` and :mod:`~oscar_kernels.cuda.store` take
+    tensors on the CPU in here.
+    """
     changed = {"load": build, "launch": launch, "processors": lambda device: blocks}
     store._load.cache_clear()
-    with patch.multiple(decode, **changed), patch.multiple(store, **changed):
+    with patch.multiple(decode, **changed), patch.multiple(pair, **changed), patch.multiple(store, **changed):
         yield
     store._load.cache_clear()

@@ -65,6 +65,19 @@ constexpr bool HAS_BOOK = KeyRows::CODING == CODEBOOK;
 constexpr bool SHARED_BOOK = HAS_BOOK && OSCAR_SHARED_BOOK;  // by all kv heads and groups
 constexpr int K_GROUPS = KeyRows::GROUPS, V_GROUPS = ValueRows::GROUPS;
 
+// Blocks that work on this cache: all of the launch, or in that of decode_pair.cu the first of it, or the others. Unsigned or
+// not as each was measured.
+#if OSCAR_PART == 1
+DEVICE int own_block() { return (int)blockIdx.x; }
+DEVICE int own_blocks() { return first_blocks(); }
+#elif OSCAR_PART == 2
+DEVICE int own_block() { return (int)(blockIdx.x - first_blocks()); }
+DEVICE int own_blocks() { return (int)(gridDim.x - first_blocks()); }
+#else
+DEVICE u32 own_block() { return blockIdx.x; }
+DEVICE u32 own_blocks() { return gridDim.x; }
+#endif
+
 template <bool FIRST, class One, class Other>
 struct Either {
   using type = One;

@@ -127,7 +127,7 @@ DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffer
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
+DEVICE void run(
     Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading, Books books) {
   extern __shared__ __align__(128) char shared[];
   u32 base = shared_address(shared);
@@ -159,3 +159,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
     attend(query.sm_scale, tables.batch, partials, result, reading, plan, shared);
   }
 }
+
+#if !OSCAR_PART  // else it is run by decode_pair.cu
+extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_decode(
+    Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading, Books books) {
+  run(query, buffers, tables, partials, result, reading, books);
+}
+#endif

@@ -61,7 +61,7 @@ struct Shared {
 
   DEVICE static Shared of(const Segment& segment, const Cut& cut) {
     Parts parts = Parts::of(segment.request, segment.cost_begin, segment.last_stage, cut);
-    int part = blockIdx.x + parts.pass - parts.first_slot;
+    int part = own_block() + parts.pass - parts.first_slot;
     return {parts, CHUNKS * part / parts.blocks, CHUNKS * (part + 1) / parts.blocks};
   }
   DEVICE bool none() const { return parts.blocks < 2; }

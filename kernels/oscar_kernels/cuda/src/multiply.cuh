@@ -23,7 +23,7 @@ struct Reading {
   // What lies in device memory at the end lies there at the beginning, too; each block asks for a share of it.
   DEVICE void ask() const {
     constexpr int BYTES = READING_SETS * TERMS * HEAD_DIM * HEAD_DIM * 2;
-    int share = (BYTES / 16 + gridDim.x - 1) / gridDim.x * 16, begin = blockIdx.x * share;
+    int share = (BYTES / 16 + own_blocks() - 1) / own_blocks() * 16, begin = own_block() * share;
     if (begin < BYTES) prefetch_bulk((const u8*)terms + begin, min(share, BYTES - begin));
   }
 };
@@ -81,10 +81,10 @@ struct OwnVectors {
   int set, begin, end;
 
   DEVICE explicit OwnVectors(int batch) {
-    int all = batch * OF_SET, blocks = gridDim.x / READING_SETS;  // as many for each matrix
+    int all = batch * OF_SET, blocks = own_blocks() / READING_SETS;  // as many for each matrix
     int height = divide_up(all, blocks), used = divide_up(all, height);
-    set = blockIdx.x / used;
-    begin = (blockIdx.x - set * used) * height;
+    set = own_block() / used;
+    begin = (own_block() - set * used) * height;
     end = set < READING_SETS ? min(begin + height, all) : begin;
   }
   DEVICE bool none() const { return begin >= end; }
@@ -118,7 +118,7 @@ DEVICE void multiply(const Cut& cut, const Plan& plan, int batch, const Partials
   }
   if (vectors.none()) return;
   find_parts(vectors.begin);
-  if (threadIdx.x == 0) while ((load_acquire(counter) & (LEFT - 1)) < gridDim.x) {}
+  if (threadIdx.x == 0) while ((load_acquire(counter) & (LEFT - 1)) < own_blocks()) {}
   named_barrier(EVERYONE, MATH_THREADS);
   // Who leaves last makes the counter ready for the next launch.
   u32 left = threadIdx.x == 0 ? atomicAdd(counter, LEFT) / LEFT + 1 : 0;
@@ -154,5 +154,5 @@ DEVICE void multiply(const Cut& cut, const Plan& plan, int batch, const Partials
     }
     named_barrier(EVERYONE, MATH_THREADS);
   }
-  if (threadIdx.x == 0 && left == gridDim.x) *counter = 0;
+  if (threadIdx.x == 0 && left == own_blocks()) *counter = 0;
 }

@@ -12,7 +12,7 @@ struct Partials {
   float* spill;   // [blocks, MATH_WARPS, SPILL_WORDS, 32 lanes]; what sums of a warp's long segment were, see FloatValues
 
   DEVICE float* own_spill(int warp) const {
-    return spill + ((i64)blockIdx.x * MATH_WARPS + warp) * SPILL_WORDS * 32 + threadIdx.x % 32;
+    return spill + ((i64)own_block() * MATH_WARPS + warp) * SPILL_WORDS * 32 + threadIdx.x % 32;
   }
 };
 
@@ -172,7 +172,7 @@ DEVICE void write_result(const Softmax& softmax, const Plain& plain, const Parti
 
 // Requests of length 0.
 DEVICE void write_zeros(const Result& result, const Plan& plan, int batch) {
-  for (int request = blockIdx.x; request < batch; request += gridDim.x) {
+  for (int request = own_block(); request < batch; request += own_blocks()) {
     if (plan.before(request) < plan.after(request)) continue;
     wait_for_predecessor();  // write-after-read hazard: it may still read what lies there
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM / 4; i += MATH_WARPS * 32) {

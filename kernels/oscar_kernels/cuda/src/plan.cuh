@@ -110,7 +110,7 @@ struct Cut {
   float share;
 
   DEVICE explicit Cut(int total) : total(total) {
-    blocks = max(min((int)gridDim.x, total / (max(HISTORY_COST, WINDOW_COST) + 2)), 1);
+    blocks = max(min((int)own_blocks(), total / (max(HISTORY_COST, WINDOW_COST) + 2)), 1);
     share = __fdividef((float)total, (float)blocks);
   }
   DEVICE int begin(int block) const { return block >= blocks ? total : min((int)((float)block * share), total); }
@@ -139,8 +139,8 @@ struct Segments {
   int cost, end, request;  // ``cost``: from where on stages are left
 
   DEVICE Segments(const Plan& plan, int batch) : plan(plan), cut(plan.after(batch - 1)) {
-    cost = cut.begin(blockIdx.x);
-    end = cut.begin(blockIdx.x + 1);
+    cost = cut.begin(own_block());
+    end = cut.begin(own_block() + 1);
     int low = 0, high = batch;  // before(low) <= cost < before(high), were there such a cost
     while (high - low > 1) {
       int middle = (low + high) / 2;
@@ -169,7 +169,7 @@ struct Segments {
     segment.window_end = segment.borders.window_before(last);
     segment.cost_begin = before;
     segment.last_stage = after - segment.borders.last_cost();
-    segment.slot = blockIdx.x + request;  // from segment to segment one of the two counts up, so no two share a slot
+    segment.slot = own_block() + request;  // from segment to segment one of the two counts up, so no two share a slot
     cost = min(end, after);
     if (cost == after) request++;
     skip_to_stage();
