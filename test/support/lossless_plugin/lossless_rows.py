@@ -1,6 +1,6 @@
 """Test plugin for SGLang: takes quantization noise out of int2 mode, so that its plumbing can be judged exactly.
 
-Rows hold float32 vectors instead of codes. While attention gathers a request's tokens, every row of a position that
+Rows hold float32 vectors instead of codes. Where attention gathers a request's tokens, every row of a position that
 must come from the BF16 windows instead is NaN; reading one shows in the output. A sink block is NaN until it is
 filled, and so is a request's ring.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 import torch
 
@@ -29,17 +30,15 @@ def poisoned(gather):
         history_end = max(kv_len - windows.recent, start, windows.sink)
         positions = torch.arange(kv_len)
         outside = positions[(positions < windows.sink) | (positions >= history_end)]
-        pages = tables.page_table[request].long()[outside // tables.page_size]
-        slots = pages * tables.page_size + outside % tables.page_size
-        buffers = [buffer.view(torch.int32) for buffer in (cache.k_rows, cache.v_rows)]
-        saved = [buffer.index_select(0, slots) for buffer in buffers]
-        for buffer in buffers:
-            buffer.index_fill_(0, slots, -1)  # as float32 a NaN
-        try:
-            return gather(cache, tables, request, kv_len)
-        finally:
-            for buffer, rows in zip(buffers, saved, strict=True):
-                buffer.index_copy_(0, slots, rows)
+        pages = tables.page_table[request].long()
+        slots = pages[positions // tables.page_size] * tables.page_size + positions % tables.page_size
+        # A copy: what a prefill server sends meanwhile must not be poisoned.
+        rows = [buffer.view(torch.int32).index_select(0, slots) for buffer in (cache.k_rows, cache.v_rows)]
+        for buffer in rows:
+            buffer.index_fill_(0, outside, -1)  # as float32 a NaN
+        k_rows, v_rows = (buffer.view(torch.uint8) for buffer in rows)
+        own = torch.arange(len(pages), dtype=torch.int32).expand_as(tables.page_table)
+        return gather(replace(cache, k_rows=k_rows, v_rows=v_rows), replace(tables, page_table=own), request, kv_len)
 
     return wrapper
 
