@@ -28,13 +28,15 @@ def over(backend: str) -> tuple[str, str]:
     return "--disaggregation-transfer-backend", backend
 
 
+def needs(backend: str) -> pytest.MarkDecorator:
+    """Skips a test where the package of a backend is missing."""
+    why = f"needs {BACKENDS[backend]}; scripts/test_disaggregation.sh installs it"
+    return pytest.mark.skipif(backend in MISSING, reason=why)
+
+
 def backend_params() -> list[Any]:
     """A parameter for each backend, skipped where its package is missing."""
-    why = "needs {}; scripts/test_disaggregation.sh installs it"
-    return [
-        pytest.param(name, marks=pytest.mark.skipif(name in MISSING, reason=why.format(package)))
-        for name, package in BACKENDS.items()
-    ]
+    return [pytest.param(name, marks=needs(name)) for name in BACKENDS]
 
 
 @dataclass

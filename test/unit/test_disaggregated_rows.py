@@ -221,11 +221,11 @@ def test_more_than_rows_of_text_needs_a_release(kind: str, sent: bool, monkeypat
     arguments.check_model(model, SimpleNamespace(disaggregation_mode="null"))
     arguments.check_model(model, None)
     drafting = SimpleNamespace(disaggregation_mode="decode", speculative_algorithm="EAGLE")
-    if kind == "plain":
-        arguments.check_model(model, drafting)
-    else:
+    if kind in ("linear", "is_multimodal"):
         with pytest.raises(Int2Error, match=r"drafts with disaggregation; drop .*: m \(A\)"):
             arguments.check_model(model, drafting)
+    elif sent or kind == "plain":
+        arguments.check_model(model, drafting)
     if sent or kind == "plain":
         return arguments.check_model(model, apart)
     with pytest.raises(Int2Error, match=r"before SGLang 0\.5\.23; drop --disaggregation-mode: m \(A\)"):

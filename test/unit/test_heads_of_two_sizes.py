@@ -98,11 +98,13 @@ def test_sizes_that_were_tried_are_served(heads: tuple[int, int], served: bool) 
     assert "192 of keys and 128 of values" in what
 
 
-def test_prompts_elsewhere_are_refused_with_them() -> None:
-    args = SimpleNamespace(disaggregation_mode="prefill")
+@pytest.mark.parametrize(
+    ("mode", "backend", "wrong"),
+    [("prefill", "nixl", True), ("decode", "nixl", True), ("decode", "mooncake", False), ("null", "nixl", False)],
+)
+def test_they_are_not_sent_over_nixl(mode: str, backend: str, wrong: bool) -> None:
     ((refused, what),) = refusals.UNEQUAL
-    assert refused(args)
-    assert not refused(SimpleNamespace(disaggregation_mode="null"))
+    assert refused(SimpleNamespace(disaggregation_mode=mode, disaggregation_transfer_backend=backend)) == wrong
     assert what in refusals.rows()["Heads of two sizes"]
 
 

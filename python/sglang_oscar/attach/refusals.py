@@ -131,7 +131,13 @@ VISION: list[Refusal] = [
 ]
 """Arguments that are refused with a multimodal model only."""
 
-UNEQUAL: list[Refusal] = [(disaggregated, "with disaggregation; drop --disaggregation-mode")]
+UNEQUAL: list[Refusal] = [
+    (
+        # SGLang sends rings and windows through it in steps of the first half's sizes, which are those of keys.
+        lambda a: disaggregated(a) and a.disaggregation_transfer_backend == "nixl",
+        "over nixl; set --disaggregation-transfer-backend mooncake",
+    ),
+]
 """Arguments that are refused with a model only whose heads of keys and values differ in size."""
 
 

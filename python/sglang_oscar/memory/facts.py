@@ -24,7 +24,7 @@ FACTS = {
     "group_sizes": "channels that share a scale",
     "sink": "sink window, tokens",
     "recent": "recent window, tokens",
-    "recomputed": "newest tokens of a prompt that no prefix hit covers; routers that add up KV events leave them out",
+    "recomputed": "newest tokens of a prompt that no prefix hit covers",
 }
 """What is said, by name."""
 

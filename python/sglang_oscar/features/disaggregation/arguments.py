@@ -47,7 +47,7 @@ def check(args: Any, settings: Settings, model: Any) -> None:
 
 
 def check_model(model: Any, server_args: Any) -> None:
-    """Refuse releases of SGLang with which models with more than rows of text were not tried.
+    """Refuse releases of SGLang and drafts with which models with more than rows of text were not tried.
 
     Args:
         model: SGLang's ModelConfig.
@@ -56,9 +56,12 @@ def check_model(model: Any, server_args: Any) -> None:
     Raises:
         Int2Error: naming the model.
     """
-    plain = not (model.is_multimodal or model.is_hybrid_swa) and linear_config(model) is None
-    for refused, what in REFUSED_WITH:
-        if server_args is not None and not plain and refused(server_args):
+    if server_args is None:
+        return
+    hybrid_or_seeing = model.is_multimodal or linear_config(model) is not None
+    tables = [(hybrid_or_seeing, NO_DRAFTS_WITH), (hybrid_or_seeing or model.is_hybrid_swa, REFUSED_WITH)]
+    for refused, what in (row for concerned, table in tables if concerned for row in table):
+        if refused(server_args):
             name = f"{model.model_path} ({', '.join(model.hf_config.architectures)})"
             raise Int2Error(f"--kv-cache-dtype int2 does not support {what}: {name}")
 
@@ -124,11 +127,15 @@ REFUSED: list[Refusal] = [
     (_slices_rows, "staging buffers, which cut rows by bytes; unset SGLANG_DISAGG_STAGING_BUFFER"),
 ]
 
-REFUSED_WITH: list[Refusal] = [
+NO_DRAFTS_WITH: list[Refusal] = [
     (
         lambda a: disaggregated(a) and a.speculative_algorithm is not None,
         "drafts with disaggregation; drop --speculative-algorithm",
     ),
+]
+"""Refused with models that have states besides, or see images."""
+
+REFUSED_WITH: list[Refusal] = [
     (
         lambda a: disaggregated(a) and not sends_states(),
         "disaggregation before SGLang 0.5.23; drop --disaggregation-mode",

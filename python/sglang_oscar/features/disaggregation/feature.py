@@ -15,7 +15,10 @@ FEATURE = Feature(
         Touchpoint(at(QUEUE + "_pre_alloc"), AROUND, waiting.around_pre_alloc),
     ],
     refused=arguments.REFUSED,
-    refused_with=[("Hybrid models, those with sliding windows, those that see images", arguments.REFUSED_WITH)],
+    refused_with=[
+        ("Hybrid models, those with sliding windows, those that see images", arguments.REFUSED_WITH),
+        ("Those without windows", arguments.NO_DRAFTS_WITH),
+    ],
     check_model=arguments.check_model,
     configure=arguments.configure,
     check=arguments.check,

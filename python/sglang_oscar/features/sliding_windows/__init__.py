@@ -14,6 +14,7 @@
   root to fill a step up sees some tokens less of it. A window is freed by what is committed, never by drafts.
 * Host memory: SGLang's pair of host pools. A hit ends where either tier has the window before it. SGLang counts layers
   of a pair, which have no parts: files of some layers state codes for whole layers.
-* Prefill and decode apart: SGLang sends the windows of a prompt as it does in 16 bits.
+* Prefill and decode apart: SGLang sends the windows of a prompt as it does in 16 bits. Over nixl it sends values in
+  steps of keys, so heads of two sizes go over Mooncake alone.
 * Rotation files and dumps hold the layers with an INT2 cache only.
 """
