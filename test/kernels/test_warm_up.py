@@ -45,7 +45,7 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
     before = {name: getattr(layer.cache, name).clone() for name in ("k_rows", "v_rows")}
     limits = LIMITS if ragged else None
     monkeypatch.setattr(warm_up, "LARGEST_CHUNK", 20)
-    hits = warm_up.PrefixHits(SHAPE.page_size, limits)
+    hits = warm_up.PrefixHits(SHAPE.page_size, limits, longest=200)
     warm_up.chunks_behind_prefixes(dummies_of(kernels, layer), hits)
     wanted = {"copy_prefixes", "merge_states_", "decode"} if ragged else {"extend"}
     assert set(launched) == wanted | {"rotate", "store"}
@@ -99,10 +99,21 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("sink_logits", [False, True])
-@pytest.mark.parametrize("ragged", [True, False])
-def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix hits of all kinds and numbers, and none, up to 200 requests and 4,000 tokens at once."""
+@pytest.mark.parametrize(
+    ("ragged", "sink_logits", "most"),
+    [
+        (True, False, 200),
+        (True, True, 200),
+        (False, False, 200),
+        (False, True, 200),
+        (True, False, 1),
+        (True, False, 5),
+    ],
+)
+def test_what_follows_compiles_nothing(
+    ragged: bool, sink_logits: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefix hits of all kinds and numbers, and none, up to so many requests and 4,000 tokens at once."""
     seen: set[Any] = set()
     for module, names in KERNELS.items():
         for name in names:
@@ -114,7 +125,7 @@ def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypa
         planner = RaggedPlanner(SHAPE.format(), SHAPE.q_heads, SHAPE.dtype, LIMITS, HERE, TorchRagged)
         kernels._ragged = ragged_extend.RaggedExtend(planner, decode)
     limits = LIMITS if ragged else None
-    hits = warm_up.PrefixHits(SHAPE.page_size, limits, max_batch=200, longest=10_000)
+    hits = warm_up.PrefixHits(SHAPE.page_size, limits, max_batch=most, longest=10_000)
     dummies = dummies_of(kernels, layer, sink_logits)
     warm_up.chunks_behind_prefixes(dummies, hits)
     warm_up.captured(dummies, ())
@@ -122,12 +133,15 @@ def test_what_follows_compiles_nothing(ragged: bool, sink_logits: bool, monkeypa
     assert {name for name, *_ in warm} >= {"_store_kernel", "extend_kernel", "_rotate_kernel", "_finite_kernel"}
     assert any(name == "_sinks_kernel" for name, *_ in warm) == sink_logits
     for number in range(60):
-        count = rng.choice((1, 2, 5, 30, 64, 65, 128, 129, 200))
-        chunks = [rng.choice((1, 2, 3, 8, 20)) for _ in range(count)] if number % 3 else [4000]
+        count = rng.choice([count for count in (1, 2, 5, 30, 64, 65, 128, 129, 200) if count <= most])
+        chunks = [rng.choice((1, 2, 3, 8, 20, 31)) for _ in range(count)] if number % 3 else [4000]
         prefixes = [(number % 5 > 0) * rng.choice((16, 200, 500, 2000)) for _ in chunks]
-        if number % 20 == 4:
+        if number % 20 == 4 and most >= 128:
             # One token more than the decode kernel takes at a time.
             prefixes, chunks = [2000] * 128, [2] * 127 + [3]
+        elif number % 20 == 5:
+            # As many tokens as the decode kernel takes of so few requests.
+            prefixes, chunks = [9_900] * min(most, 9), [26] * min(most, 9)
         dummies.extend(prefixes, chunks)
         # Steps of decode are captured before a server answers.
         assert not {variant for variant in seen - warm if not is_of_a_step(variant)}, (prefixes, chunks)

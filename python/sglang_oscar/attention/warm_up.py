@@ -61,11 +61,14 @@ class PrefixHits:
                 yield [self.page_size] * count, [read] * count
         if limits is None:
             return
-        if limits.short(prefixes[1], SHORT_CHUNK):
-            # The Triton kernels of decode are others for other numbers of tokens.
-            for count in (SHORT_BATCH // SHORT_CHUNK >> step for step in range(SHORT_BATCH.bit_length() - 1)):
-                if 0 < count <= self.max_batch:
-                    yield [prefixes[1]] * count, [SHORT_CHUNK] * count
+        # The Triton kernels of decode are others for other numbers of tokens, a power of two for each.
+        most = self.longest_short()
+        for tokens in (SHORT_BATCH >> step for step in range(SHORT_BATCH.bit_length() - 1)):
+            count = max(min(self.max_batch, tokens // SHORT_CHUNK), 1)
+            chunk = min(tokens // count, most)
+            prefix = self.shortest(chunk)
+            if prefix is not None and chunk >= SHORT_CHUNK and count * chunk > tokens // 2:
+                yield [prefix] * count, [chunk] * count
         if self.longest > limits.passes * limits.capacity:
             # Too much for the passes: read in place.
             yield [limits.passes * limits.capacity + self.page_size], [chunks[0]]
@@ -75,10 +78,20 @@ class PrefixHits:
         limits, page = self.limits, self.page_size
         if limits is None:
             return [page], [SHORT_CHUNK]
-        # The shortest prefix that is worth reading once for every token of a short chunk.
-        spared = limits.break_even - SHORT_CHUNK
-        long = -(-SHORT_CHUNK * limits.window // spared) + page if spared > 0 else page
+        long = self.shortest(SHORT_CHUNK) or page
         return [page, long, page], [max(limits.break_even + 1, SHORT_CHUNK), SHORT_CHUNK, 1]
+
+    def longest_short(self) -> int:
+        """Tokens of a chunk at most whose prefix is read once for each of them; 0 where there is none."""
+        chunks = range(1, 0 if self.limits is None else self.limits.break_even)
+        prefixes = ((chunk, self.shortest(chunk)) for chunk in chunks)
+        return max((chunk for chunk, prefix in prefixes if prefix and prefix + chunk <= self.longest), default=0)
+
+    def shortest(self, chunk: int) -> int | None:
+        """Tokens of a prefix that is worth reading once for every token of a chunk; None where none is."""
+        if self.limits is None or chunk >= self.limits.break_even:
+            return None
+        return -(-chunk * self.limits.window // (self.limits.break_even - chunk)) + self.page_size
 
 
 @dataclass(frozen=True)
