@@ -199,7 +199,7 @@ def decode(
         ValueError: shapes or dtypes do not fit, or the kernel cannot do this (:func:`unsupported`).
         KernelError: the kernel cannot be built, loaded or launched.
     """
-    return _attend(cache, tables, None, q_rot, sm_scale, workspace, Output(out, lse, reading))
+    return run(call_of(cache, tables, None, q_rot, sm_scale, workspace, Output(out, lse, reading)))
 
 
 def verify(
@@ -233,7 +233,7 @@ def verify(
     Raises:
         ValueError, KernelError: as :func:`decode`.
     """
-    return _attend(cache, tables, visible, q_rot, sm_scale, workspace, Output(None, lse, reading))
+    return run(call_of(cache, tables, visible, q_rot, sm_scale, workspace, Output(None, lse, reading)))
 
 
 class Call(NamedTuple):
@@ -243,21 +243,6 @@ class Call(NamedTuple):
     out: torch.Tensor
     workspace: torch.Tensor
     arguments: list[ctypes._SimpleCData[Any] | ctypes.Structure]
-
-
-def _attend(
-    cache: LayerCache,
-    tables: BatchTables,
-    visible: torch.Tensor | None,
-    q_rot: torch.Tensor,
-    sm_scale: float,
-    workspace: torch.Tensor | None,
-    output: Output,
-) -> torch.Tensor:
-    call = call_of(cache, tables, visible, q_rot, sm_scale, workspace, output)
-    if len(q_rot):
-        run(call)
-    return call.out
 
 
 def call_of(
@@ -321,11 +306,14 @@ def call_of(
     )  # fmt: skip
 
 
-def run(call: Call) -> None:
-    """Launch the kernel for one cache."""
+def run(call: Call) -> torch.Tensor:
+    """Launch the kernel for one cache, where there is a token; returns the output."""
+    if not len(call.out):
+        return call.out
     kernel, variant = prepare(call.variant), call.variant
     # Blocks that share a request wait for each other, so all of them must be on the GPU at once: one a multiprocessor.
     # A cooperative launch would have the driver vouch for that, but that it may start early is not documented; what
     # could keep multiprocessors away is refused instead (_multi_process_service).
     blocks = processors(call.out.device.index or 0)
     launch(kernel, (blocks, 1, 1), variant.threads, variant.shared_bytes, call.arguments, overlap=True)
+    return call.out
