@@ -95,6 +95,14 @@ class Limits:
         """
         return chunk * (prefix + self.window) <= self.break_even * prefix
 
+    def shortest(self, chunk: int) -> int:
+        """Tokens of a prefix from which on a chunk of fewer than ``break_even`` is :meth:`short`.
+
+        >>> Limits(capacity=65536, passes=8, break_even=32, window=2240).shortest(5)
+        415
+        """
+        return -(-chunk * self.window // (self.break_even - chunk))
+
 
 @dataclass(frozen=True)
 class Cut:

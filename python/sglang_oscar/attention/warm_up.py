@@ -61,14 +61,18 @@ class PrefixHits:
                 yield [self.page_size] * count, [read] * count
         if limits is None:
             return
+
+        def behind(chunk: int) -> int:
+            return limits.shortest(chunk) + self.page_size
+
+        reached = (chunk for chunk in range(SHORT_CHUNK, limits.break_even) if behind(chunk) + chunk <= self.longest)
+        most = max(reached, default=0)
         # The Triton kernels of decode are others for other numbers of tokens, a power of two for each.
-        most = self.longest_short()
         for tokens in (SHORT_BATCH >> step for step in range(SHORT_BATCH.bit_length() - 1)):
-            count = max(min(self.max_batch, tokens // SHORT_CHUNK), 1)
+            count = min(self.max_batch, tokens // SHORT_CHUNK)
             chunk = min(tokens // count, most)
-            prefix = self.shortest(chunk)
-            if prefix is not None and chunk >= SHORT_CHUNK and count * chunk > tokens // 2:
-                yield [prefix] * count, [chunk] * count
+            if count * chunk > tokens // 2:
+                yield [behind(chunk)] * count, [chunk] * count
         if self.longest > limits.passes * limits.capacity:
             # Too much for the passes: read in place.
             yield [limits.passes * limits.capacity + self.page_size], [chunks[0]]
@@ -78,20 +82,8 @@ class PrefixHits:
         limits, page = self.limits, self.page_size
         if limits is None:
             return [page], [SHORT_CHUNK]
-        long = self.shortest(SHORT_CHUNK) or page
+        long = (limits.shortest(SHORT_CHUNK) if limits.break_even > SHORT_CHUNK else 0) + page
         return [page, long, page], [max(limits.break_even + 1, SHORT_CHUNK), SHORT_CHUNK, 1]
-
-    def longest_short(self) -> int:
-        """Tokens of a chunk at most whose prefix is read once for each of them; 0 where there is none."""
-        chunks = range(1, 0 if self.limits is None else self.limits.break_even)
-        prefixes = ((chunk, self.shortest(chunk)) for chunk in chunks)
-        return max((chunk for chunk, prefix in prefixes if prefix and prefix + chunk <= self.longest), default=0)
-
-    def shortest(self, chunk: int) -> int | None:
-        """Tokens of a prefix that is worth reading once for every token of a chunk; None where none is."""
-        if self.limits is None or chunk >= self.limits.break_even:
-            return None
-        return -(-chunk * self.limits.window // (self.limits.break_even - chunk)) + self.page_size
 
 
 @dataclass(frozen=True)
