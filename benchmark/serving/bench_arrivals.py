@@ -26,7 +26,7 @@ import aiohttp
 import typer
 from machine import describe
 from shapes import SHAPES
-from subjects import MODES, Subject, asking, connector, subject
+from subjects import MODES, Subject, asking, chunks_of, connector, subject
 
 from oscar_tools.local_server import serve
 
@@ -49,20 +49,19 @@ class Answer:
         return {"tokens_per_s": (last - before) / (end - begin), "longest_wait_s": wait}
 
 
-async def stream(session: aiohttp.ClientSession, url: str, ids: list[int], tokens: int, answer: Answer) -> None:
-    """Ask for ``tokens`` tokens and note when they come.
+async def stream(session: aiohttp.ClientSession, url: str, body: bytes, answer: Answer) -> None:
+    """Ask, and note when tokens come.
 
     Raises:
         aiohttp.ClientResponseError, RuntimeError: the server refused.
     """
-    async with session.post(f"{url}/generate", json=asking(ids, tokens) | {"stream": True}) as reply:
+    async with session.post(f"{url}/generate", data=body, headers={"Content-Type": "application/json"}) as reply:
         reply.raise_for_status()
-        async for line in reply.content:
-            if line.startswith(b"data: {"):
-                piece = json.loads(line[6:])
-                if "error" in piece:
-                    raise RuntimeError(piece["error"]["message"])
-                answer.pieces.append((time.monotonic(), piece["meta_info"]["completion_tokens"]))
+        async for chunk in chunks_of(reply):
+            piece = json.loads(chunk)
+            if "error" in piece:
+                raise RuntimeError(piece["error"]["message"])
+            answer.pieces.append((time.monotonic(), piece["meta_info"]["completion_tokens"]))
 
 
 async def wait_for_first(answers: list[Answer], tasks: list[asyncio.Task[None]]) -> None:
@@ -81,22 +80,26 @@ async def measure(
     limit = aiohttp.ClientTimeout(total=3600)
     positions = json.loads((what.folder / "config.json").read_text())["max_position_embeddings"]
     endless = positions - context - 10  # a user's request is ended when the arrivals have their first tokens
+
+    def bodies(first: int, count: int, size: int, wanted: int) -> list[bytes]:
+        asked = (asking(what.prompt(seed, size), wanted) for seed in range(first, first + count))
+        return [json.dumps(body | {"stream": True}).encode() for body in asked]
+
+    # Made before anything is timed: of long prompts it takes seconds, in which no token would be seen.
+    of_users, of_arrivals = bodies(0, users, context, endless), bodies(users, arrivals, length, tokens)
     async with aiohttp.ClientSession(connector=connector(), timeout=limit) as session:
 
-        def ask(seed: int, size: int, wanted: int) -> tuple[Answer, asyncio.Task[None]]:
-            answer = Answer()
-            return answer, asyncio.create_task(stream(session, url, what.prompt(seed, size), wanted, answer))
+        def send(asked: list[bytes]) -> tuple[list[Answer], list[asyncio.Task[None]]]:
+            answers = [Answer() for _ in asked]
+            pairs = zip(asked, answers, strict=True)
+            return answers, [asyncio.create_task(stream(session, url, body, answer)) for body, answer in pairs]
 
-        generating, running = (
-            list(x) for x in zip(*(ask(seed, context, endless) for seed in range(users)), strict=True)
-        )
+        generating, running = send(of_users)
         await wait_for_first(generating, running)
         calm = time.monotonic()
         await asyncio.sleep(alone)
         begin = time.monotonic()
-        coming, sent = (
-            list(x) for x in zip(*(ask(users + seed, length, tokens) for seed in range(arrivals)), strict=True)
-        )
+        coming, sent = send(of_arrivals)
         await wait_for_first(coming, sent + running)
         firsts = sorted(answer.pieces[0][0] - begin for answer in coming)
         end = begin + firsts[-1]

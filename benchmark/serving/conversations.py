@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import aiohttp
-from subjects import asking, connector
+from subjects import asking, chunks_of, connector
 
 TIERS = ("device", "host")
 LONGEST_WAIT = 3600
@@ -148,10 +148,9 @@ def asker(client: aiohttp.ClientSession, url: str) -> Callable[[list[int], int],
         async with client.post(f"{url}/generate", data=body, headers=headers) as reply:
             if reply.status != 200:
                 raise RuntimeError(f"HTTP status {reply.status}: {(await reply.text())[:300]}")
-            async for line in reply.content:
-                if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
-                    first = first if chunks else time.perf_counter() - begin
-                    chunks.append(line.removeprefix(b"data:"))
+            async for chunk in chunks_of(reply):
+                first = first if chunks else time.perf_counter() - begin
+                chunks.append(chunk)
         return Reply(first, *read_stream(chunks, tokens))
 
     return ask

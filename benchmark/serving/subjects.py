@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,6 +130,13 @@ def eagle3(draft: Path, drafts: int) -> list[str]:
 def asking(ids: list[int], tokens: int) -> dict[str, Any]:
     """Body of a request to /generate for exactly ``tokens`` tokens."""
     return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+
+
+async def chunks_of(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """JSON of every event of a streamed answer, as it comes."""
+    async for line in reply.content:
+        if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
+            yield line.removeprefix(b"data:")
 
 
 def connector() -> aiohttp.TCPConnector:
