@@ -33,6 +33,7 @@ SMALL = ["--max-total-tokens", "2560", "--max-running-requests", "2"]
 STATES = ["--mamba-track-interval", "64", "--max-mamba-cache-size", "16"]
 FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 CHAIN = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+FP8 = ["--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 ASKED, OTHERS, LENGTH, TOKENS = 2, 4, 600, 40
 
 
@@ -60,17 +61,25 @@ def dense(folder: Path) -> tuple[Path, list[str]]:
     return model, ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(eagle), *CHAIN]
 
 
+def dense_fp8(folder: Path) -> tuple[Path, list[str]]:
+    model, args = dense(folder)
+    return model, [*args, *FP8]
+
+
 Made = Callable[[Path], tuple[Path, list[str]]]
 CONFIGURATIONS: dict[str, tuple[Made, str]] = {
     "hybrid": (hybrid, installed()),
     "dense": (dense, installed()),
+    "dense_fp8": (dense_fp8, installed()),
 }
 """By name: model and drafts, and release."""
 
 
 def variables(version: str, **others: str) -> dict[str, str]:
     env = environment(version, **FLOAT, **HADAMARD, **STRICT, **others)
-    return with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin")
+    return with_plugins(
+        env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin", "fp8_drafts_plugin"
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -7,6 +7,7 @@ holds what it should (``support/draft_models.py``), so a wrong one shows in how 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,20 @@ from support.compare import assert_same
 from support.draft_models import glm_with_draft_layer, llama_with_drafts
 from support.releases import environment, installed, needs_newer_python, served
 from support.servers import HADAMARD, STRICT, serve
-from support.speculation import DRIFT, HALF, INT2, NEAR_TIE, SMALL, TOKENS, ask, behind, per_step, plugins, prompts
+from support.speculation import (
+    DRIFT,
+    HALF,
+    INT2,
+    NEAR_TIE,
+    SMALL,
+    TOKENS,
+    ask,
+    behind,
+    per_step,
+    plugins,
+    prompts,
+    with_plugins,
+)
 
 pytestmark = [
     pytest.mark.server,
@@ -80,6 +94,23 @@ def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
         log = server.text()
         assert "1 layers in torch.float32" in log
         assert log.count("int2 format:") == 1
+
+
+@pytest.mark.skipif(installed() == "0.5.17", reason="has no such argument")
+def test_drafts_that_are_cached_in_fp8(models: Models, expected: list[dict], tmp_path: Path) -> None:
+    """Answers are the model's whatever its drafts are read from; three bits of mantissa cost it few of them."""
+    args = [*eagle(models, 7), "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
+    env = with_plugins(ENV | STRICT | SMALL | {"SGLANG_TEST_RETRACT": "1"}, "fp8_drafts_plugin")
+    with serve(models.model, tmp_path / "log", *INT2, "--page-size", "16", *args, env=env) as server:
+        for _ in range(2):
+            answers = ask(server, prompts(), workers=12)
+            assert_same(expected, answers, NEAR_TIE, DRIFT)
+        assert retracted(server) > 0
+        assert per_step(answers) > RIGHT
+        assert server.alive()
+        log = server.text()
+        # SGLang keeps them as bytes: a fourth of what the draft model's float32 would take.
+        assert re.search(r"int2 draft model: \w+, \d+ tokens x 256 bytes, 1 layers in torch.uint8", log)
 
 
 def test_wrong_drafts(models: Models, expected: list[dict], tmp_path: Path) -> None:

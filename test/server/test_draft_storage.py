@@ -71,7 +71,9 @@ def server_on(folder: Path, model: Path, log: Path, *args: str, **variables: str
     """A server that stores pages in ``folder``."""
     env = HADAMARD | STRICT | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)} | variables
     env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    env = with_plugins(env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin")
+    env = with_plugins(
+        env, "lossless_plugin", "late_host_plugin", "roomy_host_plugin", "no_gpu_plugin", "fp8_drafts_plugin"
+    )
     with serve(model, log, *INT2, *TIER, *args, env=env) as server:
         yield server
         assert server.alive()
@@ -114,6 +116,21 @@ def test_acceptance_behind_a_hit_in_storage(tmp_path: Path) -> None:
     trained = draft_models.trained(drafts, tmp_path / "trained")
     with server_on(folder, model, tmp_path / "third", *eagle(trained)) as server:
         assert from_storage(ask(server)) == [0] * ASKED
+
+
+def test_rows_of_drafts_in_fp8(tmp_path: Path) -> None:
+    """Are no rows in the draft model's own type, nor the other way round."""
+    (model, args), folder = dense(tmp_path), tmp_path / "store"
+    fp8 = [*args, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
+    with server_on(folder, model, tmp_path / "own", *args) as server:
+        ask_twice(folder, server)
+    own = {path.name for path in folder.glob("*.bin")}
+    with server_on(folder, model, tmp_path / "first", *fp8) as server:
+        device = ask_twice(folder, server)
+    for name in own:
+        (folder / name).unlink()
+    with server_on(folder, model, tmp_path / "second", *fp8) as server:
+        assert_same_drafts(device, ask(server))
 
 
 def test_rows_of_drafts_beside_states(tmp_path: Path) -> None:

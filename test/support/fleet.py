@@ -148,7 +148,7 @@ LOG = ("--decode-log-interval", "1", "--enable-cache-report")
 
 def prompts_by_default() -> str:
     """The kernel for prompts that a server takes here unless it is told, as its log names it."""
-    chosen = str(extend_choice.choose("auto", "cuda", 128, sink_logits=False))
+    chosen = str(extend_choice.choose("auto", "cuda", (128,), sink_logits=False))
     return STOCK_KERNELS.get(chosen, ("Triton",))[0]
 
 

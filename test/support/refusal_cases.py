@@ -121,7 +121,7 @@ RECENT_FLAGS = {
     "disaggregation_decode_allocation_policy": (
         "--disaggregation-mode decode --disaggregation-decode-allocation-policy prefill_complete"
     ),
-    "speculative_draft_kv_cache_dtype": "--speculative-algorithm EAGLE --speculative-draft-kv-cache-dtype fp8_e4m3",
+    "speculative_draft_kv_cache_dtype": "--speculative-algorithm EAGLE --speculative-draft-kv-cache-dtype fp8_e5m2",
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "hicache_host_memory_mode": "--enable-hierarchical-cache --hicache-host-memory-mode buffer_only",
     "attn_dp_size": "--attn-dp-size 2 --tp-size 2 --speculative-algorithm NGRAM",

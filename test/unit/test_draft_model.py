@@ -93,11 +93,12 @@ def test_refused_draft_models(changes: dict[str, Any], what: str) -> None:
 
 
 def test_bytes_of_a_draft_token() -> None:
-    assert draft_model.cell_bytes(config(), 1) == 8 * 256 * 2
-    assert draft_model.cell_bytes(config(), 4) == 2 * 256 * 2
-    assert draft_model.cell_bytes(config(dtype=torch.float32, num_hidden_layers=2), 1) == 2 * 8 * 256 * 4
+    assert draft_model.cell_bytes(config(), 1, torch.bfloat16) == 8 * 256 * 2
+    assert draft_model.cell_bytes(config(), 4, torch.bfloat16) == 2 * 256 * 2
+    assert draft_model.cell_bytes(config(), 1, torch.float8_e4m3fn) == 8 * 256
+    assert draft_model.cell_bytes(config(num_hidden_layers=2), 1, torch.float32) == 2 * 8 * 256 * 4
     brought = config(num_nextn_predict_layers=1, num_hidden_layers=46, num_attention_layers=46)
-    assert draft_model.cell_bytes(brought, 1) == 8 * 256 * 2
+    assert draft_model.cell_bytes(brought, 1, torch.bfloat16) == 8 * 256 * 2
     assert draft_model.layers(config(num_nextn_predict_layers=0, num_hidden_layers=3)) == 3
 
 
@@ -119,7 +120,10 @@ def test_two_pages_of_both_caches_must_fit() -> None:
 
 def test_the_cache_of_a_draft_model_is_not_quantized() -> None:
     asked_for = {"server_args_kv_cache_dtype": "int2", "is_draft_worker": True, "model_dtype": torch.float16}
-    assert sizing.around_configure_kv_cache_dtype(print, **asked_for) == ("auto", torch.float16)
+    for given in ({}, {"speculative_draft_kv_cache_dtype": None}, {"speculative_draft_kv_cache_dtype": "auto"}):
+        assert sizing.around_configure_kv_cache_dtype(print, **asked_for, **given) == ("auto", torch.float16)
+    named = sizing.around_configure_kv_cache_dtype(dict, **asked_for, speculative_draft_kv_cache_dtype="fp8_e4m3")
+    assert named == asked_for | {"speculative_draft_kv_cache_dtype": "fp8_e4m3"}
 
 
 def test_one_branch_is_a_chain_whatever_the_mask_holds() -> None:

@@ -249,5 +249,5 @@ def draft_facts(path: str, loaded: dict[str, Any]) -> str:
 
     config = model_config(path, is_draft_model=True)
     draft_model.check(config, loaded["model"])
-    loaded["draft bytes"] = draft_model.cell_bytes(config, loaded["ranks"])
+    loaded["draft bytes"] = draft_model.cell_bytes(config, loaded["ranks"], config.dtype)
     return f"{config.hf_config.architectures[0]}, {loaded['draft bytes']} bytes a token in {config.dtype}"

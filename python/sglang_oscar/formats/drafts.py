@@ -4,10 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import algorithm
 from sglang_oscar.formats.model_identity import configuration
 from sglang_oscar.formats.origin import loaded_weights, of_drafts
+
+OF_MODEL = (None, "auto")
+"""``--speculative-draft-kv-cache-dtype`` of a cache in the draft model's own type."""
+FP8 = "fp8_e4m3"
+"""The other value that is served: numbers of 8 bits without scales, as SGLang stores them."""
+
+
+def named_dtype(server_args: Any) -> str | None:
+    """The type that the operator names for a draft model's cache; releases up to 0.5.17 have no such argument."""
+    named: str | None = releases.argument(server_args, "speculative_draft_kv_cache_dtype", None)
+    return named
+
+
+def cache_dtype(server_args: Any, draft: Any) -> torch.dtype:
+    """The type of the numbers in a draft model's cache.
+
+    Args:
+        server_args: SGLang's ServerArgs, resolved.
+        draft: SGLang's ModelConfig of the draft model.
+    """
+    dtype: torch.dtype = torch.float8_e4m3fn if named_dtype(server_args) == FP8 else draft.dtype
+    return dtype
 
 
 def config_of(server_args: Any) -> Any:
@@ -41,7 +65,9 @@ def draft_facts(server_args: Any) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     draft = config_of(server_args)
-    return {
+    # Not said of the draft model's own type: copies from before there was another stay what they are.
+    other = {} if (cache := cache_dtype(args, draft)) == draft.dtype else {"cache": str(cache)}
+    return other | {
         "algorithm": algorithm(args),
         "weights": loaded_weights(server_args, checkpoint),
         "load format": args.speculative_draft_load_format,

@@ -12,6 +12,7 @@ from sglang_oscar.attach import failure, gate, releases
 from sglang_oscar.attach.arguments import replicas
 from sglang_oscar.attach.feature import features
 from sglang_oscar.errors import Int2Error, fatal
+from sglang_oscar.formats.drafts import OF_MODEL
 from sglang_oscar.memory.build import build_pool, check_draft_pool
 from sglang_oscar.memory.configurator import geometry_of, has_cut_layers, keep_plan, plan_of
 from sglang_oscar.memory.part import Sizing
@@ -22,12 +23,13 @@ from sglang_oscar.names import DTYPE, is_int2
 def around_configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
     """Resolve ``int2`` to byte rows; first int2 step in a worker, so it also checks that all hooks are attached.
 
-    A draft model's cache is not quantized: it has the type of the draft model.
+    A draft model's cache is SGLang's own: it has the type of the draft model, or that which the operator names.
     """
     if kwargs["server_args_kv_cache_dtype"] != DTYPE:
         return original(**kwargs)
     if kwargs["is_draft_worker"]:
-        return "auto", kwargs["model_dtype"]
+        named = kwargs.get("speculative_draft_kv_cache_dtype") not in OF_MODEL
+        return original(**kwargs) if named else ("auto", kwargs["model_dtype"])
     from sglang.srt.runtime_context import get_server_args
 
     if (reason := failure.reason()) is not None:

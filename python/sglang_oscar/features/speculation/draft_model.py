@@ -1,7 +1,7 @@
 """The model that drafts: what its cache costs beside the INT2 one, and which draft models are refused.
 
-Its cache is SGLang's own, in the draft model's dtype, and has the slots of the INT2 cache: a token's slot is its place
-in both. So the two share the requests' tables, the prefix cache and one memory budget.
+Its cache is SGLang's own, in the draft model's dtype or in FP8, and has the slots of the INT2 cache: a token's slot is
+its place in both. So the two share the requests' tables, the prefix cache and one memory budget.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import drafts_with_model
 from sglang_oscar.errors import Int2Error
-from sglang_oscar.formats.drafts import config_of
+from sglang_oscar.formats.drafts import cache_dtype, config_of
 from sglang_oscar.formats.geometry import GIB
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.owned import by_slot
@@ -73,15 +75,16 @@ def layers(draft: Any) -> int:
     return int(own) if own else max(draft.num_hidden_layers, draft.num_attention_layers)
 
 
-def cell_bytes(draft: Any, ranks: int) -> int:
+def cell_bytes(draft: Any, ranks: int, dtype: torch.dtype) -> int:
     """Bytes of a token in the cache of a draft model, K and V of all its layers, on one rank.
 
     Args:
         draft: SGLang's ModelConfig of it.
         ranks: that share the heads.
+        dtype: of the numbers in the cache.
     """
     elements = draft.get_num_kv_heads(ranks) * (draft.head_dim + draft.v_head_dim)
-    return int(layers(draft) * elements * draft.dtype.itemsize)
+    return int(layers(draft) * elements * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,10 @@ def cell_bytes_of(server_args: Any) -> int:
     Args:
         server_args: SGLang's ServerArgs, resolved.
     """
-    if not drafts_with_model(releases.resolved(server_args)):
+    args = releases.resolved(server_args)
+    if not drafts_with_model(args):
         return 0
     from sglang.srt.runtime_context import get_parallel
 
-    return cell_bytes(config_of(server_args), get_parallel().attn_tp_size)
+    draft = config_of(server_args)
+    return cell_bytes(draft, get_parallel().attn_tp_size, cache_dtype(args, draft))
