@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -23,8 +24,14 @@ TOKENS = 4096
 
 
 @cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For all files of this process, which are gone with it: a model's folder may be a user's."""
+    return tempfile.TemporaryDirectory(prefix="rotations_")
+
+
+@cache
 def rotations_of(model: Path, bits: str) -> dict[str, str]:
-    """Variables that name rotation files for a model folder; they are fitted into it at the first call.
+    """Variables that name rotation files for a model folder; they are fitted at the first call.
 
     Args:
         model: folder with config.json.
@@ -46,7 +53,7 @@ def rotations_of(model: Path, bits: str) -> dict[str, str]:
     }
     if len(attending) < len(kinds):
         sizes["layer-ids"] = ",".join(map(str, attending))
-    out = model / f"rotations_{bits}"
+    out = Path(tempfile.mkdtemp(prefix=f"{bits}_", dir=_folder().name))
     command = [sys.executable, str(BENCH_FIT), "--recipe", DEFAULT, "--bits", bits, "--tokens", str(TOKENS)]
     command += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     subprocess.run([*command, "--rotations", str(out), "--out", str(out / "fit.json")], check=True)
