@@ -146,7 +146,7 @@ def show(result: dict[str, Any]) -> None:
     table = Table("cache", "prompts", "tokens per step", "95%", "difference", "95%", "right")
     for name, found in result.items():
         for part, row in found.items():
-            if isinstance(row, dict):
+            if isinstance(row, dict) and "interval" in row:
                 more = [str(row.get(key, "")) for key in ("difference", "difference_interval")]
                 right = str(found["right_answers"]) if part == WHOLE else ""
                 table.add_row(name, part, str(row["tokens_per_step"]), str(row["interval"]), *more, right)

@@ -11,7 +11,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
 
 import bench_acceptance
-from bench_acceptance import Answer, Prompt, cache_settings, check, summary
+from bench_acceptance import Answer, Prompt, cache_settings, check, show, summary
 
 PATH, BITS = "SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_K_BITS"
 
@@ -70,3 +70,12 @@ def test_differences_are_taken_over_the_same_documents() -> None:
     assert high - low < 0.1
     assert (found["right_answers"], found["questions"]) == (1.0, 12)
     assert "difference" not in summary(asked, first, None)["all"]
+
+
+def test_what_a_server_says_is_no_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = prompts(4)
+    answers = [Answer(64, 16, True if prompt.kind == "question" else None) for prompt in asked]
+    show({"exact": {"server": {"bits": 16.0}} | summary(asked, answers, None)})
+    printed = capsys.readouterr().out
+    assert "continuation" in printed
+    assert "server" not in printed
