@@ -8,6 +8,8 @@ the disk.
 
 Seconds are counted from launching the server to each of:
 
+* ``recording``, ``recorded``, ``calibrated``: where a server makes its rotations first, its recording server is
+  started, all text is recorded, and the rotations are there;
 * ``imported``: modules are imported and loading the weights begins;
 * ``weights``: they are loaded;
 * ``pools``: the cache's memory is there;
@@ -49,6 +51,9 @@ from oscar_cpu.server import environment
 from oscar_tools.local_server import READY, serve
 
 STAGES = {
+    "recording": re.compile(r"int2 calibration: dumping "),
+    "recorded": re.compile(r"int2 calibration: recording: (\d+) of \1 prompts"),
+    "calibrated": re.compile(r"int2 rotations from calibration on the spot"),
     "imported": re.compile(r"Load weight begin"),
     "weights": re.compile(r"Load weight end"),
     "pools": re.compile(r"Memory pool end"),

@@ -27,14 +27,16 @@ def test_stages_of_a_growing_log(tmp_path: Path) -> None:
     begin = time.monotonic()
     with watched(log, begin) as seen, log.open("w", buffering=1) as file:
         assert not seen
+        file.write("int2 calibration: recording: 1 of 32 prompts\nint2 calibration: recording: 32 of 32 prompts\n")
+        wait_for("recorded", seen)
         file.write("Load weight begin. avail mem=1\nLoad weight end. elap")
         wait_for("imported", seen)
         assert "weights" not in seen
         file.write("sed=1\nCapture decode CUDA graph begin.\nCapture decode CUDA graph end. 1 s\n")
         wait_for("graphs", seen)
         file.write(f"Capture prefill CUDA graph end. 1 s\n{READY}")
-    assert set(STAGES) - set(seen) == {"pools"}
-    assert seen["imported"] < seen["weights"] < seen["graphs"] <= seen["ready"] <= time.monotonic() - begin
+    assert set(STAGES) - set(seen) == {"recording", "calibrated", "pools"}
+    assert seen["recorded"] < seen["imported"] < seen["weights"] < seen["graphs"] <= seen["ready"] <= time.monotonic() - begin
 
 
 def test_megabytes_by_folder(tmp_path: Path) -> None:
