@@ -67,10 +67,10 @@ def _arranged(matrix: SplitMatrix | None) -> SplitMatrix | None:
 
 def defines(variant: Variant, layer: PreparedLayer) -> tuple[tuple[str, int], ...]:
     """The macros that ``src/store.cu`` is compiled with for a layer."""
-    return _defines(variant, _kind(layer))
+    return defines_of(variant, kind_of(layer))
 
 
-def _kind(layer: PreparedLayer) -> tuple[int, ...]:
+def kind_of(layer: PreparedLayer) -> tuple[int, ...]:
     """What of a layer the kernel is compiled for: terms (0: no matrix) and matrices of keys, values and queries,
     centers, gains.
     """
@@ -89,7 +89,7 @@ def _sets(layer: PreparedLayer) -> Iterator[int]:
     return (1 if matrix is None else matrix.sets for matrix in _matrices(layer))
 
 
-def _defines(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def defines_of(variant: Variant, kind: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
     names = ("K_TERMS", "V_TERMS", "Q_TERMS", "K_SETS", "V_SETS", "Q_SETS", "HAS_CENTER", "K_FITTED", "V_FITTED")
     own = {f"OSCAR_{name}": int(value) for name, value in zip(names, kind, strict=True)}
     own |= {"OSCAR_VECTORS": VECTORS, "OSCAR_STRETCH_64THS": int(64 * STRETCH)}
@@ -120,7 +120,7 @@ def prepare(variant: Variant, layer: PreparedLayer) -> None:
     Raises:
         KernelError: the kernel cannot be built or loaded on this machine.
     """
-    _load(variant, _kind(layer))
+    _load(variant, kind_of(layer))
 
 
 @cache
@@ -132,7 +132,7 @@ def _load(variant: Variant, kind: tuple[int, ...]) -> Any:
     """
     if (reason := variant.unsupported_rows()) is not None:
         raise ValueError(f"the CUDA store kernel does not support {reason}")
-    return load("store.cu", "oscar_store", _defines(variant, kind), 0)
+    return load("store.cu", "oscar_store", defines_of(variant, kind), 0)
 
 
 def _check(name: str, x: torch.Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ def store(
     if tokens == 0:
         return out
     variant = variant_of(cache, q_heads, page_size, q.dtype)
-    kernel = _load(variant, _kind(layer))
+    kernel = _load(variant, kind_of(layer))
 
     def side(x: torch.Tensor, of: PreparedSide, name: str) -> ctypes.Structure:
         written = (getattr(cache, f"{name}_{part}").data_ptr() for part in ("rows", "ring", "sink"))

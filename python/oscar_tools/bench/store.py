@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from oscar_kernels.cache import StoreSlots
+from oscar_kernels.cache import LayerCache, StoreSlots
+from oscar_kernels.cuda import prompt
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.decode import unsupported
 from oscar_kernels.prepared import PreparedLayer, prepare
@@ -25,6 +28,20 @@ REQUESTS = 64
 def prepared(layouts: Layouts, key: SideTransform, value: SideTransform) -> PreparedLayer:
     """A layer's transforms as kernels take them."""
     return prepare(layer_format(layouts, key, value), torch.bfloat16)
+
+
+def prompt_store(cache: LayerCache, layer: PreparedLayer, q_heads: int) -> Callable[..., torch.Tensor | None] | None:
+    """The candidate for prompts, called as the Triton kernel; None for rows that it does not write."""
+    if unsupported(cache, PAGE, q_heads, torch.bfloat16) or prompt.unsupported(cache):
+        return None
+    arranged = prompt.arrange(layer)
+
+    def call(
+        cache: LayerCache, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor, _: PreparedLayer, **more: Any
+    ) -> torch.Tensor | None:
+        return prompt.store(cache, slots, k, v, arranged, q_heads, PAGE, **more)
+
+    return call
 
 
 class StoreCase:
@@ -67,6 +84,14 @@ class StoreCase:
             partial(cuda_store.store, c, self.slots, k, v, arranged, q, PAGE, decoding=True)
             for c, (q, k, v) in zip(self.caches, self.split, strict=True)
         ])  # fmt: skip
+
+    def prompt_us(self, layer: PreparedLayer, with_q: bool = True) -> float | None:
+        """The candidate for prompts; None for rows that it does not write."""
+        call = prompt_store(self.caches[0], layer, self.heads.query)
+        if call is None:
+            return None
+        calls = zip(self.caches, self.split, strict=True)
+        return time_us([partial(call, c, self.slots, k, v, layer, q=q if with_q else None) for c, (q, k, v) in calls])
 
     def copy_us(self) -> float:
         """PyTorch's copy of keys and values into a BF16 cache."""

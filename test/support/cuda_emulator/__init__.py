@@ -14,14 +14,14 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 from unittest.mock import patch
 
-from oscar_kernels.cuda import decode, pair, store
+from oscar_kernels.cuda import decode, pair, prompt, store
 from oscar_kernels.cuda.jit import SOURCES
 
 COMPILER = shutil.which("g++")
@@ -44,6 +44,7 @@ PARAMETERS = {
         "oscar_store",
         ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int", "int", "Points"),
     ),
+    "prompt.cu": ("oscar_prompt", ("Side", "Side", "Queries", "Slots", "int", "int", "int")),
 }
 
 
@@ -91,7 +92,7 @@ def build(
     assert function == expected
     sources = {path.name: path.read_text() for path in sorted(SOURCES.iterdir())}
     sources["ptx.cuh"] = (HERE / "ptx.cuh").read_text()
-    for source in ("decode.cu", "store.cu", "decode_pair.cu"):
+    for source in ("decode.cu", "store.cu", "decode_pair.cu", "prompt.cu"):
         own = sources[source] if text is None or source != name else text
         own = re.sub(r"extern __shared__ [^;]*char shared\[\];", "char* shared = emulated_shared();", own)
         own = re.sub(r"__shared__ float (\w+)\[[^;]*\];", r"float* \1 = (float*)emulated_shared();", own)
@@ -138,11 +139,14 @@ def launch(
 
 @contextmanager
 def emulated(blocks: int = BLOCKS) -> Iterator[None]:
-    """:mod:`oscar_kernels.cuda.decode`, :mod:`~oscar_kernels.cuda.pair` and :mod:`~oscar_kernels.cuda.store` take
-    tensors on the CPU in here.
+    """:mod:`oscar_kernels.cuda.decode`, :mod:`~oscar_kernels.cuda.pair`, :mod:`~oscar_kernels.cuda.store` and
+    :mod:`~oscar_kernels.cuda.prompt` take tensors on the CPU in here.
     """
     changed = {"load": build, "launch": launch, "processors": lambda device: blocks}
-    store._load.cache_clear()
-    with patch.multiple(decode, **changed), patch.multiple(pair, **changed), patch.multiple(store, **changed):
+    with ExitStack() as stack:
+        for module in (decode, pair, store, prompt):
+            stack.enter_context(patch.multiple(module, **changed))
+        for loaded in (store._load, prompt._load):
+            loaded.cache_clear()
+            stack.callback(loaded.cache_clear)
         yield
-    store._load.cache_clear()

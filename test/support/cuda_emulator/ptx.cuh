@@ -248,6 +248,8 @@ inline int __float2int_rn(float x) {
 }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __saturatef(float x) { return x > 0 ? x < 1 ? x : 1 : 0; }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
@@ -309,6 +311,7 @@ inline u32 __ballot_sync(u32, bool x) {
   });
 }
 inline bool __any_sync(u32 mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __all_sync(u32 mask, bool x) { return __ballot_sync(mask, !x) == 0; }
 inline u32 __reduce_max_sync(u32, u32 x) {
   return across(6, x, [](emulator::Warp& warp, int) {
     u32 out = 0;
@@ -334,6 +337,7 @@ inline void store_shared2(u32 address, u32 x, u32 y) {
   u32 words[2] = {x, y};
   std::memcpy(emulator::now->block->shared + address, words, sizeof words);
 }
+inline float4 load_again4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline float load_from_others(const float* p) { return *p; }
 inline float4 load_from_others4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline u32 load_acquire(const u32* p) {
@@ -349,6 +353,11 @@ inline float add_toward_zero(float x, float y) {
   double sum = (double)x + (double)y;
   float near = (float)sum;
   return fabs((double)near) > fabs(sum) ? nextafterf(near, 0) : near;
+}
+inline float add_toward_minus_infinity(float x, float y) {
+  double sum = (double)x + (double)y;
+  float near = (float)sum;
+  return (double)near > sum ? nextafterf(near, -INFINITY) : near;
 }
 inline u16 emulated_half(float x) { return bits_of<u16>((_Float16)x); }
 inline u16 emulated_bfloat(float x) {
@@ -432,6 +441,17 @@ inline u32 transpose_8x8(u32 x) {
     auto element = [&](int row, int column) { return warp.given()[4 * row + column / 2][0] >> (16 * (column % 2)) & 0xffffu; };
     return element(2 * (l % 4), l / 4) | element(2 * (l % 4) + 1, l / 4) << 16;
   });
+}
+
+inline void products_begin() {}
+inline void products_end() {}
+template <bool BF16>
+inline void mma_wide(float (&c)[64], u32 a0, u32 a1, u32 a2, u32 a3, u32 b, bool more) {
+  if (!more) std::memset(c, 0, sizeof c);
+  for (int j = 0; j < 16; j++) {
+    u32 at = b + 16 * (8 * j + emulator::now->lane / 4) + 4 * (emulator::now->lane % 4);
+    mma_k16<BF16>(*(float(*)[4])(c + 4 * j), a0, a1, a2, a3, load_shared(at), load_shared(at + 16 * 128));
+  }
 }
 
 // ---- barriers and bulk copies ---------------------------------------------------------------------------------------

@@ -48,6 +48,13 @@ DEVICE uint4 load_shared4(u32 address) {
   return x;
 }
 
+// From global memory, where it is written: what does not change is not kept in registers.
+DEVICE float4 load_again4(const float* p) {
+  float4 x;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p));
+  return x;
+}
+
 // From global memory, past the first-level cache: what other blocks of this launch have written.
 DEVICE float load_from_others(const float* p) {
   float x;
@@ -79,6 +86,11 @@ DEVICE float log2_fast(float x) {
 DEVICE float add_toward_zero(float x, float y) {
   float z;
   asm("add.rz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+DEVICE float add_toward_minus_infinity(float x, float y) {
+  float z;
+  asm("add.rm.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
 DEVICE float half_to_float(u32 bits) {
@@ -166,6 +178,35 @@ DEVICE u32 transpose_8x8(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// c[64x128] += a[64x16] * b[16x128], 16-bit floats, by four warps side by side, or c = a * b without ``more``. A warp has 16
+// rows of a and c, as in mma_k16 with c[4 j ...] of columns 8 j and on. b is in shared memory: eight numbers of depth of
+// one column side by side, 16 bytes for each of 128 columns, and after all of them the other eight numbers of depth.
+// Between products_begin() and products_end() neither c nor a is touched.
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_end() {
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+#define OSCAR_C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define OSCAR_C16(i) OSCAR_C4(i), OSCAR_C4(i + 4), OSCAR_C4(i + 8), OSCAR_C4(i + 12)
+#define OSCAR_WGMMA(TYPE)                                                                                                \
+  asm volatile(                                                                                                         \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                                      \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                                  \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                         \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                               \
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                                                       \
+      : OSCAR_C16(0), OSCAR_C16(16), OSCAR_C16(32), OSCAR_C16(48)                                                       \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(matrix), "r"((int)more))
+template <bool BF16>
+DEVICE void mma_wide(float (&c)[64], u32 a0, u32 a1, u32 a2, u32 a3, u32 b, bool more) {
+  // Its address, and bytes from one eight of depth, and of columns, to the next, all in 16 bytes.
+  u64 matrix = (b & 0x3ffff) >> 4 | (u64)(128 * 16 >> 4) << 16 | (u64)(128 >> 4) << 32;
+  if (BF16) OSCAR_WGMMA("bf16");
+  else OSCAR_WGMMA("f16");
 }
 
 // ---- barriers and bulk copies ------------------------------------------------------------------------------------
