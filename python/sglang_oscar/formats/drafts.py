@@ -17,12 +17,6 @@ FP8 = "fp8_e4m3"
 """The other value that is served: numbers of 8 bits without scales, as SGLang stores them."""
 
 
-def named_dtype(server_args: Any) -> str | None:
-    """The type that the operator names for a draft model's cache; releases up to 0.5.17 have no such argument."""
-    named: str | None = releases.argument(server_args, "speculative_draft_kv_cache_dtype", None)
-    return named
-
-
 def cache_dtype(server_args: Any, draft: Any) -> torch.dtype:
     """The type of the numbers in a draft model's cache.
 
@@ -30,7 +24,8 @@ def cache_dtype(server_args: Any, draft: Any) -> torch.dtype:
         server_args: SGLang's ServerArgs, resolved.
         draft: SGLang's ModelConfig of the draft model.
     """
-    dtype: torch.dtype = torch.float8_e4m3fn if named_dtype(server_args) == FP8 else draft.dtype
+    named = releases.argument(server_args, "speculative_draft_kv_cache_dtype", None)
+    dtype: torch.dtype = torch.float8_e4m3fn if named == FP8 else draft.dtype
     return dtype
 
 
