@@ -57,7 +57,8 @@ def stored(
     cache = empty_cache(shape, pages, requests, DEVICE, fill=7.0)
     plain = empty_cache(shape, pages, requests, CPU, fill=7.0)
     layer = shape.format(key, value)
-    out = store(cache, slots, k, v, arrange(prepare(layer, shape.dtype)), shape.q_heads, shape.page_size, **more)
+    arranged = arrange(prepare(layer, shape.dtype), shape.q_heads, shape.page_size)
+    out = store(cache, slots, k, v, arranged, **more)
     # PyTorch divides by a constant inexactly on a GPU.
     on_cpu = StoreSlots(slots.row.cpu(), slots.ring.cpu(), slots.sink.cpu())
     reference.store(plain, on_cpu, k.cpu(), v.cpu(), layer.to("cpu"))
@@ -189,15 +190,15 @@ def test_all_blocks_are_taken_where_there_are_tiles_for_them() -> None:
 
 def test_other_vectors_are_refused() -> None:
     shape = SHAPES[0]
-    layer = arrange(prepare(shape.format(), BF16))
+    layer = arrange(prepare(shape.format(), BF16), 32, 32)
     slots = random_slots(2, shape.windows, 64, 2, CPU)
     cache = empty_cache(shape, 2, 2, CPU)
     k = torch.zeros(2, 8, 132, dtype=BF16)[:, :, :128]
     with pytest.raises(ValueError, match=r"k must be .* multiples of 16 bytes"):
-        store(cache, slots, k, k, layer, 32, 32)
+        store(cache, slots, k, k, layer)
     symmetric = replace(shape, v_coding="symmetric")
     with pytest.raises(ValueError, match="does not support rows without zero points"):
-        store(empty_cache(symmetric, 2, 2, CPU), slots, k, k, arrange(prepare(symmetric.format(), BF16)), 32, 32)
+        store(empty_cache(symmetric, 2, 2, CPU), slots, k, k, arrange(prepare(symmetric.format(), BF16), 32, 32))
 
 
 @pytest.mark.parametrize(

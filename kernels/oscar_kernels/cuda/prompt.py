@@ -49,19 +49,23 @@ class PromptLayer:
     Args:
         plain: as :func:`oscar_kernels.prepared.prepare` makes them.
         key, value, reading: of keys, of values and of queries, shaped as before; None where they are not rotated.
+        q_heads: query heads.
+        page_size: tokens of a page.
     """
 
     plain: PreparedLayer
     key: torch.Tensor | None
     value: torch.Tensor | None
     reading: torch.Tensor | None
+    q_heads: int
+    page_size: int
 
 
-def arrange(layer: PreparedLayer) -> PromptLayer:
+def arrange(layer: PreparedLayer, q_heads: int, page_size: int) -> PromptLayer:
     """A prepared layer as this kernel takes it."""
     matrix = _arranged(layer.key.matrix)
     reading = matrix if layer.key.reading is layer.key.matrix else _arranged(layer.key.reading)
-    return PromptLayer(layer, matrix, _arranged(layer.value.matrix), reading)
+    return PromptLayer(layer, matrix, _arranged(layer.value.matrix), reading, q_heads, page_size)
 
 
 def _arranged(matrix: SplitMatrix | None) -> torch.Tensor | None:
@@ -133,8 +137,6 @@ def store(
     k: torch.Tensor,
     v: torch.Tensor,
     layer: PromptLayer,
-    q_heads: int,
-    page_size: int,
     q: torch.Tensor | None = None,
     copies: Copies | None = None,
 ) -> torch.Tensor | None:
@@ -145,8 +147,6 @@ def store(
         slots: destination of every token.
         k, v: [tokens, kv_heads, 128], bfloat16 or float16, that :func:`fits`; keys after RoPE.
         layer: from :func:`arrange`; without a value matrix where values come multiplied.
-        q_heads: query heads of the layer.
-        page_size: tokens of a page.
         q: [tokens, q_heads, 128] of the dtype of ``k``, to be rotated.
         copies: where keys and values go as well, in the dtype of ``k`` and in the basis of the cache.
 
@@ -156,7 +156,7 @@ def store(
     Raises:
         ValueError: shapes, dtypes, row layouts or addresses do not fit, or the kernel cannot be built for this cache.
     """
-    plain, kv_heads, tokens = layer.plain, cache.kv_heads, len(k)
+    plain, kv_heads, q_heads, tokens = layer.plain, cache.kv_heads, layer.q_heads, len(k)
     plain.check(cache)
     if (reason := unsupported(cache)) is not None:
         raise ValueError(f"the CUDA kernel for prompts does not support {reason}")
@@ -177,7 +177,7 @@ def store(
     out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    kernel = _load(step.variant_of(cache, q_heads, page_size, k.dtype), step.kind_of(plain))
+    kernel = _load(step.variant_of(cache, q_heads, layer.page_size, k.dtype), step.kind_of(plain))
 
     def given(x: torch.Tensor, matrix: SplitMatrix | None, terms: torch.Tensor | None) -> ctypes.Structure:
         if matrix is None or terms is None:

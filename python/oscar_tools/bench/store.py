@@ -34,12 +34,12 @@ def prompt_store(cache: LayerCache, layer: PreparedLayer, q_heads: int) -> Calla
     """The candidate for prompts, called as the Triton kernel; None for rows that it does not write."""
     if unsupported(cache, PAGE, q_heads, torch.bfloat16) or prompt.unsupported(cache):
         return None
-    arranged = prompt.arrange(layer)
+    arranged = prompt.arrange(layer, q_heads, PAGE)
 
     def call(
         cache: LayerCache, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor, _: PreparedLayer, **more: Any
     ) -> torch.Tensor | None:
-        return prompt.store(cache, slots, k, v, arranged, q_heads, PAGE, **more)
+        return prompt.store(cache, slots, k, v, arranged, **more)
 
     return call
 
