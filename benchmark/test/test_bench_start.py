@@ -36,8 +36,7 @@ def test_stages_of_a_growing_log(tmp_path: Path) -> None:
         wait_for("graphs", seen)
         file.write(f"Capture prefill CUDA graph end. 1 s\n{READY}")
     assert set(STAGES) - set(seen) == {"recording", "calibrated", "pools"}
-    times = [seen[stage] for stage in STAGES if stage in seen]
-    assert times == sorted(times)
+    assert seen["recorded"] < seen["imported"] < seen["weights"] < seen["graphs"] <= seen["ready"]
     assert seen["ready"] <= time.monotonic() - begin
 
 

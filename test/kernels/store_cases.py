@@ -13,7 +13,7 @@ from kernel_cases import (
 )
 
 from oscar_kernels import reference
-from oscar_kernels.cache import Windows
+from oscar_kernels.cache import LayerCache, StoreSlots, Windows
 from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import STRETCH, clip_index, unpack
 from oscar_kernels.layout import AFFINE, CODEBOOK, RowLayout
@@ -96,6 +96,29 @@ def assert_correctly_rounded(
     level = (grouped / scale[..., None] + zero[..., None]).clamp(0, layout.levels - 1)
     slack = (slack / scale)[..., None] + 1e-6 * (1 + zero.abs()[..., None])
     assert ((codes - level).abs() <= 0.5 + slack).all()
+
+
+def assert_next_to_reference(
+    cache: LayerCache, reference_cache: LayerCache, name: str, layout: RowLayout, slots: StoreSlots
+) -> None:
+    """Codes of a side are next to all those of the reference, windows as near as roundings, other rows as they were."""
+    rows = getattr(cache, f"{name}_rows")
+    wanted = getattr(reference_cache, f"{name}_rows").to(rows.device)
+    codes = slice(0, layout.params_offset)
+    assert (rows[:, codes] != wanted[:, codes]).double().mean() < 2e-3
+    untouched = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    untouched[slots.row] = False
+    assert (rows[untouched] == 0).all()
+    for window in ("ring", "sink"):
+        got, want = (getattr(of, f"{name}_{window}").to(rows.device).float() for of in (cache, reference_cache))
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-4)
+        assert (got != want).double().mean() < 2e-3 if got.numel() else True
+
+
+def assert_narrowed(rotated: torch.Tensor, wide: torch.Tensor, dtype: torch.dtype) -> None:
+    """Rotated queries are the roundings of what they are in float64."""
+    rounding = 2.0 ** -MANTISSA[dtype]
+    assert ((rotated.double() - wide).abs() <= rounding * wide.abs() + 1e-5 * wide.norm(dim=-1, keepdim=True)).all()
 
 
 def assert_fitted(

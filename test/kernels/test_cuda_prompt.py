@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import Shape, empty_cache, random_rotation, random_slots, random_transform, random_vectors
-from store_cases import assert_correctly_rounded, assert_fitted, exact, split_rows
+from store_cases import (
+    assert_correctly_rounded,
+    assert_fitted,
+    assert_narrowed,
+    assert_next_to_reference,
+    exact,
+    split_rows,
+)
 from test_cuda_variants import variant
 
 from oscar_kernels import reference
@@ -87,27 +94,18 @@ def test_matches_reference(shape: Shape, clip: float, rotated: str, blocks: Call
             shape, tokens, SideTransform(rk, rq, center, clip), SideTransform(rv, clip=clip), k, v, q=q, copies=copies
         )
     for x, matrix, offset, name in ((k, rk, center, "k"), (v, rv, None, "v")):
-        got, wanted = getattr(cache, f"{name}_rows"), getattr(plain, f"{name}_rows").to(DEVICE)
+        got = getattr(cache, f"{name}_rows")
         whole = exact(x, matrix)
         y = whole if offset is None else whole - offset.double()
         length = torch.maximum(whole.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True))
         assert_correctly_rounded(got[slots.row], y, shape.layout_of(name), clip, length)
-        codes = slice(0, shape.layout_of(name).params_offset)
-        assert (got[:, codes] != wanted[:, codes]).double().mean() < 2e-3
-        untouched = torch.ones(len(got), dtype=torch.bool, device=DEVICE)
-        untouched[slots.row] = False
-        assert (got[untouched] == 0).all()
-        for window in ("ring", "sink"):
-            mine, theirs = getattr(cache, f"{name}_{window}").float(), getattr(plain, f"{name}_{window}").float()
-            torch.testing.assert_close(mine, theirs.to(DEVICE), rtol=2**-7, atol=2e-4)
+        assert_next_to_reference(cache, plain, name, shape.layout_of(name), slots)
         copy, kept = copied["kv".index(name)], rows >= 0
         torch.testing.assert_close(copy[rows[kept], :-1].double(), y[kept], rtol=2**-7, atol=2e-4)
         copy[rows[kept], :-1] = 0
         assert not copy.any()
-    wide = exact(q, rq)
-    rounding = 2.0 ** (-8 if shape.dtype == BF16 else -11)
     assert q_rot is not None
-    assert ((q_rot.double() - wide).abs() <= rounding * wide.abs() + 1e-5 * wide.norm(dim=-1, keepdim=True)).all()
+    assert_narrowed(q_rot, exact(q, rq), shape.dtype)
 
 
 @runs

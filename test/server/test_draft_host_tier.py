@@ -33,7 +33,6 @@ SMALL = ["--max-total-tokens", "2560", "--max-running-requests", "2"]
 STATES = ["--mamba-track-interval", "64", "--max-mamba-cache-size", "16"]
 FLOAT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 CHAIN = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
-FP8 = ["--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 ASKED, OTHERS, LENGTH, TOKENS = 2, 4, 600, 40
 
 
@@ -63,7 +62,7 @@ def dense(folder: Path) -> tuple[Path, list[str]]:
 
 def dense_fp8(folder: Path) -> tuple[Path, list[str]]:
     model, args = dense(folder)
-    return model, [*args, *FP8]
+    return model, [*args, *draft_models.FP8_CACHE]
 
 
 Made = Callable[[Path], tuple[Path, list[str]]]

@@ -17,9 +17,9 @@ import torch
 
 from support.api import retracted
 from support.compare import assert_same
-from support.draft_models import glm_with_draft_layer, llama_with_drafts
+from support.draft_models import FP8_CACHE, glm_with_draft_layer, llama_with_drafts
 from support.releases import environment, installed, needs_newer_python, served
-from support.servers import HADAMARD, STRICT, serve
+from support.servers import HADAMARD, STRICT, Server, serve
 from support.speculation import (
     DRIFT,
     HALF,
@@ -70,6 +70,16 @@ def eagle(models: Models, steps: int) -> list[str]:
     return [*flags, "--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
 
 
+def assert_drafts_well(server: Server, expected: list[dict]) -> None:
+    """All at once, some retracted, and again behind prefix hits: right answers, and drafts that are right often."""
+    for _ in range(2):
+        answers = ask(server, prompts(), workers=12)
+        assert_same(expected, answers, NEAR_TIE, DRIFT)
+    assert retracted(server) > 0
+    assert per_step(answers) > RIGHT
+    assert server.alive()
+
+
 def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> None:
     """Chunks beside tokens that decode, retraction, prefix hits also on generated text, a ring without a row to spare.
 
@@ -81,11 +91,7 @@ def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
         # Answers that end where the sink is full of tokens and one of them is not yet computed.
         ask(server, [ids for ids in prompts() if len(ids) == 15], 1, tokens=1)
         ask(server, [ids for ids in prompts() if len(ids) == 7], 1, tokens=9)
-        for _ in range(2):
-            answers = ask(server, prompts(), workers=12)
-            assert_same(expected, answers, NEAR_TIE, DRIFT)
-        assert retracted(server) > 0
-        assert per_step(answers) > RIGHT
+        assert_drafts_well(server, expected)
         tails = [ids + one["output_ids"][:HALF] for ids, one in zip(prompts(), expected, strict=True)]
         answers = ask(server, tails, 4, tokens=TOKENS - HALF)
         assert_same([behind(one, HALF) for one in expected], answers, NEAR_TIE, DRIFT)
@@ -99,15 +105,10 @@ def test_right_drafts(models: Models, expected: list[dict], tmp_path: Path) -> N
 @pytest.mark.skipif(installed() == "0.5.17", reason="has no such argument")
 def test_drafts_that_are_cached_in_fp8(models: Models, expected: list[dict], tmp_path: Path) -> None:
     """Answers are the model's whatever its drafts are read from; three bits of mantissa cost it few of them."""
-    args = [*eagle(models, 7), "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
+    args = [*eagle(models, 7), *FP8_CACHE]
     env = with_plugins(ENV | STRICT | SMALL | {"SGLANG_TEST_RETRACT": "1"}, "fp8_drafts_plugin")
     with serve(models.model, tmp_path / "log", *INT2, "--page-size", "16", *args, env=env) as server:
-        for _ in range(2):
-            answers = ask(server, prompts(), workers=12)
-            assert_same(expected, answers, NEAR_TIE, DRIFT)
-        assert retracted(server) > 0
-        assert per_step(answers) > RIGHT
-        assert server.alive()
+        assert_drafts_well(server, expected)
         log = server.text()
         # SGLang keeps them as bytes: a fourth of what the draft model's float32 would take.
         assert re.search(r"int2 draft model: \w+, \d+ tokens x 256 bytes, 1 layers in torch.uint8", log)
@@ -152,9 +153,4 @@ def test_other_releases(version: str, models: Models, expected: list[dict], tmp_
     env |= {"PYTHONPATH": os.pathsep.join([ENV["PYTHONPATH"], release["PYTHONPATH"]])}
     args = ["--chunked-prefill-size", "128", "--page-size", "16", *eagle(models, 7)]
     with serve(models.model, tmp_path / "log", *INT2, *args, env=env) as server:
-        for _ in range(2):
-            answers = ask(server, prompts(), workers=12)
-            assert_same(expected, answers, NEAR_TIE, DRIFT)
-        assert retracted(server) > 0
-        assert per_step(answers) > RIGHT
-        assert server.alive()
+        assert_drafts_well(server, expected)

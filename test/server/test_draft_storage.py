@@ -121,7 +121,7 @@ def test_acceptance_behind_a_hit_in_storage(tmp_path: Path) -> None:
 def test_rows_of_drafts_in_fp8(tmp_path: Path) -> None:
     """Are no rows in the draft model's own type, nor the other way round."""
     (model, args), folder = dense(tmp_path), tmp_path / "store"
-    fp8 = [*args, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
+    fp8 = [*args, *draft_models.FP8_CACHE]
     with server_on(folder, model, tmp_path / "own", *args) as server:
         ask_twice(folder, server)
     own = {path.name for path in folder.glob("*.bin")}

@@ -18,6 +18,8 @@ from support import hybrid_models
 from support.models import COMMON, build
 
 HIDDEN = COMMON["hidden_size"]
+FP8_CACHE = ["--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
+"""Flags of a server whose draft model has its cache in FP8; ``fp8_drafts_plugin`` lets it have one on a CPU."""
 OTHER_LAYERS, ATTENTION = 0.2, 16.0
 """What is left of the outputs of all layers but the first, and how much stronger the attention of that one gets."""
 READ = [0, 1]

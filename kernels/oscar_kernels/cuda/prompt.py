@@ -7,7 +7,6 @@ benchmark/kernels/bench_store.py --prompts`` compares it with what servers take,
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache as cached
 from functools import lru_cache
@@ -20,7 +19,6 @@ from oscar_kernels.codec import clip_rank
 from oscar_kernels.cuda import store as step
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
-from oscar_kernels.cuda.together import compile_together
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.layout import AFFINE
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
@@ -107,18 +105,6 @@ def _shared_bytes(kind: tuple[int, ...]) -> int:
     return max(kind[:3]) * HEAD_DIM * HEAD_DIM * 2 + 16
 
 
-def build(kinds: Iterable[tuple[Variant, PreparedLayer]]) -> None:
-    """Compile (or find in the cache) and load the kernels of layers, so that no failure waits for the first request.
-
-    Raises:
-        KernelError: a kernel cannot be built or loaded on this machine.
-    """
-    wanted = list(kinds)
-    compile_together((SOURCE, defines(*kind)) for kind in wanted)
-    for variant, layer in wanted:
-        _load(variant, step.kind_of(layer))
-
-
 @cached
 def _load(variant: Variant, kind: tuple[int, ...]) -> Any:
     return load(SOURCE, "oscar_prompt", _defines_of(variant, kind), _shared_bytes(kind))
@@ -177,7 +163,8 @@ def store(
     out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    kernel = _load(step.variant_of(cache, q_heads, layer.page_size, k.dtype), step.kind_of(plain))
+    kind = step.kind_of(plain)
+    kernel = _load(step.variant_of(cache, q_heads, layer.page_size, k.dtype), kind)
 
     def given(x: torch.Tensor, matrix: SplitMatrix | None, terms: torch.Tensor | None) -> ctypes.Structure:
         if matrix is None or terms is None:
@@ -193,12 +180,12 @@ def store(
     queries = _Queries(_Input(), 0)
     if q is not None and out is not None:
         queries = _Queries(given(q, plain.key.reading, layer.reading), out.data_ptr())
-    sets = [1 if matrix is None else matrix.sets for matrix in matrices]
     counts = kv_heads, kv_heads, 0 if q is None else q_heads
+    sets = kind[3:6]
     blocks = _cut(tokens, counts, (sets[0], sets[1], sets[2]), processors(k.device.index or 0))
     copied = (0, 0) if copies is None else (copies.rows.data_ptr(), copies.k.stride(0) // HEAD_DIM)
     launch(
-        kernel, (sum(blocks), 1, 1), 128 * TEAMS, _shared_bytes(step.kind_of(plain)),
+        kernel, (sum(blocks), 1, 1), 128 * TEAMS, _shared_bytes(kind),
         [side(k, plain.key, layer.key, "k"), side(v, plain.value, layer.value, "v"), queries,
          _Slots(slots.row.data_ptr(), slots.ring.data_ptr(), slots.sink.data_ptr(), *copied),
          ctypes.c_int32(tokens), ctypes.c_int32(blocks[0]), ctypes.c_int32(blocks[1])],

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from oscar_kernels.cache import LayerCache, StoreSlots
+from oscar_kernels.cache import StoreSlots
 from oscar_kernels.cuda import prompt
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.decode import unsupported
@@ -28,20 +26,6 @@ REQUESTS = 64
 def prepared(layouts: Layouts, key: SideTransform, value: SideTransform) -> PreparedLayer:
     """A layer's transforms as kernels take them."""
     return prepare(layer_format(layouts, key, value), torch.bfloat16)
-
-
-def prompt_store(cache: LayerCache, layer: PreparedLayer, q_heads: int) -> Callable[..., torch.Tensor | None] | None:
-    """The candidate for prompts, called as the Triton kernel; None for rows that it does not write."""
-    if unsupported(cache, PAGE, q_heads, torch.bfloat16) or prompt.unsupported(cache):
-        return None
-    arranged = prompt.arrange(layer, q_heads, PAGE)
-
-    def call(
-        cache: LayerCache, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor, _: PreparedLayer, **more: Any
-    ) -> torch.Tensor | None:
-        return prompt.store(cache, slots, k, v, arranged, **more)
-
-    return call
 
 
 class StoreCase:
@@ -87,11 +71,13 @@ class StoreCase:
 
     def prompt_us(self, layer: PreparedLayer, with_q: bool = True) -> float | None:
         """The candidate for prompts; None for rows that it does not write."""
-        call = prompt_store(self.caches[0], layer, self.heads.query)
-        if call is None:
+        if unsupported(self.caches[0], PAGE, self.heads.query, torch.bfloat16) or prompt.unsupported(self.caches[0]):
             return None
-        calls = zip(self.caches, self.split, strict=True)
-        return time_us([partial(call, c, self.slots, k, v, layer, q=q if with_q else None) for c, (q, k, v) in calls])
+        arranged = prompt.arrange(layer, self.heads.query, PAGE)
+        return time_us([
+            partial(prompt.store, c, self.slots, k, v, arranged, q if with_q else None)
+            for c, (q, k, v) in zip(self.caches, self.split, strict=True)
+        ])  # fmt: skip
 
     def copy_us(self) -> float:
         """PyTorch's copy of keys and values into a BF16 cache."""

@@ -34,7 +34,7 @@ MEANINGS = {
     "--enable-torch-compile": "On a GPU, with full CUDA graphs of decode steps; compiles every batch size up to "
     "--torch-compile-max-bs.",
     "--speculative-algorithm": "NGRAM, or a draft model: EAGLE, EAGLE3, NEXTN (chains, by default of 3; their cache is "
-    "not quantized, but halved by `--speculative-draft-kv-cache-dtype fp8_e4m3`). At most 64 tokens a step, each a "
+    "not quantized, but halved by --speculative-draft-kv-cache-dtype fp8_e4m3). At most 64 tokens a step, each a "
     "token more in every ring.",
     "--speculative-draft-attention-backend": "Default: fa3 on Hopper, else flashinfer where it is installed, else "
     "triton.",

@@ -2,9 +2,8 @@
 // Clip and codes are those of oscar_kernels/codec.py, with the roundings of the Triton kernel.
 #pragma once
 
-#include "config.cuh"
+#include "scale.cuh"
 
-constexpr float STRETCH = OSCAR_STRETCH_64THS / 64.0f;  // of codec.py
 constexpr float WHOLE = 8388608.0f;                     // 2^23: what is added to it loses its fraction
 
 // Number e of 32 of this lane's vector i: channel 32 (e / 8) + 8 (lane % 4) + e % 8.
@@ -141,16 +140,6 @@ DEVICE void find_thresholds(const float (&y)[64], float (&threshold)[2], int ran
         if (reached(y, i, as_float(found[i] | bit)) >= rank) found[i] |= bit;
     threshold[0] = as_float(found[0]), threshold[1] = as_float(found[1]);
   }
-}
-
-DEVICE u32 narrow_scale(float x) { return SCALE_BF16 ? pack_bfloat(x, 0) & 0xffffu : pack_half(x, 0) & 0xffffu; }
-// Rounds to the stored format and back.
-DEVICE float stored(float x) {
-  return SCALE_BYTES == 4 ? x : SCALE_BF16 ? low_half<true>(narrow_scale(x)) : low_half<false>(narrow_scale(x));
-}
-// Keeps what becomes a scale within float16, and normal, where that is what scales are stored in.
-DEVICE float storable(float scale) {
-  return SCALE_BYTES == 2 && !SCALE_BF16 ? fminf(fmaxf(scale, 0.00006103515625f), 65504.0f) : scale;
 }
 
 // This lane's part of a vector's codes as they lie in a row: sums of codes at their bits, 16 bits each, exact in floats.

@@ -2,9 +2,7 @@
 // wait for each other, through the warp; those of several are written side by side.
 #pragma once
 
-#include "config.cuh"
-
-constexpr float STRETCH = OSCAR_STRETCH_64THS / 64.0f;  // of codec.py
+#include "scale.cuh"
 
 // Lane l has bytes l, l + 32, ... of the packed codes, of three bits of the low ones: Rows::channel(plane, byte).
 template <class Rows>
@@ -90,12 +88,6 @@ DEVICE void reduce(float (&x)[N], Operation operation) {
     for (int n = 0; n < N; n++) x[n] = operation(x[n], __shfl_xor_sync(FULL_WARP, x[n], step));
 }
 
-DEVICE u32 narrow_scale(float x) { return SCALE_BF16 ? pack_bfloat(x, 0) & 0xffffu : pack_half(x, 0) & 0xffffu; }
-// Rounds to the stored format and back.
-DEVICE float stored(float x) {
-  return SCALE_BYTES == 4 ? x : SCALE_BF16 ? low_half<true>(narrow_scale(x)) : low_half<false>(narrow_scale(x));
-}
-
 // Whether a channel of the vector is a NaN, which clip() and minima and maxima pass over.
 template <class Rows>
 DEVICE bool has_nan(const Vectors<Rows>& v) {
@@ -147,11 +139,6 @@ struct Packed {
     }
   }
 };
-
-// Keeps what becomes a scale within float16, and normal, where that is what scales are stored in.
-DEVICE float storable(float scale) {
-  return SCALE_BYTES == 2 && !SCALE_BF16 ? fminf(fmaxf(scale, 0.00006103515625f), 65504.0f) : scale;
-}
 
 // A scale fitted to codes without a zero point, see fitted_scale in scales.py: sums are over y^2 and y times what codes say.
 DEVICE float fitted_scale(float scale, float gain, float squares, float along) {
