@@ -32,6 +32,7 @@ from sglang_oscar.attention.decode_choice import CudaDecode, TritonDecode
 from sglang_oscar.attention.gpu import GpuKernels
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.attention.layer_attention import TorchKernels
+from sglang_oscar.attention.prompt_store import PromptStore
 from sglang_oscar.memory.layer import CachedLayer, CutLayer
 from support.cuda_emulator import COMPILER, emulated
 from support.hopper import HOPPER
@@ -75,6 +76,7 @@ def kernels_of(way: str, layer: CutLayer) -> Kernels:
     made: Any = GpuKernels.__new__(GpuKernels)
     made._prepared = {id(part): prepare(part.format, WHOLE.dtype) for part in layer.parts}
     made._decode, made._arranged, made._ragged = TritonDecode(torch.empty(1 << 25, device=HERE)), {}, None
+    made._prompts = PromptStore(made._prepared, WHOLE.page_size)
     made._page_size = WHOLE.page_size
     if way == "cuda":
         made._decode = CudaDecode(torch.zeros(1 << 23, device=HERE), halved=True)

@@ -33,6 +33,7 @@ from sglang_oscar.attention.decode_choice import TritonDecode
 from sglang_oscar.attention.gpu import GpuKernels
 from sglang_oscar.attention.kernels import Kernels
 from sglang_oscar.attention.layer_attention import TorchKernels
+from sglang_oscar.attention.prompt_store import PromptStore
 from sglang_oscar.memory.layer import CachedLayer
 
 SHAPE = Shape(dtype=torch.float16, windows=Windows(sink=16, recent=24, ring=32))
@@ -71,6 +72,7 @@ def kernels_of(way: str, layer: CachedLayer) -> Kernels:
     made: Any = GpuKernels.__new__(GpuKernels)
     made._prepared = {id(layer): prepare(layer.format, SHAPE.dtype)}
     made._decode, made._arranged, made._ragged = TritonDecode(torch.empty(1 << 25, device=HERE)), {}, None
+    made._prompts = PromptStore(made._prepared, SHAPE.page_size)
     if way != "triton":
         planner = RaggedPlanner(SHAPE.format(), SHAPE.q_heads, SHAPE.dtype, LIMITS[way], HERE, TorchRagged)
         made._ragged = RaggedExtend(planner, decode)

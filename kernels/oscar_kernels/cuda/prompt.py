@@ -1,8 +1,4 @@
-"""Store of a prompt's chunk on Hopper: the launch of ``src/prompt.cu``.
-
-A candidate that no server takes: it is right in the emulator, and has not run on a GPU as a whole. ``python
-benchmark/kernels/bench_store.py --prompts`` compares it with what servers take, :mod:`oscar_kernels.triton.store`.
-"""
+"""Store of a prompt's chunk on Hopper: the launch of ``src/prompt.cu``."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from oscar_kernels.codec import clip_rank
 from oscar_kernels.cuda import store as step
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
+from oscar_kernels.cuda.together import Job
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.layout import AFFINE
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
@@ -88,6 +85,29 @@ def unsupported(cache: LayerCache) -> str | None:
         (len({layout.scale_dtype for layout in layouts}) > 1, "keys and values with scales of different dtypes"),
     )
     return next((reason for holds, reason in reasons if holds), None)
+
+
+Kind = tuple[Variant, tuple[int, ...]]
+"""What the kernel is compiled for: rows, windows and dtypes, and how a layer is transformed."""
+
+
+def kind_of(cache: LayerCache, layer: PromptLayer, dtype: torch.dtype) -> Kind:
+    """What a layer and its cache need the kernel compiled for, with keys and values of ``dtype``."""
+    return step.variant_of(cache, layer.q_heads, layer.page_size, dtype), step.kind_of(layer.plain)
+
+
+def job(kind: Kind) -> Job:
+    """What is compiled for it."""
+    return SOURCE, _defines_of(*kind)
+
+
+def prepare(kind: Kind) -> None:
+    """Compile (or find in the cache) and load the kernel, so that no failure waits for the first request.
+
+    Raises:
+        KernelError: the kernel cannot be built or loaded on this machine.
+    """
+    _load(*kind)
 
 
 def defines(variant: Variant, layer: PreparedLayer) -> tuple[tuple[str, int], ...]:
@@ -163,8 +183,8 @@ def store(
     out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    kind = step.kind_of(plain)
-    kernel = _load(step.variant_of(cache, q_heads, layer.page_size, k.dtype), kind)
+    variant, kind = kind_of(cache, layer, k.dtype)
+    kernel = _load(variant, kind)
 
     def given(x: torch.Tensor, matrix: SplitMatrix | None, terms: torch.Tensor | None) -> ctypes.Structure:
         if matrix is None or terms is None:

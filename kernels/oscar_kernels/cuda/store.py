@@ -16,7 +16,7 @@ from oscar_kernels.cuda.books import has_shared_book, searched_points
 from oscar_kernels.cuda.decode import arrange_reading
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
-from oscar_kernels.cuda.together import compile_together
+from oscar_kernels.cuda.together import Job, compile_together
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.prepared import PreparedLayer, PreparedSide, SplitMatrix
 from oscar_kernels.scales import STEP, STRETCH
@@ -106,10 +106,10 @@ def variant_of(cache: LayerCache, q_heads: int, page_size: int, dtype: torch.dty
     )  # fmt: skip
 
 
-def build(kinds: Iterable[tuple[Variant, PreparedLayer]]) -> None:
-    """:func:`prepare` for several layers, compiled at once."""
+def build(kinds: Iterable[tuple[Variant, PreparedLayer]], others: Iterable[Job] = ()) -> None:
+    """:func:`prepare` for several layers, compiled at once, with ``others`` that are loaded later."""
     wanted = list(kinds)
-    compile_together(("store.cu", defines(*kind)) for kind in wanted)
+    compile_together([*(("store.cu", defines(*kind)) for kind in wanted), *others])
     for kind in wanted:
         prepare(*kind)
 

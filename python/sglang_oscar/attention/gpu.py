@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import Chunks, Copies, LayerCache, StoreSlots
+from oscar_kernels.cuda import prompt as cuda_prompt
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.books import arranged_book, has_shared_book, searched_points
 from oscar_kernels.errors import KernelError
@@ -28,6 +29,7 @@ from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.extend_choice import ragged_extend, why_not_flash
 from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace
+from sglang_oscar.attention.prompt_store import PromptStore
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
 from sglang_oscar.memory.layer import AnyLayer, CachedLayer, parts_of
@@ -90,6 +92,7 @@ class GpuKernels:
         if drafts:
             decode_choice.prepare_verify(self._decode, task, max_batch)
         self._arranged: dict[int, PreparedLayer] = {}
+        self._prompts = PromptStore(self._prepared, cache.page_size)
         if isinstance(self._decode, decode_choice.CudaDecode):
             coded = [part for part in parts if not part.cache.exact]
             self._arranged = {id(layer): cuda_store.arrange(self._prepared[id(layer)]) for layer in coded}
@@ -97,16 +100,22 @@ class GpuKernels:
                 if layer.cache.k_codebook is not None:  # made before steps are captured
                     arranged_book(layer.cache.k_codebook)
                     searched_points(layer.cache.k_codebook)
+            heads = [task.heads(layer.cache) for layer in coded]
+            prompts = self._prompts.arrange(zip(coded, heads, strict=True), dtype)
+            steps_of = (
+                cuda_store.variant_of(x.cache, of, cache.page_size, dtype) for x, of in zip(coded, heads, strict=True)
+            )
             try:
                 cuda_store.build(
-                    (cuda_store.variant_of(x.cache, task.heads(x.cache), cache.page_size, dtype), self._arranged[id(x)])
-                    for x in coded
+                    zip(steps_of, self._arranged.values(), strict=True), [cuda_prompt.job(kind) for kind in prompts]
                 )
+                for kind in prompts:
+                    cuda_prompt.prepare(kind)
             except KernelError as error:
                 raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
         self._ragged: RaggedExtend | None = None
-        heads = (plan.geometry.any_layer.head_dim, plan.geometry.any_layer.value_head_dim)
-        reason = why_not_flash(cache.settings.extend_backend, heads, sink_logits)
+        dims = (plan.geometry.any_layer.head_dim, plan.geometry.any_layer.value_head_dim)
+        reason = why_not_flash(cache.settings.extend_backend, dims, sink_logits)
         against = f" (not FlashAttention: {reason})"
         if workspace is None:
             logger.info("int2 extend: Triton kernel for chunk and prefix%s", against)
@@ -136,6 +145,7 @@ class GpuKernels:
         yield self._prepared[id(layer)], prepared
         if id(layer) in self._arranged:
             yield self._arranged[id(layer)], cuda_store.arrange(prepared)
+        yield from self._prompts.made_of(layer, prepared)
         old, book = layer.cache.k_codebook, new.key.codebook
         if old is not None and book is not None:
             yield arranged_book(old), arranged_book(book)
@@ -225,7 +235,7 @@ class GpuKernels:
         rotated = []
         for (part, own), k, v in zip(call.apart(layer), keys, values, strict=True):
             to = Copies(k, v, copies.rows)
-            queries = store(part.cache, batch.slots, own.k, own.v, self._prepared[id(part)], q=own.q, copies=to)
+            queries = self._prompts(part, batch.slots, own.k, own.v, own.q, to)
             assert queries is not None
             rotated.append(queries)
         return self._ragged.run_joined(copies, join_heads(rotated), call.sm_scale, lse)
@@ -250,7 +260,7 @@ class GpuKernels:
             assert self._ragged is not None
             out = self._ragged.run(plan, caches, tables, chunks, rotated, sm_scale, lse)
         for part, its in call.apart(layer):
-            store(part.cache, batch.slots, its.k, its.v, self._prepared[id(part)])
+            self._prompts(part, batch.slots, its.k, its.v)
         if plan is not None and plan.decoding is not None:
             assert rotated is not None
             own, later = plan.decoding.tokens, plan.decoding.tables
@@ -266,7 +276,7 @@ class GpuKernels:
 
     def store(self, layer: CachedLayer, slots: StoreSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """See :class:`sglang_oscar.attention.kernels.Kernels`."""
-        store(layer.cache, slots, k, v, self._prepared[id(layer)])
+        self._prompts(layer, slots, k, v)
 
     def _rotate(
         self, layer: AnyLayer, x: torch.Tensor, by: Callable[[PreparedLayer], SplitMatrix | None]

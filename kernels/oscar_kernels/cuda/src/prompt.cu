@@ -180,7 +180,7 @@ DEVICE void store_side(const Side& side, const Slots& slots, int tokens, int blo
     float threshold[2] = {as_float(0x7f800000u), as_float(0x7f800000u)};
     if (side.rank > 0) {
       threshold[0] = of.largest[0], threshold[1] = of.largest[1];
-      find_thresholds(y, threshold, side.rank);
+      find_thresholds<TERMS == 0 && !CENTER>(y, threshold, side.rank);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)

@@ -88,50 +88,78 @@ DEVICE float next_smaller(const float (&y)[64], int i, float threshold) {
   return over_vector(near, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// From the largest magnitudes of both vectors to the rank-th largest, duplicates counted.
-DEVICE void find_thresholds(const float (&y)[64], float (&threshold)[2], int rank) {
-  if (rank <= 16) {
-    float first[2] = {threshold[0], threshold[1]};
+// From the largest magnitudes of both vectors to the rank-th largest, duplicates counted, in ``steps``.
+DEVICE void walk_down(const float (&y)[64], float (&threshold)[2], int steps, int rank) {
+  float first[2] = {threshold[0], threshold[1]};
 #pragma unroll 1
-    for (int step = 1; step < rank; step++) {
-      // Of differences below zero the one next to it is the smallest signed integer. It is exact within a factor of two.
-      int near[2] = {0, 0};
+  for (int step = 0; step < steps; step++) {
+    // Of differences below zero the one next to it is the smallest signed integer. It is exact within a factor of two.
+    int near[2] = {0, 0};
 #pragma unroll
-      for (int e = 0; e < 32; e++)
+    for (int e = 0; e < 32; e++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) near[i] = min(near[i], (int)__float_as_uint(fabsf(y[number(i, e)]) - threshold[i]));
-      float next[2];
-      bool far = false;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float down = as_float((u32)over_vector(near[i], [](int a, int b) { return min(a, b); }));
-        far |= !(down >= -0.5f * threshold[i]);
-        next[i] = threshold[i] + down;
-      }
-      if (__any_sync(FULL_WARP, far)) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) next[i] = next_smaller(y, i, threshold[i]);
-      }
-      threshold[0] = next[0], threshold[1] = next[1];
-    }
-    // One after the other: votes also keep them out of each other's registers.
-    if (__all_sync(FULL_WARP, reached(y, 0, threshold[0]) == rank) &&
-        __all_sync(FULL_WARP, reached(y, 1, threshold[1]) == rank))
-      return;
-    // Some magnitudes occur twice.
+      for (int i = 0; i < 2; i++) near[i] = min(near[i], (int)__float_as_uint(fabsf(y[number(i, e)]) - threshold[i]));
+    float next[2];
+    bool far = false;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      float at = first[i];
-#pragma unroll 1
-      for (int step = 1; step < rank; step++) {
-        bool enough = reached(y, i, at) >= rank;
-        if (__all_sync(FULL_WARP, enough)) break;
-        float next = next_smaller(y, i, at);
-        at = enough ? at : next;
-      }
-      threshold[i] = at;
+      float down = as_float((u32)over_vector(near[i], [](int a, int b) { return min(a, b); }));
+      far |= !(down >= -0.5f * threshold[i]);
+      next[i] = threshold[i] + down;
     }
-  } else {
+    if (__any_sync(FULL_WARP, far)) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) next[i] = next_smaller(y, i, threshold[i]);
+    }
+    threshold[0] = next[0], threshold[1] = next[1];
+  }
+  // One after the other: votes also keep them out of each other's registers.
+  if (__all_sync(FULL_WARP, reached(y, 0, threshold[0]) == rank) &&
+      __all_sync(FULL_WARP, reached(y, 1, threshold[1]) == rank))
+    return;
+  // Some magnitudes occur twice.
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float at = first[i];
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      bool enough = reached(y, i, at) >= rank;
+      if (__all_sync(FULL_WARP, enough)) break;
+      float next = next_smaller(y, i, at);
+      at = enough ? at : next;
+    }
+    threshold[i] = at;
+  }
+}
+
+// The same of numbers that were 16 bits. Of 128 of them some magnitudes occur twice as a rule, which takes longest; but
+// floats have more bits, and with its channel in the lowest ones each magnitude occurs once.
+DEVICE void walk_down_apart(float (&y)[64], float (&threshold)[2], int rank) {
+  constexpr u32 CHANNEL = HEAD_DIM - 1;
+  // With more bits an infinite number is none.
+  bool finite = threshold[0] < as_float(0x7f800000u) && threshold[1] < as_float(0x7f800000u);
+  if (!__all_sync(FULL_WARP, finite)) return walk_down(y, threshold, rank - 1, rank);
+  u32 lane = 8 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int e = 0; e < 32; e++) {
+      float& x = y[number(i, e)];
+      x = as_float(__float_as_uint(x) | lane | (u32)(e / 8 * 32 + e % 8));
+    }
+    threshold[i] = as_float(__float_as_uint(threshold[i]) + HEAD_DIM);  // above all of them
+  }
+  walk_down(y, threshold, rank, rank);
+#pragma unroll
+  for (float& x : y) x = as_float(__float_as_uint(x) & ~CHANNEL);
+  for (float& x : threshold) x = as_float(__float_as_uint(x) & ~CHANNEL);
+}
+
+// The rank-th largest magnitude of both vectors, duplicates counted; ``threshold`` are the largest. ``NARROW``: numbers
+// were 16 bits.
+template <bool NARROW>
+DEVICE void find_thresholds(float (&y)[64], float (&threshold)[2], int rank) {
+  if (rank > 16) {
     u32 found[2] = {0, 0};
 #pragma unroll 1
     for (u32 bit = 1u << 30; bit > 0; bit >>= 1)
@@ -139,6 +167,10 @@ DEVICE void find_thresholds(const float (&y)[64], float (&threshold)[2], int ran
       for (int i = 0; i < 2; i++)
         if (reached(y, i, as_float(found[i] | bit)) >= rank) found[i] |= bit;
     threshold[0] = as_float(found[0]), threshold[1] = as_float(found[1]);
+  } else if (NARROW) {
+    walk_down_apart(y, threshold, rank);
+  } else {
+    walk_down(y, threshold, rank - 1, rank);
   }
 }
 
