@@ -23,7 +23,6 @@ def main() -> None:
         "--bits", default="k2v2", help="widths of keys and values, such as k3v2; k2bv2s: codebook, symmetric"
     )
     parser.add_argument("--heads", default="32x8x128", help="query heads x kv heads x head_dim")
-    parser.add_argument("--prompts", action="store_true", help="also the candidate for prompts, which no server takes")
     args = parser.parse_args()
     heads = Heads.parse(args.heads)
     layouts = layouts_of(args.bits, heads.kv, heads.head_dim)
@@ -45,12 +44,11 @@ def main() -> None:
             "us_without_q": case.triton_us(keys_only, with_q=False),
             "GB/s": case.moved_bytes / us / 1e3, "of_limit": case.moved_bytes / us / 1e3 / limit,
             "bf16_index_copy_us": case.copy_us(),
+            "prompt_us": case.prompt_us(keys_only), "prompt_us_without_q": case.prompt_us(keys_only, with_q=False),
+            "prompt_us_rotating_v": case.prompt_us(online), "prompt_us_per_head": case.prompt_us(per_head),
+            "prompt_us_rotating_v_without_q": case.prompt_us(online, with_q=False),
+            "us_rotating_v_without_q": case.triton_us(online, with_q=False),
         })  # fmt: skip
-        if args.prompts:
-            rows[-1] |= {
-                "prompt_us": case.prompt_us(keys_only), "prompt_us_without_q": case.prompt_us(keys_only, with_q=False),
-                "prompt_us_rotating_v": case.prompt_us(online), "prompt_us_per_head": case.prompt_us(per_head),
-            }  # fmt: skip
     report("store", rows, limit, args.json)
 
 

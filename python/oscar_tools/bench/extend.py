@@ -16,7 +16,6 @@ from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.extend import extend
 from oscar_kernels.triton.rotate import rotate
-from oscar_kernels.triton.store import store
 from oscar_tools.bench import decode_baselines, fa3_baseline, flashinfer_baseline
 from oscar_tools.bench.synthetic import (
     PAGE,
@@ -29,7 +28,9 @@ from oscar_tools.bench.synthetic import (
 )
 from oscar_tools.bench.timing import device, time_us
 from sglang_oscar.attention import decode_choice, extend_choice
+from sglang_oscar.attention.prompt_store import PromptStore
 from sglang_oscar.formats.geometry import Geometry
+from sglang_oscar.memory.layer import CachedLayer
 
 Q_HEADS, KV_HEADS, HEAD_DIM = QWEN3_8B
 LAYOUT = RowLayout(KV_HEADS, HEAD_DIM, 128, torch.bfloat16)
@@ -44,18 +45,17 @@ BACKENDS = get_args(extend_choice.Setting)
 class Case:
     """A batch of equal requests: ``prefix`` cached tokens each, ``chunk`` new ones.
 
-    Without ``online`` values are not multiplied, as if the weights were.
+    By ``cuda`` kernels where a server has them.
     """
 
-    def __init__(self, batch: int, prefix: int, chunk: int, rotation: torch.Tensor, online: bool = True) -> None:
+    def __init__(self, batch: int, prefix: int, chunk: int, rotation: torch.Tensor, cuda: bool) -> None:
         self.lens = [prefix] * batch, [chunk] * batch
         # Room for the token that is stored before it is decoded, where a chunk has one only.
         tables, slots = shuffled_tables([prefix + 1] * batch, PAGE)
         self.tables = replace(tables, kv_lens=tables.kv_lens - 1)
         self.cache = random_cache(slots, batch, LAYOUTS, WINDOWS)
         tokens = batch * chunk
-        value = SideTransform(rotation if online else None, clip=0.92)
-        layer = layer_format(LAYOUTS, SideTransform(rotation, clip=0.96), value)
+        layer = layer_format(LAYOUTS, SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
         self.layer = prepare(layer, torch.bfloat16)
         heads = Q_HEADS + 2 * KV_HEADS
         fused = torch.randn(tokens, heads, HEAD_DIM, device=device()).bfloat16()
@@ -67,7 +67,10 @@ class Case:
         ring = (torch.arange(tokens, device=device()) // chunk + 1) * 256 + position % 256
         ring = torch.where(position >= chunk - 256, ring, -1)
         self.slots = StoreSlots(torch.arange(tokens, device=device()), ring, nowhere)
-        self.chunks = random_cache(tokens, batch, LAYOUTS, WINDOWS)
+        self.chunks = CachedLayer(random_cache(tokens, batch, LAYOUTS, WINDOWS), layer)
+        self.stored = PromptStore({id(self.chunks): self.layer}, PAGE)
+        if cuda:
+            self.stored.arrange([(self.chunks, Q_HEADS)], torch.bfloat16)
 
     def triton(self) -> object:
         """All of it by our own kernel."""
@@ -112,7 +115,7 @@ class Case:
 
         def call() -> object:
             copies = ragged.load_joined(plan, [self.cache], self.tables)
-            rotated = store(self.chunks, self.slots, self.k, self.v, self.layer, q=self.q, copies=copies)
+            rotated = self.stored(self.chunks, self.slots, self.k, self.v, self.q, copies)
             assert rotated is not None
             return self.back(ragged.run_joined(copies, rotated, SM_SCALE))
 
@@ -120,7 +123,7 @@ class Case:
 
     def store(self) -> object:
         """What follows attention: keys and values rotated."""
-        return store(self.chunks, self.slots, self.k, self.v, self.layer)
+        return self.stored(self.chunks, self.slots, self.k, self.v)
 
     def copy(self) -> Callable[[], object]:
         """What follows attention without quantization."""
@@ -205,7 +208,8 @@ def extend_row(case_of: tuple[int, int, int], kernels: Served) -> dict[str, Any]
         case_of: requests, tokens of prefix and of chunk.
         kernels: that a server has here.
     """
-    case, ragged = Case(*case_of, rotation_of(HEAD_DIM)), kernels.ragged
+    cuda, ragged = isinstance(kernels.decode, decode_choice.CudaDecode), kernels.ragged
+    case = Case(*case_of, rotation_of(HEAD_DIM), cuda)
     triton_us = time_us([case.triton], REPLAYS)
     us = triton_us if ragged is None else time_us([case.by_passes(ragged, kernels.decode)], REPLAYS)
     joined = None if ragged is None else case.joined(ragged)

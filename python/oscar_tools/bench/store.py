@@ -70,7 +70,7 @@ class StoreCase:
         ])  # fmt: skip
 
     def prompt_us(self, layer: PreparedLayer, with_q: bool = True) -> float | None:
-        """The candidate for prompts; None for rows that it does not write."""
+        """The CUDA kernel for prompts; None for rows that it does not write."""
         if unsupported(self.caches[0], PAGE, self.heads.query, torch.bfloat16) or prompt.unsupported(self.caches[0]):
             return None
         arranged = prompt.arrange(layer, self.heads.query, PAGE)
