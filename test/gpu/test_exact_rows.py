@@ -72,6 +72,8 @@ class Kind:
     """Test plugins of int2 mode's server."""
     parallel: bool = True
     """Whether its GPUs hold a part of every layer, and not layers of their own."""
+    packages: tuple[str, ...] = ()
+    """That it needs, and not every machine has."""
 
 
 def drafting(algorithm: str, drafts: int, name: str = "") -> Callable[[Path], list[str]]:
@@ -174,6 +176,13 @@ KINDS = {
     "experts": Kind(experts, (*IDS, *APART, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
     # Ranks have requests of their own, and pad their batches to each other's sizes.
     "experts_attended_apart": Kind(experts, (*IDS, *APART, "--dp-size", "2", "--enable-dp-attention"), ranks=(2,)),
+    # A library of its own hands tokens to experts, and wants real sizes.
+    "experts_deepep": Kind(
+        lambda folder: models.save("glm4_moe", folder, hidden_size=2048, moe_intermediate_size=256, n_routed_experts=2),
+        (*IDS, *APART, "--moe-a2a-backend", "deepep", "--moe-runner-backend", "deep_gemm", "--moe-dense-tp-size", "1"),
+        ranks=(2,),
+        packages=("deep_ep", "deep_gemm"),
+    ),
     "stages": Kind(
         lambda folder: models.save("qwen3", folder),
         (*IDS, "--pp-size", "2"),
@@ -247,13 +256,16 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("name", "ranks"), cases())
 def test_answers_are_those_of_stock(name: str, ranks: int, tmp_path: Path) -> None:
     kind = KINDS[name]
+    for package in kind.packages:
+        pytest.importorskip(package, exc_type=ImportError)
     model = kind.model(tmp_path / "model")
     both = [*COMMON, *kind.args, *(ranked(ranks) if kind.parallel else [])]
     env = EXACT | STRICT | (checked("ranks", "padding") if ranks > 1 and kind.parallel else {})
     env = with_plugins(env, *kind.plugins)
+    own = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"} if kind.packages else {}  # minutes, for sizes that no test asks for
     starts = {
-        "int2": partial(serve, model, tmp_path / "log", *INT2, *both, *kind.int2(model), env=env),
-        "stock": partial(serve, model, tmp_path / "stock", *STOCK, *both),
+        "int2": partial(serve, model, tmp_path / "log", *INT2, *both, *kind.int2(model), env=env | own),
+        "stock": partial(serve, model, tmp_path / "stock", *STOCK, *both, env=own),
     }
     with Together(starts) as servers:
         try:
