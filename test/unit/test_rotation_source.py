@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -27,11 +30,10 @@ from support.reference import MODEL
 
 FIT = """
 import shutil, sys
-out = sys.argv[sys.argv.index("--out") + 1]
-print("fitted", flush=True)
-print("rotations: elsewhere", flush=True)
+from sglang_oscar.rotation_source.task import Task
+print("fitted for", Task.decode(sys.stdin.buffer.read()).wanted.context, flush=True)
 for side in "kv":
-    shutil.copy("{files}/%s_rotation_a.pt" % side, out)
+    shutil.copy("{files}/%s_rotation_a.pt" % side, sys.argv[1])
 open("{files}/calls", "a").write("x")
 """
 """Stands in for the package that calibrates."""
@@ -61,7 +63,9 @@ def args(tmp_path: Path) -> Namespace:
     copy.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(MODEL / name, copy)
-    return Namespace(model_path=str(copy), revision=None, download_dir=None, kv_cache_quant_group_size=None, nnodes=1)
+    given = {"model_path": str(copy), "nnodes": 1, "trust_remote_code": False, "base_gpu_id": 0}
+    left_out = ("revision", "download_dir", "kv_cache_quant_group_size", "tokenizer_path")
+    return Namespace(**given, **dict.fromkeys(left_out))
 
 
 @pytest.fixture
@@ -69,7 +73,8 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module in place of the package that calibrates; its source may be written anew."""
     files = rotations(tmp_path / "made")
     (tmp_path / "stand_in_tools.py").write_text(FIT.format(files=files))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    paths = (str(tmp_path), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setattr(on_the_spot, "TOOLS", "stand_in_tools")
     return tmp_path / "stand_in_tools.py"
 
@@ -169,12 +174,18 @@ def test_calibration_on_the_spot_happens_once(
     origins = {vars(one)[CHOSEN_ROTATIONS]["origin"] for one in servers}
     assert origins == {"calibration on the spot", "the cache"}
     assert vars(servers[0])[CHOSEN_ROTATIONS]["keys"] == chosen[0].k_rotation
-    assert "elsewhere" not in caplog.text
-    for said in ("making them now, once", "waiting for", "int2 calibration: fitted", "rotations from the cache: "):
+    done = f"int2 calibration: fitted for {model.context_len}\n"
+    for said in ("making them now, once", "waiting for", done, "rotations from the cache: "):
         assert said in caplog.text
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == [
         Path(str(chosen[0].k_rotation)).parent.name
     ]
+
+
+def test_who_is_asked_to_calibrate_needs_no_sglang() -> None:
+    """Its import takes as long as all else before the recording server starts."""
+    program = "import sys, oscar_tools.calibration.on_request; sys.exit('sglang' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from sglang_oscar.attach import refusals
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.rotation_source import cache, places
 from sglang_oscar.rotation_source.cache import Calibration
-from sglang_oscar.rotation_source.flags import parser
+from sglang_oscar.rotation_source.flags import parser, recording_flags
+from sglang_oscar.rotation_source.task import Task
 from sglang_oscar.settings import Settings
 
 OF_MODEL = ("trust_remote_code", "revision", "context_length", "enable_multimodal", "dtype", "quantization")
@@ -47,11 +48,11 @@ def calibrate_command(
         )  # fmt: skip
         refusals.check_model(served)
         wanted = Calibration.of(args, settings, served, places.checkpoint(args))
-        task = SelfCalibration(args, served, wanted, text, tokens)
+        asked = SelfCalibration(Task.of(args, served, wanted, recording_flags(args)), text, tokens)
         if out is not None:
             _check_folder(out)
             with cache.filling(out.resolve()) as new:
-                calibrate(task, new)
+                calibrate(asked, new)
             typer.echo(f"rotations: {out}")
             return
         folder = cache.root(settings) / wanted.key
@@ -61,7 +62,7 @@ def calibrate_command(
                 typer.echo(f"rotations: {folder} (made before)")
                 return
             with cache.filling(folder) as new:
-                calibrate(task, new)
+                calibrate(asked, new)
     typer.echo(f"rotations: {folder}")
 
 

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from oscar_cpu.server import has_gpu
 from oscar_rotation.atomic import write_text_atomically
@@ -21,9 +20,7 @@ from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.model_files import load_tokenizer
 from oscar_tools.calibration.progress import fitting
-from sglang_oscar.rotation_source import places
-from sglang_oscar.rotation_source.cache import Calibration
-from sglang_oscar.rotation_source.flags import recording_flags
+from sglang_oscar.rotation_source.task import Task
 
 TOKENS = 32768
 """Ten thousand do nearly what forty thousand do; that all kinds of text are among them does more."""
@@ -38,21 +35,17 @@ class SelfCalibration:
     """What to calibrate.
 
     Attributes:
-        args: server arguments as the operator gave them, without their resolution.
-        model: SGLang's ModelConfig.
-        wanted: what for.
+        task: the model, and what for.
         text: a .jsonl whose lines have ``text`` or ``messages``; None for the text that is shipped.
         tokens: to record.
     """
 
-    args: Any
-    model: Any
-    wanted: Calibration
+    task: Task
     text: Path | None = None
     tokens: int = TOKENS
 
 
-def calibrate(task: SelfCalibration, out: Path) -> None:
+def calibrate(asked: SelfCalibration, out: Path) -> None:
     """Fill a folder with rotation files and :data:`FACTS`; recordings are removed.
 
     Raises:
@@ -61,9 +54,9 @@ def calibrate(task: SelfCalibration, out: Path) -> None:
         OSError: a file cannot be read or written.
         ServerFailedError: the recording server did not start, ended, or refused a prompt.
     """
-    work = out / "recording"
-    settings = _settings(task.args)
-    prompts = _prompts(task, settings)
+    task, work = asked.task, out / "recording"
+    settings = _settings(task)
+    prompts = _prompts(asked, settings)
     _check_room(task, out, prompts)
     try:
         folder = CalibrationFolder(work)
@@ -73,47 +66,46 @@ def calibrate(task: SelfCalibration, out: Path) -> None:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     facts = {
-        "model": task.args.model_path, **asdict(task.wanted), "text": str(task.text or "shipped"),
+        "model": task.model, **asdict(task.wanted), "text": str(asked.text or "shipped"),
         "tokens": sum(map(len, prompts)), "files": [path.name for path in written],
     }  # fmt: skip
     write_text_atomically(out / FACTS, json.dumps(facts, indent=1) + "\n")
 
 
-def _settings(args: Any) -> ModelSettings:
+def _settings(task: Task) -> ModelSettings:
     """Of the recording server; the table's are for benchmarks."""
-    return model_settings(args.model_path).overridden(
-        model=args.model_path, tp_dump=1, gpu="", server_args=(), trust_remote_code=args.trust_remote_code
+    return model_settings(task.model).overridden(
+        model=task.model, tp_dump=1, gpu="", server_args=(), trust_remote_code=task.trust_remote_code
     )
 
 
-def _server_args(task: SelfCalibration) -> tuple[str, ...]:
-    """Flags of the recording server beside those of every dump: it computes prompts, and decodes nothing."""
-    flags = [*recording_flags(task.args), "--max-total-tokens", str(POOL_TOKENS), "--disable-cuda-graph"]
-    if not has_gpu() and task.model.has_attention_sinks:
+def _server_args(task: Task) -> tuple[str, ...]:
+    """Flags of the recording server beside those of every dump: it computes prompts, and decodes nothing. What is
+    compiled on the way, its first prompt waits for as well as a request of SGLang's own before it."""
+    flags = [*task.flags, "--max-total-tokens", str(POOL_TOKENS), "--disable-cuda-graph", "--skip-server-warmup"]
+    if not has_gpu() and task.attention_sinks:
         flags += ["--attention-backend", "intel_amx"]  # the only one on a CPU that SGLang lets them have
     return tuple(flags)
 
 
-def _prompts(task: SelfCalibration, settings: ModelSettings) -> list[list[int]]:
-    args = task.args
-    tokenizer = load_tokenizer(settings.overridden(model=args.tokenizer_path or str(places.checkpoint(args))))
+def _prompts(asked: SelfCalibration, settings: ModelSettings) -> list[list[int]]:
+    task = asked.task
+    tokenizer = load_tokenizer(settings.overridden(model=task.tokenizer))
     longest = min(LONGEST_PROMPT, task.wanted.context - ROOM)
     if longest < 2:
-        raise DataError(f"{args.model_path}: a context of {task.wanted.context} tokens has no room for a prompt")
-    if task.text is not None:
-        return choose_prompts(tokenizer, calibration_chats(str(task.text)), task.tokens, longest)
-    return shipped_text.prompts(tokenizer, task.tokens, longest)
+        raise DataError(f"{task.model}: a context of {task.wanted.context} tokens has no room for a prompt")
+    if asked.text is not None:
+        return choose_prompts(tokenizer, calibration_chats(str(asked.text)), asked.tokens, longest)
+    return shipped_text.prompts(tokenizer, asked.tokens, longest)
 
 
-def _check_room(task: SelfCalibration, out: Path, prompts: list[list[int]]) -> None:
+def _check_room(task: Task, out: Path, prompts: list[list[int]]) -> None:
     """Refuse before minutes of work what would fill the disk.
 
     Raises:
         DataError: naming the folder.
     """
-    model = task.model
-    heads = model.num_attention_heads + 2 * model.get_total_num_kv_heads()
-    needed = sum(map(len, prompts)) * model.num_hidden_layers * heads * model.head_dim * 2
+    needed = sum(map(len, prompts)) * task.token_bytes
     free = shutil.disk_usage(out).free
     if free < needed:
         raise DataError(
@@ -122,7 +114,7 @@ def _check_room(task: SelfCalibration, out: Path, prompts: list[list[int]]) -> N
         )
 
 
-def _fit(task: SelfCalibration, dump: Path, out: Path) -> list[Path]:
+def _fit(task: Task, dump: Path, out: Path) -> list[Path]:
     wanted, recipe = task.wanted, FITTED[task.wanted.recipe]
     goal = BitGoal.parse(wanted.bits) if "bits" in recipe.options else None
     options = FitOptions(
@@ -130,10 +122,9 @@ def _fit(task: SelfCalibration, dump: Path, out: Path) -> list[Path]:
         value_coding=wanted.value_coding,
     )  # fmt: skip
     # The first GPU of the server: others may be somebody else's.
-    device = f"cuda:{task.args.base_gpu_id}" if has_gpu() else "cpu"
-    weights = str(places.checkpoint(task.args))
+    device = f"cuda:{task.gpu}" if has_gpu() else "cpu"
     with fitting() as progress:
-        result = recipe.run(FitRequest(dump, options, weights, device, progress=progress))
+        result = recipe.run(FitRequest(dump, options, task.checkpoint, device, progress=progress))
     for remark in result.remarks:
         print(f"note: {remark}", flush=True)
     print(result.summary, flush=True)

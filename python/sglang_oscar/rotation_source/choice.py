@@ -21,6 +21,7 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.names import CHOSEN_ROTATIONS
 from sglang_oscar.rotation_source import cache, on_the_spot, places
 from sglang_oscar.rotation_source.cache import Calibration
+from sglang_oscar.rotation_source.task import Task
 from sglang_oscar.settings import ON_THE_SPOT, THE_CACHE, Settings
 
 logger = logging.getLogger(__name__)
@@ -144,25 +145,24 @@ def choose(args: Any, settings: Settings, model: Any, flags: Sequence[str]) -> S
     if isinstance(found, Missing):
         if (reason := refusal(args, settings, found)) is not None:
             raise Int2Error(reason)
-        found = calibrated(args.model_path, found, settings, flags)
+        found = calibrated(Task.of(args, model, found.calibration, flags), found.folder, settings)
     logger.info("int2 %s", found.line())
     args.__dict__[CHOSEN_ROTATIONS] = asdict(found)
     return settings.with_rotations(**asdict(found))
 
 
-def calibrated(model: str, missing: Missing, settings: Settings, flags: Sequence[str]) -> Source:
+def calibrated(task: Task, folder: Path, settings: Settings) -> Source:
     """Calibrate into the cache, once for all who want the same at the same time.
 
     Args:
-        model: folder or hub id.
-        missing: what is needed.
+        task: what to calibrate.
+        folder: of the cache, where rotations will be.
         settings: of int2 mode.
-        flags: of the server that records.
 
     Raises:
         Int2Error: the cache cannot be written, or the calibration failed; nothing is left of it but a log.
     """
-    folder, seconds = missing.folder, settings.calibrate_seconds
+    seconds = settings.calibrate_seconds
 
     def say(line: str) -> None:
         logger.info("int2 calibration: %s", line)
@@ -172,10 +172,9 @@ def calibrated(model: str, missing: Missing, settings: Settings, flags: Sequence
         with cache.alone(folder, seconds, say):
             if (pair := cache.kept(folder)) is not None:
                 return Source(*pair, THE_CACHE)
-            say(f"{model} has no rotations yet; making them now, once, in {folder}")
+            say(f"{task.model} has no rotations yet; making them now, once, in {folder}")
             with cache.filling(folder) as new:
-                fit = ["--kv-cache-quant-group-size", str(missing.calibration.group_size)]
-                on_the_spot.calibrate(model, [*flags, *fit], new, folder.with_suffix(".log"), seconds, say)
+                on_the_spot.calibrate(task, new, folder.with_suffix(".log"), seconds, say)
     except OSError as error:
         raise Int2Error(f"{error.filename or folder}: {error.strerror or error}; set {cache.VARIABLE}") from None
     pair = cache.kept(folder)

@@ -1,7 +1,8 @@
-"""Calibration before a server starts: ``oscar calibrate`` as a child process of the one that launches it."""
+"""Calibration before a server starts, in a child process of the one that launches it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -9,23 +10,21 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_oscar.errors import Int2Error
+from sglang_oscar.rotation_source.task import Task
 
-TOOLS = "oscar_tools"
-"""Package that calibrates; a server itself never imports it."""
+TOOLS = "oscar_tools.calibration.on_request"
+"""Module that calibrates; a server itself never imports it."""
 
 
-def calibrate(
-    model: str, flags: Sequence[str], out: Path, log: Path, seconds: float, say: Callable[[str], None]
-) -> None:
+def calibrate(task: Task, out: Path, log: Path, seconds: float, say: Callable[[str], None]) -> None:
     """Fill a folder with rotations of a model.
 
     Args:
-        model: folder or hub id.
-        flags: of the server that records.
+        task: what to calibrate.
         out: folder to fill.
         log: file with all that the child and its server say; stays where the calibration fails.
         seconds: how long it may take.
@@ -34,7 +33,7 @@ def calibrate(
     Raises:
         Int2Error: it failed, or took too long; one line.
     """
-    command = [sys.executable, "-m", TOOLS, "calibrate", model, "--out", str(out), *flags]
+    command = [sys.executable, "-m", TOOLS, str(out)]
     late = threading.Event()
 
     def give_up() -> None:
@@ -43,7 +42,7 @@ def calibrate(
 
     with log.open("w", encoding="utf-8") as errors:
         child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
             # The child makes one system call before exec, which is safe beside threads.
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
         )  # fmt: skip
@@ -51,21 +50,23 @@ def calibrate(
         timer.daemon = True
         timer.start()
         try:
+            assert child.stdin is not None
             assert child.stdout is not None
+            with contextlib.suppress(BrokenPipeError), child.stdin:  # it says why in its log
+                child.stdin.write(task.encode())
             for line in child.stdout:
-                if not line.startswith("rotations: "):  # it does not know where they will be
-                    say(line.rstrip())
+                say(line.decode(errors="replace").rstrip())
             status = child.wait()
         finally:
             timer.cancel()
             _end(child)
     if late.is_set():
         raise Int2Error(
-            f"calibration of {model} took longer than {seconds:.0f} s; raise SGLANG_OSCAR_CALIBRATE_SECONDS, or "
+            f"calibration of {task.model} took longer than {seconds:.0f} s; raise SGLANG_OSCAR_CALIBRATE_SECONDS, or "
             f"calibrate beforehand with `oscar calibrate` (log: {log})"
         )
     if status:
-        raise Int2Error(f"calibration of {model} failed: {_reason(log, status)} (log: {log})")
+        raise Int2Error(f"calibration of {task.model} failed: {_reason(log, status)} (log: {log})")
     log.unlink(missing_ok=True)
 
 
@@ -81,7 +82,7 @@ def _reason(log: Path, status: int) -> str:
     return f"{said.partition('; end of ')[0]}: {causes[-1]}" if causes else said
 
 
-def _end(child: subprocess.Popen[str]) -> None:
+def _end(child: subprocess.Popen[bytes]) -> None:
     """End a child; the server that it started ends with it."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
