@@ -70,10 +70,10 @@ RECIPES = (
 SHAPES = {"1 x 100K": (1, 100_000), "8 x 32K": (8, 32_768), "32 x 32K": (32, 32_768), "32 x 100K": (32, 100_000)}
 LABELS = {shape: label for label, shape in SHAPES.items()}
 STORED = {
-    "CUDA": "cuda_us",
+    "CUDA, decode steps": "cuda_us",
     "rotating values too": "cuda_us_rotating_v",
-    "with fitted scales (`plus`)": "cuda_us_fitted_scales",
-    "with a matrix per kv head": "cuda_us_per_head",
+    "CUDA, prompts, steps from 129 on": "prompt_us",
+    "prompts, rotating values too": "prompt_us_rotating_v",
     "Triton": "us",
     "PyTorch's BF16 copy": "bf16_index_copy_us",
 }
@@ -338,10 +338,10 @@ def kernel_tables() -> Iterator[Claim]:
             label = f"| {shape[0].split('x')[0]} | {shape[1]} x 100K |"
             pairs = [row[f"{kind}_{tokens}"] for tokens in (2, 4, 8, 16) for kind in ("verify", "apart")]
             yield Claim(BENCHMARKS, label + " {} |" + " {} ({}) |" * 4, (row["one"], *pairs))
-    stored = {row["tokens"]: row for row in result("h100_kernels_store")["rows"]}
+    stored = {row["tokens"]: row for row in result("h200_kernels_store")["rows"]}
     for label, name in STORED.items():
-        values = [stored[tokens][name] for tokens in (1, 32, 64, 128, 256)]
-        yield Claim(BENCHMARKS, f"| {label} |" + " {} |" * 5, tuple(values))
+        values = [value for tokens in (1, 32, 128, 512, 8192) if (value := stored[tokens][name]) is not None]
+        yield Claim(BENCHMARKS, f"| {label} |" + " {} |" * len(values), tuple(values))
 
 
 def share(bandwidth: float, batch: int, length: int, us: float) -> float:

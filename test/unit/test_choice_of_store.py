@@ -33,15 +33,15 @@ OWN = Codebook.from_points(torch.randn(2, 16, 256, 4, generator=torch.Generator(
 @pytest.mark.parametrize(
     ("book", "tokens", "kernel"),
     [
-        (None, 128, "cuda"),
-        (None, 129, "triton"),
-        (OWN, 129, "triton"),
-        (SHARED, 129, "cuda"),
-        (SHARED, 512, "cuda"),
-        (SHARED, 513, "triton"),
+        (None, 128, "step"),
+        (None, 129, "prompt"),
+        (OWN, 129, "prompt"),
+        (SHARED, 129, "step"),
+        (SHARED, 512, "step"),
+        (SHARED, 513, "prompt"),
     ],
 )
-def test_larger_steps_are_triton_s(
+def test_larger_steps_are_stored_as_prompts_are(
     book: Codebook | None, tokens: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From where it is faster, which with a shared codebook is further out."""
@@ -50,12 +50,11 @@ def test_larger_steps_are_triton_s(
     def storing(name: str) -> Any:
         return lambda *given, **named: called.append(name) or torch.empty(0)
 
-    monkeypatch.setattr(gpu, "store", storing("triton"))
-    monkeypatch.setattr(gpu.cuda_store, "store", storing("cuda"))
+    monkeypatch.setattr(gpu.cuda_store, "store", storing("step"))
     made: Any = gpu.GpuKernels.__new__(gpu.GpuKernels)
     layer: Any = SimpleNamespace(cache=SimpleNamespace(k_codebook=book))
     made._prepared, made._arranged = {id(layer): None}, {id(layer): object()}
-    made._page_size = 64
+    made._prompts, made._page_size = storing("prompt"), 64
     call: Any = SimpleNamespace(q=torch.empty(tokens, 1, 1), k=None, v=None)
     made._store(layer, SimpleNamespace(slots=None), call)
     assert called == [kernel]
@@ -67,19 +66,16 @@ SLOTS = StoreSlots(*[torch.zeros(0, dtype=torch.int64)] * 3)
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "stride", "kernel"),
+    ("shape", "stride", "kernel"),
     [
-        (LARGE, 512, 256, "cuda"),
-        (LARGE, 511, 256, "triton"),
-        (LARGE, 512, 252, "triton"),
-        (replace(LARGE, k_coding="symmetric"), 512, 256, "triton"),
-        (replace(LARGE, head_dim=64, group=64), 512, 128, "triton"),
+        (LARGE, 256, "cuda"),
+        (LARGE, 252, "triton"),
+        (replace(LARGE, k_coding="symmetric"), 256, "triton"),
+        (replace(LARGE, head_dim=64, group=64), 128, "triton"),
     ],
-    ids=["large", "small", "unaligned", "other rows", "other heads"],
+    ids=["", "unaligned", "other rows", "other heads"],
 )
-def test_large_chunks_are_cuda_s(
-    shape: Shape, tokens: int, stride: int, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_cuda_s(shape: Shape, stride: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel can read vectors and write rows."""
     called: list[str] = []
 
@@ -92,9 +88,8 @@ def test_large_chunks_are_cuda_s(
     stored = PromptStore({id(layer): prepare(layer.format, shape.dtype)}, shape.page_size)
     kinds = stored.arrange([(layer, shape.q_heads)], shape.dtype)
     assert len(kinds) == (shape.head_dim == 128 and shape.k_coding == "affine")
-    k = torch.empty(tokens * 256, dtype=shape.dtype).as_strided(
-        (tokens, shape.kv_heads, shape.head_dim), (stride, shape.head_dim, 1)
-    )
+    sizes, strides = (9, shape.kv_heads, shape.head_dim), (stride, shape.head_dim, 1)
+    k = torch.empty(9 * 256, dtype=shape.dtype).as_strided(sizes, strides)
     stored(layer, SLOTS, k, k)
     assert called == [kernel]
 

@@ -71,7 +71,7 @@ def others(kernel: str, sizes: Sizes) -> Iterator[Result]:
     layer = prepared(layouts, SideTransform(rotation, clip=0.96), SideTransform(rotation, clip=0.92))
     for tokens in sizes.store:
         case = StoreCase(tokens, layouts, sizes.heads)
-        cuda_us = case.cuda_us(layer) if tokens <= MOST_CUDA_TOKENS else None
+        cuda_us = case.cuda_us(layer) if tokens <= MOST_CUDA_TOKENS else case.prompt_us(layer)
         took, by = (case.triton_us(layer), "triton") if cuda_us is None else (cuda_us, "cuda")
         yield "store", {"tokens": tokens, "kernel": by, "us": took, "bf16_copy_us": case.copy_us()}
     kernels = extend.served("auto")

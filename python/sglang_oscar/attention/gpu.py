@@ -23,7 +23,6 @@ from oscar_kernels.triton.extend import extend_parts
 from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.rotate import rotate
 from oscar_kernels.triton.sink_logits import scale_by_sinks_
-from oscar_kernels.triton.store import store
 from sglang_oscar.attention import decode_choice, warm_up
 from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
@@ -37,9 +36,9 @@ from sglang_oscar.memory.layer import AnyLayer, CachedLayer, parts_of
 logger = logging.getLogger(__name__)
 
 MOST_CUDA_TOKENS = 128
-"""Larger decode batches are stored by the Triton kernel, which reads rotations less often: half the time at 512."""
+"""Larger decode batches are stored as prompts are, by a kernel that reads rotations less often."""
 MOST_CUDA_TOKENS_OF_BOOKS = 512
-"""As many where keys are points of one codebook a layer: there the Triton kernel takes 2.6 times as long at 512."""
+"""As many where keys are points of one codebook a layer: there it is the Triton kernel, 2.6 times as long at 512."""
 
 
 def most_cuda_tokens(cache: LayerCache) -> int:
@@ -193,10 +192,10 @@ class GpuKernels:
         """Store new tokens of a step; returns the rotated queries."""
         rotated: torch.Tensor | None
         arranged = self._arranged.get(id(layer))
-        vectors = layer.cache, batch.slots, call.k, call.v
         if arranged is None or len(call.q) > most_cuda_tokens(layer.cache):
-            rotated = store(*vectors, self._prepared[id(layer)], q=call.q)
+            rotated = self._prompts(layer, batch.slots, call.k, call.v, call.q)
         else:
+            vectors = layer.cache, batch.slots, call.k, call.v
             rotated = cuda_store.store(*vectors, arranged, call.q, self._page_size, decoding=True)
         assert rotated is not None
         return rotated

@@ -1,4 +1,4 @@
-"""Which kernel stores chunks of prompts on a GPU: CUDA C++ for large ones on Hopper, Triton otherwise."""
+"""Which kernel stores chunks of prompts and large decode steps on a GPU: CUDA C++ on Hopper, Triton otherwise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from oscar_kernels.cuda import prompt
 from oscar_kernels.prepared import PreparedLayer
 from oscar_kernels.triton.store import store
 from sglang_oscar.memory.layer import CachedLayer
-
-FEWEST_CUDA_TOKENS = 512
-"""Smaller chunks are stored by the Triton kernel, whose tiles are smaller: up to a third faster at 256."""
 
 
 class PromptStore:
@@ -63,6 +60,6 @@ class PromptStore:
     ) -> torch.Tensor | None:
         """See :func:`oscar_kernels.triton.store.store`."""
         arranged = self._arranged.get(id(layer))
-        if arranged is None or len(k) < FEWEST_CUDA_TOKENS or not prompt.fits(k, v, *([] if q is None else [q])):
+        if arranged is None or not prompt.fits(k, v, *([] if q is None else [q])):
             return store(layer.cache, slots, k, v, self._prepared[id(layer)], q=q, copies=copies)
         return prompt.store(layer.cache, slots, k, v, arranged, q, copies)
