@@ -16,6 +16,7 @@ from sglang_oscar.attention import flash_attention3
 from sglang_oscar.attention.verification import visible_words
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.features.speculation import arguments, draft_model
+from sglang_oscar.formats import drafts
 from sglang_oscar.formats.geometry import GIB, Geometry
 from sglang_oscar.memory import sizing
 from sglang_oscar.memory.plan import make_plan
@@ -124,6 +125,15 @@ def test_the_cache_of_a_draft_model_is_not_quantized() -> None:
         assert sizing.around_configure_kv_cache_dtype(print, **asked_for, **given) == ("auto", torch.float16)
     named = sizing.around_configure_kv_cache_dtype(dict, **asked_for, speculative_draft_kv_cache_dtype="fp8_e4m3")
     assert named == asked_for | {"speculative_draft_kv_cache_dtype": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype"),
+    [(None, torch.float16), ("auto", torch.float16), ("bf16", torch.bfloat16), ("fp8_e4m3", torch.float8_e4m3fn)],
+)
+def test_the_type_of_that_cache(named: str | None, dtype: torch.dtype) -> None:
+    args: Any = SimpleNamespace(speculative_draft_kv_cache_dtype=named)
+    assert drafts.cache_dtype(args, SimpleNamespace(dtype=torch.float16)) == dtype
 
 
 def test_one_branch_is_a_chain_whatever_the_mask_holds() -> None:

@@ -14,7 +14,9 @@ from sglang_oscar.formats.origin import loaded_weights, of_drafts
 OF_MODEL = (None, "auto")
 """``--speculative-draft-kv-cache-dtype`` of a cache in the draft model's own type."""
 FP8 = "fp8_e4m3"
-"""The other value that is served: numbers of 8 bits without scales, as SGLang stores them."""
+"""Numbers of 8 bits without scales, as SGLang stores them."""
+NAMED = {FP8: torch.float8_e4m3fn, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+"""Its other values that are served."""
 
 
 def cache_dtype(server_args: Any, draft: Any) -> torch.dtype:
@@ -25,7 +27,7 @@ def cache_dtype(server_args: Any, draft: Any) -> torch.dtype:
         draft: SGLang's ModelConfig of the draft model.
     """
     named = releases.argument(server_args, "speculative_draft_kv_cache_dtype", None)
-    dtype: torch.dtype = torch.float8_e4m3fn if named == FP8 else draft.dtype
+    dtype: torch.dtype = NAMED.get(named, draft.dtype)
     return dtype
 
 

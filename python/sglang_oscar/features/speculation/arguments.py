@@ -16,7 +16,7 @@ from sglang_oscar.attach import releases
 from sglang_oscar.attach.arguments import algorithm, drafts_with_model
 from sglang_oscar.attach.feature import Refusal
 from sglang_oscar.attention import flash_attention3
-from sglang_oscar.formats.drafts import FP8, OF_MODEL
+from sglang_oscar.formats.drafts import FP8, NAMED, OF_MODEL
 from sglang_oscar.names import BACKEND, is_int2
 
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
@@ -76,9 +76,9 @@ def unknown_draft_backend(args: Any) -> bool:
 
 
 def stores_drafts_otherwise(args: Any) -> bool:
-    """Whether the cache of a draft model is to have another type than the draft model's own and FP8."""
+    """Whether the cache of a draft model is to have another type than the draft model's own, BF16 and FP8."""
     named = releases.argument(args, "speculative_draft_kv_cache_dtype", None)
-    return drafts_with_model(args) and named not in (*OF_MODEL, FP8)
+    return drafts_with_model(args) and named not in (*OF_MODEL, *NAMED)
 
 
 def too_many_tokens(args: Any) -> bool:
@@ -144,8 +144,8 @@ REFUSED: list[Refusal] = [
     ),
     (
         stores_drafts_otherwise,
-        f"a draft model's cache in another type than its own and {FP8}; set --speculative-draft-kv-cache-dtype {FP8}, "
-        "or drop it",
+        f"a draft model's cache in another type than its own, bf16 and {FP8}; set --speculative-draft-kv-cache-dtype "
+        f"{FP8}, or drop it",
     ),
     (
         unknown_draft_backend,
