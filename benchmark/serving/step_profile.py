@@ -25,8 +25,8 @@ RECORDED = "Profiling done"
 
 KINDS = {
     "store": ("oscar_store", "_store", "set_kv_buffer", "store_kvcache", "store_cache"),
-    "attention": ("oscar_decode", "oscar_merge", "flashinfer::", "attn_fwd", "decode_att", "_fwd_kernel", "merge",
-                  "flashattn", "prepare_varlen", "kernel_mha"),
+    "attention": ("oscar_decode", "oscar_verify", "oscar_merge", "flashinfer::", "attn_fwd", "decode_att",
+                  "_fwd_kernel", "merge", "flashattn", "prepare_varlen", "kernel_mha"),
     "matrix products": ("gemm", "gemv", "cutlass", "splitk", "nvjet", "dot_kernel"),
 }  # fmt: skip
 """Parts of kernel names by kind, the first match counts; norms, rope, activations and sampling are what is left.

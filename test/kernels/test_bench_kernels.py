@@ -11,6 +11,7 @@ import torch
 
 from oscar_kernels.cache import LayerCache
 from oscar_kernels.codec import decode_rows
+from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC
 from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.transform import SideTransform
@@ -20,7 +21,7 @@ from oscar_tools.bench import extend, measure, verify
 from oscar_tools.bench.loads import Load, Sizes
 from oscar_tools.bench.measure import Measurement
 from oscar_tools.bench.store import prepared
-from oscar_tools.bench.synthetic import WINDOWS, Heads, layouts_of, random_cache
+from oscar_tools.bench.synthetic import PAGE, WINDOWS, Heads, layouts_of, random_cache
 from oscar_tools.bench.timing import read_bandwidth
 
 TINY = Sizes(Heads(2, 1, 128), (Load(1, 330),), (Load(1, 325),), 2, (3,), ((1, 20, 9),), read=1 << 19)
@@ -83,6 +84,25 @@ def test_outputs_are_multiplied_as_in_servers(kernel: str, monkeypatch: pytest.M
     for (_, first), (_, second) in zip(given[::2], given[1::2], strict=True):
         first.check(TINY.heads.kv, torch.bfloat16, arranged=kernel == "cuda")
         assert not torch.equal(first.terms, second.terms)
+
+
+@pytest.mark.parametrize(("kernel", "source"), [("cuda", "verify.cu"), ("cuda:passes", "decode.cu")])
+def test_products_of_four_warps_and_passes_are_timed(kernel: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What servers take, and what they would take without it."""
+    seen: list[str] = []
+
+    def noted(
+        cache: LayerCache, tables: object, words: torch.Tensor, q: torch.Tensor, *rest: object, **named: object
+    ) -> None:
+        seen.append(cuda_decode.variant_of(cache, PAGE, q.shape[1], q.dtype, drafts=words.shape[1]).source)
+
+    monkeypatch.setattr(bench_decode.KERNELS["cuda"], "verify", noted)
+    monkeypatch.setattr(bench_decode.KERNELS["cuda"], "decode", lambda *args, reading: None)
+    monkeypatch.setattr(bench_decode, "layers_of", lambda size: 1)
+    monkeypatch.setattr(verify, "make_workspace", lambda *args: None)
+    monkeypatch.setattr(verify, "time_us", lambda calls: float(calls[0]() is None))
+    verify.verify_us(kernel, Heads(16, 2, 256), 1, 330, [4], "k3v2")
+    assert seen == [source]
 
 
 def test_parts_of_a_layer_take_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:

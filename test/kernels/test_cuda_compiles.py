@@ -8,15 +8,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kernel_cases import Shape
+from machine_code import disassemble, stray_descriptors
 from test_cuda_store import case_of
 from test_cuda_variants import variant
 
 from oscar_kernels.cache import Windows
-from oscar_kernels.cuda import pair
+from oscar_kernels.cuda import jit, pair
 from oscar_kernels.cuda.decode import READING_TERMS
 from oscar_kernels.cuda.store import defines
 from oscar_kernels.layout import CODEBOOK, SYMMETRIC
@@ -127,6 +129,30 @@ def test_sixteen_columns_spill_next_to_nothing(gqa: int, bits: tuple[int, int]) 
     found = variant(replace(shape_of(gqa, 128, bits), windows=windows))
     found = replace(found, drafts=tokens, queries=tokens) if tokens > 1 else found
     assert spilled_bytes("decode.cu", dict(found.defines())) <= 16
+
+
+@pytest.mark.parametrize(
+    ("bits", "sets", "most"),
+    [(WIDTHS[1], 1, 300), *slow([(WIDTHS[0], 2, 300), (WIDTHS[1], 0, 1300), (WIDTHS[0], 0, 1000)])],
+    ids=str,
+)
+def test_products_of_four_warps_spill_nothing_in_their_loop(
+    bits: tuple[int, int], sets: int, most: int, tmp_path: Path
+) -> None:
+    """And little where a request begins and ends."""
+    shape = replace(shape_of(8, 256, bits), kv_heads=2, windows=Windows(64, 256, 260))
+    found = replace(variant(shape), drafts=4, queries=4, warpgroups=True)
+    if sets:
+        found = replace(found, reading_terms=READING_TERMS, reading_sets=sets)
+    assert spilled_bytes("verify.cu", dict(found.defines())) <= most
+    (tmp_path / "cubin").write_bytes(jit.compile_source("verify.cu", dict(found.defines())))
+    text = disassemble(tmp_path / "cubin")
+    assert stray_descriptors(text) == []
+    lines = text.splitlines()
+    products = [number for number, line in enumerate(lines) if "HGMMA" in line]
+    assert len(products) == 3 * 16  # keys of the first stage, of the next one, and values
+    loop = lines[products[16] : products[-1]]
+    assert not [line for line in loop if "LDL" in line or "STL" in line]
 
 
 def test_what_is_spilled_is_counted() -> None:

@@ -208,6 +208,25 @@ def test_shares(blocks: int) -> None:
     assert pair.first_blocks(first, first, 1) is None
 
 
+def test_products_of_four_warps_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each part does alone."""
+    shapes = tuple(
+        replace(QWEN3, kv_heads=2, gqa=8, head_dim=256, k_bits=bits, windows=Windows(16, 24, 32)) for bits in (3, 2)
+    )
+    parts, (tables, seen) = parts_of(shapes, [170, 40], 4, True, True)
+    with of(ALL, monkeypatch):
+        workspaces = tuple(cuda.make_workspace(part.cache, part.q_rot.shape[1], 2, 4) for part in parts)
+        variants = [cuda.variant_of(part.cache, 64, 16, part.q_rot.dtype, drafts=4) for part in parts]
+        assert [one.source for one in variants] == ["verify.cu"] * 2
+        assert pair.first_blocks(*variants, ALL) is None
+        out = pair.attend(tuple(parts), tables, seen, 0.04, workspaces)
+        alone = [
+            cuda.verify(part.cache, tables, seen, part.q_rot, 0.04, reading=part.reading, lse=part.lse)
+            for part in parts
+        ]
+    assert torch.equal(out, torch.cat(alone, 1))
+
+
 def test_blocks_of_two_sizes_take_two_launches() -> None:
     three, five = (variant(replace(QWEN3, kv_heads=heads)) for heads in (3, 5))
     assert three.threads != five.threads

@@ -37,6 +37,20 @@ def variant(shape: Shape) -> Variant:
     )
 
 
+def test_variants_are_compiled_from_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, then loaded."""
+    shape = Shape(kv_heads=2, gqa=8, head_dim=256, group=128, page_size=64, k_bits=3)
+    cache, seen = empty_layer_cache(shape, 1, 64, torch.device("cpu")), []
+    variants = [cuda_decode.variant_of(cache, 64, 16, BF16, drafts=tokens) for tokens in (0, 4)]
+    monkeypatch.setattr(cuda_decode, "compile_together", seen.extend)
+    monkeypatch.setattr(cuda_decode, "load", lambda *args: seen.append(args))
+    cuda_decode.build(variants)
+    names = ("decode.cu", "oscar_decode"), ("verify.cu", "oscar_verify")
+    compiled = [(name, one.defines()) for (name, _), one in zip(names, variants, strict=True)]
+    loaded = [(*of, one.defines(), one.shared_bytes) for of, one in zip(names, variants, strict=True)]
+    assert seen == [*compiled, *loaded]
+
+
 @pytest.fixture
 def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What is kept and how does not depend on what is compiled: a kernel in place of ``decode.cu``, and its macros."""

@@ -24,16 +24,28 @@ from kernel_cases import (
 
 from oscar_kernels import reference
 from oscar_kernels.cache import Windows
-from oscar_kernels.cuda.decode import arrange_reading, decode, variant_of, verify
+from oscar_kernels.cuda import decode as cuda
+from oscar_kernels.cuda.decode import (
+    _workspace_numel,
+    arrange_reading,
+    decode,
+    make_workspace,
+    variant_of,
+    verify,
+    workspace_numel,
+)
 from oscar_kernels.cuda.variant import Variant
+from oscar_kernels.layout import SYMMETRIC
 from oscar_kernels.prepared import split_matrix
-from oscar_kernels.visible import words_of
-from support.hopper import DEVICE, MARKS, running
+from oscar_kernels.visible import causal_words, words_of
+from support.hopper import DEVICE, HOPPER, MARKS, running
 
 pytestmark = MARKS
 WINDOWS = Windows(16, 24, 32)
 BF16, FP16 = torch.bfloat16, torch.float16
 QWEN3 = Shape(kv_heads=2, gqa=4, head_dim=128, group=128, windows=WINDOWS, page_size=32)
+WIDE = Shape(kv_heads=2, gqa=8, head_dim=256, group=128, windows=WINDOWS, page_size=64, k_bits=3)
+"""Four tokens are 32 columns, for products of four warps; see :attr:`Variant.warpgroups`."""
 CASES = [
     (QWEN3, 4),
     (QWEN3, 8),
@@ -42,7 +54,11 @@ CASES = [
     (Shape(kv_heads=1, gqa=1, head_dim=64, group=64, windows=Windows(16, 0, 40), page_size=32), 40),
     (Shape(kv_heads=1, gqa=12, head_dim=128, group=64, windows=Windows(0, 0, 8), page_size=32), 2),
     (Shape(kv_heads=1, gqa=2, head_dim=256, group=64, windows=WINDOWS, page_size=32), 7),
-    (Shape(kv_heads=2, gqa=6, head_dim=256, group=128, windows=WINDOWS, page_size=32), 3),
+    (Shape(kv_heads=2, gqa=6, head_dim=256, group=128, windows=WINDOWS, page_size=32, k_bits=4), 3),
+    (WIDE, 4),
+    (replace(WIDE, k_bits=2, page_size=32, windows=Windows(0, 0, 8)), 5),  # two passes of 24 columns that overlap
+    (replace(WIDE, gqa=1, page_size=128, windows=Windows(70, 24, 64), dtype=FP16, scale_dtype=FP16), 20),
+    (replace(WIDE, gqa=16, k_bits=2, windows=Windows(16, 0, 8), scale_dtype=FP16), 2),
 ]
 LENGTHS = [40, 1, 15, 17, 39, 170, 330]
 
@@ -62,7 +78,9 @@ def test_verify(shape: Shape, tokens: int) -> None:
     assert_as_good_as(out, exact, verify_exact(batch, seen, q, sm_scale, shape.dtype))
 
 
-@pytest.mark.parametrize(("shape", "tokens", "per_head"), [(QWEN3, 6, True), (*CASES[3], False)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "tokens", "per_head"), [(QWEN3, 6, True), (*CASES[3], False), (WIDE, 5, True)], ids=str
+)
 def test_outputs_are_multiplied(shape: Shape, tokens: int, per_head: bool) -> None:
     """By the matrix of their kv head; log-sum-exps; the last pass leaves alone what the one before has written."""
     lengths = [40, 1, 100]
@@ -81,7 +99,7 @@ def test_outputs_are_multiplied(shape: Shape, tokens: int, per_head: bool) -> No
     assert_as_good_as(out, exact, plain)
 
 
-@pytest.mark.parametrize("shape", [QWEN3, replace(QWEN3, gqa=1, head_dim=256), replace(QWEN3, gqa=1)], ids=str)
+@pytest.mark.parametrize("shape", [QWEN3, replace(QWEN3, gqa=1, head_dim=256), replace(QWEN3, gqa=1), WIDE], ids=str)
 def test_sums_make_room_between_runs(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of two stages in place of hundreds: float and integer sums, beside the next keys and after their own."""
     defines = Variant.defines
@@ -95,21 +113,22 @@ def test_sums_make_room_between_runs(shape: Shape, monkeypatch: pytest.MonkeyPat
     assert_as_good_as(out, exact, verify_exact(batch, seen, q, 0.04, shape.dtype))
 
 
-def test_ring_starts_and_padding() -> None:
+@pytest.mark.parametrize("shape", [QWEN3, WIDE], ids=str)
+def test_ring_starts_and_padding(shape: Shape) -> None:
     """Rows before the ring's beginning are another request's; padded requests of a graph harm nobody."""
-    batch = with_new_tokens(filled_batch(QWEN3, [40, 100, 60], DEVICE, ring_starts=[40, 90, 0]), 4)
+    batch = with_new_tokens(filled_batch(shape, [40, 100, 60], DEVICE, ring_starts=[40, 90, 0]), 4)
     tables, seen = with_padding(batch.tables, 2), random_trees(5, 4)
-    q = random_vectors((20, QWEN3.q_heads, QWEN3.head_dim), QWEN3.dtype, 99, DEVICE)
+    q = random_vectors((20, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
     with running():
         out = verify(batch.cache, tables, words_of(seen).to(DEVICE), q, 0.04)[:12]
     exact = verify_exact(batch, seen[:3], q[:12], 0.04, torch.float64)
-    assert_as_good_as(out, exact, verify_exact(batch, seen[:3], q[:12], 0.04, QWEN3.dtype))
+    assert_as_good_as(out, exact, verify_exact(batch, seen[:3], q[:12], 0.04, shape.dtype))
 
 
 @pytest.mark.parametrize("side", ["k_ring", "v_ring"])
 @pytest.mark.parametrize(
     "shape",
-    [QWEN3, replace(QWEN3, gqa=1), replace(QWEN3, gqa=1, head_dim=64, group=64, dtype=FP16)],
+    [QWEN3, replace(QWEN3, gqa=1), replace(QWEN3, gqa=1, head_dim=64, group=64, dtype=FP16), WIDE],
     ids=str,
 )
 def test_a_draft_that_is_no_number_is_told_to_those_that_see_it(shape: Shape, side: str) -> None:
@@ -128,10 +147,11 @@ def test_a_draft_that_is_no_number_is_told_to_those_that_see_it(shape: Shape, si
     assert out[sees, -shape.gqa :].isnan().all()
 
 
-def test_queries_side_by_side_with_others() -> None:
+@pytest.mark.parametrize("shape", [QWEN3, WIDE], ids=str)
+def test_queries_side_by_side_with_others(shape: Shape) -> None:
     """Heads of queries need not follow each other without gaps; outputs do."""
-    batch, tokens = with_new_tokens(filled_batch(QWEN3, [70, 20], DEVICE), 4), 8
-    wide = random_vectors((tokens, 2 * QWEN3.q_heads, QWEN3.head_dim), QWEN3.dtype, 99, DEVICE)
+    batch, tokens = with_new_tokens(filled_batch(shape, [70, 20], DEVICE), 4), 8
+    wide = random_vectors((tokens, 2 * shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
     q = wide[:, ::2]
     words = words_of(random_trees(2, 4)).to(DEVICE)
     with running():
@@ -161,6 +181,95 @@ def test_passes_have_one_size(gqa: int, tokens: int, queries: int, passes: int) 
     cache = filled_batch(shape, [1], DEVICE).cache
     variant = variant_of(cache, 32, shape.q_heads, BF16, drafts=tokens)
     assert (variant.queries, variant.passes) == (queries, passes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "columns", "passes"),
+    [
+        (WIDE, 4, 32, 1),
+        (WIDE, 5, 24, 2),
+        (replace(WIDE, gqa=6, k_bits=2), 3, 18, 1),
+        (WIDE, 2, 0, 1),  # as many as decode.cu takes
+        (replace(WIDE, kv_heads=4), 4, 0, 2),
+        (replace(WIDE, k_bits=4), 4, 0, 2),
+        (replace(WIDE, v_bits=3), 4, 0, 2),
+        (replace(WIDE, group=64), 4, 0, 2),
+        (replace(WIDE, v_group=256), 4, 0, 2),
+        (replace(WIDE, head_dim=128), 4, 0, 2),
+        (replace(WIDE, scale_dtype=torch.float32), 4, 0, 2),
+        (replace(WIDE, v_coding=SYMMETRIC), 4, 0, 2),
+        (replace(WIDE, gqa=12), 3, 24, 2),
+    ],
+    ids=str,
+)
+def test_products_of_four_warps_where_they_fit(shape: Shape, tokens: int, columns: int, passes: int) -> None:
+    """``columns``: of them, 0 where others are taken. A workspace has room for either."""
+    cache = filled_batch(shape, [1], DEVICE).cache
+    for dtype in (BF16, FP16):
+        found = variant_of(cache, shape.page_size, shape.q_heads, dtype, drafts=tokens)
+        wide = columns > 0 and dtype == shape.dtype
+        assert (found.warpgroups, found.source) == (wide, "verify.cu" if wide else "decode.cu")
+        assert not wide or (found.columns, found.passes) == (columns, passes)
+        assert columns or found.passes == passes
+        with running():
+            assert workspace_numel(cache, shape.q_heads, 3, tokens) >= _workspace_numel(found, DEVICE, 3)
+
+
+def test_a_query_that_is_no_number_harms_no_other() -> None:
+    """Columns have one unit, which is of the others."""
+    batch, words = with_new_tokens(filled_batch(WIDE, [170], DEVICE), 4), causal_words(4, DEVICE)[None]
+    q = random_vectors((4, WIDE.q_heads, WIDE.head_dim), WIDE.dtype, 99, DEVICE)
+    broken = q.clone()
+    broken[1, 3, 7], broken[2, 9, 100] = float("inf"), float("nan")
+    with running():
+        wanted, out = (verify(batch.cache, batch.tables, words, x, 0.04) for x in (q, broken))
+    spoiled = torch.zeros(4, WIDE.q_heads, dtype=torch.bool, device=DEVICE)
+    spoiled[1, 3] = spoiled[2, 9] = True
+    assert out[spoiled].isnan().all()
+    torch.testing.assert_close(out[~spoiled], wanted[~spoiled], rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.gpu
+@pytest.mark.parametrize("k_bits", [2, 3])
+@pytest.mark.parametrize("blocks", [None, 2], ids=["a block each", "two blocks"])
+@pytest.mark.parametrize("lengths", [[131_072], [1, 64, 320, 321, 9000, 2, 40_000, 8191] * 2, [700] * 150], ids=str)
+def test_at_size(lengths: list[int], blocks: int | None, k_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with more stages than tensor cores may sum up, with many requests, and most of the card's with one."""
+    if blocks is not None:
+        monkeypatch.setattr(cuda, "processors", lambda device: blocks)
+    shape = replace(WIDE, k_bits=k_bits, windows=Windows(64, 256, 264))
+    batch, seen = with_new_tokens(filled_batch(shape, lengths, DEVICE), 4), random_trees(len(lengths), 4)
+    q = random_vectors((len(lengths) * 4, shape.q_heads, shape.head_dim), shape.dtype, 99, DEVICE)
+    words = words_of(seen).to(DEVICE)
+    out = verify(batch.cache, batch.tables, words, q, 0.01)
+    assert torch.equal(out, verify(batch.cache, batch.tables, words, q, 0.01))
+    exact = verify_exact(batch, seen, q, 0.01, torch.float64)
+    assert_as_good_as(out, exact, verify_exact(batch, seen, q, 0.01, shape.dtype))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.gpu
+def test_graph_replay_follows_the_tables() -> None:
+    """Launches overlap in a captured graph, which serves every length."""
+    batch, words = (
+        with_new_tokens(filled_batch(WIDE, [5000, 3, 700, 60], DEVICE), 4),
+        words_of(random_trees(4, 4)).to(DEVICE),
+    )
+    q = random_vectors((16, WIDE.q_heads, WIDE.head_dim), WIDE.dtype, 99, DEVICE)
+    workspace = make_workspace(batch.cache, WIDE.q_heads, 4, 4)
+    wanted = verify(batch.cache, batch.tables, words, q, 0.04, workspace)
+    lengths = batch.tables.kv_lens.clone()
+    batch.tables.kv_lens.fill_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [verify(batch.cache, batch.tables, words, q, 0.04, workspace) for _ in range(4)]
+    batch.tables.kv_lens.copy_(lengths)
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out in outs)
 
 
 def test_what_does_not_fit_is_refused() -> None:

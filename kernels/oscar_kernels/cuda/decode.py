@@ -1,4 +1,4 @@
-"""Decode attention on Hopper: the launch of ``src/decode.cu``."""
+"""Decode attention on Hopper: the launch of ``src/decode.cu``, in verification of ``src/verify.cu`` where that fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oscar_kernels.cuda.books import arranged_book, has_shared_book
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
 from oscar_kernels.cuda.together import compile_together
-from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, TILE, Variant
+from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, PRODUCT_COLUMNS, TILE, Variant
 from oscar_kernels.prepared import Output, SplitMatrix
 
 READING_TERMS = 2
@@ -57,7 +57,7 @@ def variant_of(
         q_dtype: of queries.
         lse: log-sum-exps are written, too.
         drafts: new tokens of a request in verification; 0 for decode. As many of them are worked on at once as there
-            are columns for, in passes of one size.
+            are columns for, in passes of one size: twice as many by ``src/verify.cu`` as by ``src/decode.cu``.
         reading: what outputs are multiplied by.
     """
     gqa = q_heads // cache.kv_heads
@@ -67,14 +67,24 @@ def variant_of(
     )  # fmt: skip
     if reading is not None:
         plain = replace(plain, reading_terms=min(reading.count, READING_TERMS), reading_sets=reading.sets)
-    if drafts == 0:
-        return plain
-    passes = -(-drafts // max(min(MOST_COLUMNS // gqa, drafts), 1))
+    return plain if drafts == 0 else _with_warpgroups(plain, drafts) or _in_passes(plain, drafts)
+
+
+def _in_passes(plain: Variant, drafts: int) -> Variant:
+    """A variant of ``src/decode.cu`` for so many new tokens of a request."""
+    passes = -(-drafts // max(min(MOST_COLUMNS // plain.gqa, drafts), 1))
     for queries in range(-(-drafts // passes), 0, -1):
         variant = replace(plain, drafts=drafts, queries=queries)
         if variant.unsupported() is None:
             break
     return variant
+
+
+def _with_warpgroups(plain: Variant, drafts: int) -> Variant | None:
+    """One of ``src/verify.cu``; None where it cannot do this, or its passes have no more columns than the other's."""
+    passes = -(-drafts // max(min(PRODUCT_COLUMNS // plain.gqa, drafts), 1))
+    variant = replace(plain, drafts=drafts, queries=-(-drafts // passes), warpgroups=True)
+    return variant if variant.columns > MOST_COLUMNS and variant.unsupported() is None else None
 
 
 DEFAULT_MPS_PIPES = Path("/tmp/nvidia-mps")
@@ -115,7 +125,7 @@ def unsupported(
 def build(variants: Iterable[Variant]) -> None:
     """:func:`prepare` several, compiled at once."""
     wanted = list(variants)
-    compile_together(("decode.cu", variant.defines()) for variant in wanted)
+    compile_together((variant.source, variant.defines()) for variant in wanted)
     for variant in wanted:
         prepare(variant)
 
@@ -130,7 +140,7 @@ def prepare(variant: Variant) -> Any:
     reason = variant.unsupported()
     if reason:
         raise ValueError(f"the CUDA decode kernel does not support {reason}")
-    return load("decode.cu", "oscar_decode", variant.defines(), variant.shared_bytes)
+    return load(variant.source, variant.function, variant.defines(), variant.shared_bytes)
 
 
 def _slots(device: torch.device, batch: int) -> int:
@@ -151,9 +161,10 @@ def make_workspace(cache: LayerCache, q_heads: int, batch: int, drafts: int = 0)
 
 def workspace_numel(cache: LayerCache, q_heads: int, batch: int, drafts: int = 0) -> int:
     """float32 elements of :func:`make_workspace`. One that is larger does, too."""
-    # Neither the page size nor dtypes matter to the size.
-    variant = variant_of(cache, TILE, q_heads, torch.bfloat16, drafts=drafts)
-    return _workspace_numel(variant, cache.k_rows.device, batch)
+    # The page size does not matter to the size, and dtypes only in which of two kernels verifies.
+    variant = variant_of(cache, TILE, q_heads, cache.k_ring.dtype, drafts=drafts)
+    either = [variant] if not drafts else [variant, _in_passes(replace(variant, warpgroups=False), drafts)]
+    return max(_workspace_numel(one, cache.k_rows.device, batch) for one in either)
 
 
 def _workspace_numel(variant: Variant, device: torch.device, batch: int) -> int:
@@ -215,7 +226,8 @@ def verify(
     """Attention of several new tokens per request, as :func:`oscar_kernels.reference.verify` defines it.
 
     A pass over a request reads its history once for as many tokens as there are columns for: 16 over query heads per kv
-    head. All that is said of :func:`decode` holds here, too.
+    head, or 32 over them where :attr:`~oscar_kernels.cuda.variant.Variant.warpgroups` can multiply. All that is said of
+    :func:`decode` holds here, too.
 
     Args:
         cache: the layer's cache; the new tokens are stored in it already. Every tensor is contiguous.

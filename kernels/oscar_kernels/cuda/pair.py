@@ -68,12 +68,15 @@ def first_blocks(first: Variant, second: Variant, blocks: int) -> int | None:
     """Blocks of one launch that work on the first of two parts, the others on the second; None where each part takes a
     launch of its own.
 
-    Blocks of a launch have one size. Parts whose warps differ in number, such as those of 3 and 5 kv heads, do not.
+    Blocks of a launch have one size. Parts whose warps differ in number, such as those of 3 and 5 kv heads, do not; and
+    ``decode_pair.cu`` is of ``decode.cu``.
 
     Args:
         first, second: the parts.
         blocks: of a launch: one a multiprocessor, as those of a part wait for each other.
     """
+    if first.warpgroups or second.warpgroups:
+        return None
     if first.warps != second.warps or max(first.shared_bytes, second.shared_bytes) + STATIC_BYTES > SHARED_LIMIT:
         return None
     # Between the shares of bytes and of heads: a block's time is partly that of its copies, partly that of its warps.

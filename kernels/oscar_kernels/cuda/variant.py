@@ -16,7 +16,9 @@ MAX_BATCH = 1024
 PLAN_BYTES = 10 * MAX_BATCH + 4 * 20
 TILE = 32
 MOST_COLUMNS = 16
-"""Query heads that read a kv head together at most."""
+"""Query heads that read a kv head together at most, but for those of :attr:`Variant.warpgroups`."""
+PRODUCT_COLUMNS = 32
+"""The same of these."""
 SHARED_LIMIT = 227 * 1024
 ENOUGH_BYTES = 112 * 1024
 """Of stages, unless there would be fewer than three; see ``src/config.cuh``."""
@@ -42,6 +44,8 @@ class Variant:
         reading_terms: of the matrix that outputs are multiplied by; 0 where they are not.
         reading_sets: such matrices, one or one per kv head.
         shared_book: keys have a codebook that all kv heads and groups share.
+        warpgroups: four warps multiply side by side, by ``src/verify.cu``, where more query heads than
+            :data:`MOST_COLUMNS` read a kv head together.
     """
 
     key: RowLayout
@@ -57,6 +61,17 @@ class Variant:
     reading_terms: int = 0
     reading_sets: int = 1
     shared_book: bool = False
+    warpgroups: bool = False
+
+    @property
+    def source(self) -> str:
+        """File in ``src``."""
+        return "verify.cu" if self.warpgroups else "decode.cu"
+
+    @property
+    def function(self) -> str:
+        """Name of the kernel in it."""
+        return "oscar_verify" if self.warpgroups else "oscar_decode"
 
     @property
     def exact(self) -> bool:
@@ -102,11 +117,15 @@ class Variant:
 
     def unsupported(self) -> str | None:
         """Why this variant cannot be compiled, or None."""
-        page, dtypes = self.page_size, {self.q_dtype, self.window_dtype}
+        page, dtypes, most = self.page_size, {self.q_dtype, self.window_dtype}, MOST_COLUMNS
+        if self.warpgroups and not self._fits_warpgroups():
+            return "these heads and rows with products of four warps"
+        if self.warpgroups:
+            most = PRODUCT_COLUMNS
         if (rows := self.unsupported_rows()) is not None:
             return rows
         reasons = (
-            (self.columns > MOST_COLUMNS, f"{self.columns} query heads per kv head ({MOST_COLUMNS} at most)"),
+            (self.columns > most, f"{self.columns} query heads per kv head ({most} at most)"),
             (
                 self.kv_heads > self.math_warps,
                 f"{self.kv_heads} kv heads on one GPU ({self.math_warps} at most for these heads)",
@@ -123,6 +142,17 @@ class Variant:
             ),
         )
         return next((reason for holds, reason in reasons if holds), None)
+
+    def _fits_warpgroups(self) -> bool:
+        """Whether ``src/verify.cu`` reads such rows: what it was measured for."""
+        key, value = self.key, self.value
+        rows = all(
+            side.coding == AFFINE and side.groups == 2 and side.scale_dtype.itemsize == 2 for side in (key, value)
+        )
+        return (
+            rows and key.bits in (2, 3) and value.bits == 2 and self.head_dim == value.head_dim == 256
+            and self.kv_heads == 2 and self.q_dtype == self.window_dtype
+        )  # fmt: skip
 
     def _warps_per_head(self, math_warps: int) -> int:
         """Warps that share a kv head: a power of two."""
@@ -143,10 +173,18 @@ class Variant:
         """float32 words of a block in the workspace, for sums of long segments (``values_float.cuh``)."""
         if self.columns <= 4:
             return 0
+        if self.warpgroups:
+            return (4 * PRODUCT_COLUMNS // 2 + PRODUCT_COLUMNS // 4 + 1) * 32 * self.warps
         words = -(-self.columns // 8) * (self.head_dim // 16) * 4 + -(-self.columns // 4) + 1
         return words * 32 * self.warps
 
     def _fixed_bytes(self, math_warps: int) -> int:
+        if self.warpgroups:
+            team = 7 * 128 + PRODUCT_COLUMNS * 2 * (
+                self.head_dim + 2 * self.value.groups * self._stage_tokens(math_warps)
+            )
+            queries = self.kv_heads * self.columns * self.head_dim * 2 + PRODUCT_COLUMNS * 8
+            return _round_up(self.kv_heads * team + queries + PLAN_BYTES + 18 * 16, 128)
         blocks = -(-self.columns // 4)
         exchanged = 1 if self.key.coding == CODEBOOK and not self.shared_book else 4
         exchange = self.kv_heads * (self._warps_per_head(math_warps) // 2) * exchanged * (self.head_dim + 4) * 4
@@ -157,8 +195,11 @@ class Variant:
             return _round_up(fixed, 128)
         return _round_up(fixed + 16, 128) + _round_up(book_bytes(self.kv_heads, self.head_dim, self.shared_book), 128)
 
+    def _stage_tokens(self, math_warps: int) -> int:
+        return (TILE // 2 if self.warpgroups else TILE) * self._warps_per_head(math_warps)
+
     def _stage_bytes(self, math_warps: int) -> int:
-        tokens = TILE * self._warps_per_head(math_warps)
+        tokens = self._stage_tokens(math_warps)
         return sum(_round_up(tokens * side.row_bytes, 128) for side in (self.key, self.value))
 
     def _stages(self, math_warps: int) -> int:
@@ -198,6 +239,7 @@ class Variant:
             "READING_TERMS": self.reading_terms,
             "READING_SETS": self.reading_sets,
             "SHARED_BOOK": self.shared_book,
+            "WARPGROUPS": self.warpgroups,
             "MATH_WARPS": self.math_warps,
             "THREADS": self.threads,
             "SHARED_BYTES": self.shared_bytes,

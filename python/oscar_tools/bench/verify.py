@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from oscar_kernels.cache import BatchTables, Windows
+from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.visible import causal_words
 from oscar_tools.bench.decode import KERNELS, caches_of, make_workspace, queries, readings_of
 from oscar_tools.bench.synthetic import WINDOWS, Heads, layouts_of
@@ -27,11 +29,15 @@ def verify_us(
     for n tokens as requests.
 
     Args:
-        kernel: ``cuda`` or ``triton``.
+        kernel: ``cuda`` or ``triton``, or ``cuda:passes`` for the kernel that decodes even where servers verify by
+            ``verify.cu``.
         heads, batch, length: of the load.
         tokens: new tokens of a request, each number once.
         widths: of rows, in bits.
     """
+    if kernel == "cuda:passes":
+        with patch.object(cuda_decode, "_with_warpgroups", return_value=None):
+            return verify_us("cuda", heads, batch, length, tokens, widths)
     module, layouts = KERNELS[kernel], layouts_of(widths, heads.kv, heads.head_dim)
     windows = Windows(WINDOWS.sink, WINDOWS.recent, WINDOWS.ring + max(tokens))
     tables, caches = caches_of(batch, length, layouts, windows)

@@ -36,6 +36,7 @@ OPTIONS = ["-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-ffp-contract=off
 DECODE = ("Query", "Buffers", "Tables", "Partials", "Result", "Reading", "Books")
 PARAMETERS = {
     "decode.cu": ("oscar_decode", DECODE),
+    "verify.cu": ("oscar_verify", DECODE),
     "decode_pair.cu": (
         "oscar_decode_pair",
         (*(f"{part}::{of}" for part in ("first", "second") for of in DECODE), "int"),
@@ -91,8 +92,8 @@ def build(
     expected, types = PARAMETERS[name]
     assert function == expected
     sources = {path.name: path.read_text() for path in sorted(SOURCES.iterdir())}
-    sources["ptx.cuh"] = (HERE / "ptx.cuh").read_text()
-    for source in ("decode.cu", "store.cu", "decode_pair.cu", "prompt.cu"):
+    sources |= {name: (HERE / name).read_text() for name in ("ptx.cuh", "warpgroup.cuh")}
+    for source in PARAMETERS:
         own = sources[source] if text is None or source != name else text
         own = re.sub(r"extern __shared__ [^;]*char shared\[\];", "char* shared = emulated_shared();", own)
         own = re.sub(r"__shared__ float (\w+)\[[^;]*\];", r"float* \1 = (float*)emulated_shared();", own)

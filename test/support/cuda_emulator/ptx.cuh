@@ -77,6 +77,7 @@ struct Mbarrier {
 struct Gate {
   int arrived = 0;
   u32 done = 0;
+  u32 any[2];  // of this time and the next: some may be there before all have read
 };
 
 struct Block {

@@ -20,6 +20,7 @@ constexpr int QUERIES = OSCAR_QUERIES;  // of them that are worked on at once; 1
 constexpr int READING_TERMS = OSCAR_READING_TERMS;  // of the matrix that outputs are multiplied by; 0: they are not
 constexpr int READING_SETS = OSCAR_READING_SETS;    // such matrices: 1 or one per kv head
 constexpr bool MULTIPLIES = READING_TERMS > 0;
+constexpr bool WARPGROUPS = OSCAR_WARPGROUPS;  // four warps multiply side by side: verify.cu, else decode.cu
 constexpr int MAX_WARPS = OSCAR_MATH_WARPS;
 constexpr int MAX_BATCH = 1024;
 constexpr int SHARED_LIMIT = 227 * 1024;  // of a block on compute capability 9.0
@@ -92,7 +93,7 @@ constexpr int minimum(int a, int b) { return a < b ? a : b; }
 constexpr int maximum(int a, int b) { return a < b ? b : a; }
 
 // A warp works on one kv head and on TILE tokens of history at a time; TILES_PER_STAGE warps share a head.
-constexpr int TILE = 32;
+constexpr int TILE = WARPGROUPS ? 16 : 32;
 constexpr int TILES_PER_STAGE = largest_power_of_two(MAX_WARPS / KV_HEADS);
 constexpr int MATH_WARPS = KV_HEADS * TILES_PER_STAGE;
 // One more warp issues copies. Eight or sixteen math warps want more registers than an even share, and registers change
@@ -123,7 +124,9 @@ constexpr int QK_BLOCKS = (COLUMNS + 3) / 4;
 // Up to four heads use the eight columns of the product with values as (head, half of the tokens).
 constexpr bool PAIRED = COLUMNS <= 4;
 constexpr int PV_BLOCKS = PAIRED ? 1 : (COLUMNS + 7) / 8;
-constexpr int SPILL_WORDS = PAIRED ? 0 : PV_BLOCKS * (HEAD_DIM / 16) * 4 + QK_BLOCKS + 1;  // of a lane
+constexpr int PRODUCT_COLUMNS = 32;  // of WARPGROUPS: columns beyond a pass's are zero
+constexpr int SPILL_WORDS = WARPGROUPS ? PRODUCT_COLUMNS / 2 * ValueRows::PLANES + PRODUCT_COLUMNS / 4 + 1  // of a lane
+                            : PAIRED   ? 0 : PV_BLOCKS * (HEAD_DIM / 16) * 4 + QK_BLOCKS + 1;
 constexpr int UNITS = HEAD_DIM / 32;       // products of 32 channels
 constexpr int TILES_M = HEAD_DIM / 16;     // products of 16 output channels
 // More columns of queries than a lane has registers for beside its sums: the warps of a kv head read them from shared memory.
@@ -133,12 +136,18 @@ constexpr bool WIDE = HEAD_DIM * COLUMNS > 2048;
 constexpr int PARTIAL_ROW = HEAD_DIM + 4;  // of a head: outputs, maximum and total, padded to 16 bytes
 constexpr int EXCHANGED = HAS_BOOK && !SHARED_BOOK ? 1 : 4;  // query heads at a time: books leave no memory for more
 constexpr int PARTIAL_FLOATS = EXCHANGED * PARTIAL_ROW;
-constexpr int EXCHANGE_BYTES = KV_HEADS * (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4;
+constexpr int TEAM_BYTES = 7 * 128;  // of a kv head, see Team
+constexpr int EXCHANGE_BYTES = KV_HEADS * (WARPGROUPS ? TEAM_BYTES : (TILES_PER_STAGE / 2) * PARTIAL_FLOATS * 4);
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2;
-constexpr int VISIBLE_BYTES = DRAFTS > 0 ? 16 * 8 : 0;  // behind queries: which new tokens each of theirs sees
-constexpr int QUERIES_OFFSET = (EXCHANGE_BYTES + 127) / 128 * 128;  // of this and the next segment
-constexpr int DIGITS_OFFSET = QUERIES_OFFSET + 2 * (QUERY_BYTES + VISIBLE_BYTES);
-constexpr int DIGIT_BYTES = WIDE ? QK_BLOCKS * UNITS * 32 * 8 : 0;  // of a kv head
+constexpr int MOST_COLUMNS = WARPGROUPS ? PRODUCT_COLUMNS : 16;
+constexpr int VISIBLE_BYTES = DRAFTS > 0 ? MOST_COLUMNS * 8 : 0;  // behind queries: which new tokens each of theirs sees
+constexpr int QUERY_BUFFERS = WARPGROUPS ? 1 : 2;  // of this and the next segment, where memory suffices
+constexpr int QUERIES_OFFSET = (EXCHANGE_BYTES + 127) / 128 * 128;
+constexpr int DIGITS_OFFSET = QUERIES_OFFSET + QUERY_BUFFERS * (QUERY_BYTES + VISIBLE_BYTES);
+constexpr int WEIGHT_BYTES = V_GROUPS * STAGE_TOKENS * PRODUCT_COLUMNS * 2;  // of a stage, of WARPGROUPS
+constexpr int COLUMN_BYTES = PRODUCT_COLUMNS * HEAD_DIM * 2;                 // of queries, as WARPGROUPS multiply by them
+constexpr int DIGIT_BYTES = WARPGROUPS ? COLUMN_BYTES + 2 * WEIGHT_BYTES     // of a kv head
+                            : WIDE     ? QK_BLOCKS * UNITS * 32 * 8 : 0;
 constexpr int PLAN_OFFSET = DIGITS_OFFSET + KV_HEADS * DIGIT_BYTES;
 constexpr int MOST_WARPS = 20;  // of a block: 16 and four that copy
 constexpr int PLAN_BYTES = 10 * MAX_BATCH + 4 * MOST_WARPS;
@@ -156,7 +165,7 @@ constexpr int STAGES = minimum(minimum(FITTING_STAGES, maximum(ENOUGH_BYTES / ST
 constexpr int SHARED_BYTES = STAGES_OFFSET + STAGES * STAGE_BYTES;
 
 static_assert(KV_HEADS <= MAX_WARPS, "one warp per kv head");
-static_assert(COLUMNS <= 16, "query heads that a warp has columns for");
+static_assert(COLUMNS <= MOST_COLUMNS, "query heads that a warp has columns for");
 static_assert(DRAFTS == 0 ? QUERIES == 1 : RING >= RECENT + DRAFTS, "new tokens lie in the ring beside the recent window");
 static_assert(PAGE % TILE == 0, "a tile must not cross a page");
 static_assert(WINDOW_TOKENS > 0, "a window token must fit a stage");

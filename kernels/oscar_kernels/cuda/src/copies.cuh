@@ -32,10 +32,10 @@ DEVICE u32 stage_address(u32 shared, int stage) { return shared + STAGES_OFFSET 
 DEVICE u32 full_barrier(u32 shared, int stage) { return shared + BARRIERS_OFFSET + stage * 16; }
 DEVICE u32 empty_barrier(u32 shared, int stage) { return full_barrier(shared, stage) + 8; }
 // Queries of segments take turns in two places, each with barriers like a stage.
-DEVICE u32 query_address(u32 shared, int segment) { return shared + QUERIES_OFFSET + segment % 2 * (QUERY_BYTES + VISIBLE_BYTES); }
-DEVICE u32 query_full(u32 shared, int segment) { return full_barrier(shared, 16 + segment % 2); }
-DEVICE u32 query_empty(u32 shared, int segment) { return empty_barrier(shared, 16 + segment % 2); }
-DEVICE u32 query_parity(int segment) { return segment / 2 % 2; }
+DEVICE u32 query_address(u32 shared, int segment) { return shared + QUERIES_OFFSET + segment % QUERY_BUFFERS * (QUERY_BYTES + VISIBLE_BYTES); }
+DEVICE u32 query_full(u32 shared, int segment) { return full_barrier(shared, 16 + segment % QUERY_BUFFERS); }
+DEVICE u32 query_empty(u32 shared, int segment) { return empty_barrier(shared, 16 + segment % QUERY_BUFFERS); }
+DEVICE u32 query_parity(int segment) { return segment / QUERY_BUFFERS % 2; }
 
 struct Query {
   const u16* q;  // rotated, [batch, Q_HEADS, HEAD_DIM], in verification [batch * DRAFTS, Q_HEADS, HEAD_DIM]
@@ -179,5 +179,37 @@ DEVICE void copy_window(
     }
     __syncwarp();
     turn.advance();
+  }
+}
+
+// Everything that a block reads, segment after segment.
+DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffers, const Plan& plan, u32 shared) {
+  Turn turn;
+  Segments segments(plan, tables.batch);
+  if (segments.done()) return;
+  Segment segment = segments.next();
+  Ahead ahead;
+  ahead.load(segment, tables, query);
+  // Pages and lengths were written long before the launch before this one and history can be copied while that runs;
+  // queries and windows are its work.
+  for (int number = 0;; number++) {
+    History history(segment, tables, ahead);
+    if (number == 0) {
+      if (!may_be_written(segment, segment.history_begin)) history.copy_stages(STAGES_BEFORE_QUERY, buffers, shared, turn);
+      wait_for_predecessor();
+      let_successor_start();
+    } else if (QUERY_BUFFERS == 1) {
+      history.copy_stages(STAGES, buffers, shared, turn);  // while the queries before these are still read
+    }
+    copy_query(query, segment.request, ahead.visible, number, shared);
+    bool last = segments.done();
+    Segment next = last ? segment : segments.next();
+    Ahead next_ahead;
+    next_ahead.load(next, tables, query);
+    history.copy_stages(ALL_STAGES, buffers, shared, turn);
+    copy_window(segment, buffers, ahead, shared, turn);
+    if (last) return;
+    segment = next;
+    ahead = next_ahead;
   }
 }

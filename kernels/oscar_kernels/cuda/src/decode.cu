@@ -98,35 +98,6 @@ DEVICE void attend(
   else merge(with_others, partials, result, shared + STAGES_OFFSET);
 }
 
-DEVICE void copy(const Query& query, const Tables& tables, const Buffers& buffers, const Plan& plan, u32 shared) {
-  Turn turn;
-  Segments segments(plan, tables.batch);
-  if (segments.done()) return;
-  Segment segment = segments.next();
-  Ahead ahead;
-  ahead.load(segment, tables, query);
-  // Pages and lengths were written long before the launch before this one and history can be copied while that runs;
-  // queries and windows are its work.
-  for (int number = 0;; number++) {
-    History history(segment, tables, ahead);
-    if (number == 0) {
-      if (!may_be_written(segment, segment.history_begin)) history.copy_stages(STAGES_BEFORE_QUERY, buffers, shared, turn);
-      wait_for_predecessor();
-      let_successor_start();
-    }
-    copy_query(query, segment.request, ahead.visible, number, shared);
-    bool last = segments.done();
-    Segment next = last ? segment : segments.next();
-    Ahead next_ahead;
-    next_ahead.load(next, tables, query);
-    history.copy_stages(ALL_STAGES, buffers, shared, turn);
-    copy_window(segment, buffers, ahead, shared, turn);
-    if (last) return;
-    segment = next;
-    ahead = next_ahead;
-  }
-}
-
 DEVICE void run(
     Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading, Books books) {
   extern __shared__ __align__(128) char shared[];

@@ -59,9 +59,9 @@ struct Fresh {
   int begin;
   u32 visible;
 
-  // Whether this lane's head of a block may not see the token in a row.
-  DEVICE bool hides(int row, int block) const {
-    int token = (4 * block + (int)threadIdx.x % 4) / GQA, index = row - begin;
+  // Whether a column may not see the token in a row.
+  DEVICE bool hides(int row, int column) const {
+    int token = column / GQA, index = row - begin;
     uint2 word = load_shared2(visible + 8 * token);
     return index >= 0 && !((index < 32 ? word.x >> index : word.y >> (index - 32)) & 1);
   }
@@ -114,7 +114,7 @@ DEVICE void attend_window(
   for (int b = 0; b < QK_BLOCKS; b++) {
     logits[b] = row < count ? (product[b][0] + product[b][1]) * q.unit : minus_infinity();
     if (any_fresh && row < count) {
-      if (fresh.hides(row, b)) logits[b] = minus_infinity();
+      if (fresh.hides(row, 4 * b + (int)threadIdx.x % 4)) logits[b] = minus_infinity();
       else if (broken >> row & 1) logits[b] = as_float(0x7fc00000u);
     }
     raised |= logits[b] > softmax.top[b] + SLACK;
