@@ -16,7 +16,7 @@ from oscar_kernels.extend_plan import Limits, cut_prefixes
 from oscar_kernels.ragged_plan import RaggedPlanner
 from oscar_kernels.triton import extend as extending
 from oscar_kernels.triton.decode import decode
-from sglang_oscar.attention import gpu, warm_up
+from sglang_oscar.attention import gpu, prompt_store, warm_up
 
 LIMITS = Limits(capacity=50, passes=8, break_even=32, window=2240, joined=True)
 
@@ -34,7 +34,7 @@ def test_every_kernel_runs_and_only_dummies_are_written(ragged: bool, monkeypatc
 
     for module, name in ((ragged_extend, "copy_prefixes"), (ragged_extend, "merge_states_"), (gpu, "rotate")):
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
-    for module, name in ((gpu, "store"), (extending, "extend")):
+    for module, name in ((prompt_store, "store"), (extending, "extend")):
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
     kernels: Any = kernels_of("triton", layer)
     attend = noted("decode", decode)
