@@ -49,6 +49,9 @@ ROTATED = 0.25
 """Largest drift with rotations: 16-bit windows and outputs are rounded in another basis than stock's."""
 TWO_HALVES = 0.1
 """With two ranks: each rounds its half of every sum to BF16."""
+AGAIN = 0.125
+"""Where requests that were retracted are computed again, in other chunks: stock that does so drifts by 0.074 itself at
+one of these tokens, on a CPU with AMX."""
 PAGE, TURNS, TOKENS = 64, 3, 24
 ASKED = {"next_two_ranks": slice(0, None, 3), "next_lazy_states": slice(0, None, 2), "oldest": slice(1, None, 2)}
 ASKED |= {"next_chunked_retracted": slice(0, None, 2), "qwen3_5_few_states": slice(1, None, 2)}
@@ -170,6 +173,8 @@ def test_every_turn_equals_stock(name: str, tmp_path: Path) -> None:
     env = release | STRICT | variables
     exact = variables.items() >= IDENTITY.items()
     drift = TWO_HALVES if "--tp-size" in args else DRIFT if exact else ROTATED
+    if variables.items() >= RETRACTED.items():
+        drift = max(drift, AGAIN)
     env["PYTHONPATH"] = os.pathsep.join([LOSSLESS, *filter(None, [release.get("PYTHONPATH")])])
     track = ["--mamba-track-interval", str(PAGE), *([NO_OVERLAP] if version == MISTAKES_STATES else [])]
     text = [] if model_name == "qwen3_5" else ["--skip-tokenizer-init"]
