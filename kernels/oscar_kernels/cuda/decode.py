@@ -72,8 +72,7 @@ def variant_of(
 
 def _in_passes(plain: Variant, drafts: int) -> Variant:
     """A variant of ``src/decode.cu`` for so many new tokens of a request."""
-    passes = -(-drafts // max(min(MOST_COLUMNS // plain.gqa, drafts), 1))
-    for queries in range(-(-drafts // passes), 0, -1):
+    for queries in range(_queries(plain.gqa, drafts, MOST_COLUMNS), 0, -1):
         variant = replace(plain, drafts=drafts, queries=queries)
         if variant.unsupported() is None:
             break
@@ -82,9 +81,16 @@ def _in_passes(plain: Variant, drafts: int) -> Variant:
 
 def _with_warpgroups(plain: Variant, drafts: int) -> Variant | None:
     """One of ``src/verify.cu``; None where it cannot do this, or its passes have no more columns than the other's."""
-    passes = -(-drafts // max(min(PRODUCT_COLUMNS // plain.gqa, drafts), 1))
-    variant = replace(plain, drafts=drafts, queries=-(-drafts // passes), warpgroups=True)
+    if not plain.fits_warpgroups():  # most do not, and each launch asks
+        return None
+    variant = replace(plain, drafts=drafts, queries=_queries(plain.gqa, drafts, PRODUCT_COLUMNS), warpgroups=True)
     return variant if variant.columns > MOST_COLUMNS and variant.unsupported() is None else None
+
+
+def _queries(gqa: int, drafts: int, most: int) -> int:
+    """Tokens of a pass that has ``most`` columns at most: passes have one size, and are as few as can be."""
+    passes = -(-drafts // max(min(most // gqa, drafts), 1))
+    return -(-drafts // passes)
 
 
 DEFAULT_MPS_PIPES = Path("/tmp/nvidia-mps")

@@ -118,7 +118,7 @@ class Variant:
     def unsupported(self) -> str | None:
         """Why this variant cannot be compiled, or None."""
         page, dtypes, most = self.page_size, {self.q_dtype, self.window_dtype}, MOST_COLUMNS
-        if self.warpgroups and not self._fits_warpgroups():
+        if self.warpgroups and not self.fits_warpgroups():
             return "these heads and rows with products of four warps"
         if self.warpgroups:
             most = PRODUCT_COLUMNS
@@ -143,15 +143,13 @@ class Variant:
         )
         return next((reason for holds, reason in reasons if holds), None)
 
-    def _fits_warpgroups(self) -> bool:
+    def fits_warpgroups(self) -> bool:
         """Whether ``src/verify.cu`` reads such rows: what it was measured for."""
         key, value = self.key, self.value
-        rows = all(
-            side.coding == AFFINE and side.groups == 2 and side.scale_dtype.itemsize == 2 for side in (key, value)
-        )
         return (
-            rows and key.bits in (2, 3) and value.bits == 2 and self.head_dim == value.head_dim == 256
-            and self.kv_heads == 2 and self.q_dtype == self.window_dtype
+            self.head_dim == value.head_dim == 256 and self.kv_heads == 2 and key.bits in (2, 3) and value.bits == 2
+            and self.q_dtype == self.window_dtype
+            and all(x.coding == AFFINE and x.groups == 2 and x.scale_dtype.itemsize == 2 for x in (key, value))
         )  # fmt: skip
 
     def _warps_per_head(self, math_warps: int) -> int:

@@ -31,7 +31,7 @@ struct Turn {
 DEVICE u32 stage_address(u32 shared, int stage) { return shared + STAGES_OFFSET + stage * STAGE_BYTES; }
 DEVICE u32 full_barrier(u32 shared, int stage) { return shared + BARRIERS_OFFSET + stage * 16; }
 DEVICE u32 empty_barrier(u32 shared, int stage) { return full_barrier(shared, stage) + 8; }
-// Queries of segments take turns in two places, each with barriers like a stage.
+// Queries of segments take turns in QUERY_BUFFERS places, each with barriers like a stage.
 DEVICE u32 query_address(u32 shared, int segment) { return shared + QUERIES_OFFSET + segment % QUERY_BUFFERS * (QUERY_BYTES + VISIBLE_BYTES); }
 DEVICE u32 query_full(u32 shared, int segment) { return full_barrier(shared, 16 + segment % QUERY_BUFFERS); }
 DEVICE u32 query_empty(u32 shared, int segment) { return empty_barrier(shared, 16 + segment % QUERY_BUFFERS); }

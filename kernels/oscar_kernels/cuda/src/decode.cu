@@ -1,12 +1,11 @@
 // Decode attention over an INT2 cache for compute capability 9.0: one new token per request, or several in verification.
 //
-// One block per multiprocessor takes an equal share of the batch's work (plan.cuh). A warp of it streams pages and
-// window rows into shared memory by bulk copies (copies.cuh); the others, one or more per kv head, attend to them
+// One block per multiprocessor takes an equal share of the batch's work (plan.cuh, block.cuh). A warp of it streams pages
+// and window rows into shared memory by bulk copies (copies.cuh); the others, one or more per kv head, attend to them
 // (history.cuh, window.cuh) and write results (partial.cuh). Blocks that share a request merge theirs (merge.cuh); where
 // values are stored multiplied, all blocks leave partial results and what comes of them is multiplied back (multiply.cuh).
-#include "copies.cuh"
+#include "block.cuh"
 #include "history.cuh"
-#include "multiply.cuh"
 #include "window.cuh"
 
 #ifndef OSCAR_RUN_STAGES  // tests have shorter runs
@@ -94,41 +93,13 @@ DEVICE void attend(
     if (part == 0) write_result(softmax, plain, partials, result, segment, !MULTIPLIES && with.none(), head);
     (number == 0 ? with_others[0] : with_others[1]) = with;
   }
-  if constexpr (MULTIPLIES) multiply(segments.cut, plan, batch, partials, result, reading, shared + STAGES_OFFSET);
-  else merge(with_others, partials, result, shared + STAGES_OFFSET);
+  conclude(segments.cut, with_others, batch, partials, result, reading, plan, shared);
 }
 
 DEVICE void run(
     Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading, Books books) {
   extern __shared__ __align__(128) char shared[];
-  u32 base = shared_address(shared);
-  Plan& plan = *(Plan*)(shared + PLAN_OFFSET);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < 16 + 2; stage++) {
-      barrier_init(full_barrier(base, stage), 1);
-      barrier_init(empty_barrier(base, stage), MATH_WARPS);
-    }
-    if (HAS_BOOK) barrier_init(book_barrier(base), 1);
-    barrier_init_done();
-    if (HAS_BOOK) books.copy(base);
-    if constexpr (MULTIPLIES) reading.ask();
-  }
-  make_plan(tables, plan);
-  __syncthreads();
-  if (threadIdx.x >= MATH_WARPS * 32) {
-    if (REGISTERS_MOVE) give_registers<COPY_REGISTERS>();
-    if (threadIdx.x / 32 == MATH_WARPS) {
-      copy(query, tables, buffers, plan, base);
-      if (HAS_BOOK) barrier_wait(book_barrier(base), 0);  // a block may not end before what is copied into it is there
-      // Blocks without work too: what comes after this launch relies on what came before it.
-      wait_for_predecessor();
-      let_successor_start();
-    }
-  } else {
-    if (REGISTERS_MOVE) take_registers<MATH_REGISTERS>();
-    if (!MULTIPLIES) write_zeros(result, plan, tables.batch);
-    attend(query.sm_scale, tables.batch, partials, result, reading, plan, shared);
-  }
+  run_block(query, buffers, tables, partials, result, reading, books, shared);
 }
 
 #if !OSCAR_PART  // else it is run by decode_pair.cu

@@ -139,6 +139,16 @@ struct TeamWords {
   }
 };
 
+// Until all products that are running are done; then their sums may be touched.
+template <int COUNT>
+DEVICE void wait_for_sums(float (&sums)[COUNT][SUMS]) {
+  products_wait<0>();
+#pragma unroll
+  for (auto& product : sums)
+#pragma unroll
+    for (float& x : product) settled(x);
+}
+
 struct TeamKeys {
   float sums[K_GROUPS][SUMS];
 
@@ -165,12 +175,6 @@ struct TeamKeys {
       products_commit();
     }
   }
-  DEVICE void wait() {
-    products_wait<0>();
-#pragma unroll
-    for (auto& group : sums)
-#pragma unroll
-      for (float& x : group) settled(x);
-  }
+  DEVICE void wait() { wait_for_sums(sums); }
   DEVICE float of(int group, int row, int k) const { return sums[group][k / 2 * 4 + 2 * row + k % 2]; }
 };

@@ -46,13 +46,7 @@ struct TeamState {
   }
   DEVICE bool none_yet() const { return factor == 1e30f; }
 
-  DEVICE void wait() {
-    products_wait<0>();
-#pragma unroll
-    for (auto& plane : sums)
-#pragma unroll
-      for (float& x : plane) settled(x);
-  }
+  DEVICE void wait() { wait_for_sums(sums); }
 
   // What was summed up in weights of columns counts ``fade`` times as much, and sums are of ``change`` times as large a unit.
   DEVICE void scale(const float (&fade)[OWN], float change) {

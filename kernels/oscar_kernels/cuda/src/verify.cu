@@ -1,8 +1,6 @@
 // Verification of several new tokens of a request on compute capability 9.0, with products of four warps side by side: 17 to
 // 32 query heads of all new tokens read a kv head together. Everything but the arithmetic is that of decode.cu.
-#include "book.cuh"
-#include "copies.cuh"
-#include "multiply.cuh"
+#include "block.cuh"
 #include "team_window.cuh"
 
 #ifndef OSCAR_RUN_STAGES  // tests have shorter runs
@@ -212,36 +210,11 @@ DEVICE void attend(float sm_scale, int batch, const Partials& partials, const Re
     write_result(state, partials, result, segment, !MULTIPLIES && with.none(), team);
     (number == 0 ? with_others[0] : with_others[1]) = with;
   }
-  if constexpr (MULTIPLIES) multiply(segments.cut, plan, batch, partials, result, reading, shared + STAGES_OFFSET);
-  else merge(with_others, partials, result, shared + STAGES_OFFSET);
+  conclude(segments.cut, with_others, batch, partials, result, reading, plan, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) oscar_verify(
-    Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading, Books) {
+    Query query, Buffers buffers, Tables tables, Partials partials, Result result, Reading reading, Books books) {
   extern __shared__ __align__(128) char shared[];
-  u32 base = shared_address(shared);
-  Plan& plan = *(Plan*)(shared + PLAN_OFFSET);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < 16 + 1; stage++) {
-      barrier_init(full_barrier(base, stage), 1);
-      barrier_init(empty_barrier(base, stage), MATH_WARPS);
-    }
-    barrier_init_done();
-    if constexpr (MULTIPLIES) reading.ask();
-  }
-  make_plan(tables, plan);
-  __syncthreads();
-  if (threadIdx.x >= MATH_WARPS * 32) {
-    give_registers<COPY_REGISTERS>();
-    if (threadIdx.x / 32 == MATH_WARPS) {
-      copy(query, tables, buffers, plan, base);
-      // Blocks without work too: what comes after this launch relies on what came before it.
-      wait_for_predecessor();
-      let_successor_start();
-    }
-  } else {
-    take_registers<MATH_REGISTERS>();
-    if (!MULTIPLIES) write_zeros(result, plan, tables.batch);
-    attend(query.sm_scale, tables.batch, partials, result, reading, plan, shared);
-  }
+  run_block(query, buffers, tables, partials, result, reading, books, shared);
 }
