@@ -1,10 +1,11 @@
 """What the first start of a server costs, by cache: seconds until the first token, and megabytes of compiled kernels.
 
 Every cache is started twice in a home folder of its own, which is empty at first: ``cold``, where kernels are compiled
-that no package brings, and ``warm``, with what the first start left. A home folder holds all that SGLang, FlashInfer,
-Triton, PyTorch, the CUDA driver and the plugin keep of compiled kernels. Weights are random or lie in a folder; nothing
-is downloaded. Python's modules are read once before anything is measured, so that the first server does not pay for
-the disk.
+that no package brings, and ``warm``, with what the first start left. Where servers make rotations, a third start,
+``recalibrated``, has the kernels and no rotations: that of another model of the same shape. A home folder holds all
+that SGLang, FlashInfer, Triton, PyTorch, the CUDA driver and the plugin keep of compiled kernels. Weights are random or
+lie in a folder; nothing is downloaded. Python's modules are read once before anything is measured, so that the first
+server does not pay for the disk.
 
 Seconds are counted from launching the server to each of:
 
@@ -30,6 +31,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -48,6 +50,7 @@ from shapes import SHAPES
 from subjects import MODES, Mode, Subject, asking, subject
 
 from oscar_cpu.server import environment
+from oscar_tools.calibration.self_calibration import FACTS
 from oscar_tools.local_server import READY, serve
 
 STAGES = {
@@ -137,6 +140,14 @@ def written(home: Path) -> dict[str, float]:
     return {name: round(size / MEGABYTE, 3) for name, size in sorted(found.items())}
 
 
+def forget_rotations(home: Path) -> bool:
+    """Remove calibrations under a home folder; returns whether there were any."""
+    found = [path.parent for path in home.glob(f".cache/*/*/{FACTS}")]
+    for folder in found:
+        shutil.rmtree(folder)
+    return bool(found)
+
+
 def plugin_bytes() -> dict[str, int]:
     """Files of the plugin's packages: how many, their bytes, and the bytes of a compressed archive of them.
 
@@ -197,7 +208,7 @@ def main(
     server_args: Annotated[str, typer.Option(help="further flags for all servers")] = "",
     out: Annotated[Path, typer.Option(help="result as JSON; logs go beside it")] = Path("results/start.json"),
 ) -> None:
-    """Measure the first start of a server and the second."""
+    """Measure the first start of a server and those after it."""
     result: dict[str, Any] = describe() | {"shape": model.name if model else shape, "length": length}
     result["plugin"] = plugin_bytes()
     print(f"plugin: {result['plugin']}", flush=True)
@@ -212,7 +223,9 @@ def main(
         for name in modes.split(","):
             home, given = Path(homes) / name, [*what.flags, *MODES[name].args, *server_args.split()]
             home.mkdir()
-            for kind in ("cold", "warm"):
+            for kind in ("cold", "warm", "recalibrated"):
+                if kind == "recalibrated" and not forget_rotations(home):
+                    continue
                 log = out.with_suffix(f".{name}.{kind}.log")
                 row = start(MODES[name], what, given, home, log, length)
                 result[f"{name}_{kind}"] = row

@@ -8,8 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
 
-from bench_start import STAGES, at_home, plugin_bytes, watched, written
+from bench_start import STAGES, at_home, forget_rotations, plugin_bytes, watched, written
 
+from oscar_tools.calibration.self_calibration import FACTS
 from oscar_tools.local_server import READY
 
 
@@ -48,6 +49,18 @@ def test_megabytes_by_folder(tmp_path: Path) -> None:
         path.write_bytes(bytes(size))
     (tmp_path / ".f" / "link").symlink_to(tmp_path / ".cache" / "e")
     assert written(tmp_path) == {".cache": 0.005, ".cache/a": 4.0, ".f": 2.0}
+
+
+def test_kernels_stay_where_rotations_are_forgotten(tmp_path: Path) -> None:
+    made = tmp_path / ".cache" / "sglang-oscar" / "key"
+    made.mkdir(parents=True)
+    kernel = made.with_name("kernel.cubin")
+    for path in (made / FACTS, made / "k.safetensors", kernel):
+        path.write_bytes(b"x")
+    assert forget_rotations(tmp_path)
+    assert kernel.exists()
+    assert not made.exists()
+    assert not forget_rotations(tmp_path)
 
 
 def test_caches_move_with_the_home_folder() -> None:
