@@ -54,7 +54,7 @@ from oscar_tools.calibration.self_calibration import FACTS
 from oscar_tools.local_server import READY, serve
 
 STAGES = {
-    "recording": re.compile(r"int2 calibration: dumping "),
+    "recording": re.compile(r"int2 calibration: starting a server that records"),
     "recorded": re.compile(r"int2 calibration: recording: (\d+) of \1 prompts"),
     "calibrated": re.compile(r"int2 rotations from calibration on the spot"),
     "imported": re.compile(r"Load weight begin"),

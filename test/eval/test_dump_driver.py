@@ -31,9 +31,12 @@ from oscar_tools.calibration.dump_origin import ORIGIN
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.model_files import OVERRIDES
+from oscar_tools.calibration.self_calibration import SelfCalibration, calibrate
 from oscar_tools.cli import app
 from oscar_tools.evaluation.prove.texts import CALIBRATION, Texts
 from oscar_tools.local_server import LocalServer, ServerFailedError
+from sglang_oscar.rotation_source.cache import Calibration
+from sglang_oscar.rotation_source.task import Task
 from support.benchmark_data import write_rows
 from support.reference import MODEL
 
@@ -46,7 +49,7 @@ class Server:
         self.lengths: list[int] = []
 
     @contextmanager
-    def serve(self, model: str, log: Path, args: list[str], env: dict[str, str]) -> Iterator[None]:
+    def serve(self, model: str, log: Path, args: list[str], env: dict[str, str], given_up: None) -> Iterator[None]:
         self.started += 1
         dump = Path(env["DUMP_KVCACHE_DIR"])
         assert not (dump / "manifest.json").exists()
@@ -131,6 +134,28 @@ def test_a_conversation_that_the_template_does_not_take_is_one_line(tmp_path: Pa
         sequences(read_documents(data), model)
 
 
+def test_a_server_that_starts_is_given_up_where_there_are_no_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are chosen beside its start; the error is theirs, and nothing stays."""
+    waited = []
+
+    @contextmanager
+    def serve(model: str, log: Path, args: list[str], env: dict[str, str], given_up: threading.Event) -> Iterator[None]:
+        waited.append(given_up.wait(60))
+        raise ServerFailedError("given up")
+        yield
+
+    monkeypatch.setattr(dump_driver, "serve", serve)
+    model = checkpoint(tmp_path / "model")
+    wanted = Calibration(weights="", model="", rope=None, context=8192, group_size=32)
+    task = Task(str(model), str(tmp_path / "nowhere"), str(model), False, 0, False, 1, [], wanted)
+    with pytest.raises(DataError, match="nowhere"):
+        calibrate(SelfCalibration(task), tmp_path)
+    assert waited == [True]
+    assert not (tmp_path / "recording").exists()
+
+
 def test_a_context_without_room_for_a_prompt(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model")
     with pytest.raises(DataError, match="a context of 16 tokens has no room"):
@@ -139,7 +164,7 @@ def test_a_context_without_room_for_a_prompt(tmp_path: Path) -> None:
 
 def test_a_refused_prompt_is_told_as_the_server_told_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = checkpoint(tmp_path / "model"), texts(tmp_path / "mine.jsonl", "word")
-    monkeypatch.setattr(dump_driver, "serve", lambda model, log, args, env: serving(log))
+    monkeypatch.setattr(dump_driver, "serve", lambda model, log, args, env, given_up: serving(log))
 
     def refuse(asked: urllib.request.Request, timeout: float) -> None:
         body = json.dumps({"error": {"message": "The input is longer\nthan it may be."}}).encode()

@@ -72,6 +72,8 @@ class Kind:
     """Test plugins of int2 mode's server."""
     parallel: bool = True
     """Whether its GPUs hold a part of every layer, and not layers of their own."""
+    shared: bool = True
+    """Whether its ranks attend for the same requests."""
     packages: tuple[str, ...] = ()
     """That it needs, and not every machine has."""
 
@@ -175,7 +177,9 @@ KINDS = {
     # Ranks have experts of their own, and hand each other activations in equal shares: odd chunks are padded.
     "experts": Kind(experts, (*IDS, *APART, "--ep-size", "2", "--moe-dense-tp-size", "1"), ranks=(2,)),
     # Ranks have requests of their own, and pad their batches to each other's sizes.
-    "experts_attended_apart": Kind(experts, (*IDS, *APART, "--dp-size", "2", "--enable-dp-attention"), ranks=(2,)),
+    "experts_attended_apart": Kind(
+        experts, (*IDS, *APART, "--dp-size", "2", "--enable-dp-attention"), ranks=(2,), shared=False
+    ),
     # A library of its own hands tokens to experts, and wants real sizes.
     "experts_deepep": Kind(
         lambda folder: models.save("glm4_moe", folder, hidden_size=2048, moe_intermediate_size=256, n_routed_experts=2),
@@ -309,8 +313,10 @@ def check_kind(name: str, ranks: int, server: Server, answers: list[dict[str, An
     assert server.alive()
     text = server.text()
     assert "Traceback" not in text
-    if ranks > 1 and KINDS[name].parallel:
+    if ranks > 1 and KINDS[name].parallel and KINDS[name].shared:
         assert_ranks_agree(text, ranks, passes=2 * TURNS)
+    if not KINDS[name].shared:
+        assert all(f"DP{rank} TP{rank}] Prefill batch" in text for rank in range(ranks))
     if KINDS[name].per_step:
         print(f"{name}: {per_step(answers):.2f} tokens a step")
         assert per_step(answers) >= KINDS[name].per_step

@@ -54,7 +54,7 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE | options, num_experts=4, norm_topk_prob=True))
     elif architecture == "glm4_moe":
         extra = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**MOE, **extra | options, use_qk_norm=True))
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**MOE | extra | options, use_qk_norm=True))
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # Biases start at zero; a wrong rotation of them must show.
                 torch.nn.init.normal_(parameter, std=0.2)

@@ -6,15 +6,18 @@ import http.client
 import json
 import os
 import shutil
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from oscar_cpu.server import OUR_PREFIXES, environment, has_gpu
+from oscar_rotation.atomic import write_text_atomically
+from oscar_rotation.dump.layout import TOKENS_NAME
 from oscar_rotation.errors import DumpError
 from oscar_rotation.model_table import ModelSettings
 from oscar_tools.calibration.data import Chat, LocalData, calibration_chats, dataset_label, render_chat
@@ -169,20 +172,44 @@ def record(task: DumpTask, folder: CalibrationFolder, prompts: list[list[int]]) 
         shutil.rmtree(folder.dump)
     # Before the server starts: a dump that is complete always has it.
     write_origin(folder.dump, origin)
+    record_prompts(task, folder, lambda: prompts)
+
+
+def record_prompts(
+    task: DumpTask,
+    folder: CalibrationFolder,
+    prompts: Callable[[], list[list[int]]],
+    given_up: threading.Event | None = None,
+) -> None:
+    """Dump prompts that are asked for when the server is ready, into a folder without a dump.
+
+    Args:
+        task: how; its tokens and data are no matter here.
+        folder: of the dump.
+        prompts: token ids of each.
+        given_up: set by another thread where there will be none.
+
+    Raises:
+        DataError, OSError, ServerFailedError: as :func:`run_dump`; what ``prompts`` raises.
+    """
+    settings = task.settings
     env = {
         "DUMP_KVCACHE": "1",
-        "DUMP_KVCACHE_TOKENS": str(sum(map(len, prompts))),
         "DUMP_KVCACHE_DIR": str(folder.dump.resolve()),
-        "DUMP_KVCACHE_MODE": mode,
+        "DUMP_KVCACHE_MODE": COVARIANCES if task.covariances else ACTIVATIONS,
     }
     args = ["--tensor-parallel-size", str(settings.tp_dump), "--chunked-prefill-size", str(LONGEST_PROMPT)]
     args += [*settings.server_flags, *plain_backend(task.server_args), *task.server_args]
     log = folder.path / "dump_server.log"
-    print(f"dumping {env['DUMP_KVCACHE_TOKENS']} tokens of {len(prompts)} prompts; server log: {log}")
-    with serve(settings.model, log, args, server_environment(settings, env)) as server:
+    print(f"starting a server that records; its log: {log}", flush=True)
+    with serve(settings.model, log, args, server_environment(settings, env), given_up=given_up) as server:
+        chosen = prompts()
+        tokens = sum(map(len, chosen))
+        write_text_atomically(folder.dump / TOKENS_NAME, str(tokens))
+        print(f"dumping {tokens} tokens of {len(chosen)} prompts", flush=True)
         # One at a time: prompts that share a prefill may be split over two chunks, and only the first is recorded.
-        for number, ids in enumerate(stepping(prompts, "recording", "prompts"), 1):
-            prefill(server, ids, f"prompt {number} of {len(prompts)}")
+        for number, ids in enumerate(stepping(chosen, "recording", "prompts"), 1):
+            prefill(server, ids, f"prompt {number} of {len(chosen)}")
     if dump_state(folder.dump) != "complete":
         raise DataError(f"{folder.dump}: the server recorded less than was asked for; see {log}")
 

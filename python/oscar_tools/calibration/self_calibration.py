@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,11 +17,12 @@ from oscar_rotation.model_table import ModelSettings, model_settings
 from oscar_rotation.recipes import FITTED, FitRequest
 from oscar_tools.calibration import shipped_text
 from oscar_tools.calibration.data import calibration_chats
-from oscar_tools.calibration.dump_driver import LONGEST_PROMPT, ROOM, DumpTask, choose_prompts, record
+from oscar_tools.calibration.dump_driver import LONGEST_PROMPT, ROOM, DumpTask, choose_prompts, record_prompts
 from oscar_tools.calibration.errors import DataError
 from oscar_tools.calibration.folders import CalibrationFolder
 from oscar_tools.calibration.model_files import load_tokenizer
 from oscar_tools.calibration.progress import fitting
+from oscar_tools.local_server import ServerFailedError
 from sglang_oscar.rotation_source.task import Task
 
 TOKENS = 32768
@@ -55,13 +58,11 @@ def calibrate(asked: SelfCalibration, out: Path) -> None:
         ServerFailedError: the recording server did not start, ended, or refused a prompt.
     """
     task, work = asked.task, out / "recording"
-    settings = _settings(task)
-    prompts = _prompts(asked, settings)
-    _check_room(task, out, prompts)
+    _check_room(task, out, asked.tokens)
     try:
         folder = CalibrationFolder(work)
         work.mkdir(parents=True)
-        record(DumpTask(settings, work, server_args=_server_args(task)), folder, prompts)
+        prompts = _record(asked, folder)
         written = _fit(task, folder.dump, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -70,6 +71,22 @@ def calibrate(asked: SelfCalibration, out: Path) -> None:
         "tokens": sum(map(len, prompts)), "files": [path.name for path in written],
     }  # fmt: skip
     write_text_atomically(out / FACTS, json.dumps(facts, indent=1) + "\n")
+
+
+def _record(asked: SelfCalibration, folder: CalibrationFolder) -> list[list[int]]:
+    """Record prompts, which are chosen while the server that records them starts; returns them."""
+    settings, missing = _settings(asked.task), threading.Event()
+    with ThreadPoolExecutor(1) as beside:
+        prompts = beside.submit(_prompts, asked, settings)
+        prompts.add_done_callback(lambda done: missing.set() if done.exception() else None)
+        how = DumpTask(settings, folder.path, server_args=_server_args(asked.task))
+        try:
+            record_prompts(how, folder, prompts.result, missing)
+        except ServerFailedError:
+            if missing.is_set():
+                prompts.result()  # says why
+            raise
+        return prompts.result()
 
 
 def _settings(task: Task) -> ModelSettings:
@@ -99,13 +116,13 @@ def _prompts(asked: SelfCalibration, settings: ModelSettings) -> list[list[int]]
     return shipped_text.prompts(tokenizer, asked.tokens, longest)
 
 
-def _check_room(task: Task, out: Path, prompts: list[list[int]]) -> None:
+def _check_room(task: Task, out: Path, tokens: int) -> None:
     """Refuse before minutes of work what would fill the disk.
 
     Raises:
         DataError: naming the folder.
     """
-    needed = sum(map(len, prompts)) * task.token_bytes
+    needed = tokens * task.token_bytes
     free = shutil.disk_usage(out).free
     if free < needed:
         raise DataError(

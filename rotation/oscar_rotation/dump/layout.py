@@ -17,6 +17,10 @@ tokens. Ranks write ``sink_logits.tp<i>of<n>.pt``, as they write q.
 Float32 [q_heads, head_dim, head_dim], W^T W of each head's part W [hidden, head_dim] of the output projection: what an
 error of its attention output is worth. Ranks write ``output_reader.tp<i>of<n>.pt``. Dumps without it are fitted with
 the weights of the checkpoint.
+
+    <root>/tokens
+
+How many tokens are to be recorded, where that was not known yet when the server was started.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ KINDS = ("q", "k", "v", "seq_lens")
 TENSOR_KINDS = ("q", "k", "v")
 WARMUP_CHUNK = 0
 """The first chunk: a server's warm-up request of a few tokens, of no use to a fit."""
+
+TOKENS_NAME = "tokens"
 
 LAYER_PATTERN = re.compile(r"layer_(\d+)")
 CHUNK_PATTERN = re.compile(r"(\d+)(?:\.tp(\d+)of(\d+))?\.pt")

@@ -18,6 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from oscar_rotation.dump.covariances import CovarianceWriter
+from oscar_rotation.dump.layout import TOKENS_NAME
 from oscar_rotation.dump.manifest import DumpManifest
 from oscar_rotation.dump.writer import DumpWriter
 from oscar_rotation.errors import DumpError
@@ -99,7 +100,7 @@ def configure(args: Any) -> None:
     args.disable_radix_cache = True
     args.disable_prefill_cuda_graph = True
     args.cuda_graph_backend_prefill = "disabled"  # weighs more than the flag before it
-    logger.info("dumping q, k and v of %d tokens to %s", settings.tokens, settings.folder)
+    logger.info("dumping q, k and v to %s", settings.folder)
 
 
 def check_heads(args: Any, model: Any) -> None:
@@ -152,7 +153,7 @@ class Dump:
         self.settings = settings
         # Chunk 0 is the server's warm-up request, which a fit leaves out.
         self.chunk = 0 if server_args.skip_server_warmup else -1
-        self.tokens = 0
+        self.tokens, self.budget = 0, settings.tokens
         self.selected: torch.Tensor | None = None
         self.seq_lens: list[int] = []
         self.writer = DumpWriter(
@@ -195,12 +196,15 @@ class Dump:
     @property
     def done(self) -> bool:
         """Whether the token budget is reached."""
-        return self.tokens >= self.settings.tokens
+        return self.tokens >= self.budget
 
     def select(self, forward_batch: Any) -> None:
         """Choose the tokens of a forward pass: those of sequences that start at position 0, health checks aside."""
         self.seq_lens, self.selected = whole_prompts(forward_batch)
         self.chunk += self.selected is not None
+        told = self.settings.folder / TOKENS_NAME
+        if self.tokens == 0 and told.exists():
+            self.budget = int(told.read_text())
 
     def write(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
