@@ -90,6 +90,16 @@ QUICKSTART = {
     "naive INT2": ("naive INT2", 64),
 }
 """Rows of README's table of the quickstart -> method and group in the result."""
+EXTENDED = {
+    "8,192 tokens | nothing": (1, 0, 8192),
+    "8,192 tokens | 32K": (1, 32_768, 8192),
+    "256 tokens | 32K": (1, 32_768, 256),
+    "128 tokens | 2K": (1, 2048, 128),
+    "16 tokens | 128K": (1, 131_072, 16),
+    "eight of 1,024 tokens | nothing": (8, 0, 1024),
+    "256 tokens behind each of eight hits | 8K": (8, 8192, 256),
+}
+"""Rows of benchmark/README.md's table of extends -> requests, cached tokens and new ones of each."""
 BF16_KERNELS = "baseline_us", "fa3_us", "xqa_us"
 FP8_KERNELS = "flashinfer_fp8_us", "fa3_fp8_us", "xqa_fp8_us"
 
@@ -344,6 +354,30 @@ def kernel_tables() -> Iterator[Claim]:
         yield Claim(BENCHMARKS, f"| {label} |" + " {} |" * len(values), tuple(values))
 
 
+def extends() -> Iterator[Claim]:
+    """Chunks of prompts against the faster stock kernel."""
+    found = {
+        (row["batch"], row["prefix"], row["chunk"]): row["overhead"] for row in result("h200_kernels_extend")["rows"]
+    }
+    for label, shape in EXTENDED.items():
+        how = "less" if found[shape] < 0 else "longer"
+        yield Claim(BENCHMARKS, f"| {label} | {{}}% {how} |", (100 * abs(found[shape]),))
+
+
+def common_tools() -> Iterator[Claim]:
+    """The table of docs/measuring.md."""
+    caches = result("h200_ecosystem_qwen2.5_coder_1.5b")["results"]
+    rows = {
+        "32 cold prompts at once, seconds": lambda cache: cache["cold_32"]["seconds"],
+        "milliseconds per token": lambda cache: cache["cold_32"]["mean_tpot_ms"],
+        "gsm8k, 5 shots": lambda cache: cache["gsm8k_5_shots"],
+        "gsm8k, 64 shots": lambda cache: cache["gsm8k_64_shots"],
+    }
+    for label, value in rows.items():
+        numbers = tuple(value(caches[name]) for name in ("bf16", "fp8", "int2"))
+        yield Claim("docs/measuring.md", f"| {label} |" + " {} |" * 3, numbers)
+
+
 def share(bandwidth: float, batch: int, length: int, us: float) -> float:
     """Part of ``bandwidth`` in GB/s at which two bits of 8 kv heads of 128 channels are read, windows in 16 bits."""
     window, row, exact = 320, 8 * 72, 8 * 128 * 4
@@ -397,6 +431,8 @@ def all_claims() -> list[Claim]:
             kernels,
             decode_kernel,
             kernel_tables,
+            extends,
+            common_tools,
             servers,
             quickstart,
         )
