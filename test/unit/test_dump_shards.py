@@ -73,7 +73,7 @@ def test_layers_without_an_int2_cache_are_left_out() -> None:
     written: list[tuple[int, int]] = []
     made: Any = Dump.__new__(Dump)
     made.numbers, made.selected, made.seq_lens = {1: 0, 3: 1}, torch.arange(2), [2]
-    made.chunk, made.tokens, made.settings = 1, 0, SimpleNamespace(tokens=100)
+    made.chunk, made.tokens, made.budget = 1, 0, 100
     made.covariances, made.projections = None, {}
     made.writer = SimpleNamespace(write=lambda layer, chunk, *rest: written.append((layer, chunk)))
     x = torch.zeros(3, 1, 4)
