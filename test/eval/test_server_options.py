@@ -84,7 +84,7 @@ def test_code_of_a_model_runs_only_on_request(
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     started: list[list[str]] = []
 
-    def no_server(model: str, log: Path, args: list[str], env: dict[str, str]) -> None:
+    def no_server(model: str, log: Path, args: list[str], env: dict[str, str], **more: object) -> None:
         started.append(args)
         raise ServerFailedError("not started")
 
