@@ -368,7 +368,7 @@ def common_tools() -> Iterator[Claim]:
     """The table of docs/measuring.md."""
     caches = result("h200_ecosystem_qwen2.5_coder_1.5b")["results"]
     rows = {
-        "32 cold prompts at once, seconds": lambda cache: cache["cold_32"]["seconds"],
+        "32 cold prompts, seconds": lambda cache: cache["cold_32"]["seconds"],
         "milliseconds per token": lambda cache: cache["cold_32"]["mean_tpot_ms"],
         "gsm8k, 5 shots": lambda cache: cache["gsm8k_5_shots"],
         "gsm8k, 64 shots": lambda cache: cache["gsm8k_64_shots"],

@@ -229,10 +229,12 @@ def test_speculation(name: str, fleet: Fleet, expected: dict) -> None:
 def test_speculation_in_triton_with_chunks_and_retraction(fleet: Fleet, expected: dict) -> None:
     server = fleet["speculating_triton"]
     compare("speculating, chunked", expected["chunked"], golden.conversations(server, expected["chunked"]))
-    got = golden.many(server, workers=64)
-    print(f"speculating: {retracted(server)} retractions, {right(got)} right, {per_step(got):.2f} tokens a step")
-    assert retracted(server) > 0
-    assert uncertain(expected["many"], got) == {}
+    # Steps of several tokens are few, and so are those that retract: two rounds.
+    for _ in range(2):
+        got = golden.many(server, workers=64)
+        print(f"speculating: {retracted(server)} retractions, {right(got)} right, {per_step(got):.2f} tokens a step")
+        assert uncertain(expected["many"], got) == {}
+    assert retracted(server) > 3
     healthy(server)
 
 

@@ -46,6 +46,11 @@ class DumpTask:
     covariances: bool = False
     server_args: tuple[str, ...] = ()
 
+    @property
+    def mode(self) -> str:
+        """What is written."""
+        return COVARIANCES if self.covariances else ACTIVATIONS
+
 
 def server_environment(settings: ModelSettings, extra: dict[str, str]) -> dict[str, str]:
     """The process's environment without settings of earlier runs, made fit for this machine and these GPUs."""
@@ -158,9 +163,8 @@ def record(task: DumpTask, folder: CalibrationFolder, prompts: list[list[int]]) 
         DataError, DumpError, OSError, ServerFailedError: as :func:`run_dump`.
     """
     settings = task.settings
-    mode = COVARIANCES if task.covariances else ACTIVATIONS
     overrides = model_overrides([*settings.server_flags, *task.server_args])
-    origin = dump_origin(settings.model, prompts, mode, overrides)
+    origin = dump_origin(settings.model, prompts, task.mode, overrides)
     state = dump_state(folder.dump)
     if state == "complete":
         if remark := check_origin(folder.dump, origin):
@@ -196,7 +200,7 @@ def record_prompts(
     env = {
         "DUMP_KVCACHE": "1",
         "DUMP_KVCACHE_DIR": str(folder.dump.resolve()),
-        "DUMP_KVCACHE_MODE": COVARIANCES if task.covariances else ACTIVATIONS,
+        "DUMP_KVCACHE_MODE": task.mode,
     }
     args = ["--tensor-parallel-size", str(settings.tp_dump), "--chunked-prefill-size", str(LONGEST_PROMPT)]
     args += [*settings.server_flags, *plain_backend(task.server_args), *task.server_args]

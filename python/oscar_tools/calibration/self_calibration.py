@@ -58,11 +58,10 @@ def calibrate(asked: SelfCalibration, out: Path) -> None:
         ServerFailedError: the recording server did not start, ended, or refused a prompt.
     """
     task, work = asked.task, out / "recording"
-    _check_room(task, out, asked.tokens)
     try:
         folder = CalibrationFolder(work)
         work.mkdir(parents=True)
-        prompts = _record(asked, folder)
+        prompts = _record(asked, folder, out)
         written = _fit(task, folder.dump, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -73,11 +72,17 @@ def calibrate(asked: SelfCalibration, out: Path) -> None:
     write_text_atomically(out / FACTS, json.dumps(facts, indent=1) + "\n")
 
 
-def _record(asked: SelfCalibration, folder: CalibrationFolder) -> list[list[int]]:
+def _record(asked: SelfCalibration, folder: CalibrationFolder, out: Path) -> list[list[int]]:
     """Record prompts, which are chosen while the server that records them starts; returns them."""
+
+    def choose() -> list[list[int]]:
+        chosen = _prompts(asked, settings)
+        _check_room(asked.task, out, chosen)
+        return chosen
+
     settings, missing = _settings(asked.task), threading.Event()
     with ThreadPoolExecutor(1) as beside:
-        prompts = beside.submit(_prompts, asked, settings)
+        prompts = beside.submit(choose)
         prompts.add_done_callback(lambda done: missing.set() if done.exception() else None)
         how = DumpTask(settings, folder.path, server_args=_server_args(asked.task))
         try:
@@ -116,13 +121,13 @@ def _prompts(asked: SelfCalibration, settings: ModelSettings) -> list[list[int]]
     return shipped_text.prompts(tokenizer, asked.tokens, longest)
 
 
-def _check_room(task: Task, out: Path, tokens: int) -> None:
+def _check_room(task: Task, out: Path, prompts: list[list[int]]) -> None:
     """Refuse before minutes of work what would fill the disk.
 
     Raises:
         DataError: naming the folder.
     """
-    needed = tokens * task.token_bytes
+    needed = sum(map(len, prompts)) * task.token_bytes
     free = shutil.disk_usage(out).free
     if free < needed:
         raise DataError(

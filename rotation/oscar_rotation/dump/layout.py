@@ -20,7 +20,7 @@ the weights of the checkpoint.
 
     <root>/tokens
 
-How many tokens are to be recorded, where that was not known yet when the server was started.
+How many tokens are to be recorded, said before the first prompt; ``DUMP_KVCACHE_TOKENS`` where it is missing.
 """
 
 from __future__ import annotations
