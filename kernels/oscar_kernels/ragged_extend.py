@@ -14,6 +14,7 @@ The attention kernel is FlashInfer's ragged prefill or FlashAttention-3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -26,16 +27,32 @@ from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 
 
+class CopyPrefixes(Protocol):
+    """Writes spans of cached keys and values in 16 bits; see :func:`oscar_kernels.triton.prefix.copy_prefixes`."""
+
+    def __call__(
+        self,
+        cache: LayerCache,
+        tables: BatchTables,
+        requests: torch.Tensor,
+        begins: torch.Tensor,
+        indptr: torch.Tensor,
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+    ) -> None: ...
+
+
 class RaggedExtend:
     """Runs the extends of a model: chunks, passes of dequantized prefixes, short chunks, and their merge.
 
     Args:
         planner: of batches, whose plans this runs.
         decode: decode kernel for up to SHORT_BATCH requests.
+        copy: turns prefixes into 16 bits.
     """
 
-    def __init__(self, planner: RaggedPlanner, decode: Decode) -> None:
-        self.planner, self._decode = planner, decode
+    def __init__(self, planner: RaggedPlanner, decode: Decode, copy: CopyPrefixes = copy_prefixes) -> None:
+        self.planner, self._decode, self._copy = planner, decode, copy
         self._workspace = planner.new_workspace()
 
     def warm_up(self) -> None:
@@ -100,7 +117,7 @@ class RaggedExtend:
         """Fill the workspace with a load's prefixes; returns its keys and values [rows, kv_heads, head_dim]."""
         keys, values = (room[: load.rows] for room in self._workspace)
         for cache, *own in zip(caches, split_heads(keys, caches), split_heads(values, caches), strict=True):
-            copy_prefixes(cache, tables, load.requests, load.begins, load.indptr, *own)
+            self._copy(cache, tables, load.requests, load.begins, load.indptr, *own)
         return keys, values
 
     def run_joined(

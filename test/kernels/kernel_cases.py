@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -401,3 +402,29 @@ def break_new_token(batch: Batch, request: int, token: int, side: str, number: f
     ring = getattr(batch.cache, side)
     place = (int(batch.tables.kv_lens[request]) + token) % batch.shape.windows.ring
     ring[batch.tables.ring_row[request].long(), place, -1, 3] = number
+
+
+def assert_copies_equal_the_cache(
+    batch: Batch, spans: list[tuple[int, int, int]], copy: Callable[..., None], further_heads: int = 0
+) -> None:
+    """Prefixes in 16 bits are what the reference reads, bit for bit; rows and heads around them stay as they were.
+
+    Args:
+        batch: whose cache is copied.
+        spans: request, first position and end of each.
+        copy: as :func:`oscar_kernels.triton.prefix.copy_prefixes`.
+        further_heads: of other parts, behind this cache's in every row.
+    """
+    shape, device = batch.shape, batch.tables.kv_lens.device
+    indptr = torch.tensor([0, *(end - begin for _, begin, end in spans)]).cumsum(0).int()
+    requests, begins = (torch.tensor([span[i] for span in spans], dtype=torch.int32, device=device) for i in (0, 1))
+    rows, heads = int(indptr[-1]), shape.kv_heads
+    space = torch.full((2, rows + 1, heads + further_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=device)
+    copy(batch.cache, batch.tables, requests, begins, indptr.to(device), *space[:, :rows, :heads])
+    assert (space[:, rows] == 7).all()
+    assert (space[:, :, heads:] == 7).all()
+    for (request, begin, end), first in zip(spans, indptr.tolist(), strict=False):
+        wanted = reference.gather(batch.cache, batch.tables, request, int(batch.tables.kv_lens[request]))
+        for got, want in zip(space, wanted, strict=True):
+            copied = got[first : first + end - begin, :heads]
+            torch.testing.assert_close(copied, want[begin:end].to(shape.dtype), rtol=0, atol=0)

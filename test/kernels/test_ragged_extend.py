@@ -19,13 +19,14 @@ from kernel_cases import (
     OF_OTHER_CODINGS,
     Shape,
     assert_as_good_as,
+    assert_copies_equal_the_cache,
     filled_batch,
     poison,
     sampled,
 )
 from test_extend import Case, exact, make
 
-from oscar_kernels import extend_plan, ragged_plan, reference
+from oscar_kernels import extend_plan, ragged_plan
 from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import MOST_SHORT, Decode, Limits, count_splits, cut_prefixes
 from oscar_kernels.prepared import split_matrix
@@ -174,18 +175,7 @@ SHAPES = [
 def test_prefix_copies_equal_the_cache(shape: Shape, device: torch.device) -> None:
     """Spans that begin and end anywhere, in any order; rows around them stay as they were."""
     batch = filled_batch(shape, [150, 5, 90], device, ring_starts=[140, 0, 0])
-    spans = [(2, 13, 90), (0, 0, 150), (1, 0, 5), (0, 70, 71)]
-    indptr = torch.tensor([0, *(end - begin for _, begin, end in spans)]).cumsum(0).int()
-    requests, begins = (torch.tensor([span[i] for span in spans], dtype=torch.int32, device=device) for i in (0, 1))
-    rows = int(indptr[-1])
-    space = torch.full((2, rows + 1, shape.kv_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=device)
-    copy_prefixes(batch.cache, batch.tables, requests, begins, indptr.to(device), *space[:, :rows])
-    assert (space[:, rows] == 7).all()
-    for (request, begin, end), first in zip(spans, indptr.tolist(), strict=False):
-        wanted = reference.gather(batch.cache, batch.tables, request, int(batch.tables.kv_lens[request]))
-        for got, want in zip(space, wanted, strict=True):
-            copied = got[first : first + end - begin]
-            torch.testing.assert_close(copied, want[begin:end].to(shape.dtype), rtol=0, atol=0)
+    assert_copies_equal_the_cache(batch, [(2, 13, 90), (0, 0, 150), (1, 0, 5), (0, 70, 71)], copy_prefixes)
 
 
 @pytest.mark.parametrize("shape", [Shape(), OF_16_BITS[0]], ids=str)

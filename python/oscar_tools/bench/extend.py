@@ -28,6 +28,7 @@ from oscar_tools.bench.synthetic import (
 )
 from oscar_tools.bench.timing import device, time_us
 from sglang_oscar.attention import decode_choice, extend_choice
+from sglang_oscar.attention.prefix_copies import PrefixCopies
 from sglang_oscar.attention.prompt_store import PromptStore
 from sglang_oscar.formats.geometry import Geometry
 from sglang_oscar.memory.layer import CachedLayer
@@ -197,7 +198,10 @@ def served(setting: extend_choice.Setting, budget: int = BUDGET) -> Served:
         return Served(backend, decode, None)
     geometry = Geometry.uniform(LAYOUT, WINDOWS, torch.bfloat16, layers=1)
     size = extend_choice.workspace(backend, geometry.formats[0], Q_HEADS, torch.bfloat16, budget)
-    return Served(backend, decode, extend_choice.ragged_extend(size, geometry, device(), decode))
+    copies = PrefixCopies()
+    if isinstance(decode, decode_choice.CudaDecode):
+        copies.arrange([cache], PAGE, torch.bfloat16)
+    return Served(backend, decode, extend_choice.ragged_extend(size, geometry, device(), decode, copies))
 
 
 def extend_row(case_of: tuple[int, int, int], kernels: Served) -> dict[str, Any]:

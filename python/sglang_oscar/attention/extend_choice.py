@@ -25,10 +25,10 @@ from sglang_oscar.errors import Int2Error
 from sglang_oscar.formats.geometry import Geometry
 
 if TYPE_CHECKING:
-    from oscar_kernels.ragged_extend import RaggedExtend
+    from oscar_kernels.ragged_extend import CopyPrefixes, RaggedExtend
 
-LARGEST_WORKSPACE = 256 << 20
-"""Bytes of dequantized prefix at a time: on Qwen3-8B 64K tokens of one layer."""
+LARGEST_WORKSPACE = 512 << 20
+"""Bytes of dequantized prefix at a time: on Qwen3-8B 128K tokens of one layer."""
 WORKSPACE_SHARE = 1 / 32
 """Largest share of the KV budget that the workspace takes on small GPUs."""
 FEWEST_TOKENS = 1024
@@ -133,8 +133,11 @@ def _flashinfer_kernels(layer: AnyFormat, q_heads: int, dtype: torch.dtype) -> t
     return kernels, scratch
 
 
-def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.device, decode: Decode) -> RaggedExtend:
-    """Extend through a stock kernel, compiled and loaded, and ``decode`` for chunks of few tokens.
+def ragged_extend(
+    size: ExtendWorkspace, geometry: Geometry, device: torch.device, decode: Decode, copy: CopyPrefixes
+) -> RaggedExtend:
+    """Extend through a stock kernel, compiled and loaded, with prefixes by ``copy``, and ``decode`` for chunks of few
+    tokens.
 
     Raises:
         Int2Error: the kernel cannot be built or loaded on this machine.
@@ -142,16 +145,16 @@ def ragged_extend(size: ExtendWorkspace, geometry: Geometry, device: torch.devic
     from oscar_kernels.ragged_extend import RaggedExtend
     from oscar_kernels.ragged_plan import RaggedPlanner
 
-    # FA2 splits long prefixes itself.
-    splits = size.kernels != "fa2"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if splits else 1
+    # FlashAttention-3 and FlashInfer's FA2 split long prefixes themselves.
+    splits_itself = size.backend == "fa3" or size.kernels == "fa2"
+    processors = 1 if splits_itself else torch.cuda.get_device_properties(device).multi_processor_count
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
     limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=True)
     layer = geometry.any_layer
     try:
         planner = RaggedPlanner(layer, size.q_heads, size.dtype, limits, device, _kernels(size, device), processors)
-        made = RaggedExtend(planner, decode)
+        made = RaggedExtend(planner, decode, copy)
         # FlashInfer compiles at the first plan. That may take minutes, and may fail: better now than at a request.
         made.warm_up()
         wrong = None

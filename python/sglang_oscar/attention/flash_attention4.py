@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_oscar.attention.flash_attention3 import FlashAttention3
 
@@ -24,6 +24,7 @@ class FlashAttention4(FlashAttention3):
     capabilities = (10, 12)
     head_dims = ((64, 64), (128, 128), (192, 128))
     needs = "FlashAttention-4 (nvidia-cutlass-dsl and quack-kernels)"
+    options: ClassVar[dict[str, Any]] = {}
 
     @staticmethod
     def installed() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from oscar_kernels.cache import Chunks, Copies, LayerCache, StoreSlots
+from oscar_kernels.cuda import prefix as cuda_prefix
 from oscar_kernels.cuda import prompt as cuda_prompt
 from oscar_kernels.cuda import store as cuda_store
 from oscar_kernels.cuda.books import arranged_book, has_shared_book, searched_points
@@ -28,6 +29,7 @@ from sglang_oscar.attention.batch import Batch
 from sglang_oscar.attention.call import Call
 from sglang_oscar.attention.extend_choice import ragged_extend, why_not_flash
 from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace
+from sglang_oscar.attention.prefix_copies import PrefixCopies
 from sglang_oscar.attention.prompt_store import PromptStore
 from sglang_oscar.errors import Int2Error
 from sglang_oscar.memory.cache import Int2Cache
@@ -90,28 +92,9 @@ class GpuKernels:
         self._decode = decode_choice.choose(task, max_batch)
         if drafts:
             decode_choice.prepare_verify(self._decode, task, max_batch)
-        self._arranged: dict[int, PreparedLayer] = {}
-        self._prompts = PromptStore(self._prepared, cache.page_size)
-        if isinstance(self._decode, decode_choice.CudaDecode):
-            coded = [part for part in parts if not part.cache.exact]
-            self._arranged = {id(layer): cuda_store.arrange(self._prepared[id(layer)]) for layer in coded}
-            for layer in coded:
-                if layer.cache.k_codebook is not None:  # made before steps are captured
-                    arranged_book(layer.cache.k_codebook)
-                    searched_points(layer.cache.k_codebook)
-            heads = [task.heads(layer.cache) for layer in coded]
-            prompts = self._prompts.arrange(zip(coded, heads, strict=True), dtype)
-            steps_of = (
-                cuda_store.variant_of(x.cache, of, cache.page_size, dtype) for x, of in zip(coded, heads, strict=True)
-            )
-            try:
-                cuda_store.build(
-                    zip(steps_of, self._arranged.values(), strict=True), [cuda_prompt.job(kind) for kind in prompts]
-                )
-                for kind in prompts:
-                    cuda_prompt.prepare(kind)
-            except KernelError as error:
-                raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
+        self._prompts, copies = PromptStore(self._prepared, cache.page_size), PrefixCopies()
+        cuda = isinstance(self._decode, decode_choice.CudaDecode)
+        self._arranged = self._build_cuda(task, parts, None if workspace is None else copies) if cuda else {}
         self._ragged: RaggedExtend | None = None
         dims = (plan.geometry.any_layer.head_dim, plan.geometry.any_layer.value_head_dim)
         reason = why_not_flash(cache.settings.extend_backend, dims, sink_logits)
@@ -119,7 +102,7 @@ class GpuKernels:
         if workspace is None:
             logger.info("int2 extend: Triton kernel for chunk and prefix%s", against)
         else:
-            self._ragged = ragged_extend(workspace, plan.geometry, device, self._decode)
+            self._ragged = ragged_extend(workspace, plan.geometry, device, self._decode, copies)
             logger.info(
                 "int2 extend: %s for chunk and dequantized prefix, decode kernel for that of short chunks%s",
                 workspace.kernel,
@@ -137,6 +120,38 @@ class GpuKernels:
             warm_up.captured(dummies, {min(step, max_batch) for step in steps}, drafts)
         warm_up.chunks_behind_prefixes(dummies, hits)
         warm_up.logits(dtype, device)
+
+    def _build_cuda(
+        self, task: decode_choice.DecodeTask, parts: Sequence[CachedLayer], copies: PrefixCopies | None
+    ) -> dict[int, PreparedLayer]:
+        """Compile and load the CUDA kernels of stores and, with ``copies``, of prefixes.
+
+        Returns:
+            layers as the store of a step takes them, by their ``id``.
+
+        Raises:
+            Int2Error: a kernel cannot be built or loaded.
+        """
+        coded = [part for part in parts if not part.cache.exact]
+        arranged = {id(layer): cuda_store.arrange(self._prepared[id(layer)]) for layer in coded}
+        for layer in coded:
+            if layer.cache.k_codebook is not None:  # made before steps are captured
+                arranged_book(layer.cache.k_codebook)
+                searched_points(layer.cache.k_codebook)
+        page, heads = task.page_size, [task.heads(layer.cache) for layer in coded]
+        steps = (cuda_store.variant_of(x.cache, of, page, self._dtype) for x, of in zip(coded, heads, strict=True))
+        prompts = self._prompts.arrange(zip(coded, heads, strict=True), self._dtype)
+        prefixes = [] if copies is None else copies.arrange(task.caches, page, self._dtype)
+        try:
+            others = [*map(cuda_prompt.job, prompts), *map(cuda_prefix.job, prefixes)]
+            cuda_store.build(zip(steps, arranged.values(), strict=True), others)
+            for kind in prompts:
+                cuda_prompt.prepare(kind)
+            for variant in prefixes:
+                cuda_prefix.prepare(variant)
+        except KernelError as error:
+            raise Int2Error(f"{error}; or set {decode_choice.VARIABLE}=triton") from error
+        return arranged
 
     def _made_of(self, layer: CachedLayer, new: LayerFormat) -> Iterator[tuple[Any, Any]]:
         """What kernels read of a layer, beside what they would read of a new format; see :attr:`Int2Cache.derived`."""

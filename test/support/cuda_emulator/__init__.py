@@ -21,7 +21,7 @@ from tempfile import gettempdir
 from typing import Any
 from unittest.mock import patch
 
-from oscar_kernels.cuda import decode, pair, prompt, store
+from oscar_kernels.cuda import decode, pair, prefix, prompt, store
 from oscar_kernels.cuda.jit import SOURCES
 
 COMPILER = shutil.which("g++")
@@ -46,6 +46,7 @@ PARAMETERS = {
         ("Side", "Side", "Queries", "Slots", "int", "int", "int", "int", "int", "int", "Points"),
     ),
     "prompt.cu": ("oscar_prompt", ("Side", "Side", "Queries", "Slots", "int", "int", "int")),
+    "prefix.cu": ("oscar_prefix", ("Side", "Side", "Spans", "Tables", "int", "int")),
 }
 
 
@@ -140,14 +141,13 @@ def launch(
 
 @contextmanager
 def emulated(blocks: int = BLOCKS) -> Iterator[None]:
-    """:mod:`oscar_kernels.cuda.decode`, :mod:`~oscar_kernels.cuda.pair`, :mod:`~oscar_kernels.cuda.store` and
-    :mod:`~oscar_kernels.cuda.prompt` take tensors on the CPU in here.
-    """
+    """The launches of :mod:`oscar_kernels.cuda` take tensors on the CPU in here."""
     changed = {"load": build, "launch": launch, "processors": lambda device: blocks}
     with ExitStack() as stack:
         for module in (decode, pair, store, prompt):
             stack.enter_context(patch.multiple(module, **changed))
-        for loaded in (store._load, prompt._load):
+        stack.enter_context(patch.multiple(prefix, load=build, launch=launch))
+        for loaded in (store._load, prompt._load, prefix.prepare):
             loaded.cache_clear()
             stack.callback(loaded.cache_clear)
         yield

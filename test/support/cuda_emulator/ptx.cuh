@@ -369,6 +369,12 @@ inline u16 emulated_bfloat(float x) {
 inline float half_to_float(u32 bits) { return (float)bits_of<_Float16>((u16)bits); }
 inline u32 pack_half(float low, float high) { return emulated_half(low) | (u32)emulated_half(high) << 16; }
 inline u32 pack_bfloat(float low, float high) { return emulated_bfloat(low) | (u32)emulated_bfloat(high) << 16; }
+inline u32 choose_bytes(u32 low, u32 high, u32 which) {
+  u64 bytes = low | (u64)high << 32;
+  u32 y = 0;
+  for (int i = 0; i < 4; i++) y |= (u32)(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  return y;
+}
 template <bool BF16>
 inline float low_half(u32 word) { return BF16 ? as_float(word << 16) : half_to_float(word & 0xffffu); }
 template <bool BF16>

@@ -109,6 +109,13 @@ DEVICE u32 pack_bfloat(float low, float high) {
   return y;
 }
 
+// Four of the eight bytes of ``low`` and ``high``, the first by the lowest four bits of ``which``, each below 8.
+DEVICE u32 choose_bytes(u32 low, u32 high, u32 which) {
+  u32 y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(which));
+  return y;
+}
+
 // A 16-bit float format by a compile-time flag.
 template <bool BF16>
 DEVICE float low_half(u32 word) {
