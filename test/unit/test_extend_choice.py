@@ -15,6 +15,7 @@ import torch
 from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.decode import decode
+from oscar_kernels.triton.prefix import copy_prefixes
 from sglang_oscar.attention import extend_choice, flash_attention4, stock_check
 from sglang_oscar.attention.extend_choice import ExtendWorkspace, choose
 from sglang_oscar.attention.flash_attention3 import FlashAttention3
@@ -57,10 +58,10 @@ def test_workspace_is_in_the_account() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "tokens", "passes"), [(1, 8192, 8), (8, 65_536, 8), (20, 65_536, 9), (40, 65_536, 19), (100, 65_536, 32)]
+    ("gib", "tokens", "passes"), [(1, 8192, 8), (8, 65_536, 8), (20, 131_072, 9), (40, 131_072, 19), (100, 131_072, 32)]
 )
 def test_workspace_grows_with_the_budget(gib: int, tokens: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice 4 KiB of keys and values a token, at most 256 MiB or a 32nd; 8 MiB for each plan."""
+    """Twice 4 KiB of keys and values a token, at most 512 MiB or a 32nd; 8 MiB for each plan."""
     pytest.importorskip("flashinfer")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("flashinfer.utils.determine_attention_backend", lambda *args, **options: "fa3")
@@ -73,7 +74,7 @@ def test_flash_attention_3_plans_in_no_memory(monkeypatch: pytest.MonkeyPatch) -
     layer = Geometry.uniform(RowLayout(8, 128, 128), Windows(0, 0, 0), torch.bfloat16, 1).any_layer
     made = extend_choice.workspace("fa3", layer, 32, torch.bfloat16, 100 * GIB)
     assert (made.kernel, made.kernels) == ("FlashAttention-3", "fa3")
-    assert (made.tokens, made.passes, made.fixed_bytes()) == (65_536, 32, 65_536 * 4096)
+    assert (made.tokens, made.passes, made.fixed_bytes()) == (131_072, 32, 131_072 * 4096)
     monkeypatch.setattr(FlashAttention3, "missing", lambda *heads: None if heads == (128, 128) else "not that")
     assert choose("fa3", "cuda", (128, 128), False) == "fa3"
     with pytest.raises(Int2Error, match="EXTEND_BACKEND=fa3, but not that; unset it"):
@@ -197,7 +198,7 @@ def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(extend_choice, "_kernels", lambda size, device: Broken)
     geometry = Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256), torch.bfloat16, 36)
     with pytest.raises(Int2Error, match=r"\(Could not find nvcc\); .*SGLANG_OSCAR_EXTEND_BACKEND=triton") as caught:
-        extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode)
+        extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode, copy_prefixes)
     assert "\n" not in str(caught.value)
 
 
@@ -209,4 +210,4 @@ def test_a_full_gpu_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(extend_choice, "_kernels", lambda size, device: Full)
     geometry = Geometry.uniform(RowLayout(8, 128, 128), Windows(64, 256, 256), torch.bfloat16, 36)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
-        extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode)
+        extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode, copy_prefixes)

@@ -25,8 +25,8 @@ _Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_in
 
 
 def rows_of_warp(variant: Variant) -> int:
-    """Output rows of a warp: 8 of eight heads of 128 channels, as much of others."""
-    return min(max(8192 // (variant.kv_heads * variant.head_dim), 4), 32)
+    """Output rows of a warp: four of eight heads of 128 channels, as much of others."""
+    return min(max(4096 // (variant.kv_heads * variant.head_dim), 4), 32)
 
 
 def unsupported(variant: Variant) -> str | None:
