@@ -28,6 +28,7 @@ from sglang_oscar.attention.flash_attention3 import FlashAttention3
 
 def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """``flash_attn_varlen_func`` of both versions in torch: natural logarithms, heads first."""
+    assert options["num_splits"] == 0, "few queries on many keys would leave most of a GPU idle"
     starts, kv_starts = options["cu_seqlens_q"], options["cu_seqlens_k"]
     assert starts.dtype == kv_starts.dtype == torch.int32
     longest = [options["max_seqlen_q"], options["max_seqlen_k"]]

@@ -18,7 +18,7 @@ from oscar_kernels.cuda import decode as cuda
 from oscar_kernels.cuda import pair
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.errors import KernelError
-from oscar_kernels.extend_plan import SHORT_BATCH
+from oscar_kernels.extend_plan import SHORT_BATCH, Decode
 from oscar_kernels.parts import Part, join_heads
 from oscar_kernels.prepared import SplitMatrix
 from oscar_kernels.triton import decode as triton
@@ -27,8 +27,6 @@ from sglang_oscar.errors import Int2Error
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_OSCAR_DECODE_BACKEND"
-BREAK_EVEN = 16
-"""Queries on a prefix that take the decode kernel as long as dequantizing it, on an H200 from 8K to 128K tokens."""
 ALIGNED = 128
 """float32 elements of a workspace that its halves are a multiple of."""
 Setting = Literal["auto", "cuda", "triton"]
@@ -127,6 +125,14 @@ class CudaDecode:
         if visible is None:
             return self(cache, tables, q_rot, sm_scale, lse=lse, reading=reading)
         return cuda.verify(cache, tables, visible, q_rot, sm_scale, workspace=self._workspace, reading=reading, lse=lse)
+
+
+def break_even_tokens(decode: Decode) -> int:
+    """Queries on a long prefix that take as long as dequantizing it.
+
+    Measured on an H200 on prefixes of 2K to 128K tokens.
+    """
+    return 20 if isinstance(decode, CudaDecode) else 16
 
 
 def check(setting: Setting, device: str) -> None:

@@ -17,7 +17,7 @@ from oscar_kernels.extend_plan import INT_WORKSPACE_BYTES, Decode, Limits, Ragge
 from oscar_kernels.format import AnyFormat
 from oscar_rotation.errors import first_line
 from sglang_oscar.attention import stock_check
-from sglang_oscar.attention.decode_choice import BREAK_EVEN
+from sglang_oscar.attention.decode_choice import break_even_tokens
 from sglang_oscar.attention.extend_workspace import FLASH_ATTENTION, ExtendWorkspace, StockBackend
 from sglang_oscar.attention.flash_attention3 import FlashAttention3
 from sglang_oscar.attention.flash_attention4 import FlashAttention4
@@ -150,7 +150,7 @@ def ragged_extend(
     processors = 1 if splits_itself else torch.cuda.get_device_properties(device).multi_processor_count
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
-    limits = Limits(size.tokens, size.passes, BREAK_EVEN, window, joined=True)
+    limits = Limits(size.tokens, size.passes, break_even_tokens(decode), window, joined=True)
     layer = geometry.any_layer
     try:
         planner = RaggedPlanner(layer, size.q_heads, size.dtype, limits, device, _kernels(size, device), processors)
