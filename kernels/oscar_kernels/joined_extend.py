@@ -1,9 +1,9 @@
 """Prefixes and chunks in one load of the workspace, each chunk behind its prefix: one causal attention for both.
 
 Attending to both apart and merging takes the host ten launches a layer, this takes it four, and behind a short prefix
-a layer is waited for by nobody but the host. So a batch that fits is joined, always where the attention kernel splits
-keys itself, and elsewhere even where a longest prefix of up to ``UNCUT`` rows leaves part of the GPU idle that pieces of
-it would fill.
+a layer is waited for by nobody but the host. So a batch that fits is joined: always where the attention kernel splits
+keys itself, elsewhere even where a longest prefix of up to ``UNCUT`` rows leaves part of the GPU idle that pieces of it
+would fill.
 """
 
 from __future__ import annotations
