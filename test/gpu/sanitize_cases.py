@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 import torch
-from kernel_cases import Shape, empty_cache, filled_batch, random_rotation, random_slots, random_vectors
+from kernel_cases import Batch, Shape, empty_cache, filled_batch, random_rotation, random_slots, random_vectors
 
 from oscar_kernels.cache import Chunks, Copies, Windows
 from oscar_kernels.prepared import prepare
+from oscar_kernels.ragged_extend import CopyPrefixes
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
@@ -51,19 +52,27 @@ def run(shape: Shape, device: torch.device) -> None:
     out = extend(batch.cache, batch.tables, Chunks(q, k, v, starts), q_rot, 0.1, lse=lse)
     copies = Copies(torch.zeros_like(k), torch.zeros_like(v), torch.arange(tokens, device=device))
     store(cache, slots, k, v, layer, q=q, copies=copies)
-    requests = torch.arange(len(LENGTHS), dtype=torch.int32, device=device)
-    rows = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
-    space = torch.empty(2, sum(LENGTHS), shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
-    copy_prefixes(batch.cache, batch.tables, requests, torch.zeros_like(requests), rows, space[0], space[1])
+    prefixes = copied(batch, copy_prefixes)
     merge_states_(out, lse, out.clone(), lse.clone())
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()
-    assert torch.isfinite(space).all()
+    assert torch.isfinite(prefixes).all()
     assert torch.isfinite(copies.k).all()
 
 
+def copied(batch: Batch, copy: CopyPrefixes) -> torch.Tensor:
+    """All that is cached, [keys and values, rows, kv_heads, head_dim]."""
+    shape, lengths = batch.shape, batch.tables.kv_lens
+    requests = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    rows = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).int()])
+    space = torch.empty(2, int(rows[-1]), shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=lengths.device)
+    copy(batch.cache, batch.tables, requests, torch.zeros_like(requests), rows, space[0], space[1])
+    return space
+
+
 def run_cuda(gqa: int, device: torch.device) -> None:
-    """A decode step: store, then attention of few requests on many blocks, windows and all."""
+    """A decode step: store, then attention of few requests on many blocks, windows and all; and prefixes in 16 bits."""
+    from oscar_kernels.cuda import prefix
     from oscar_kernels.cuda import store as cuda_store
     from oscar_kernels.cuda.decode import decode as cuda_decode
     from oscar_kernels.cuda.decode import unsupported
@@ -88,6 +97,7 @@ def run_cuda(gqa: int, device: torch.device) -> None:
     out = cuda_decode(batch.cache, batch.tables, q_rot, 0.1)
     assert torch.equal(cuda_decode(batch.cache, batch.tables, q_rot, 0.1, lse=lse), out)
     multiplied = cuda_decode(batch.cache, batch.tables, q_rot, 0.1, reading=layer.value.reading)
+    assert torch.equal(copied(batch, prefix.copy_prefixes), copied(batch, copy_prefixes))
     torch.cuda.synchronize()
     assert torch.isfinite(multiplied).all()
     assert torch.isfinite(out).all()

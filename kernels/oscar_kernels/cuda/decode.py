@@ -15,6 +15,7 @@ from oscar_kernels.cache import BatchTables, LayerCache, check_lse, check_querie
 from oscar_kernels.cuda.books import arranged_book, has_shared_book
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, processors, struct
+from oscar_kernels.cuda.tables import describe
 from oscar_kernels.cuda.together import compile_together
 from oscar_kernels.cuda.variant import MAX_BATCH, MOST_COLUMNS, PRODUCT_COLUMNS, TILE, Variant
 from oscar_kernels.prepared import Output, SplitMatrix
@@ -26,9 +27,6 @@ _Query = struct("Query", [("q", POINTER), ("token_stride", ctypes.c_int64), ("he
                            ("sm_scale", ctypes.c_float), ("visible", POINTER)])  # fmt: skip
 _BUFFERS = ("k_rows", "v_rows", "k_sink", "v_sink", "k_ring", "v_ring")
 _Buffers = struct("Buffers", [(name, POINTER) for name in _BUFFERS])
-_Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", POINTER),
-                             ("ring_row", POINTER), ("ring_start", POINTER), ("sink_block", POINTER),
-                             ("batch", ctypes.c_int32)])  # fmt: skip
 _Partials = struct("Partials", [("out", POINTER), ("lse", POINTER), ("counters", POINTER),
                                  ("spill", POINTER)])  # fmt: skip
 _Result = struct("Result", [("out", POINTER), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
@@ -310,11 +308,7 @@ def call_of(
         q_rot.data_ptr(), q_rot.stride(0), q_rot.stride(1), sm_scale, 0 if visible is None else visible.data_ptr()
     )
     buffers = _Buffers(*(getattr(cache, name).data_ptr() for name in _BUFFERS))
-    pages = tables.page_table
-    described = _Tables(
-        pages.data_ptr(), pages.stride(0), tables.kv_lens.data_ptr(), tables.ring_row.data_ptr(),
-        tables.ring_start.data_ptr(), tables.sink_block.data_ptr(), batch * variant.passes,
-    )  # fmt: skip
+    described = describe(tables, batch * variant.passes)
     return Call(
         variant, out, workspace,
         [query, buffers, described, _Partials(partial, partial_lse, counters, spill),

@@ -11,6 +11,7 @@ import torch
 from oscar_kernels.cache import BatchTables, LayerCache, check_16_bit_rows
 from oscar_kernels.cuda.jit import load
 from oscar_kernels.cuda.launch import POINTER, launch, struct
+from oscar_kernels.cuda.tables import describe
 from oscar_kernels.cuda.together import Job
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.layout import CODEBOOK
@@ -19,9 +20,6 @@ SOURCE = "prefix.cu"
 THREADS = 256
 _Side = struct("Side", [("rows", POINTER), ("sink", POINTER), ("ring", POINTER), ("out", POINTER)])
 _Spans = struct("Spans", [("request", POINTER), ("begin", POINTER), ("indptr", POINTER), ("count", ctypes.c_int32)])
-_Tables = struct("Tables", [("page_table", POINTER), ("page_stride", ctypes.c_int32), ("kv_lens", POINTER),
-                            ("ring_row", POINTER), ("ring_start", POINTER), ("sink_block", POINTER),
-                            ("batch", ctypes.c_int32)])  # fmt: skip
 
 
 def rows_of_warp(variant: Variant) -> int:
@@ -56,7 +54,10 @@ def prepare(variant: Variant) -> Any:
 
     Raises:
         KernelError: the kernel cannot be built or loaded on this machine.
+        ValueError: it does not read such rows.
     """
+    if (reason := unsupported(variant)) is not None:
+        raise ValueError(f"the CUDA kernel for prefixes does not support {reason}")
     return load(SOURCE, "oscar_prefix", defines(variant), 0)
 
 
@@ -76,10 +77,8 @@ def copy_prefixes(
     """
     check_16_bit_rows(k_out, v_out, cache)
     variant = variant_of(cache, tables.page_size, k_out.dtype)
-    if (reason := unsupported(variant)) is not None:
-        raise ValueError(f"the CUDA kernel for prefixes does not support {reason}")
     rows, spans = len(k_out), len(requests)
-    if rows == 0 or spans == 0:
+    if not rows or not spans:
         return
 
     def side(name: str, out: torch.Tensor) -> ctypes.Structure:
@@ -91,9 +90,7 @@ def copy_prefixes(
         prepare(variant), (2 * blocks, 1, 1), THREADS, 0,
         [side("k", k_out), side("v", v_out),
          _Spans(requests.data_ptr(), begins.data_ptr(), indptr.data_ptr(), spans),
-         _Tables(tables.page_table.data_ptr(), tables.page_table.stride(0), tables.kv_lens.data_ptr(),
-                 tables.ring_row.data_ptr(), tables.ring_start.data_ptr(), tables.sink_block.data_ptr(),
-                 len(tables.kv_lens)),
-         ctypes.c_int32(rows), ctypes.c_int32(k_out.stride(0) // cache.head_dim)],
+         describe(tables, len(tables.kv_lens)), ctypes.c_int32(rows),
+         ctypes.c_int32(k_out.stride(0) // cache.head_dim)],
         overlap=True,
     )  # fmt: skip
