@@ -58,6 +58,18 @@ def test_more_spans_than_lanes() -> None:
 
 
 @runs
+def test_rows_of_nothing_stay_as_they_were() -> None:
+    """A span that reaches behind its request, and rows behind all spans."""
+    shape = SHAPES[0]
+    batch = filled_batch(shape, [40], DEVICE)
+    space = torch.full((2, 90, shape.kv_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=DEVICE)
+    one = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0], [30], [0, 20])]
+    copy_prefixes(batch.cache, batch.tables, *one, *space)
+    assert (space[:, 10:] == 7).all()
+    assert (space[:, :10] != 7).any(-1).all()
+
+
+@runs
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_values_are_numbers_and_keys_are_told(shape: Shape) -> None:
     """A tile of the attention kernel may reach from one request's rows into the next one's, where weights are 0."""
