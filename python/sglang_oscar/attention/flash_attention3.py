@@ -28,14 +28,14 @@ class FlashAttention3:
         capabilities: major compute capabilities that it is for: Ampere, Ada and Hopper.
         head_dims: of keys and values that it takes.
         needs: what brings it.
-        options: of every call. By default it would leave most of the GPU idle where few queries see many keys; with 0
-            it cuts keys as it sees fit, and takes memory for partial results of no more queries than leave it idle.
+        splitting: an option of every call. By default it would leave most of the GPU idle where few queries see many
+            keys; with 0 it cuts keys as it sees fit, and takes memory for partial results of no more queries than that.
     """
 
     capabilities: tuple[int, ...] = (8, 9)
     head_dims: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (256, 256), (192, 128))
     needs = "sglang-kernel with FlashAttention-3 (flash_ops)"
-    options: ClassVar[dict[str, Any]] = {"num_splits": 0}
+    splitting: ClassVar[dict[str, Any]] = {"num_splits": 0}
 
     @staticmethod
     def installed() -> bool:
@@ -86,7 +86,7 @@ class FlashAttention3:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any) -> torch.Tensor:
         """[tokens, q_heads, head_dim]."""
         out: torch.Tensor = self._attend(
-            q, k, v, **self._lengths, softmax_scale=options["sm_scale"], causal=causal, **self.options
+            q, k, v, **self._lengths, softmax_scale=options["sm_scale"], causal=causal, **self.splitting
         )
         return out
 
@@ -96,7 +96,7 @@ class FlashAttention3:
         """The same and float32 [tokens, q_heads], the log2 of the sum of exp2 of the logits (times log2 e)."""
         out, sums, *_ = self._attend(
             q, k, v, **self._lengths, softmax_scale=options["sm_scale"], causal=causal,
-            return_softmax_lse=True, **self.options,
+            return_softmax_lse=True, **self.splitting,
         )  # fmt: skip
         # It returns natural logarithms, [q_heads, tokens].
         return out, torch.mul(sums.T, LOG2_E, out=torch.empty(q.shape[:2], dtype=sums.dtype, device=sums.device))

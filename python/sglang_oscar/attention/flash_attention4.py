@@ -24,7 +24,7 @@ class FlashAttention4(FlashAttention3):
     capabilities = (10, 12)
     head_dims = ((64, 64), (128, 128), (192, 128))
     needs = "FlashAttention-4 (nvidia-cutlass-dsl and quack-kernels)"
-    options: ClassVar[dict[str, Any]] = {}
+    splitting: ClassVar[dict[str, Any]] = {}
 
     @staticmethod
     def installed() -> bool:
