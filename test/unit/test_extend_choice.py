@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.layout import RowLayout
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.prefix import copy_prefixes
+from oscar_tools.bench.synthetic import shuffled_tables
 from sglang_oscar.attention import extend_choice, flash_attention4, stock_check
 from sglang_oscar.attention.extend_choice import ExtendWorkspace, choose
 from sglang_oscar.attention.flash_attention3 import FlashAttention3
@@ -200,6 +203,32 @@ def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Int2Error, match=r"\(Could not find nvcc\); .*SGLANG_OSCAR_EXTEND_BACKEND=triton") as caught:
         extend_choice.ragged_extend(WORKSPACE, geometry, torch.device("cpu"), decode, copy_prefixes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernels", "ours"),
+    [("fa3", "fa3", False), ("fa4", "fa4", True), ("flashinfer", "fa3", True), ("flashinfer", "fa2", False)],
+)
+def test_long_prefixes_are_cut_where_the_kernel_does_not(
+    backend: Any, kernels: Any, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else 128 tokens behind 20,000 would leave most of a GPU idle; what the kernel cuts is joined whole."""
+
+    class Idle:
+        def plan(self, *args: object, **options: object) -> None: ...
+
+        def forward_return_lse(self, *args: object, **options: object) -> None: ...
+
+    monkeypatch.setattr(extend_choice, "_kernels", lambda size, device: Idle)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    geometry = Geometry.uniform(RowLayout(1, 128, 128), Windows(64, 256, 256), torch.bfloat16, 1)
+    size = replace(WORKSPACE, tokens=32_000, token_bytes=512, q_heads=4, backend=backend, kernels=kernels)
+    planner = extend_choice.ragged_extend(size, geometry, torch.device("cpu"), decode, copy_prefixes).planner
+    tables, _ = shuffled_tables([20_000], 64)
+    plan = planner.plan(tables, [20_000], [128])
+    assert (plan.joined is None) == ours
+    assert [load.splits > 1 for load in plan.passes] == [True] * ours
 
 
 def test_a_full_gpu_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
