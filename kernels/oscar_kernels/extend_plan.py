@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from oscar_kernels.cache import BatchTables, LayerCache
+from oscar_kernels.spans import Spans
 
 SHORT_BATCH = 256
 """Tokens of short chunks that the decode kernel takes at a time."""
@@ -194,15 +195,13 @@ def cut_spans(spans: list[Span], splits: int) -> list[Span]:
 
 @dataclass(frozen=True)
 class Pass:
-    """One load of the workspace: spans on the device, and the slice of query tokens that attend to them.
+    """One load of the workspace: spans, and the slice of query tokens that attend to them.
 
     Keys are cut into ``splits`` pieces; the queries are repeated as often, one copy for each piece.
     """
 
     attention: Ragged
-    requests: torch.Tensor
-    begins: torch.Tensor
-    indptr: torch.Tensor
+    spans: Spans
     rows: int
     tokens: slice
     splits: int
@@ -234,13 +233,11 @@ class Decoding:
 class Joined:
     """Where prefixes and chunks lie that are attended to at once (:mod:`oscar_kernels.joined_extend`), on the device.
 
-    ``requests`` int32 are all of the batch and ``begins`` zeros; ``indptr`` int32 [requests + 1] is the first of the
-    ``rows`` of each, and ``chunk_rows`` int64 [tokens] that of every token of the chunks.
+    ``spans`` are all requests of the batch from their first position on, with room for their chunks in the ``rows``;
+    ``chunk_rows`` int64 [tokens] is the row of every token of the chunks.
     """
 
-    requests: torch.Tensor
-    begins: torch.Tensor
-    indptr: torch.Tensor
+    spans: Spans
     chunk_rows: torch.Tensor
     rows: int
 

@@ -22,6 +22,7 @@ from oscar_kernels.cache import BatchTables, Chunks, Copies, LayerCache
 from oscar_kernels.extend_plan import Decode, ExtendPlan, Joined, Pass, Short
 from oscar_kernels.parts import attend_parts, split_heads
 from oscar_kernels.ragged_plan import RaggedPlanner
+from oscar_kernels.spans import Spans
 from oscar_kernels.triton.extend import extend_parts
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
@@ -34,9 +35,7 @@ class CopyPrefixes(Protocol):
         self,
         cache: LayerCache,
         tables: BatchTables,
-        requests: torch.Tensor,
-        begins: torch.Tensor,
-        indptr: torch.Tensor,
+        spans: Spans,
         k_out: torch.Tensor,
         v_out: torch.Tensor,
     ) -> None: ...
@@ -117,7 +116,7 @@ class RaggedExtend:
         """Fill the workspace with a load's prefixes; returns its keys and values [rows, kv_heads, head_dim]."""
         keys, values = (room[: load.rows] for room in self._workspace)
         for cache, *own in zip(caches, split_heads(keys, caches), split_heads(values, caches), strict=True):
-            self._copy(cache, tables, load.requests, load.begins, load.indptr, *own)
+            self._copy(cache, tables, load.spans, *own)
         return keys, values
 
     def run_joined(

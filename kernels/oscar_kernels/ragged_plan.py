@@ -25,6 +25,7 @@ from oscar_kernels.extend_plan import (
 )
 from oscar_kernels.format import AnyFormat
 from oscar_kernels.joined_extend import is_joined, lengths_joined, rows_of_chunks
+from oscar_kernels.spans import Spans
 
 
 class RaggedPlanner:
@@ -113,9 +114,7 @@ class RaggedPlanner:
         self._plan_attention(self.chunk, starts, indptr, causal=True)
         requests = torch.arange(len(chunk_lens), dtype=torch.int32)
         return Joined(
-            requests=self._upload(requests),
-            begins=self._upload(torch.zeros_like(requests)),
-            indptr=self._upload(indptr),
+            Spans(*map(self._upload, (requests, torch.zeros_like(requests), indptr))),
             chunk_rows=self._upload(rows_of_chunks(prefix_lens, chunk_lens, indptr)),
             rows=int(indptr[-1]),
         )
@@ -132,13 +131,11 @@ class RaggedPlanner:
             lengths[number // len(spans) * (last - first) + piece.request - first] = piece.end - piece.begin
         self._plan_attention(attention, _indptr(chunks * splits), _indptr(lengths), causal=False)
         indptr = _indptr([piece.end - piece.begin for piece in pieces])
+        columns = [piece.request for piece in pieces], [piece.begin for piece in pieces]
         # Each has a tensor of its own: Triton compiles a kernel anew for pointers that are aligned in another way.
-        requests, begins = (
-            self._upload(torch.tensor(column, dtype=torch.int32))
-            for column in ([piece.request for piece in pieces], [piece.begin for piece in pieces])
-        )
-        tokens = slice(int(own[0]), int(own[-1]))
-        return Pass(attention, requests, begins, self._upload(indptr), int(indptr[-1]), tokens, splits)
+        requests, begins = (self._upload(torch.tensor(column, dtype=torch.int32)) for column in columns)
+        load = Spans(requests, begins, self._upload(indptr))
+        return Pass(attention, load, int(indptr[-1]), slice(int(own[0]), int(own[-1])), splits)
 
     def _plan_short(
         self, tables: BatchTables, prefix_lens: list[int], requests: list[int], starts: torch.Tensor

@@ -10,6 +10,7 @@ from kernel_cases import Batch, Shape, empty_cache, filled_batch, random_rotatio
 from oscar_kernels.cache import Chunks, Copies, Windows
 from oscar_kernels.prepared import prepare
 from oscar_kernels.ragged_extend import CopyPrefixes
+from oscar_kernels.spans import Spans
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.extend import extend
@@ -66,7 +67,7 @@ def copied(batch: Batch, copy: CopyPrefixes) -> torch.Tensor:
     requests = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
     rows = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).int()])
     space = torch.empty(2, int(rows[-1]), shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=lengths.device)
-    copy(batch.cache, batch.tables, requests, torch.zeros_like(requests), rows, space[0], space[1])
+    copy(batch.cache, batch.tables, Spans(requests, torch.zeros_like(requests), rows), space[0], space[1])
     return space
 
 

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from oscar_kernels.cache import BatchTables, Chunks, Copies, StoreSlots, Windows
 from oscar_kernels.layout import AFFINE, EXACT
 from oscar_kernels.prepared import prepare, split_matrix
+from oscar_kernels.spans import Spans
 from oscar_kernels.tables import Requests
 from oscar_kernels.transform import SideTransform
 from oscar_kernels.triton.broken_rows import zero_broken_rows_
@@ -133,8 +134,8 @@ def compile_all(capability: int, keys: str, values: str, head_dim: int) -> dict[
     make_values_finite_(k, v)
     zero_broken_rows_(torch.zeros(2, 5))
     scale_by_sinks_(out, lse, lse[0].bfloat16(), q, torch.zeros(shape.kv_heads, shape.head_dim), 1.0)
-    spans = torch.zeros(1, dtype=torch.int32)
-    copy_prefixes(cache, tables, spans, spans, starts[::2].contiguous(), k.clone(), v.clone())
+    zeros = torch.zeros(1, dtype=torch.int32)
+    copy_prefixes(cache, tables, Spans(zeros, zeros, starts[::2].contiguous()), k.clone(), v.clone())
     merge_states_(out.clone(), lse, out, lse)
     rows, slot_table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 256, dtype=torch.int32)
     fill_decode_tables(Requests(rows, rows, slot_table, ones[0], ones[1]), windows, 256, tables, slots)

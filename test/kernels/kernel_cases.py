@@ -14,6 +14,7 @@ from oscar_kernels.codebook import Codebook
 from oscar_kernels.codec import decode_rows, encode_rows
 from oscar_kernels.format import LayerFormat, SideFormat
 from oscar_kernels.layout import AFFINE, CODEBOOK, SYMMETRIC, RowLayout
+from oscar_kernels.spans import Spans
 from oscar_kernels.transform import SideTransform
 
 
@@ -420,7 +421,7 @@ def assert_copies_equal_the_cache(
     requests, begins = (torch.tensor([span[i] for span in spans], dtype=torch.int32, device=device) for i in (0, 1))
     rows, heads = int(indptr[-1]), shape.kv_heads
     space = torch.full((2, rows + 1, heads + further_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=device)
-    copy(batch.cache, batch.tables, requests, begins, indptr.to(device), *space[:, :rows, :heads])
+    copy(batch.cache, batch.tables, Spans(requests, begins, indptr.to(device)), *space[:, :rows, :heads])
     assert (space[:, rows] == 7).all()
     assert (space[:, :, heads:] == 7).all()
     for (request, begin, end), first in zip(spans, indptr.tolist(), strict=False):

@@ -13,6 +13,7 @@ from kernel_cases import OF_16_BITS, OF_OTHER_CODINGS, Shape, assert_copies_equa
 from oscar_kernels.cache import Windows
 from oscar_kernels.cuda.prefix import copy_prefixes, defines, rows_of_warp, variant_of
 from oscar_kernels.layout import SYMMETRIC
+from oscar_kernels.spans import Spans
 from sglang_oscar.attention.prefix_copies import PrefixCopies
 from support.cuda_emulator import COMPILER, emulated
 from support.hopper import HOPPER
@@ -63,8 +64,8 @@ def test_rows_of_nothing_stay_as_they_were() -> None:
     shape = SHAPES[0]
     batch = filled_batch(shape, [40], DEVICE)
     space = torch.full((2, 90, shape.kv_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=DEVICE)
-    one = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0], [30], [0, 20])]
-    copy_prefixes(batch.cache, batch.tables, *one, *space)
+    one = Spans(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0], [30], [0, 20])))
+    copy_prefixes(batch.cache, batch.tables, one, *space)
     assert (space[:, 10:] == 7).all()
     assert (space[:, :10] != 7).any(-1).all()
 
@@ -77,9 +78,9 @@ def test_values_are_numbers_and_keys_are_told(shape: Shape) -> None:
     batch.cache.v_ring[int(batch.tables.ring_row[0])] = float("inf")
     for side in ("k_rows", "v_rows"):
         poison(batch, side, request=0, position=60)
-    one = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0], [0], [0, 100])]
+    one = Spans(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0], [0], [0, 100])))
     k, v = (torch.empty(100, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=DEVICE) for _ in "kv")
-    copy_prefixes(batch.cache, batch.tables, *one, k, v)
+    copy_prefixes(batch.cache, batch.tables, one, k, v)
     assert v.isfinite().all()
     assert k[60].isnan().any()
     assert k[61:].isfinite().all()

@@ -13,6 +13,7 @@ from test_ragged_extend import JOINED, SHAPES, check
 from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import Limits, cut_prefixes
 from oscar_kernels.joined_extend import UNCUT, is_joined, lengths_joined, rows_of_chunks
+from oscar_kernels.spans import Spans
 from oscar_kernels.triton.prefix import copy_prefixes
 
 
@@ -35,7 +36,7 @@ def test_rows_behind_a_prefix_are_left(device: torch.device) -> None:
     batch = filled_batch(shape, [150, 5], device)
     requests, indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [0, 250, 400]))
     space = torch.full((2, 400, shape.kv_heads, shape.head_dim), 7.0, dtype=shape.dtype, device=device)
-    copy_prefixes(batch.cache, batch.tables, requests, torch.zeros_like(requests), indptr, *space)
+    copy_prefixes(batch.cache, batch.tables, Spans(requests, torch.zeros_like(requests), indptr), *space)
     left = (space == 7).all(-1).all(-1).all(0).cpu()
     assert left.tolist() == [False] * 150 + [True] * 100 + [False] * 5 + [True] * 145
 

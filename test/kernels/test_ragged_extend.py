@@ -32,6 +32,7 @@ from oscar_kernels.extend_plan import MOST_SHORT, Decode, Limits, count_splits, 
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.ragged_extend import RaggedExtend
 from oscar_kernels.ragged_plan import RaggedPlanner
+from oscar_kernels.spans import Spans
 from oscar_kernels.triton.decode import decode
 from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.merge_states import merge_states_
@@ -186,8 +187,8 @@ def test_copied_values_are_numbers(shape: Shape, device: torch.device) -> None:
     if not shape.value_layout.exact:
         poison(case.batch, "v_rows", request=0, position=60)
     k_out, v_out = (torch.empty(100, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device) for _ in "kv")
-    one = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0], [0], [0, 100])]
-    copy_prefixes(case.batch.cache, case.batch.tables, *one, k_out, v_out)
+    one = Spans(*(torch.tensor(x, dtype=torch.int32, device=device) for x in ([0], [0], [0, 100])))
+    copy_prefixes(case.batch.cache, case.batch.tables, one, k_out, v_out)
     assert v_out.isfinite().all()
 
 
@@ -328,7 +329,7 @@ def test_only_short_chunks_go_token_by_token(device: torch.device, monkeypatch: 
     case = make(shape, prefixes, [5, 3, 32, 33], device)
     ragged = ragged_extend_of(case, LIMITS, device)
     plan = ragged.planner.plan(case.batch.tables, prefixes, case.lengths)
-    assert [len(one.requests) for one in plan.passes] == [1]
+    assert [len(one.spans.requests) for one in plan.passes] == [1]
     assert plan.in_place is None
     assert [len(short.tokens) for short in plan.short] == [19, 18]
     assert torch.cat([short.tokens for short in plan.short]).tolist() == [*range(5), *range(8, 40)]

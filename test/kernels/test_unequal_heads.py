@@ -27,6 +27,7 @@ from oscar_kernels.cache import Windows
 from oscar_kernels.extend_plan import Limits
 from oscar_kernels.prepared import split_matrix
 from oscar_kernels.sink_logits import scale_by_sinks
+from oscar_kernels.spans import Spans
 from oscar_kernels.triton.decode import decode, verify
 from oscar_kernels.triton.finite import make_values_finite_
 from oscar_kernels.triton.prefix import copy_prefixes
@@ -78,7 +79,7 @@ def test_prompts_through_a_workspace(limits: Limits, device: torch.device) -> No
     batch = filled_batch(shape, [60], device)
     indptr = torch.tensor([0, 60], dtype=torch.int32, device=device)
     copied = [torch.empty(60, 2, of, dtype=shape.dtype, device=device) for of in (shape.head_dim, shape.value_dim)]
-    copy_prefixes(batch.cache, batch.tables, indptr[:1].clone(), indptr[:1].clone(), indptr, *copied)
+    copy_prefixes(batch.cache, batch.tables, Spans(indptr[:1].clone(), indptr[:1].clone(), indptr), *copied)
     for found, wanted in zip(copied, reference.gather(batch.cache, batch.tables, 0, 60), strict=True):
         torch.testing.assert_close(found, wanted.to(shape.dtype), rtol=0, atol=0)
 

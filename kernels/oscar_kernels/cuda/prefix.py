@@ -15,6 +15,7 @@ from oscar_kernels.cuda.tables import describe
 from oscar_kernels.cuda.together import Job
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.layout import CODEBOOK
+from oscar_kernels.spans import Spans
 
 SOURCE = "prefix.cu"
 THREADS = 256
@@ -64,9 +65,7 @@ def prepare(variant: Variant) -> Any:
 def copy_prefixes(
     cache: LayerCache,
     tables: BatchTables,
-    requests: torch.Tensor,
-    begins: torch.Tensor,
-    indptr: torch.Tensor,
+    spans: Spans,
     k_out: torch.Tensor,
     v_out: torch.Tensor,
 ) -> None:
@@ -77,8 +76,8 @@ def copy_prefixes(
     """
     check_16_bit_rows(k_out, v_out, cache)
     variant = variant_of(cache, tables.page_size, k_out.dtype)
-    rows, spans = len(k_out), len(requests)
-    if not rows or not spans:
+    rows, count = len(k_out), len(spans.requests)
+    if not rows or not count:
         return
 
     def side(name: str, out: torch.Tensor) -> ctypes.Structure:
@@ -89,7 +88,7 @@ def copy_prefixes(
     launch(
         prepare(variant), (2 * blocks, 1, 1), THREADS, 0,
         [side("k", k_out), side("v", v_out),
-         _Spans(requests.data_ptr(), begins.data_ptr(), indptr.data_ptr(), spans),
+         _Spans(*(index.data_ptr() for index in spans), count),
          describe(tables, len(tables.kv_lens)), ctypes.c_int32(rows),
          ctypes.c_int32(k_out.stride(0) // cache.head_dim)],
         overlap=True,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from oscar_kernels.cache import BatchTables, LayerCache, check_16_bit_rows
+from oscar_kernels.spans import Spans
 from oscar_kernels.triton.arith import (
     CODEBOOK,
     EXACT,
@@ -198,9 +199,7 @@ def _prefix_kernel(
 def copy_prefixes(
     cache: LayerCache,
     tables: BatchTables,
-    requests: torch.Tensor,
-    begins: torch.Tensor,
-    indptr: torch.Tensor,
+    spans: Spans,
     k_out: torch.Tensor,
     v_out: torch.Tensor,
 ) -> None:
@@ -209,11 +208,9 @@ def copy_prefixes(
     Args:
         cache: the layer's cache.
         tables: the batch; of a span, what lies behind ``kv_lens`` is left as it is.
-        requests: int32 [spans], request of each span, on the device like the next two.
-        begins: int32 [spans], first position of each span.
-        indptr: int32 [spans + 1], first row of each span in the outputs, then the number of rows.
+        spans: what is copied.
         k_out, v_out: [rows, kv_heads, head_dim of keys or of values], heads contiguous, bfloat16 or float16, with at
-            least as many rows as ``indptr`` counts. Only their shape decides how many programs run: pass views of the
+            least as many rows as the spans have. Only their shape decides how many programs run: pass views of the
             right length.
 
     Raises:
@@ -221,16 +218,16 @@ def copy_prefixes(
     """
     kv_heads, windows = cache.kv_heads, cache.windows
     check_16_bit_rows(k_out, v_out, cache)
-    spans = requests.shape[0]
-    if k_out.shape[0] == 0 or spans == 0:
+    count = len(spans.requests)
+    if k_out.shape[0] == 0 or count == 0:
         return
-    _prefix_kernel[(kv_heads, triton.cdiv(k_out.shape[0], BLOCK) + spans, 2)](
+    _prefix_kernel[(kv_heads, triton.cdiv(k_out.shape[0], BLOCK) + count, 2)](
         cache.k_rows, cache.v_rows, *codebook_tensors(cache.k_codebook, cache.k_layout.coding, k_out), cache.k_sink,
         cache.v_sink, cache.k_ring, cache.v_ring, tables.page_table,
-        tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, requests,
-        begins, indptr, k_out, v_out, spans, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
+        tables.page_table.stride(0), tables.kv_lens, tables.ring_row, tables.ring_start, tables.sink_block, *spans,
+        k_out, v_out, count, K_STRIDE=cache.k_rows.stride(0), V_STRIDE=cache.v_rows.stride(0),
         KV_HEADS=kv_heads, **row_constants(cache), DTYPE=TRITON_DTYPES[k_out.dtype], PAGE=tables.page_size,
         SINK=windows.sink, RECENT=windows.recent, RING=max(windows.ring, 1),
-        OUT_HEADS=k_out.stride(0) // cache.head_dim, SPANS=max(triton.next_power_of_2(spans), FEWEST_SPANS),
+        OUT_HEADS=k_out.stride(0) // cache.head_dim, SPANS=max(triton.next_power_of_2(count), FEWEST_SPANS),
         BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from oscar_kernels.cache import BatchTables, LayerCache
 from oscar_kernels.cuda import prefix
 from oscar_kernels.cuda.variant import Variant
 from oscar_kernels.layout import RowLayout
+from oscar_kernels.spans import Spans
 from oscar_kernels.triton.prefix import copy_prefixes
 
 
@@ -42,13 +43,11 @@ class PrefixCopies:
         self,
         cache: LayerCache,
         tables: BatchTables,
-        requests: torch.Tensor,
-        begins: torch.Tensor,
-        indptr: torch.Tensor,
+        spans: Spans,
         k_out: torch.Tensor,
         v_out: torch.Tensor,
     ) -> None:
         """See :func:`oscar_kernels.triton.prefix.copy_prefixes`."""
         cuda = (cache.k_layout, cache.v_layout) in self._read_by_cuda
         copy = prefix.copy_prefixes if cuda else copy_prefixes
-        copy(cache, tables, requests, begins, indptr, k_out, v_out)
+        copy(cache, tables, spans, k_out, v_out)
