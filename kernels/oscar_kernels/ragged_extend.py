@@ -13,8 +13,7 @@ The attention kernel is FlashInfer's ragged prefill or FlashAttention-3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,18 +26,8 @@ from oscar_kernels.triton.extend import extend_parts
 from oscar_kernels.triton.merge_states import merge_states_
 from oscar_kernels.triton.prefix import copy_prefixes
 
-
-class CopyPrefixes(Protocol):
-    """Writes spans of cached keys and values in 16 bits; see :func:`oscar_kernels.triton.prefix.copy_prefixes`."""
-
-    def __call__(
-        self,
-        cache: LayerCache,
-        tables: BatchTables,
-        spans: Spans,
-        k_out: torch.Tensor,
-        v_out: torch.Tensor,
-    ) -> None: ...
+CopyPrefixes = Callable[[LayerCache, BatchTables, Spans, torch.Tensor, torch.Tensor], None]
+"""Writes spans of cached keys and values in 16 bits; see :func:`oscar_kernels.triton.prefix.copy_prefixes`."""
 
 
 class RaggedExtend:

@@ -37,7 +37,7 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
+def _emulated() -> Iterator[None]:
     """The CUDA kernels run on the CPU where there is no GPU for them."""
     with nullcontext() if HOPPER else emulated():
         yield

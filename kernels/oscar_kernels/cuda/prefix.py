@@ -63,11 +63,7 @@ def prepare(variant: Variant) -> Any:
 
 
 def copy_prefixes(
-    cache: LayerCache,
-    tables: BatchTables,
-    spans: Spans,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
+    cache: LayerCache, tables: BatchTables, spans: Spans, k_out: torch.Tensor, v_out: torch.Tensor
 ) -> None:
     """As :func:`oscar_kernels.triton.prefix.copy_prefixes`, bit for bit.
 
@@ -75,10 +71,10 @@ def copy_prefixes(
         ValueError: shapes, strides or row layouts do not fit, or the kernel cannot be built for this cache.
     """
     check_16_bit_rows(k_out, v_out, cache)
-    variant = variant_of(cache, tables.page_size, k_out.dtype)
     rows, count = len(k_out), len(spans.requests)
     if not rows or not count:
         return
+    variant = variant_of(cache, tables.page_size, k_out.dtype)
 
     def side(name: str, out: torch.Tensor) -> ctypes.Structure:
         read = (getattr(cache, f"{name}_{part}").data_ptr() for part in ("rows", "sink", "ring"))

@@ -197,11 +197,7 @@ def _prefix_kernel(
 
 
 def copy_prefixes(
-    cache: LayerCache,
-    tables: BatchTables,
-    spans: Spans,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
+    cache: LayerCache, tables: BatchTables, spans: Spans, k_out: torch.Tensor, v_out: torch.Tensor
 ) -> None:
     """Write spans of cached keys and values, one after the other, in 16 bits and in the rotated basis.
 

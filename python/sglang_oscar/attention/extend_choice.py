@@ -37,6 +37,8 @@ FEWEST_PASSES, MOST_PASSES = 8, 32
 PLAN_SHARE = 1 / 256
 """Largest share of the KV budget that plans of more than the fewest passes take."""
 VARIABLE = "SGLANG_OSCAR_EXTEND_BACKEND"
+VERSIONS: dict[Literal["fa4", "fa3"], type[FlashAttention3]] = {"fa4": FlashAttention4, "fa3": FlashAttention3}
+"""Of FlashAttention, the newer first."""
 Choice = Literal["flashinfer", "fa3", "fa4", "triton"]
 Setting = Literal["auto", "flashinfer", "fa3", "fa4", "triton"]
 Heads = tuple[int, int]
@@ -74,7 +76,7 @@ def choose(setting: Setting, device: str, heads: Heads, sink_logits: bool) -> Ch
 
 def flash_attention(heads: Heads) -> dict[Literal["fa4", "fa3"], str | None]:
     """Versions that SGLang brings, the newer first, and why each cannot be had on this GPU; None where it can."""
-    return {"fa4": FlashAttention4.missing(*heads), "fa3": FlashAttention3.missing(*heads)}
+    return {backend: version.missing(*heads) for backend, version in VERSIONS.items()}
 
 
 def why_not_flash(setting: str, heads: Heads, sink_logits: bool) -> str | None:
@@ -145,8 +147,8 @@ def ragged_extend(
     from oscar_kernels.ragged_extend import RaggedExtend
     from oscar_kernels.ragged_plan import RaggedPlanner
 
-    # FlashAttention-3 and FlashInfer's FA2 split long prefixes themselves.
-    splits_itself = size.backend == "fa3" or size.kernels == "fa2"
+    # Some split long prefixes themselves.
+    splits_itself = size.kernels == "fa2" if size.backend == "flashinfer" else bool(VERSIONS[size.backend].splitting)
     processors = 1 if splits_itself else torch.cuda.get_device_properties(device).multi_processor_count
     windows = geometry.windows
     window = (windows.sink + windows.recent) * size.token_bytes * len(geometry.formats) // geometry.cell_bytes
@@ -184,7 +186,7 @@ def _unusable(size: ExtendWorkspace, reason: str) -> str:
 
 def _kernels(size: ExtendWorkspace, device: torch.device) -> Callable[[], Ragged]:
     if size.backend != "flashinfer":
-        made = FlashAttention3 if size.backend == "fa3" else FlashAttention4
+        made = VERSIONS[size.backend]
         return lambda: made(device)
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 

@@ -28,8 +28,9 @@ class FlashAttention3:
         capabilities: major compute capabilities that it is for: Ampere, Ada and Hopper.
         head_dims: of keys and values that it takes.
         needs: what brings it.
-        splitting: an option of every call. By default it would leave most of the GPU idle where few queries see many
-            keys; with 0 it cuts keys as it sees fit, and takes memory for partial results of no more queries than that.
+        splitting: an option of every call where it splits long prefixes itself, else nothing. By default it would leave
+            most of the GPU idle where few queries see many keys; with 0 it cuts keys as it sees fit, and takes memory
+            for partial results of no more queries than that.
     """
 
     capabilities: tuple[int, ...] = (8, 9)

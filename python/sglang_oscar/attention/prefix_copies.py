@@ -18,7 +18,7 @@ class PrefixCopies:
     """A :class:`oscar_kernels.ragged_extend.CopyPrefixes`: Triton's until :meth:`arrange` finds rows for CUDA's."""
 
     def __init__(self) -> None:
-        self._read_by_cuda: set[tuple[RowLayout, RowLayout]] = set()
+        self._by_cuda: dict[tuple[RowLayout, RowLayout], Variant] = {}
 
     def arrange(self, caches: Iterable[LayerCache], page_size: int, dtype: torch.dtype) -> list[Variant]:
         """Have the CUDA kernel read what it can.
@@ -31,23 +31,16 @@ class PrefixCopies:
         Returns:
             what the kernel must be built for.
         """
-        kinds = []
         for cache in caches:
             variant = prefix.variant_of(cache, page_size, dtype)
             if prefix.unsupported(variant) is None:
-                self._read_by_cuda.add((cache.k_layout, cache.v_layout))
-                kinds.append(variant)
-        return list(dict.fromkeys(kinds))
+                self._by_cuda[cache.k_layout, cache.v_layout] = variant
+        return list(self._by_cuda.values())
 
     def __call__(
-        self,
-        cache: LayerCache,
-        tables: BatchTables,
-        spans: Spans,
-        k_out: torch.Tensor,
-        v_out: torch.Tensor,
+        self, cache: LayerCache, tables: BatchTables, spans: Spans, k_out: torch.Tensor, v_out: torch.Tensor
     ) -> None:
         """See :func:`oscar_kernels.triton.prefix.copy_prefixes`."""
-        cuda = (cache.k_layout, cache.v_layout) in self._read_by_cuda
+        cuda = (cache.k_layout, cache.v_layout) in self._by_cuda
         copy = prefix.copy_prefixes if cuda else copy_prefixes
         copy(cache, tables, spans, k_out, v_out)
